@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from pipeflow.analysis.order import Order, Turn
-from pipeflow.core.action import Action, Kind
+from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import DATAFLOW, End, Stream
 from pipeflow.core.route import Route
@@ -69,13 +69,15 @@ def unlimited(
     there: list[float],
     durations: Durations,
     overlap: float,
+    varied: Sequence[Durations] = (),
     *,
     joint: bool = True,
     begin: float = 0.0,
 ) -> Iterator[Ran]:
     """The clock of ranks that compute as fast as the costs say: from `begin` on, a turn runs as soon as its values have
     arrived and its stream is free. `turns` come in an order in which their values are made. Joint actions run at the
-    same time on all ranks that have them, unless `joint` is false.
+    same time on all ranks that have them, unless `joint` is false. `varied` has the durations of each microbatch, if
+    microbatches differ.
     """
     free: defaultdict[int, float] = defaultdict(lambda: begin)
     beside: defaultdict[tuple[int, Stream], float] = defaultdict(float)  # when each other stream is free
@@ -84,11 +86,15 @@ def unlimited(
         rank, actions, needs, _ = turn
         action, start = actions[0], free[rank]
         kind = action.kind
+        if varied:
+            durations = varied[action.microbatch]  # joint actions have the same time in all of them
         for value in needs:
             if there[value] > start:
                 start = there[value]
         if len(actions) > 1:
-            whole, first = paired(action, actions[1], durations, overlap)
+            other = actions[1]
+            its = varied[other.microbatch] if varied else durations
+            whole, first = paired(durations[kind][action.stage], its[other.kind][other.stage], overlap)
             end = free[rank] = start + whole
             yield turn, start, end, start + first
         elif kind not in _BESIDE:
@@ -124,11 +130,10 @@ def _together(
             yield turn, start, end, end
 
 
-def paired(forward: Action, backward: Action, durations: Durations, overlap: float) -> tuple[float, float]:
-    """The time of a pair, and the part of it that the span of its forward gets: in proportion to the time that it takes
-    alone.
+def paired(one: float, other: float, overlap: float) -> tuple[float, float]:
+    """The time of a pair whose actions take these times alone, and the part of it that the span of its forward gets: in
+    proportion to the time that it takes alone.
     """
-    one, other = durations[forward.kind][forward.stage], durations[backward.kind][backward.stage]
     whole = one + other - overlap * min(one, other)
     return whole, whole * one / (one + other) if one + other else 0.0
 
@@ -148,4 +153,6 @@ def _of_end(schedule: Schedule, cost: CostModel, end: End) -> list[Transfer]:
         stays = source == target or link[0] == link[1]
         costs = (0.0, 0.0) if stays else (cost.holding(source, *link, route), cost.link(*link).latency)
         by_path.append(Transfer(link, *costs))
-    return [by_path[microbatch % len(paths)] for microbatch in range(schedule.num_microbatches)]
+    each = [by_path[microbatch % len(paths)] for microbatch in range(schedule.num_microbatches)]
+    factors = cost.microbatch_factors
+    return [move._replace(held=move.held * factors[index]) for index, move in enumerate(each)] if factors else each

@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
-from pipeflow.analysis.event_loop import Ran, Transfer
+from pipeflow.analysis.event_loop import Ran, Transfer, paired
 from pipeflow.analysis.order import Turn
 from pipeflow.core.action import Action
 from pipeflow.core.cost import CostModel
@@ -147,12 +147,9 @@ class SharedClock:
                     self._start(part.turn)
 
     def _start(self, turn: Turn) -> None:
-        if len(turn.actions) == 1:
-            [action] = turn.actions
-            seconds = self._cost.duration(action.kind, action.stage)
-        else:
-            forward, backward = turn.actions
-            seconds = self._cost.pair(forward.stage, backward.kind, backward.stage)
+        seconds, *others = self._times(turn)
+        for other in others:
+            seconds, _ = paired(seconds, other, self._cost.overlap)
         self._busy.add(self._lane(turn.rank, _stream(turn)))
         self._number += 1
         heappush(self._running, _Task(self._had + seconds, self._number, turn, self._now))
@@ -163,9 +160,13 @@ class SharedClock:
         self._busy.remove(self._lane(turn.rank, _stream(turn)))
         if len(turn.actions) == 1:
             return turn, start, self._now, self._now
-        first, second = (self._cost.duration(each.kind, each.stage) for each in turn.actions)
+        first, second = self._times(turn)
         share = first / (first + second) if first + second else 0.0
         return turn, start, self._now, start + (self._now - start) * share
+
+    def _times(self, turn: Turn) -> list[float]:
+        """The time that each action of a turn takes alone."""
+        return [self._cost.duration(action.kind, action.stage, action.microbatch) for action in turn.actions]
 
 
 def _stream(turn: Turn) -> Stream:

@@ -10,7 +10,7 @@ from math import inf
 from pipeflow.analysis.event_loop import Ran, loop, transfers, unlimited
 from pipeflow.analysis.order import Order
 from pipeflow.analysis.processors import SharedClock
-from pipeflow.core.cost import CostModel
+from pipeflow.core.cost import CostModel, require_factors
 from pipeflow.core.dataflow import COPIES
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.route import routes_among
@@ -41,7 +41,7 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
         cost: the costs. None: 1 for F, 1 for each half of a backward, and free transfers.
 
     Raises ScheduleError if the schedule cannot run to its end (`verify` says why), and UsageError for costs with
-    another number of stages.
+    another number of stages or microbatches.
     """
     return simulate_shared(schedule, CostModel.even(schedule.placement) if cost is None else cost, inf)
 
@@ -66,20 +66,21 @@ def run(schedule: Schedule, cost: CostModel, processors: float = inf) -> tuple[t
     order = Order(schedule, routes_among(schedule.placement.num_stages, cost.route_bytes))
     moved = transfers(schedule, cost, order)
     there = [inf] * len(moved)
-    clock: Iterable[Ran] = unlimited(order, there, cost.durations, cost.overlap)
+    clock: Iterable[Ran] = unlimited(order, there, cost.durations, cost.overlap, cost.varied)
     if processors < inf or (cost.copy_groups and schedule.streams & COPIES):
         clock = SharedClock(schedule, cost, processors, order, there, moved)
     return loop(clock, there, moved, len(schedule.rows)), order
 
 
 def require_costs(schedule: Schedule, cost: CostModel) -> None:
-    """Raises UsageError for costs with another number of stages than the schedule."""
+    """Raises UsageError for costs with another number of stages or microbatches than the schedule."""
     stages = schedule.placement.num_stages
     if len(cost.forward) != stages:
         raise UsageError(
             f"the cost model has {len(cost.forward)} stages, schedule {schedule.name!r} has {stages}: give one cost "
             "per stage, as CostModel.even(schedule.placement) does"
         )
+    require_factors(cost.microbatch_factors, schedule.num_microbatches)
 
 
 def require_end(schedule: Schedule, order: Order) -> None:

@@ -100,22 +100,24 @@ def _field(name: str, value: object) -> Any:
         return _routes(value)
     if name == "copy_groups":
         return _groups(value)
+    if name == "microbatch_factors":
+        return _numbers(name, value, "microbatch")
     if name in NUMBERS:
         return _number(value, name)
-    return _table(name, TABLES[name], value) if name in TABLES else _per_stage(name, value)
+    return _table(name, TABLES[name], value) if name in TABLES else _numbers(name, value)
 
 
-def _per_stage(name: str, value: object) -> tuple[float, ...]:
+def _numbers(name: str, value: object, of: str = "stage") -> tuple[float, ...]:
     if not isinstance(value, list):
-        raise UsageError(f"{name} must be a list with one number per stage, got {value!r}")
-    return tuple(_number(number, f"{name} of stage {stage}") for stage, number in enumerate(value))
+        raise UsageError(f"{name} must be a list with one number per {of}, got {value!r}")
+    return tuple(_number(number, f"{name} of {of} {index}") for index, number in enumerate(value))
 
 
 def _table(name: str, keys: type[Kind | Content], value: object) -> dict[Kind | Content, tuple[float, ...]]:
     if not isinstance(value, dict) or set(value) - set(keys):
         some = ", ".join(keys)
         raise UsageError(f"{name} must be an object with a list per stage for some of {some}, got {value!r}")
-    return {keys(key): _per_stage(f"{name} of {key}", numbers) for key, numbers in value.items()}
+    return {keys(key): _numbers(f"{name} of {key}", numbers) for key, numbers in value.items()}
 
 
 def _links(value: object) -> dict[tuple[int, int], Link]:

@@ -69,9 +69,14 @@ def sound_source(name: str, request: Request) -> ScheduleSource:
     return found
 
 
-def violations_of(schedule: Schedule, memory_cap: MemoryCap | None = None) -> list[Violation]:
-    """Everything that is wrong with a schedule or, if nothing is, with its programs."""
-    options: dict[str, Any] = {} if memory_cap is None else {"memory_cap": memory_cap}
+def violations_of(schedule: Schedule, memory_cap: MemoryCap | None = None, costs: Costs | None = None) -> list[Violation]:
+    """Everything that is wrong with a schedule or, if nothing is, with its programs. With `costs`, microbatches keep as
+    much as their factors say.
+    """
+    options: dict[str, Any] = {}
+    if memory_cap is not None:
+        factors = () if costs is None else costs.model(schedule.placement).microbatch_factors
+        options = {"memory_cap": memory_cap, "microbatch_factors": factors}
     with doing(f"proving {printable(schedule.name)}"):
         return verify(schedule, **options) or verify_programs(lower(schedule))
 

@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     if name not in SCHEDULES or "memory_cap" not in options_of(name):
         request = replace(request, options=tuple(each for each in request.options if each[0] != "memory_cap"))
     schedule = source(name, request).schedule
-    violations = violations_of(schedule, arguments.memory_cap)
+    violations = violations_of(schedule, arguments.memory_cap, request.costs)
     for violation in violations:
         print(printable(str(violation)))
     if violations:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -73,6 +73,8 @@ class CostModel:
         times: per kind of action that has no argument here, the time per stage.
         kept_bytes: per content that has no argument here, the bytes kept per stage.
         route_bytes: per route (from stage, to stage), the bytes that are sent on it.
+        microbatch_factors: per microbatch, its times and bytes relative to those above. Empty: all microbatches are alike.
+            Reductions, which are run once for all microbatches, have no factor.
         unit: "s" if times are in seconds; "" if the unit is not known.
         durations: per kind of action, the time per stage. These are all times above, with 0 for those that are not
             given.
@@ -100,6 +102,7 @@ class CostModel:
     times: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict, hash=False)
     kept_bytes: Mapping[Content, tuple[float, ...]] = field(default_factory=dict, hash=False)
     route_bytes: Mapping[tuple[int, int], float] = field(default_factory=dict, hash=False)
+    microbatch_factors: tuple[float, ...] = ()
     unit: str = ""
     durations: Mapping[Kind, tuple[float, ...]] = field(init=False, repr=False, compare=False)
     sizes: Mapping[Content, tuple[float, ...]] = field(init=False, repr=False, compare=False)
@@ -114,6 +117,8 @@ class CostModel:
         for route, number in self.route_bytes.items():
             _require_cost(f"route_bytes of {tuple(route)}", number)
         routes_among(stages, self.route_bytes)
+        for microbatch, factor in enumerate(self.microbatch_factors):
+            _require_cost(f"microbatch_factors of microbatch {microbatch}", factor)
         for link in (Link(self.latency, self.bandwidth), *self.links.values()):
             _require_cost("latency", link.latency)
             if not link.bandwidth >= SMALLEST:
@@ -205,11 +210,26 @@ class CostModel:
             offload=divided(offload) if offload else (),
         )
 
-    def duration(self, kind: Kind, stage: int) -> float:
-        """The time of an action of a `kind` on `stage`. Raises UsageError for a stage without a cost."""
+    def duration(self, kind: Kind, stage: int, microbatch: int | None = None) -> float:
+        """The time of an action of a `kind` on `stage`, for one `microbatch` or for one of factor 1. Raises UsageError
+        for a stage without a cost.
+        """
         if stage >= len(self.forward):
             raise UsageError(f"the cost model has {len(self.forward)} stages; stage {stage} has no cost")
-        return self.durations[kind][stage]
+        factors = () if microbatch is None or DATAFLOW[kind].joint else self.microbatch_factors
+        return self.durations[kind][stage] * (factors[microbatch] if factors else 1)
+
+    @property
+    def varied(self) -> tuple[Mapping[Kind, tuple[float, ...]], ...]:
+        """Per microbatch, its `durations`. Empty if all microbatches are alike."""
+        tables = {
+            factor: {
+                kind: times if DATAFLOW[kind].joint else tuple(factor * time for time in times)
+                for kind, times in self.durations.items()
+            }
+            for factor in {*self.microbatch_factors}
+        }
+        return tuple(tables[factor] for factor in self.microbatch_factors)
 
     def pair(self, forward: int, backward: Kind, stage: int) -> float:
         """The time of a pair: a forward on stage `forward`, overlapped with a `backward` (B or I) on `stage`."""
@@ -243,6 +263,15 @@ def require_unit(unit: str) -> None:
     """Raises UsageError unless `unit` is "s" or ""."""
     if unit not in ("", "s"):
         raise UsageError(f"the unit is 's' (seconds) or '' (not known), got {unit!r}: convert the times to seconds")
+
+
+def require_factors(factors: Sequence[float], microbatches: int) -> None:
+    """Raises UsageError unless there is a factor for each microbatch, or none at all."""
+    if len(factors) not in (0, microbatches):
+        raise UsageError(
+            f"microbatch_factors has {len(factors)} numbers, but the schedule has {microbatches} microbatches: give one "
+            "per microbatch, or none if all are alike"
+        )
 
 
 def _require_groups(groups: tuple[tuple[int, ...], ...]) -> None:

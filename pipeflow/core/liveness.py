@@ -79,10 +79,10 @@ def memory_changes(actions: Sequence[Action]) -> list[MemoryChange]:
     ]
 
 
-def kept(row: Row, sizes: Mapping[Content, Sequence[float]]) -> Curve:
+def kept(row: Row, sizes: Mapping[Content, Sequence[float]], factors: Sequence[float] = ()) -> Curve:
     """The amount that a rank keeps while it runs `row`. `sizes` has the amount per content and stage. Values that no
     action of the row uses, such as activations without backwards, are kept only while the action that makes them runs.
-    Stages without a size keep nothing.
+    Stages without a size keep nothing. With `factors` per microbatch, each microbatch keeps its multiple of that.
     """
     actions = [span.action for span in row]
     effects = memory_changes(actions)
@@ -91,10 +91,11 @@ def kept(row: Row, sizes: Mapping[Content, Sequence[float]]) -> Curve:
     changes: list[tuple[float, float]] = []
     for span, change in zip(row, effects, strict=True):
         at_start, at_end = table[id(change)]
+        stage, factor = span.action.stage, factors[span.action.microbatch] if factors else 1
         if at_start:
-            changes.append((span.start, at_start[span.action.stage]))
+            changes.append((span.start, at_start[stage] * factor))
         if at_end:
-            changes.append((span.end, at_end[span.action.stage]))
+            changes.append((span.end, at_end[stage] * factor))
     return _added_up(sorted(changes, key=itemgetter(0)))
 
 

@@ -36,6 +36,7 @@ class Timeline(Shown):
         saved_bytes, deferred_bytes: those of the cost model. Empty: memory is counted in activations.
         kept_bytes: per further content, the bytes kept per stage.
         unit: "s" if times are in seconds, as in every measured timeline; "" if the unit is not known.
+        microbatch_factors: those of the cost model. Memory counts each microbatch by its factor.
     """
 
     name: str
@@ -45,14 +46,15 @@ class Timeline(Shown):
     deferred_bytes: tuple[float, ...] = ()
     kept_bytes: Mapping[Content, tuple[float, ...]] = field(default_factory=dict, hash=False)
     unit: str = ""
+    microbatch_factors: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, schedule: Schedule, rows: tuple[Row, ...], cost: CostModel) -> Timeline:
-        """The timeline of `schedule` with these spans, which keeps the bytes and the unit of `cost`."""
+        """The timeline of `schedule` with these spans, which keeps bytes, unit and factors of `cost`."""
         own = {Content.SAVED, Content.DEFERRED}
         further = {content: sizes for content, sizes in cost.sizes.items() if content not in own}
         sizes = cost.saved_bytes, cost.deferred_bytes, further
-        return cls(schedule.name, schedule.placement, rows, *sizes, unit=cost.unit)
+        return cls(schedule.name, schedule.placement, rows, *sizes, cost.unit, cost.microbatch_factors)
 
     def __repr__(self) -> str:
         sizes = f"{len(self.rows)} ranks, {sum(map(len, self.rows))} spans, makespan {number(self.makespan)}"
@@ -126,7 +128,7 @@ class Timeline(Shown):
     def peak_activations(self) -> tuple[float, ...]:
         """Per rank, the most activations kept at once, in microbatches of the rank's whole share of the model. An
         activation is kept from its F to the end of its B or I. Without backwards an activation is kept only while its F
-        runs.
+        runs. An activation counts as often as the factor of its microbatch says.
         """
         return tuple(map(_highest, self._activations))
 
@@ -149,12 +151,15 @@ class Timeline(Shown):
     def _activations(self) -> tuple[Curve, ...]:
         ones = {Content.SAVED: (1.0,) * self.placement.num_stages}
         share = self.placement.chunks_per_rank
-        return tuple(tuple((time, amount / share) for time, amount in kept(row, ones)) for row in self.rows)
+        return tuple(tuple((time, amount / share) for time, amount in self._kept(row, ones)) for row in self.rows)
 
     @cached_property
     def _bytes(self) -> tuple[Curve, ...]:
         sizes = sizes_of(self.saved_bytes, self.deferred_bytes, self.kept_bytes)
-        return tuple(kept(row, sizes) for row in self.rows)
+        return tuple(self._kept(row, sizes) for row in self.rows)
+
+    def _kept(self, row: Row, sizes: Mapping[Content, tuple[float, ...]]) -> Curve:
+        return kept(row, sizes, self.microbatch_factors)
 
     def to_json(self) -> str:
         """The timeline as JSON. `Timeline.from_json` reads it back."""

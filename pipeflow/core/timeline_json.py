@@ -25,6 +25,7 @@ class Fields(NamedTuple):
     deferred_bytes: tuple[float, ...]
     kept_bytes: Mapping[Content, tuple[float, ...]]
     unit: str
+    microbatch_factors: tuple[float, ...]
 
 
 def to_json(timeline: Fields) -> str:
@@ -36,6 +37,7 @@ def to_json(timeline: Fields) -> str:
         "deferred_bytes": timeline.deferred_bytes,
         **({"kept_bytes": timeline.kept_bytes} if timeline.kept_bytes else {}),
         **({"unit": timeline.unit} if timeline.unit else {}),
+        **({"microbatch_factors": timeline.microbatch_factors} if timeline.microbatch_factors else {}),
     }
     lines = [f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in fields.items()]
     rows = ",\n".join("  [" + ",\n   ".join(json.dumps(_cells(span)) for span in row) + "]" for row in timeline.rows)
@@ -58,14 +60,16 @@ def from_json(text: str) -> Fields:
         tuple(_whole(rank, "paths") for rank in _list(path, "paths")) for path in _list(fields["paths"], "paths")
     )
     placement = Placement(paths)
+    rows = _rows(fields["rows"], placement)
     return Fields(
         str(fields.get("name", "timeline")),
         placement,
-        _rows(fields["rows"], placement),
+        rows,
         _bytes(fields, "saved_bytes", placement),
         _bytes(fields, "deferred_bytes", placement),
         _kept_bytes(fields.get("kept_bytes", {}), placement),
         _unit(fields.get("unit", "")),
+        _factors(fields.get("microbatch_factors", []), rows),
     )
 
 
@@ -116,6 +120,16 @@ def _bytes(fields: dict[str, Any], name: str, placement: Placement) -> tuple[flo
         raise UsageError(f"{name} must not be negative, got {min(numbers)}")
     if len(numbers) not in (0, placement.num_stages):
         raise UsageError(f"{name}: there are {len(numbers)} for {placement.num_stages} stages")
+    return numbers
+
+
+def _factors(value: object, rows: tuple[Row, ...]) -> tuple[float, ...]:
+    numbers = tuple(_number(each, "microbatch_factors") for each in _list(value, "microbatch_factors"))
+    if any(number < 0 for number in numbers):
+        raise UsageError(f"microbatch_factors must not be negative, got {min(numbers)}")
+    many = max((span.action.microbatch + 1 for row in rows for span in row), default=0)
+    if numbers and len(numbers) < many:
+        raise UsageError(f"microbatch_factors: there are {len(numbers)} for {many} microbatches")
     return numbers
 
 

@@ -36,13 +36,14 @@ def plan(
     flops: float | None = None,
     cluster: Cluster | None = None,
     cut: Cut = "uniform",
+    microbatch_factors: tuple[float, ...] = (),
 ) -> Plan:
     """The cost of training `model` under `schedule` in a `setup`, by default with one device per pipeline rank.
     `stage_layers` divides the layers among the stages; the first and the last stage also have the tables and the head.
 
     With a `cluster`, times are in seconds and everything is counted: computations, launches, communication of tensor
     ranks, transfers, reductions of gradients and the optimizer. Computations have the efficiency that their sizes
-    reach. `benchmarks/planner.py` compares such plans with measured steps. With `flops`, the operations per second that
+    reach. `microbatch_factors` are those of `CostModel`. `benchmarks/planner.py` compares such plans with measured steps. With `flops`, the operations per second that
     one device reaches, times are in seconds too, and communication is free.
 
     >>> from pipeflow import GPT, make_schedule
@@ -62,6 +63,8 @@ def plan(
         mesh = Mesh(setup.tensor, len(schedule.rows), setup.data, cluster.devices_per_node)
         physical = physical_costs(model, schedule.placement, setup, mesh, cluster, cut=cut)
         cost = physical.cost
+    cost = replace(cost, microbatch_factors=microbatch_factors)
+    physical = physical and replace(physical, cost=cost)
     parts = stage_layers(model, schedule.placement, cut)
     held = [held_by(model, setup, schedule.placement, parts, rank) for rank in range(len(schedule.rows))]
     step = step_plan(schedule, setup, cost, held, cluster, physical)
@@ -96,8 +99,10 @@ def _step_parts(schedule: Schedule, physical: Physical, timeline: Timeline, comp
     free = physical.timeline(schedule, replace(cost, latency=0.0, bandwidth=math.inf, links={}))
     fastest = min(free.makespan, timeline.makespan)  # ranks that share processors may get out of each other's way
     reduced = physical.timeline(schedule.with_reductions())
-    forwards = (action.stage for action in schedule.actions(busiest) if action.kind is Kind.F)
-    tensor = min(computing[busiest], sum(physical.communication[stage] for stage in forwards))
+    forwards = (action for action in schedule.actions(busiest) if action.kind is Kind.F)
+    factors = cost.microbatch_factors or (1,) * schedule.num_microbatches
+    communicating = sum(physical.communication[each.stage] * factors[each.microbatch] for each in forwards)
+    tensor = min(computing[busiest], communicating)
     return StepParts(
         compute=computing[busiest] - tensor,
         tensor=tensor,

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pipeflow.analysis.memory_cap import MemoryCap, cap_per_rank
 from pipeflow.core.action import actions_of
+from pipeflow.core.cost import require_factors
 from pipeflow.core.dataflow import Content
 from pipeflow.core.liveness import memory_changes
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.violation import Violation
 
 
-def over_cap(schedule: Schedule, cap: MemoryCap) -> Iterator[Violation]:
+def over_cap(schedule: Schedule, cap: MemoryCap, factors: Sequence[float] = ()) -> Iterator[Violation]:
     """One violation per rank that exceeds its cap, at the first action that does.
 
     `cap` is in microbatches of a rank's whole share of the model: one number for all ranks, or one per rank.
     Activations are counted as in `Timeline.peak_activations`: from an F to its B or I, and one at a time in a schedule
-    without backwards.
+    without backwards. Each counts as often as the factor of its microbatch says.
 
     Raises UsageError unless every rank has a positive cap.
     """
-    counts = [_alive(schedule, rank) for rank in range(len(schedule.rows))]
+    require_factors(factors, schedule.num_microbatches)
+    counts = [_alive(schedule, rank, factors or (1,) * schedule.num_microbatches) for rank in range(len(schedule.rows))]
     share = schedule.placement.chunks_per_rank
     least = [max(count, default=0) / share for count in counts]
     for rank, (count, limit) in enumerate(zip(counts, cap_per_rank(cap, least), strict=True)):
@@ -34,13 +36,16 @@ def over_cap(schedule: Schedule, cap: MemoryCap) -> Iterator[Violation]:
                 break
 
 
-def _alive(schedule: Schedule, rank: int) -> list[int]:
+def _alive(schedule: Schedule, rank: int, factors: Sequence[float]) -> list[float]:
     """Per entry of a row, the most chunk activations that are kept during it."""
-    row = schedule.rows[rank]
-    changes = [change.net(Content.SAVED) for change in memory_changes([*schedule.actions(rank)])]
+    row, actions = schedule.rows[rank], [*schedule.actions(rank)]
+    changes = [
+        change.net(Content.SAVED) * factors[action.microbatch]
+        for action, change in zip(actions, memory_changes(actions), strict=True)
+    ]
     if not any(change < 0 for change in changes):  # no activation is kept for later
-        return [1] * len(row)
-    alive, counts, each = 0, [], iter(changes)
+        return [max(factors[action.microbatch] for action in actions_of(entry)) for entry in row]
+    alive, counts, each = 0.0, list[float](), iter(changes)
     for entry in row:
         most = alive
         for _ in actions_of(entry):

@@ -23,7 +23,9 @@ __all__ = ["Violation", "verify", "verify_programs"]
 Ran = dict[tuple[int, int], list[tuple[Kind, int, int]]]  # (stage, microbatch) -> (kind, rank, position)
 
 
-def verify(schedule: Schedule, *, memory_cap: MemoryCap | None = None) -> list[Violation]:
+def verify(
+    schedule: Schedule, *, memory_cap: MemoryCap | None = None, microbatch_factors: Sequence[float] = ()
+) -> list[Violation]:
     """Every violation of `schedule`. An empty list proves that it is sound:
 
     - Every action is on the rank that holds its stage, and its stage and microbatch exist.
@@ -39,8 +41,10 @@ def verify(schedule: Schedule, *, memory_cap: MemoryCap | None = None) -> list[V
     Args:
         schedule: the schedule to check.
         memory_cap: one number or one per rank, in microbatches of a rank's whole share of the model. None: not checked.
+        microbatch_factors: how much each microbatch keeps, as in `CostModel`. Empty: all keep the same.
 
-    Raises UsageError if `memory_cap` is not positive, or if it has several numbers but not one per rank.
+    Raises UsageError if `memory_cap` is not positive, or if it has several numbers but not one per rank. Also raises it
+    for another number of factors than microbatches.
     """
     ran: Ran = {}
     for rank, row in enumerate(schedule.rows):
@@ -50,7 +54,7 @@ def verify(schedule: Schedule, *, memory_cap: MemoryCap | None = None) -> list[V
     violations = [*_foreign(schedule, ran), *_misplaced(schedule, ran), *_not_once(schedule, ran)]
     violations += wrong_joint(schedule)
     violations += deadlocks_besides(schedule) if violations else deadlocks_of(schedule)
-    return violations if memory_cap is None else [*violations, *over_cap(schedule, memory_cap)]
+    return violations if memory_cap is None else [*violations, *over_cap(schedule, memory_cap, microbatch_factors)]
 
 
 def _foreign(schedule: Schedule, ran: Ran) -> Iterator[Violation]:

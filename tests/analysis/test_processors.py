@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pipeflow.analysis.simulation import simulate, simulate_shared
@@ -16,7 +18,7 @@ from tests.families import make_near
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_with_a_processor_for_each_stream_it_is_the_usual_simulation(name: str) -> None:
     for schedule in (made := make_near(name, ranks=3, microbatches=5), made.with_reductions()):
-        cost = random_cost(schedule.placement.num_stages, 1)
+        cost = replace(random_cost(schedule.placement.num_stages, 1), microbatch_factors=(1, 0.5, 2, 1.5, 0.7))
         usual, shared = simulate(schedule, cost), simulate_shared(schedule, cost, 6)
         assert {span.action: span.start for span in shared} == pytest.approx(
             {span.action: span.start for span in usual}

@@ -39,7 +39,8 @@ def test_every_action_starts_as_early_as_the_graph_allows(name: str, seed: int) 
         len(schedule.placement.paths) == 1
     ):  # else reductions wait for other ranks, which a graph of one order cannot say
         schedule = schedule.with_reductions()
-    cost = replace(random_cost(schedule.placement.num_stages, seed), activation_bytes=())
+    factors = tuple(map(random.Random(seed).uniform, [0.1] * 5, [3] * 5)) if seed else ()  # else all are alike
+    cost = replace(random_cost(schedule.placement.num_stages, seed), activation_bytes=(), microbatch_factors=factors)
     graph = dependency_graph(schedule)
     ends: dict[object, float] = {}
     for action in networkx.topological_sort(graph):
@@ -48,7 +49,7 @@ def test_every_action_starts_as_early_as_the_graph_allows(name: str, seed: int) 
             crosses = graph.nodes[before]["rank"] != graph.nodes[action]["rank"]
             edge = before.stage if action.kind is Kind.F else action.stage
             start = max(start, ends[before] + (cost.transfer(edge) if crosses else 0.0))
-        ends[action] = start + cost.duration(action.kind, action.stage)
+        ends[action] = start + cost.duration(action.kind, action.stage, action.microbatch)
     timeline = simulate(schedule, cost)
     spans = timeline
     assert {span.action: span.end for span in spans} == pytest.approx(ends)
