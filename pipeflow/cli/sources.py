@@ -69,7 +69,9 @@ def sound_source(name: str, request: Request) -> ScheduleSource:
     return found
 
 
-def violations_of(schedule: Schedule, memory_cap: MemoryCap | None = None, costs: Costs | None = None) -> list[Violation]:
+def violations_of(
+    schedule: Schedule, memory_cap: MemoryCap | None = None, costs: Costs | None = None
+) -> list[Violation]:
     """Everything that is wrong with a schedule or, if nothing is, with its programs. With `costs`, microbatches keep as
     much as their factors say.
     """

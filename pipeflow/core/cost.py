@@ -73,8 +73,8 @@ class CostModel:
         times: per kind of action that has no argument here, the time per stage.
         kept_bytes: per content that has no argument here, the bytes kept per stage.
         route_bytes: per route (from stage, to stage), the bytes that are sent on it.
-        microbatch_factors: per microbatch, its times and bytes relative to those above. Empty: all microbatches are alike.
-            Reductions, which are run once for all microbatches, have no factor.
+        microbatch_factors: per microbatch, its times and bytes relative to those above. Empty: all microbatches are
+            alike. Reductions, which are run once for all microbatches, have no factor.
         unit: "s" if times are in seconds; "" if the unit is not known.
         durations: per kind of action, the time per stage. These are all times above, with 0 for those that are not
             given.
@@ -216,8 +216,8 @@ class CostModel:
         """
         if stage >= len(self.forward):
             raise UsageError(f"the cost model has {len(self.forward)} stages; stage {stage} has no cost")
-        factors = () if microbatch is None or DATAFLOW[kind].joint else self.microbatch_factors
-        return self.durations[kind][stage] * (factors[microbatch] if factors else 1)
+        time, factors = self.durations[kind][stage], self.microbatch_factors
+        return time if microbatch is None or not factors or DATAFLOW[kind].joint else time * factors[microbatch]
 
     @property
     def varied(self) -> tuple[Mapping[Kind, tuple[float, ...]], ...]:
@@ -269,8 +269,8 @@ def require_factors(factors: Sequence[float], microbatches: int) -> None:
     """Raises UsageError unless there is a factor for each microbatch, or none at all."""
     if len(factors) not in (0, microbatches):
         raise UsageError(
-            f"microbatch_factors has {len(factors)} numbers, but the schedule has {microbatches} microbatches: give one "
-            "per microbatch, or none if all are alike"
+            f"microbatch_factors has {len(factors)} numbers, but the schedule has {microbatches} microbatches: give "
+            "one per microbatch, or none if all are alike"
         )
 
 

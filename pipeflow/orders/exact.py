@@ -36,8 +36,8 @@ def proved(problem: Problem, cost: CostModel, found: Found, *, deadline: float, 
     """`found`, improved by the solver until it is proved best or `deadline` has passed, a time of `perf_counter`."""
     cp_model, objective = require_solver(), problem.objective
     begun = to_sequences(found.schedule)
-    pairs = bool(cost.overlap) and has_pairs(found.schedule)
-    if found.gap < 1e-9 or pairs or not all(fits(problem, rank, sequence) for rank, sequence in enumerate(begun)):
+    is_beyond = bool(problem.factors or (cost.overlap and has_pairs(found.schedule)))
+    if is_beyond or found.gap < 1e-9 or not all(fits(problem, rank, each) for rank, each in enumerate(begun)):
         return found
     asked = _model(cp_model, problem, bounds(problem), begun)
     solver = cp_model.CpSolver()

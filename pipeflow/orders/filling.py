@@ -11,7 +11,8 @@ from math import inf
 from typing import NamedTuple
 
 from pipeflow.orders.list_scheduling import Rules, ScoredOrder, arrival_times, list_schedule
-from pipeflow.orders.lower_bounds import Bounds
+from pipeflow.orders.lower_bounds import Bounds, Times, bounds
+from pipeflow.orders.neighbours import run_times
 from pipeflow.orders.problem import Operations, Problem
 
 
@@ -27,31 +28,46 @@ class SkeletonStep(NamedTuple):
 class Builder:
     """Makes candidates by rules: by list scheduling, or in two steps where the rules have a `slack`.
 
-    `skeleton` is the problem in which W takes no time. `begins` is per rank from when the objective counts: from 0, or
+    Rules take microbatches as `alike`, with the earliest starts `heads`; what they lead to is measured in `problem`.
+    `skeleton` is a problem in which W takes no time. `begins` is per rank from when the objective counts: from 0, or
     for the span from the rank's earliest start. `bound` is the objective's lower bound.
     """
 
     problem: Problem
+    alike: Problem
     skeleton: Problem
+    heads: Times
     begins: tuple[float, ...]
     bound: float
 
     @classmethod
     def of(cls, problem: Problem, proved: Bounds) -> Builder:
         """The builder for a problem with these bounds."""
-        durations = tuple(0.0 if operation % 3 == 2 else time for operation, time in enumerate(problem.durations))
-        heads = tuple(min(proved.heads[3 * stage][0] for stage in stages) for stages in problem.stages)
-        begins = heads if problem.objective == "span" else (0.0,) * len(heads)
-        return cls(problem, replace(problem, durations=durations), begins, proved.objective)
+        alike = problem.alike()
+        proved = bounds(alike) if problem.factors else proved
+        durations = tuple(0.0 if operation % 3 == 2 else time for operation, time in enumerate(alike.durations))
+        heads = tuple(min(proved.heads[3 * stage][0] for stage in stages) for stages in alike.stages)
+        begins = heads if alike.objective == "span" else (0.0,) * len(heads)
+        skeleton = replace(alike, durations=durations)
+        return cls(problem, alike, skeleton, proved.heads, begins, proved.objective)
 
     def candidate(self, rules: Rules, stop: float = inf) -> ScoredOrder | None:
         """The order that `rules` lead to; None when its objective is found to be more than `stop`."""
+        if self.problem is self.alike:
+            return self._made(rules, stop)
+        made = self._made(rules, inf)
+        assert made is not None  # it has nothing to stop at
+        times = run_times(self.problem, made.sequences)
+        assert times is not None  # its order can run
+        return times.candidate(self.problem, made.sequences)
+
+    def _made(self, rules: Rules, stop: float) -> ScoredOrder | None:
         if rules.slack is None:
-            return list_schedule(self.problem, rules, stop)
+            return list_schedule(self.alike, rules, stop)
         found = list_schedule(self.skeleton, rules)
         assert found is not None  # it has nothing to stop at
         target = self.bound * (1 + rules.slack)
-        return filled(self.problem, found.sequences, [begin + target for begin in self.begins], stop)
+        return filled(self.alike, found.sequences, [begin + target for begin in self.begins], stop)
 
 
 def filled(problem: Problem, skeleton: Sequence[Operations], ends: Sequence[float], stop: float) -> ScoredOrder | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush, heapreplace
 from itertools import accumulate, chain
 from math import floor, inf
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pipeflow.orders.problem import Problem
 
-Times = list[list[float]]  # per operation and microbatch
+Times = Sequence[Sequence[float]]  # per operation and microbatch
 
 
 class Arc(NamedTuple):
@@ -34,11 +34,16 @@ def arcs(problem: Problem) -> Iterator[Arc]:
     activations of all of m..n, and each stage after them, up to the h-th, keeps one activation. If there is no room for
     all these, F must wait. In the same way F must wait for W, while its stage keeps activations or deferred products of
     m..n.
+
+    Microbatches that differ may come in any order, so of them only the waits for values hold.
     """
     for operation, source in enumerate(problem.source):
-        yield Arc(operation, operation, 1, 0.0)
         if source >= 0:
             yield Arc(source, operation, 0, problem.delays[operation])
+    if problem.factors:
+        return
+    for operation in range(len(problem.source)):
+        yield Arc(operation, operation, 1, 0.0)
     memory = problem.memory
     for stages, room in zip(problem.stages, memory.room, strict=True):
         kept = [0.0, *accumulate(memory.at_start[3 * stage] for stage in stages)]
@@ -71,32 +76,28 @@ def bounds(problem: Problem) -> Bounds:
     - Work: a rank's span is at least its work. A makespan is no shorter than a span.
     - Paths: the longest path through `arcs` to an action, the action, and the longest path from there to a rank's end.
       If a stage and all stages before it are the first of their ranks, its rank begins as soon as one microbatch can
-      get there. The span of this rank is then its end minus a constant.
+      get there. The span of this rank is then its end minus a constant. Of microbatches that differ, any may be first.
     - One rank: the actions of a rank run one at a time, none before its head. If actions could be interrupted, always
       running the available one with the longest tail would end all of them, tails included, soonest. This is Jackson's
       preemptive schedule (J. Carlier, The one-machine sequencing problem, 1982). No order can be faster.
     """
     order = _topological(problem)
     found = list(arcs(problem))
-    heads = _heads(problem, found, order)
+    factors = problem.factors or (1,) * problem.num_microbatches
+    times = [[time * factor for factor in factors] for time in problem.durations]
+    heads = _heads(problem, found, order, times)
     makespan = problem.objective == "makespan"
     starts: list[float | None] = [0.0 if makespan else None] * len(problem.stages)
     for stage, rank in enumerate(() if makespan else problem.ranks):
-        if problem.stages[rank][0] != stage:
+        if problem.stages[rank][0] != stage or (problem.factors and stage):
             break
         starts[rank] = heads[3 * stage][0]
-    tails = _tails(problem, found, order, starts)
+    tails = _tails(problem, found, order, times, starts)
     least = max(problem.work)
     for stages in problem.stages:
         operations = [3 * stage + half for stage in stages for half in range(3)]
         jobs = chain.from_iterable(
-            zip(
-                heads[operation],
-                [problem.durations[operation]] * problem.num_microbatches,
-                tails[operation],
-                strict=True,
-            )
-            for operation in operations
+            zip(heads[operation], times[operation], tails[operation], strict=True) for operation in operations
         )
         least = max(least, _preemptive(sorted(jobs)))
     return Bounds(heads, tails, starts, least)
@@ -108,33 +109,34 @@ def _topological(problem: Problem) -> list[int]:
     return [3 * stage for stage in stages] + [3 * stage + half for stage in reversed(stages) for half in (1, 2)]
 
 
-def _heads(problem: Problem, found: list[Arc], order: list[int]) -> Times:
+def _heads(problem: Problem, found: list[Arc], order: list[int], times: Times) -> Times:
     into: list[list[Arc]] = [[] for _ in problem.source]
     for arc in found:
         into[arc.user].append(arc)
-    heads: Times = [[0.0] * problem.num_microbatches for _ in problem.source]
+    heads = [[0.0] * problem.num_microbatches for _ in problem.source]
     for microbatch in range(problem.num_microbatches):
         for operation in order:
             latest = 0.0
             for maker, _, later, delay in into[operation]:
                 if microbatch >= later:
-                    latest = max(latest, heads[maker][microbatch - later] + problem.durations[maker] + delay)
+                    before = microbatch - later
+                    latest = max(latest, heads[maker][before] + times[maker][before] + delay)
             heads[operation][microbatch] = latest
     return heads
 
 
-def _tails(problem: Problem, found: list[Arc], order: list[int], starts: list[float | None]) -> Times:
+def _tails(problem: Problem, found: list[Arc], order: list[int], times: Times, starts: list[float | None]) -> Times:
     out: list[list[Arc]] = [[] for _ in problem.source]
     for arc in found:
         out[arc.maker].append(arc)
-    tails: Times = [[0.0] * problem.num_microbatches for _ in problem.source]
+    tails = [[0.0] * problem.num_microbatches for _ in problem.source]
     for microbatch in reversed(range(problem.num_microbatches)):
         for operation in reversed(order):
             start = starts[problem.ranks[operation // 3]]
             longest = -inf if start is None else -start
             for _, user, later, delay in out[operation]:
-                if microbatch + later < problem.num_microbatches:
-                    longest = max(longest, delay + problem.durations[user] + tails[user][microbatch + later])
+                if (after := microbatch + later) < problem.num_microbatches:
+                    longest = max(longest, delay + times[user][after] + tails[user][after])
             tails[operation][microbatch] = longest
     return tails
 

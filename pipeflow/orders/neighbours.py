@@ -24,16 +24,16 @@ class RunTimes(NamedTuple):
 
 def run_times(problem: Problem, sequences: Sequence[Operations]) -> RunTimes | None:
     """Each operation as soon as its rank is free and its value there, as `simulate` does; None when some never run."""
-    durations, ranks = problem.durations, range(len(sequences))
+    ranks, times = range(len(sequences)), list(map(problem.times, sequences))
     arrivals, users = arrival_times(problem)
-    done, free = [0] * len(durations), [0.0] * len(sequences)
+    done, free = [0] * len(problem.durations), [0.0] * len(sequences)
     starts: list[list[float]] = [[] for _ in ranks]
     waits: list[list[float] | None] = [None for _ in ranks]
     ready = list(ranks)
     while ready:
         rank = ready.pop()
         row, now = starts[rank], free[rank]
-        for operation in islice(sequences[rank], len(row), None):
+        for operation, time in islice(zip(sequences[rank], times[rank], strict=True), len(row), None):
             if operation % 3 < 2:
                 arrived, microbatch = arrivals[operation], done[operation]
                 if microbatch == len(arrived):
@@ -43,7 +43,7 @@ def run_times(problem: Problem, sequences: Sequence[Operations]) -> RunTimes | N
                     now = arrived[microbatch]
                 done[operation] = microbatch + 1
                 row.append(now)
-                now += durations[operation]
+                now += time
                 user = users[operation]
                 if user is not None:
                     user.arrived.append(now + user.delay)
@@ -52,7 +52,7 @@ def run_times(problem: Problem, sequences: Sequence[Operations]) -> RunTimes | N
                         ready.append(user.rank)
             else:
                 row.append(now)
-                now += durations[operation]
+                now += time
         free[rank] = now
     whole = all(len(row) == len(sequence) for row, sequence in zip(starts, sequences, strict=True))
     return RunTimes(starts, free) if whole else None
@@ -60,12 +60,15 @@ def run_times(problem: Problem, sequences: Sequence[Operations]) -> RunTimes | N
 
 def fits(problem: Problem, rank: int, sequence: Operations) -> bool:
     """Whether a rank's sequence keeps within its memory, and every F precedes its I and that its W."""
-    memory, room = problem.memory, problem.memory.room[rank]
+    memory, room, factors = problem.memory, problem.memory.room[rank], problem.factors
     kept, done = 0.0, [0] * len(problem.source)
     for operation in sequence:
+        begins, ends = memory.at_start[operation], memory.at_end[operation]
+        if factors:
+            begins, ends = begins * factors[done[operation]], ends * factors[done[operation]]
         done[operation] += 1
-        most = kept + memory.at_start[operation]
-        kept = most + memory.at_end[operation]
+        most = kept + begins
+        kept = most + ends
         if max(most, kept) > room or (operation % 3 and done[operation] > done[operation - 1]):
             return False
     return True
@@ -91,10 +94,10 @@ def critical_blocks(problem: Problem, sequences: Sequence[Operations], times: Ru
     ]
     rank = spans.index(max(spans))
     last = first = len(sequences[rank]) - 1
-    blocks = []
+    lengths, blocks = list(map(problem.times, sequences)), []
     while True:
         sequence, starts = sequences[rank], times.starts[rank]
-        while first and starts[first - 1] + problem.durations[sequence[first - 1]] >= starts[first]:
+        while first and starts[first - 1] + lengths[rank][first - 1] >= starts[first]:
             first -= 1
         if first < last:
             blocks.append(Block(rank, first, last))

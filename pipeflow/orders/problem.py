@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from pipeflow.analysis.memory_cap import MemoryCap, cap_per_rank
 from pipeflow.core.action import Action, Kind
-from pipeflow.core.cost import CostModel
+from pipeflow.core.cost import CostModel, require_factors
 from pipeflow.core.dataflow import DATAFLOW, Content, sources
 from pipeflow.core.errors import UsageError
 from pipeflow.core.liveness import CHANGES
@@ -52,7 +52,7 @@ class Memory:
 class Problem:
     """The data of a search. Per operation, `durations` is its time, `source` the operation whose value it waits for (-1
     for none), and `delays` the time of the transfer of that value. `stages` has per rank its stages in ascending order.
-    `objective` is what the search makes small.
+    `objective` is what the search makes small. `factors` are those of the microbatches, if they differ.
     """
 
     placement: Placement
@@ -64,14 +64,35 @@ class Problem:
     delays: tuple[float, ...]
     memory: Memory
     objective: Objective
+    factors: tuple[float, ...] = ()
 
     @property
     def work(self) -> tuple[float, ...]:
         """The busy time of each rank."""
+        whole = sum(self.factors) if self.factors else self.num_microbatches
         return tuple(
-            self.num_microbatches * sum(sum(self.durations[3 * stage : 3 * stage + 3]) for stage in stages)
-            for stages in self.stages
+            whole * sum(sum(self.durations[3 * stage : 3 * stage + 3]) for stage in stages) for stages in self.stages
         )
+
+    def times(self, sequence: Operations) -> list[float]:
+        """The time of each operation of a sequence."""
+        if not self.factors:
+            return [self.durations[operation] for operation in sequence]
+        left = [iter(self.factors) for _ in self.durations]
+        return [self.durations[operation] * next(left[operation]) for operation in sequence]
+
+    def alike(self) -> Problem:
+        """The problem in which all microbatches take the mean time, and keep as much as the largest one. Its orders are
+        sound and within the memory here, too.
+        """
+        if not self.factors:
+            return self
+        mean, largest, memory = sum(self.factors) / len(self.factors), max(self.factors), self.memory
+        at_start, at_end, spare = (
+            tuple(amount * largest for amount in amounts) for amounts in (memory.at_start, memory.at_end, memory.spare)
+        )
+        kept = replace(memory, at_start=at_start, at_end=at_end, spare=spare)
+        return replace(self, durations=tuple(time * mean for time in self.durations), memory=kept, factors=())
 
     def most_alive(self, stage: int) -> int:
         """The most activations of one stage for which its rank has room, if it keeps nothing else."""
@@ -90,9 +111,10 @@ def make_problem(
 ) -> Problem:
     """Makes the problem of a search. Raises UsageError for a placement of two paths, for a stage without a cost, and
     for an unknown objective. Also raises it for two caps, and for a cap in bytes if the cost model has no bytes. Also
-    raises it for a cap below one microbatch on all stages of a rank.
+    raises it for a cap below one microbatch on all stages of a rank, and for another number of factors.
     """
     require_positive(microbatches=microbatches)
+    require_factors(cost.microbatch_factors, microbatches)
     if objective not in get_args(Objective):
         raise UsageError(f"objective must be {' or '.join(map(repr, get_args(Objective)))}, got {objective!r}")
     if len(placement.paths) > 1:
@@ -112,6 +134,7 @@ def make_problem(
         tuple(0.0 if maker < 0 else _delay(cost, path, maker // 3, user // 3) for user, maker in enumerate(source)),
         _memory(placement, cost, memory_cap, bytes_cap),
         objective,
+        cost.microbatch_factors,
     )
 
 
@@ -122,23 +145,29 @@ def _delay(cost: CostModel, path: Sequence[int], maker: int, user: int) -> float
 
 def _memory(placement: Placement, cost: CostModel, memory_cap: MemoryCap | None, bytes_cap: MemoryCap | None) -> Memory:
     """In activations of one chunk, unless `bytes_cap` is given."""
+    largest = max(cost.microbatch_factors, default=1.0)
     if bytes_cap is None:
         sizes: Mapping[Content, Sequence[float]] = {Content.SAVED: (1.0,) * placement.num_stages}
-        return _within("memory_cap", memory_cap, placement, sizes, placement.chunks_per_rank)
+        return _within("memory_cap", memory_cap, placement, sizes, placement.chunks_per_rank, largest)
     if memory_cap is not None:
         raise UsageError("memory_cap counts activations and bytes_cap counts bytes: pass only one of them")
     if Content.SAVED not in cost.sizes:
         raise UsageError(
             "bytes_cap needs costs with saved_bytes, and deferred_bytes if weight-gradient halves hold any"
         )
-    return _within("bytes_cap", bytes_cap, placement, cost.sizes, None)
+    return _within("bytes_cap", bytes_cap, placement, cost.sizes, None, largest)
 
 
 def _within(
-    name: str, cap: MemoryCap | None, placement: Placement, sizes: Mapping[Content, Sequence[float]], unit: float | None
+    name: str,
+    cap: MemoryCap | None,
+    placement: Placement,
+    sizes: Mapping[Content, Sequence[float]],
+    unit: float | None,
+    largest: float,
 ) -> Memory:
     """The memory of `sizes` per content and stage within `cap`, which counts in units of so many of them. Raises
-    UsageError for a cap that is too small, with the least that is not.
+    UsageError for a cap that is too small for a microbatch of the factor `largest`, with the least that is not.
     """
 
     def amount(contents: Sequence[Content], stage: int) -> float:
@@ -151,7 +180,7 @@ def _within(
     spare = tuple(max(0.0, *(at_end[3 * stage + 1] for stage in own)) for own in stages)
     share = unit or 1
     needed = (sum(at_start[3 * stage] for stage in own) + more for own, more in zip(stages, spare, strict=True))
-    least = [amount / share for amount in needed]
+    least = [amount * largest / share for amount in needed]
     caps = [inf] * len(stages) if cap is None else cap_per_rank(cap, least, name)
     for rank, (most, need) in enumerate(zip(caps, least, strict=True)):
         if not most * (1 + ROUNDING) >= need:

@@ -98,7 +98,8 @@ def improved(
     effort = _Effort(deadline, inf if candidates is None else candidates, proved.objective)
     given = {schedule.rows: schedule for schedule in map(Schedule.without_reductions, start)}.values()
     begin = [candidate for schedule in given if (candidate := _started(problem, schedule)) is not None]
-    best = _searched(Builder.of(problem, proved), plain_rules(problem, proved.heads), begin, effort)
+    builder = Builder.of(problem, proved)
+    best = _searched(builder, plain_rules(builder.alike, builder.heads), begin, effort)
     whole = [replace(schedule, name=name) for schedule in given if _may_gain(problem, cost, schedule)]
     schedules = [to_schedule(name, problem, best.sequences), *whole]
     timelines = [simulate(schedule, cost) for schedule in schedules]
@@ -199,9 +200,9 @@ def _rule_climb(builder: Builder, current: ScoredOrder, rules: Rules, random: Ra
 
     def climb() -> ScoredOrder | None:
         nonlocal current, rules
-        tried = varied(rules, builder.problem, random)
+        tried = varied(rules, builder.alike, random)
         if random.random() < 0.3:
-            tried = varied(tried, builder.problem, random)
+            tried = varied(tried, builder.alike, random)
         most = _longest(current, random)
         candidate = builder.candidate(tried, most)
         if candidate is not None and candidate.objective <= most:

@@ -43,8 +43,9 @@ def plan(
 
     With a `cluster`, times are in seconds and everything is counted: computations, launches, communication of tensor
     ranks, transfers, reductions of gradients and the optimizer. Computations have the efficiency that their sizes
-    reach. `microbatch_factors` are those of `CostModel`. `benchmarks/planner.py` compares such plans with measured steps. With `flops`, the operations per second that
-    one device reaches, times are in seconds too, and communication is free.
+    reach. `benchmarks/planner.py` compares such plans with measured steps. With `flops`, the operations per second that
+    one device reaches, times are in seconds too, and communication is free. `microbatch_factors`, as in `CostModel`,
+    say how microbatches differ.
 
     >>> from pipeflow import GPT, make_schedule
     >>> found = plan(GPT.named("gpt3-175b"), make_schedule("1f1b", ranks=8, microbatches=64), Setup(tensor=8))

@@ -33,7 +33,8 @@ def search(
 
     It starts from every named schedule of the placement (`schedules.families.schedules_on`). So even with a small
     budget, the result is never worse than any of them that is within the cap. With `candidates` the result is
-    reproducible; otherwise it depends on how fast the machine is.
+    reproducible; otherwise it depends on how fast the machine is. Every stage takes the microbatches in the order of
+    their numbers, also if they differ (`CostModel.microbatch_factors`).
 
     Args:
         placement: which rank holds which stage. It must have one path.
@@ -80,8 +81,8 @@ def exact(
 
     The solver chooses the starts of all actions, for every stage in microbatch order (see `orders.lower_bounds.arcs`).
     It computes with integers: times are rounded down to a small unit, so that its bound holds. It does not support
-    pairs that overlap, nor whole backwards whose halves would keep too much. If the result of `search` has these, it is
-    returned as it is.
+    microbatches that differ, pairs that overlap, nor whole backwards whose halves would keep too much. If the result of
+    `search` has these, it is returned as it is.
 
     Source of the formulation: arXiv 2401.10241, appendix on the integer program, with CP-SAT's intervals for its pairs
     of orders and its reservoir for memory.

@@ -39,7 +39,9 @@ def test_a_pair_is_one_of_two_microbatches() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_factors_of_one_change_nothing(name: str) -> None:
     schedule = make_schedule(name, ranks=4, microbatches=6).with_reductions()
-    cost = CostModel.even(schedule.placement, 0.7, 1.1, 0.3, 0.1, saved_bytes=3, deferred_bytes=1, reduce=2, overlap=0.5)
+    cost = CostModel.even(
+        schedule.placement, 0.7, 1.1, 0.3, 0.1, saved_bytes=3, deferred_bytes=1, reduce=2, overlap=0.5
+    )
     alike, differing = simulate(schedule, cost), simulate(schedule, replace(cost, microbatch_factors=(1.0,) * 6))
     assert differing.rows == alike.rows
     assert differing.peak_bytes == alike.peak_bytes
@@ -102,7 +104,8 @@ def test_a_timeline_keeps_its_factors_in_a_file() -> None:
 def test_a_plan_counts_factors() -> None:
     schedule = make_schedule("1f1b", ranks=2, microbatches=4)
     even, uneven = (
-        plan(GPT.named("gpt2-small"), schedule, flops=1e12, microbatch_factors=factors) for factors in ((), (1, 1, 1, 3))
+        plan(GPT.named("gpt2-small"), schedule, flops=1e12, microbatch_factors=factors)
+        for factors in ((), (1, 1, 1, 3))
     )
     assert uneven.timeline.makespan > even.timeline.makespan * 1.4
     assert uneven.peak_bytes > even.peak_bytes

@@ -59,6 +59,12 @@ def with_bytes(cost: CostModel, seed: int) -> CostModel:
     return replace(cost, saved_bytes=saved, deferred_bytes=deferred)
 
 
+def with_factors(cost: CostModel, many: int, seed: int) -> CostModel:
+    """Microbatches differ in times and bytes."""
+    draw = Random(seed)
+    return replace(cost, microbatch_factors=tuple(draw.uniform(0.3, 3) for _ in range(many)))
+
+
 def value(timeline: Timeline, objective: Objective) -> float:
     return timeline.span if objective == "span" else timeline.makespan
 
@@ -99,6 +105,24 @@ def test_of_all_orders_none_is_better_than_what_is_found(seed: int) -> None:
             assert found.lower_bound <= best * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.slow
+def test_no_order_of_microbatches_that_differ_is_below_the_bound(objective: Objective) -> None:
+    cost = with_factors(random_cost(2, 5), 2, 5)
+    best = min(value(timeline, objective) for timeline in every_timeline(2, 2, cost))
+    found = search(Placement.linear(2), 2, cost, objective=objective, candidates=100)
+    assert found.lower_bound <= best * (1 + 1e-9) <= value(found.timeline, objective) * (1 + 2e-9)
+    assert found.lower_bound >= 0.8 * best
+
+
+def test_a_search_counts_that_microbatches_differ() -> None:
+    """The best order of equal ones is longer here than an order for the three large ones."""
+    large = replace(CostModel.even(LINEAR), microbatch_factors=(1, 1, 3, 0.7, 0.5, 0.5, 0.7, 3))
+    alike = search(LINEAR, 8, replace(large, microbatch_factors=()), candidates=300)
+    found = search(LINEAR, 8, large, candidates=300)
+    assert found.timeline.makespan < 0.9 * simulate(alike.schedule, large).makespan
+
+
 def within(timeline: Timeline, memory_cap: float = inf, bytes_cap: Sequence[float] | None = None) -> bool:
     peaks = timeline.peak_bytes if bytes_cap else ()
     return max(timeline.peak_activations) <= memory_cap and all(
@@ -133,22 +157,25 @@ placements = st.one_of(
     seed=st.integers(0, 99),
     room=st.floats(0, 3),
     in_bytes=st.booleans(),
+    differ=st.booleans(),
     objective=st.sampled_from(OBJECTIVES),
 )
 @pytest.mark.slow
 def test_every_candidate_is_sound_within_the_cap_and_above_the_bound(
-    placement: Placement, many: int, seed: int, room: float, in_bytes: bool, objective: Objective
+    placement: Placement, many: int, seed: int, room: float, in_bytes: bool, differ: bool, objective: Objective
 ) -> None:
     cost, draw = with_bytes(random_cost(placement.num_stages, seed), seed), Random(seed)
-    caps = [each + draw.random() * room for each in least_caps(placement, cost, in_bytes=in_bytes)]
+    cost = with_factors(cost, many, seed) if differ else cost
+    largest = max(cost.microbatch_factors, default=1)
+    caps = [each * largest + draw.random() * room for each in least_caps(placement, cost, in_bytes=in_bytes)]
     problem_ = make_problem(
         placement, many, cost, **{"bytes_cap" if in_bytes else "memory_cap": caps}, objective=objective
     )
     bound = bounds(problem_)
     builder = Builder.of(problem_, bound)
-    grid = list(plain_rules(problem_, bound.heads))
+    grid = list(plain_rules(builder.alike, builder.heads))
     some = [draw.choice([rules for rules in grid if (rules.slack is None) is direct]) for direct in (True, True, False)]
-    for rules in (*some, *(varied(each, problem_, draw) for each in some)):
+    for rules in (*some, *(varied(each, builder.alike, draw) for each in some)):
         candidate = builder.candidate(rules)
         assert candidate is not None
         schedule = to_schedule("any", problem_, candidate.sequences)
@@ -179,7 +206,7 @@ ONE_PATH = [name for name in SCHEDULES if len(make_near(name, ranks=2, microbatc
 @pytest.mark.parametrize("name", ONE_PATH)
 def test_sequences_run_as_simulated(name: str) -> None:
     schedule = make_schedule(name, ranks=3, microbatches=5)
-    cost = random_cost(schedule.placement.num_stages, 1)
+    cost = with_factors(random_cost(schedule.placement.num_stages, 1), 5, 1)
     problem_ = make_problem(schedule.placement, 5, cost)
     sequences = to_sequences(schedule)
     times = run_times(problem_, sequences)
