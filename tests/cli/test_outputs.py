@@ -188,4 +188,4 @@ def test_verify_takes_a_memory_cap(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
     monkeypatch.setattr(sources, "verify", verify)
     assert "is sound" in out(capsys, "verify", "1f1b", "--memory-cap", 2.5)
-    assert seen == {"memory_cap": 2.5}
+    assert seen == {"memory_cap": 2.5, "microbatch_factors": ()}
