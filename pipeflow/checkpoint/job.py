@@ -24,6 +24,21 @@ from pipeflow.parallel.context import Context
 from pipeflow.parallel.layout import WorldLayout
 from pipeflow.parallel.transport.agreement import all_gather_object
 
+# Theory of operation
+#
+# A checkpoint is a folder that is whole or not there. Ranks write into a hidden folder, and a rename makes it visible.
+# They agree once, before anything is written: on the name of the hidden folder, on the sequence number, and on who
+# writes which part (`Division`). After that they need no messages, so the writing can run on threads during training,
+# whose collectives must keep their order.
+#
+# Each rank writes its data, then `part-N` with the places and digests, atomically. Whoever sees all parts after its own
+# tries to complete the checkpoint. Several ranks may see this at once, so the first one claims the folder by renaming
+# it; for the others the rename fails, and they are done. It then writes the index and the manifest and publishes the
+# folder.
+#
+# A process may be killed at any moment. Until the last rename the old checkpoint is untouched, or waits under the name
+# `previous`. The next save finds leftovers by their names, and removes or restores them (`folders.clean`).
+
 StrPath = str | os.PathLike[str]
 
 

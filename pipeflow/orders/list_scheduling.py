@@ -12,6 +12,21 @@ from typing import NamedTuple
 
 from pipeflow.orders.problem import Operations, Problem
 
+# Theory of operation
+#
+# An operation is one action of one stage, as a number: 3 * stage for F, plus 1 for I, plus 2 for W. The microbatches of
+# an operation run in order, so `done[operation]` is the next one, and the state of a pass is a few numbers per
+# operation and rank. Events are times at which a rank may find work: it becomes free, or a value arrives. At each event
+# the rank either takes an action or lets the event pass. The value that it waits for, or its own next end, is a later
+# event.
+#
+# A gradient or an activation whose arrival is known, but is later than now, may be worth a wait: `patience` says how
+# long. W has no user on another rank, so it waits in `deferred` and fills the time when nothing else can run.
+#
+# A limit on memory could end in a deadlock: ranks full of microbatches of which none can go on. `_reaches` prevents it,
+# so the pass never has to take an action back. The loop is one long function, because a search spends most of its
+# time in it, and each call in it would cost more.
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:

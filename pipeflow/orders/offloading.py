@@ -20,6 +20,19 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Span
 from pipeflow.orders.recomputation import stages_among
 
+# Theory of operation
+#
+# What a forward saved is idle from its end until the first action that uses it: a `Stay`. A copy costs the same however
+# long the stay is, so the longest come first; ranks that share a link take turns, so that none is left with nothing. A
+# copy to the host is placed as early as the link is free after the forward, a copy back as late as the link is free
+# before the use. If the first ends before the second begins, the stay is taken; otherwise it stays on the device.
+#
+# These times hold for a schedule that runs exactly as simulated. A schedule has an order and no times, so each copy is
+# put after the last entry of its row that ends before it. On a shared link the ranks must reach their copies in the
+# order in which the link was filled, or one would wait for the link and delay its computations: `_Link.positions` moves
+# copies until the ends of the entries before them are in that order. Copies whose positions then no longer fit are left
+# out.
+
 
 def with_offload(schedule: Schedule, cost: CostModel, stages: Iterable[int] | None = None) -> Schedule:
     """`schedule` with copies to the host (O) of what forwards save, and copies back (L) as late as their backwards

@@ -21,6 +21,21 @@ from pipeflow.planning.misfits import no_room
 from pipeflow.planning.step_plan import Plan, StepParts
 from pipeflow.soundness.schedule import verify
 
+# Theory of operation
+#
+# A simulation of a step takes milliseconds to seconds, and there are thousands of layouts. So it is a best-first
+# search: a heap has nodes by a lower bound on their step time, and the node with the lowest bound is opened first.
+#
+# 1. A `Cell` (sizes, microbatches, recomputation) has the average time that its ranks compute as its bound. Opened, it
+#    becomes a trial per schedule and cut, each with a sharper bound.
+# 2. A `LayoutTrial` is checked for memory with few microbatches. If its step is long, it is estimated from two short
+#    steps. Both are cheap, and it goes back into the heap with the higher bound.
+# 3. A `_Checked` trial is simulated. Its time is exact, and it enters its group.
+#
+# The search ends when the lowest bound exceeds the time of the last layout that would be listed. All bounds are proved
+# but the estimate, which TRUST corrects. Ties are kept until they are settled (`_Group.may_change`), since the plainest
+# of layouts that are equally fast is listed, and not the first that was found.
+
 TIE = 0.02
 """Steps whose times differ by less than this share are ties: the error of the cost model is no smaller."""
 

@@ -132,10 +132,9 @@ class Pipeline(nn.Module):
         routes: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         super().__init__()
-        context = current_context()
+        self.context = context = current_context()
         self.chunks = chunks if isinstance(chunks, nn.ModuleList) else nn.ModuleList([chunks])
         self.schedule = schedule
-        self.context = context
         self.alarm = context.alarm
         self.autocast = autocast
         self.loss_scale = 1.0

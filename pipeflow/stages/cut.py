@@ -19,6 +19,16 @@ from pipeflow.stages.stage_cut import StageCut, is_free
 from pipeflow.stages.trace import Batch, Call, Trace
 from pipeflow.stages.ways import lay
 
+# Theory of operation
+#
+# From the last stage to the first: `wanted` are the tensors that the stages after it receive. A stage sends those that
+# it makes itself, and the stage before is asked for the rest, so each tensor is sent by the stage that computes it.
+#
+# Models may collect outputs of their blocks by hooks (all hidden states, say). A hook of a replaced call can be run on
+# the received tensor, but each replay means one more tensor to send. So a stage is planned without replays first. If it
+# then does not run like the whole forward, it is planned with the replays of hooks that surely collect, and at last
+# with all.
+
 _EMPTY = StagePlan(Script(Node(), frozenset()), (), (), frozenset(), frozenset(), is_empty=True)
 
 

@@ -20,6 +20,19 @@ from pipeflow.stages.recorder import explained
 from pipeflow.stages.script import Node, Script, TensorRef
 from pipeflow.stages.trace import Batch, Call, Look, Returned, Trace
 
+# Theory of operation
+#
+# The stages are planned from the last to the first, since a stage must make what later ones need. For each stage a
+# `Script` is written from the trace: calls before `start` are replaced, all others run, and the forward stops after
+# `end`. Then the stage runs once with that script on fake tensors. In place of each output of a replaced call it gets a
+# stub, and each stub, parameter and buffer is a source with a bit of its own (`flow`). The sources of what the stage
+# makes say which stubs it really needs (these are received) and which parameters and buffers it owns.
+#
+# The run also proves the cut. In the whole forward the same outputs have sources too; one that is missing here, and
+# does not come in through a received value, went a way that the script cannot see: through an attribute, a list or a
+# cache. That raises an error. Calls that depend on the batch alone (`is_free`) are not replaced: each stage has the
+# batch and repeats them, so nothing need be sent.
+
 
 def is_free(trace: Trace, call: Call, fakes: Fakes) -> bool:
     """Returns True if a call, or one around it, computes from the batch and from buffers alone, so that every stage can

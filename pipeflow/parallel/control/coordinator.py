@@ -21,6 +21,23 @@ from pipeflow.parallel.control import wire
 from pipeflow.parallel.control.diagnosis import Blame, Status, diagnose, gone, left, silent
 from pipeflow.parallel.control.wire import Message, forget_in_children
 
+# Theory of operation
+#
+# When one rank fails, the others wait for messages that never come. Each rank would see another error, and the ranks
+# that it waits for are innocent. So one thread of rank 0 decides, once per generation, which failure was the first, and
+# every rank raises that one. A generation is the time between two openings of all channels.
+#
+# - A rank that raises reports its error. `_settle` keeps the first and tells it to all; later ones get the same answer.
+# - A rank whose process ends closes its socket: `_lose`.
+# - A rank whose channel broke does not know why. `_investigate` asks all ranks whether they live. A peer that died or
+#   reported an error is found within the grace; only if all live is the connection itself to blame.
+# - A rank that waits longer than the timeout asks. Each rank answers from a thread, even while it computes, and says
+#   for whom it waits. `diagnosis` follows these waits to the rank at their end: it may compute (then all go on), hang,
+#   or be silent. The rank that asked then breaks its channels and reports.
+#
+# Asking costs nothing as long as all is well, since nobody asks before the timeout. A new connection proves with the
+# job's secret that it is a rank; until then it may only send a few bytes.
+
 _TO_PROVE = 5.0  # seconds
 _STRANGERS = 64  # connections that have not proved yet to be a rank
 _TO_HEAR = 1.0  # seconds, at the end, for the ranks to read what they were sent

@@ -25,6 +25,19 @@ from pipeflow.runtime.program.payload import Payload, Promise
 from pipeflow.runtime.program.results import Results
 from pipeflow.runtime.stage import Stage
 
+# Theory of operation
+#
+# A step must not decide anything: all that is known before it is put into the operations. So the program is walked
+# once, and each instruction becomes an object that holds what it needs: its stage, its channel and its payload. A
+# `Payload` is the place of one value in this rank's memory. The operation that makes the value and those that use it
+# are compiled with the same payload, so a step passes nothing from one to the next.
+#
+# `waits` has, per received value, the operation that ends its receive; the action that first uses the value takes it.
+# An action beside the computations (a reduction or a copy) is only started where it stands. Who needs its value awaits
+# it: a computation gets an `Await` before it, an action on a third stream gets it in `after`, and the end of the step
+# awaits all of them. Gradients are sent with the shape of the activation that they answer, so a receive of a gradient
+# looks up what was sent.
+
 
 @dataclass(slots=True)
 class Compiled:

@@ -22,6 +22,18 @@ from pipeflow.runtime.program.payload import BackwardState
 from pipeflow.runtime.program.saved import Holder, Saved, storages
 from pipeflow.tensor.recompute import replay_of
 
+# Theory of operation
+#
+# The backward of a stage begins at its output and ends at its inputs, and autograd keeps both until then: the graph has
+# a reference to each leaf. So it is not enough to take what operators saved out of the graph (`saved`). The input must
+# go too, or offload and recomputation would keep it on the device. Therefore a leaf gets an anchor, an expanded scalar
+# that has the shape of the input and no memory; `_Enter` gives the stage the input and takes the gradient to the
+# anchor.
+#
+# A recomputation calls the stage again with the same input, random numbers and keywords. Only what it saves is kept;
+# its output is thrown away. A copy runs on a stream of its own (on CPUs: on a thread), so that computations go on. It
+# first waits for what made the tensors; the action that uses them awaits the copy, as `compile` arranges.
+
 
 class Memory:
     """What one forward keeps, if it is computed again or moved to the host before its backward.

@@ -14,6 +14,20 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipeflow.core.errors import UsageError
 
+# Theory of operation
+#
+# torch calls `pack` for each tensor that an operator saves for its backward, keeps what `pack` returns in the graph,
+# and calls `unpack` on it in the backward. Here the graph gets a `Holder`, and the tensor is held by the holder alone,
+# so its memory can be freed while the graph lives. No module has to know of this.
+#
+# To recompute, the first forward saves empty holders. The second forward saves the same tensors in the same order,
+# since it does the same; the n-th tensor goes into the n-th holder, and the second graph is thrown away. torch's own
+# checkpoint computes again inside of the backward; here the schedule says when.
+#
+# To offload, whole storages are copied, not tensors: views that shared memory share it again afterwards. Weights stay
+# where they are. `detach` breaks a cycle: an operator that saves its own output would otherwise hold a tensor whose
+# graph holds the operator.
+
 
 class Place(NamedTuple):
     """Where a tensor is on the host: the bytes of its whole storage, and its own part of them."""
