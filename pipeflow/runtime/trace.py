@@ -129,11 +129,14 @@ class StepTrace:
     def _spans_beside(self, timed: list[TimedBeside], writing: Callable[[int], float]) -> list[Span]:
         spans: list[Span] = []
         free: defaultdict[Stream, float] = defaultdict(float)
+        ends: dict[Beside, float] = {}
         for one in timed:  # one after the other, as in a simulation, although they may overlap in time
             action = one.beside.action
             stream = DATAFLOW[action.kind].stream
-            start, end = max(self._since(one.start), free[stream]), self._since(one.end)
+            before = (ends[each] for each in one.beside.after)
+            start, end = max(self._since(one.start), free[stream], *before), self._since(one.end)
             free[stream] = max(start, end) + (writing(action.stage) if action.kind is Kind.R else 0.0)
+            ends[one.beside] = free[stream]
             spans.append(Span(action, self.transport.rank, start, free[stream]))
         return spans
 

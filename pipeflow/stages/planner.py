@@ -15,6 +15,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map
 
 from pipeflow.core.errors import UsageError
@@ -106,7 +107,7 @@ class Planner:
 
     def trace_of(self, module: nn.Module, entries: Mapping[str, Any], change: Callable[[nn.Module], None]) -> Trace:
         """The forward of a copy of `module` without memory, after `change` was applied to the copy."""
-        with _ONE_AT_A_TIME, _quiet(), _without_cached_casts(), _own_random_numbers():
+        with _ONE_AT_A_TIME, _apart():
             fakes = Fakes(module, self._fakes.device)
             with fakes.mode:
                 change(fakes.module)
@@ -114,7 +115,7 @@ class Planner:
 
     def observed(self, entries: Mapping[str, Any], within: Callable[[Flow, Fakes], Any]) -> tuple[Trace, list[Call]]:
         """The forward of a microbatch, in the context that `within` makes, and the blocks after which it can be cut."""
-        with _ONE_AT_A_TIME, _quiet(), _without_cached_casts(), _own_random_numbers():
+        with _ONE_AT_A_TIME, _apart():
             batch = self.entries.arguments(tree_map(_copied, dict(entries)))
             trace = record(self._fakes, batch, within=lambda flow: within(flow, self._fakes))
             return trace, blocks_of(trace, self._fakes.module, self._blocks)
@@ -145,7 +146,7 @@ class Planner:
             plain = {name: each.planned() if isinstance(each, Stateful) else each for name, each in entries.items()}
             return self.entries.arguments(tree_map(_copied, plain))
 
-        with _quiet(), _without_cached_casts(), _own_random_numbers():
+        with _apart():
             trace = self._trace(batch)
             if self._first is None and self._made_afresh(trace):
                 trace = self._trace(batch)
@@ -219,6 +220,19 @@ class Planner:
 def _set_modes(module: nn.Module, like: nn.Module) -> None:
     for mine, its in zip(module.modules(), like.modules(), strict=False):
         mine.training = its.training
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Keeps a forward on fake tensors apart from the step that it may happen in: its warnings, its casts, its random
+    numbers, and what autograd saves.
+    """
+    with _quiet(), _without_cached_casts(), _own_random_numbers(), saved_tensors_hooks(_itself, _itself):
+        yield
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @contextmanager

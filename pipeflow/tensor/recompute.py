@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -35,9 +36,10 @@ def checkpoint(function: Callable[..., Any], *arguments: Any, **keywords: Any) -
     return torch_checkpoint.checkpoint(function, *arguments, use_reentrant=False, context_fn=contexts, **keywords)
 
 
-def replay_of(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Remembers the state of the random generators, and returns a function that makes a region in which the same
-    numbers are drawn. The region raises UsageError at its end if Python's own generator was used in it.
+def replay_of(stage: int, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """Remembers the state of the random generators before a forward of `stage`, and returns a function that makes a
+    region in which the same numbers are drawn. The region raises UsageError at its end if the generators of Python or
+    NumPy were used in it.
     """
     devices = [device] if device.type == "cuda" else []
     state, states = torch.get_rng_state(), [torch.cuda.get_rng_state(each) for each in devices]
@@ -46,17 +48,26 @@ def replay_of(device: torch.device) -> Callable[[], AbstractContextManager[None]
 
     @contextmanager
     def region() -> Iterator[None]:
-        before = random.getstate()
+        before = _drawn()
         rewound = nullcontext() if tracker is None or tracked is None else tracker.rewound(tracked)
         with torch.random.fork_rng(devices), rewound:
             torch.set_rng_state(state)
             for each, its in zip(devices, states, strict=True):
                 torch.cuda.set_rng_state(its, each)
             yield
-        if random.getstate() != before:
+        if _drawn() != before:
             raise UsageError(
-                "a stage draws from Python's random, so its recomputation differs from its forward: draw from torch, "
-                "or do not recompute the stage"
+                f"stage {stage} draws from the random numbers of Python or NumPy, so its recomputation differs from "
+                "its forward: draw from torch, or do not recompute the stage"
             )
 
     return region
+
+
+def _drawn() -> tuple[object, ...]:
+    """The state of the random generators of Python and NumPy."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    _, keys, position, *_ = numpy.random.get_state()
+    return random.getstate(), keys.tobytes(), position

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pipeflow import Action, Kind, Schedule, verify
+import torch
+from torch import Tensor
+
+from pipeflow import Action, Kind, Pipeline, Schedule, verify
 from pipeflow.core.action import Entry, actions_of
 
+Gradients = dict[str, Tensor]
 USES: dict[str, tuple[str, str]] = {
     "recomputed": ("", "C"),
     "offloaded": ("O", "L"),
@@ -46,3 +50,19 @@ def _use(use: str, action: Action) -> tuple[str, str]:
 
 def _actions(kinds: str, action: Action) -> Iterator[Action]:
     return (replace(action, kind=Kind(kind)) for kind in kinds)
+
+
+def uses_of(schedule: Schedule, uses: tuple[str, ...] = ALL) -> list[Schedule]:
+    """The schedule, and the same with each of these uses."""
+    return [schedule, *(with_kinds(schedule, use) for use in uses)]
+
+
+def gradients_of(pipeline: Pipeline) -> Gradients:
+    return {name: each.grad.clone() for name, each in pipeline.named_parameters() if each.grad is not None}
+
+
+def differing(schedule: Schedule, found: Gradients, expected: Gradients) -> list[str]:
+    """The gradients that are not the same, bit by bit."""
+    assert found.keys() == expected.keys()
+    assert found
+    return [f"{schedule.name}: {name}" for name in expected if not torch.equal(found[name], expected[name])]

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import random
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any
 
+import numpy
 import pytest
+import torch
+from torch import Tensor, nn
 
-from pipeflow import Schedule
+from pipeflow import Pipeline, Schedule, UsageError, execute_pipeline, make_schedule
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import KeywordModel, PlainModel, TiedModel, TinyModel, TreeModel
-from tests.covering import covering, some_rows
+from tests.covering import covering, some, some_rows
 from tests.runtime import kinds
 from tests.runtime.work import Stepped, largest, run_steps, schedule_of, variants
+from tests.stages.models import CASES
 
 Variant = tuple[str, int, int]
 MODELS = {"plain": PlainModel(), "tied": TiedModel(), "keywords": KeywordModel(), "trees": TreeModel()}
@@ -53,3 +60,108 @@ COLUMNS: tuple[Any, ...] = (largest(variants()), kinds.ALL, tuple(MODELS), (1, 2
 def test_every_schedule(variant: Variant, use: str, kind: str, data: int) -> None:
     schedule = kinds.with_kinds(schedule_of(variant, 5), use)
     require_equal(stepped(kind, variant, schedule, data), expected(kind, variant, data))
+
+
+def modules_differ(kind: str) -> list[str]:
+    """Of every use of the kinds: where gradients differ. Each is the first with its shapes, so the forward is planned
+    when it runs.
+    """
+    case, wrong = CASES[kind], []
+    plain = make_schedule("1f1b", ranks=2, microbatches=3)
+    for number, schedule in enumerate((kinds.with_kinds(plain, "recomputed"), kinds.with_kinds(plain, kinds.MIXED))):
+        found = []
+        for each in (schedule, plain):
+            model = Pipeline.from_module(case.module(), plain, case.batch(3), criterion=case.criterion)
+            execute_pipeline(iter([case.batch(6 + number)]), model, schedule=each)
+            found.append(kinds.gradients_of(model))
+        wrong += kinds.differing(schedule, *found)
+    return wrong
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("kind", some(CASES, ("decoder", "u-net", "reentrant")))
+def test_modules_that_are_cut(kind: str) -> None:
+    assert run_threads(modules_differ, 2, kind) == [[], []]
+
+
+DRAWS = (
+    "stage 0 draws from the random numbers of Python or NumPy, so its recomputation differs from its forward: draw "
+    "from torch, or do not recompute the stage"
+)
+
+
+class Differs(nn.Module):
+    """Saves for its backward what `make` returns, which differs each time."""
+
+    def __init__(self, make: Callable[[int], Sequence[Tensor]]) -> None:
+        super().__init__()
+        self.make = make
+        self.calls = 0
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        total = hidden * self.weight
+        for tensor in self.make(self.calls):
+            total = total + (self.weight * tensor).sum()
+        return total
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda _: [torch.tensor(random.random())], DRAWS),
+        (lambda _: [torch.tensor(numpy.random.rand())], DRAWS),
+        (
+            lambda call: [torch.ones(2)] * (5 - call),
+            "stage 0 saved 2 tensors for its backward when it was computed again, the first time 4: a stage that is "
+            "recomputed must do the same each time",
+        ),
+        (
+            lambda call: [torch.ones(1 + call)],
+            "stage 0 saved a tensor of torch.float32 of shape (4,) for its backward when it was computed again, the "
+            "first time one of torch.float32 of shape (2,): a stage",
+        ),
+    ],
+    ids=["random", "numpy", "fewer", "another shape"],
+)
+def test_a_stage_that_differs_each_time_is_not_recomputed(
+    make: Callable[[int], Sequence[Tensor]], message: str
+) -> None:
+    def run() -> None:
+        schedule = Schedule.from_csv("0F0,0F1,0C0,0B0,0B1")
+        model = Pipeline(Differs(make), schedule, criterion=nn.functional.mse_loss)
+        with pytest.raises(UsageError, match=re.escape(message)):
+            execute_pipeline(iter([(torch.ones(2, 3), torch.ones(2, 3))]), model)
+
+    run_threads(run, 1)
+
+
+class Stops(nn.Module):
+    """Counts how often it gets to its end; what comes after its last saved tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.starts = self.ends = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.starts += 1
+        try:
+            output: Tensor = self.linear(hidden.tanh())
+        except Exception:  # an error in it would be caught
+            return hidden
+        self.ends += 1
+        return output
+
+
+def test_a_recomputation_ends_with_what_its_backward_needs() -> None:
+    """The last product is not computed again, as in torch.utils.checkpoint."""
+
+    def run() -> tuple[int, int]:
+        stage = Stops()
+        model = Pipeline(stage, Schedule.from_csv("0F0,0F1,0C0,0B0,0C1,0B1"), criterion=nn.functional.mse_loss)
+        execute_pipeline(iter([(torch.ones(2, 3), torch.ones(2, 3))]), model)
+        return stage.starts, stage.ends
+
+    assert run_threads(run, 1) == [(4, 2)]

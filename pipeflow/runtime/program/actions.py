@@ -5,12 +5,13 @@ are in `compile`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 
 from pipeflow.core.action import Action, Kind
-from pipeflow.core.dataflow import Content, Value
+from pipeflow.core.dataflow import DATAFLOW, Content, Stream, Value
 from pipeflow.core.errors import UsageError
 from pipeflow.core.route import Routes, sources_of, targets_of
 from pipeflow.runtime.gradients.fully_sharded import fully_sharded_in
@@ -43,6 +44,7 @@ class Shared:
     states: dict[tuple[int, int], BackwardState] = field(default_factory=dict)
     waits: dict[Value, ops.Operation] = field(default_factory=dict)
     memories: dict[tuple[int, int], Memory] = field(default_factory=dict)
+    threads: dict[Stream, ThreadPoolExecutor] = field(default_factory=dict)  # that copy on a CPU; they end with it
 
     def payload(self, value: Value) -> Payload:
         """The payload of a value that is made on this rank."""
@@ -67,7 +69,13 @@ class Shared:
                     )
         for place, found in kinds.items():
             state = self.states.setdefault(place, BackwardState())
-            self.memories[place] = Memory(state, drops=Kind.C in found)
+            self.memories[place] = Memory(place[0], state, drops=Kind.C in found)
+
+    def copy(self, action: Action, move: Callable[[torch.cuda.Stream | None], None]) -> Copy:
+        """The operation of a copy. A thread makes no more than one at a time."""
+        stream = DATAFLOW[action.kind].stream
+        thread = self.threads.setdefault(stream, ThreadPoolExecutor(1, thread_name_prefix=f"pipeflow {stream}"))
+        return Copy(action, move, self.device, thread)
 
     def awaited(self, values: Iterable[Value]) -> list[ops.Operation]:
         """The waits for those of `values` that come from another rank."""
@@ -144,12 +152,12 @@ def recomputation(shared: Shared, action: Action) -> list[ops.Operation]:
 
 def offload(shared: Shared, action: Action) -> list[ops.Operation]:
     """O: copies what the forward saved to the host, and frees it."""
-    return [Copy(action, shared.memories[action.stage, action.microbatch].saved.to_host, shared.device)]
+    return [shared.copy(action, shared.memories[action.stage, action.microbatch].saved.to_host)]
 
 
 def load(shared: Shared, action: Action) -> list[ops.Operation]:
     """L: copies what the forward saved back to the device."""
-    return [Copy(action, shared.memories[action.stage, action.microbatch].saved.to_device, shared.device)]
+    return [shared.copy(action, shared.memories[action.stage, action.microbatch].saved.to_device)]
 
 
 def _backward(

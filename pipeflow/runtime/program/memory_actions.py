@@ -45,10 +45,10 @@ class Memory:
         again: calls the stage again; None before the forward and after the recomputation.
     """
 
-    def __init__(self, state: BackwardState, *, drops: bool) -> None:
+    def __init__(self, stage: int, state: BackwardState, *, drops: bool) -> None:
         self.state = state
         self.drops = drops
-        self.saved = Saved()
+        self.saved = Saved(stage)
         self.again: Callable[[], None] | None = None
 
 
@@ -109,9 +109,9 @@ class _Repeat:
 
     def __init__(self, forward: HeldForward, arguments: tuple[object, ...], others: frozenset[int]) -> None:
         self._forward, self._others = forward, others
-        self._replayed = replay_of(forward.device)
+        self._replayed = replay_of(forward.action.stage, forward.device)
         leaves, self._spec = tree_flatten(arguments)
-        self._leaves = [Holder(leaf.detach()) if _wants(leaf) else leaf for leaf in leaves]
+        self._leaves = [Holder(leaf) if _wants(leaf) else leaf for leaf in leaves]
         forward.memory.saved.holders += [leaf for leaf in self._leaves if isinstance(leaf, Holder)]
 
     def __call__(self) -> None:
@@ -119,8 +119,9 @@ class _Repeat:
         leaves = [leaf.unpacked().requires_grad_() if isinstance(leaf, Holder) else leaf for leaf in self._leaves]
         arguments, keywords = tree_unflatten(leaves, self._spec), stage.keywords[forward.microbatch]
         stage.deferral.active = forward.defers
-        with self._replayed(), forward.memory.saved.filling(self._others):
-            stage.call(*arguments, **keywords)
+        if forward.memory.saved.dropped:
+            with self._replayed(), forward.memory.saved.filling(self._others):
+                stage.call(*arguments, **keywords)
 
 
 def _wants(leaf: object) -> bool:
@@ -159,18 +160,24 @@ class Copy(Beside):
     thread of its own.
     """
 
-    __slots__ = ("device", "move")
+    __slots__ = ("device", "move", "thread")
 
-    def __init__(self, action: Action, move: Callable[[torch.cuda.Stream | None], None], device: torch.device) -> None:
+    def __init__(
+        self,
+        action: Action,
+        move: Callable[[torch.cuda.Stream | None], None],
+        device: torch.device,
+        thread: ThreadPoolExecutor,
+    ) -> None:
         super().__init__(action)
         self.move = move
         self.device = device
+        self.thread = thread
 
     def begin(self) -> list[Work]:
-        stream = DATAFLOW[self.action.kind].stream
         if self.device.type != "cuda":
-            return [_Done(_thread(stream).submit(self._run))]
-        side = _side_stream(self.device, stream)
+            return [_Done(self.thread.submit(self._run))]
+        side = _side_stream(self.device, DATAFLOW[self.action.kind].stream)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
             for each in self.after:
@@ -183,11 +190,6 @@ class Copy(Beside):
             each.end()
         with torch.no_grad():
             self.move(None)
-
-
-@cache
-def _thread(_: Stream) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="pipeflow copies")
 
 
 @cache

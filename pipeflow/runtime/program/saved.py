@@ -5,7 +5,7 @@ can be dropped and computed again, or moved to the host and back. Must not conta
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import torch
@@ -40,15 +40,30 @@ class Place(NamedTuple):
     offset: int
 
 
+class Form(NamedTuple):
+    """What a tensor that is computed again must be like."""
+
+    size: torch.Size
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Form:
+        return cls(tensor.size(), tensor.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {tuple(self.size)}"
+
+
 class Holder:
     """A tensor on its device or on the host, or one that is to be computed again. Autograd's graph has the holder in
     place of the tensor, so that its memory can be freed before the graph is.
     """
 
-    __slots__ = ("place", "tensor")
+    __slots__ = ("form", "place", "tensor")
 
-    def __init__(self, tensor: Tensor | None) -> None:
-        self.tensor = tensor
+    def __init__(self, tensor: Tensor, *, drop: bool = False) -> None:
+        self.tensor = None if drop else tensor.detach()
+        self.form = Form.of(tensor)
         self.place: Place | None = None
 
     def unpacked(self) -> Tensor:
@@ -62,15 +77,22 @@ def storages(tensors: Iterable[Tensor]) -> frozenset[int]:
     return frozenset(map(_storage, tensors))
 
 
+class _Filled(BaseException):
+    """Ends a recomputation that has made all that its backward needs, as in torch.utils.checkpoint. No `except
+    Exception` of a module catches it.
+    """
+
+
 class Saved:
-    """What one forward saved.
+    """What one forward of a stage saved.
 
     Attributes:
         holders: what can be moved to the host now.
         dropped: what a recomputation makes, in the order in which autograd saved it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stage: int) -> None:
+        self._stage = stage
         self.holders: list[Holder] = []
         self.dropped: list[Holder] = []
 
@@ -87,33 +109,42 @@ class Saved:
         def pack(tensor: Tensor) -> Tensor | Holder:
             if _storage(tensor) in others:
                 return tensor.detach()
-            holders.append(Holder(None if drop else tensor.detach()))
+            holders.append(Holder(tensor, drop=drop))
             return holders[-1]
 
         return saved_tensors_hooks(pack, _unpack)
 
     @contextmanager
     def filling(self, others: frozenset[int]) -> Iterator[None]:
-        """A region in which what autograd saves fills the dropped holders. Raises UsageError at its end if that was
-        another number of tensors than the first time.
+        """A region in which what autograd saves fills the dropped holders. It ends where the last one is filled. Raises
+        UsageError if other tensors are saved than the first time.
         """
-        made: list[Tensor] = []
+        empty = iter(self.dropped)
 
         def pack(tensor: Tensor) -> Tensor:
             if _storage(tensor) not in others:
-                made.append(tensor.detach())
+                self._fill(next(empty), tensor)
             return tensor.detach()
 
-        with saved_tensors_hooks(pack, _unpack):
+        with suppress(_Filled), saved_tensors_hooks(pack, _unpack):
             yield
-        if len(made) != len(self.dropped):
-            raise UsageError(
-                f"a stage that was computed again saved {len(made)} tensors for its backward, the first time "
-                f"{len(self.dropped)}: a stage that is recomputed must do the same each time"
-            )
-        for holder, tensor in zip(self.dropped, made, strict=True):
-            holder.tensor = tensor
+        if missing := sum(holder.tensor is None for holder in self.dropped):
+            raise self._differs(f"{len(self.dropped) - missing} tensors", f"{len(self.dropped)}")
         self.holders, self.dropped = self.dropped, []
+
+    def _fill(self, holder: Holder, tensor: Tensor) -> None:
+        """Puts a tensor into a dropped holder. Raises _Filled after the last one."""
+        if (form := Form.of(tensor)) != holder.form:
+            raise self._differs(f"a tensor of {form}", f"one of {holder.form}")
+        holder.tensor = tensor.detach()
+        if holder is self.dropped[-1]:
+            raise _Filled
+
+    def _differs(self, now: str, before: str) -> UsageError:
+        return UsageError(
+            f"stage {self._stage} saved {now} for its backward when it was computed again, the first time {before}: a "
+            "stage that is recomputed must do the same each time"
+        )
 
     def to_host(self, stream: torch.cuda.Stream | None = None) -> None:
         """Moves what it holds to the host: on a GPU to pinned memory, with copies on `stream`. Tensors that share
