@@ -17,6 +17,7 @@ NAMES = (
     "calls",
     "analysis",
     "search",
+    "memory",
     "buffers",
     "tensor",
     "precision",

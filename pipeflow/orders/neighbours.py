@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from random import Random
+from types import MappingProxyType
 from typing import NamedTuple
 
 from pipeflow.orders.list_scheduling import ScoredOrder, arrival_times
 from pipeflow.orders.problem import Operations, Problem
 
+NOTHING: Mapping[tuple[int, int], float] = MappingProxyType({})
+
 
 class RunTimes(NamedTuple):
-    """When the sequences of all ranks run: per rank the start of each operation, and the end of the last."""
+    """When the sequences of all ranks run: per rank the start of each operation, the end of the last, and the time from
+    when each operation occupies the rank. It is the start, less the time of a recomputation before it.
+    """
 
     starts: list[list[float]]
     ends: list[float]
+    busy: list[list[float]]
 
     def candidate(self, problem: Problem, sequences: Sequence[Operations]) -> ScoredOrder:
         """The order of `sequences`, scored with these times."""
         return ScoredOrder.of(problem, [row[0] for row in self.starts], self.ends, list(sequences))
 
 
-def run_times(problem: Problem, sequences: Sequence[Operations]) -> RunTimes | None:
-    """Each operation as soon as its rank is free and its value there, as `simulate` does; None when some never run."""
+def run_times(
+    problem: Problem, sequences: Sequence[Operations], again: Mapping[tuple[int, int], float] = NOTHING
+) -> RunTimes | None:
+    """Each operation as soon as its rank is free and its value there, as `simulate` does; None when some never run.
+    `again` has the times of the recomputations directly before some I, per (stage, microbatch).
+    """
     ranks, times = range(len(sequences)), list(map(problem.times, sequences))
     arrivals, users = arrival_times(problem)
     done, free = [0] * len(problem.durations), [0.0] * len(sequences)
@@ -39,6 +50,8 @@ def run_times(problem: Problem, sequences: Sequence[Operations]) -> RunTimes | N
                 if microbatch == len(arrived):
                     waits[rank] = arrived
                     break
+                if again and operation % 3:
+                    now += again.get((operation // 3, microbatch), 0.0)
                 if arrived[microbatch] > now:
                     now = arrived[microbatch]
                 done[operation] = microbatch + 1
@@ -55,7 +68,24 @@ def run_times(problem: Problem, sequences: Sequence[Operations]) -> RunTimes | N
                 now += time
         free[rank] = now
     whole = all(len(row) == len(sequence) for row, sequence in zip(starts, sequences, strict=True))
-    return RunTimes(starts, free) if whole else None
+    if not whole:
+        return None
+    return RunTimes(starts, free, _busy(sequences, starts, again) if again else starts)
+
+
+def _busy(
+    sequences: Sequence[Operations], starts: Sequence[Sequence[float]], again: Mapping[tuple[int, int], float]
+) -> list[list[float]]:
+    """The starts, less the time of a recomputation before an I."""
+    done: Counter[int] = Counter()
+    busy: list[list[float]] = []
+    for sequence, row in zip(sequences, starts, strict=True):
+        busy.append([])
+        for operation, start in zip(sequence, row, strict=True):
+            taken = again.get((operation // 3, done[operation]), 0.0) if operation % 3 == 1 else 0.0
+            busy[-1].append(start - taken)
+            done[operation] += 1
+    return busy
 
 
 def fits(problem: Problem, rank: int, sequence: Operations) -> bool:
@@ -96,8 +126,8 @@ def critical_blocks(problem: Problem, sequences: Sequence[Operations], times: Ru
     last = first = len(sequences[rank]) - 1
     lengths, blocks = list(map(problem.times, sequences)), []
     while True:
-        sequence, starts = sequences[rank], times.starts[rank]
-        while first and starts[first - 1] + lengths[rank][first - 1] >= starts[first]:
+        sequence, starts, busy = sequences[rank], times.starts[rank], times.busy[rank]
+        while first and starts[first - 1] + lengths[rank][first - 1] >= busy[first]:
             first -= 1
         if first < last:
             blocks.append(Block(rank, first, last))

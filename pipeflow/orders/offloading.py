@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate, zip_longest
 from math import inf
-from operator import itemgetter
 from typing import NamedTuple
 
 from pipeflow.analysis.simulation import simulate
@@ -18,6 +15,7 @@ from pipeflow.core.dataflow import DATAFLOW, Content, Stream, stream_of
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Span
+from pipeflow.orders.host_links import Copy, HostLink, places_in_rows
 from pipeflow.orders.recomputation import stages_among
 
 # Theory of operation
@@ -29,9 +27,9 @@ from pipeflow.orders.recomputation import stages_among
 #
 # These times hold for a schedule that runs exactly as simulated. A schedule has an order and no times, so each copy is
 # put after the last entry of its row that ends before it. On a shared link the ranks must reach their copies in the
-# order in which the link was filled, or one would wait for the link and delay its computations: `_Link.positions` moves
-# copies until the ends of the entries before them are in that order. Copies whose positions then no longer fit are left
-# out.
+# order in which the link was filled, or one would wait for the link and delay its computations. `HostLink.positions`
+# moves copies until the ends of the entries before them are in that order. Copies whose positions then no longer fit
+# are left out.
 
 
 def with_offload(schedule: Schedule, cost: CostModel, stages: Iterable[int] | None = None) -> Schedule:
@@ -57,15 +55,9 @@ def with_offload(schedule: Schedule, cost: CostModel, stages: Iterable[int] | No
     times = [_times(row, spans) for row, spans in zip(schedule.rows, timeline.rows, strict=True)]
     stays = [_stays(rank, row, at, among) for rank, (row, at) in enumerate(zip(schedule.rows, times, strict=True))]
     ends = [[*accumulate((end for _, end in at), max)] for at in times]
-    placed = [each for link in _filled(stays, cost) for each in link.positions(ends)]
-    position_of = {copy.action: position for copy, position in placed}
-    places: list[defaultdict[int, list[Action]]] = [defaultdict(list) for _ in schedule.rows]
-    for copy, position in sorted(placed, key=lambda each: each[0].start):
-        out, back = (replace(copy.action, kind=kind) for kind in (Kind.O, Kind.L))
-        if position_of[out] <= position_of[back]:
-            places[copy.rank][position].append(copy.action)
+    places = places_in_rows(_filled(stays, cost, ends), ends)
     rows = tuple(
-        tuple(each for position, entry in enumerate(row) for each in (entry, *at[position]))
+        tuple(each for position, entry in enumerate(row) for each in (entry, *at.get(position, ())))
         for row, at in zip(schedule.rows, places, strict=True)
     )
     return replace(schedule, name=f"{schedule.name} with offload", rows=rows)
@@ -81,7 +73,6 @@ def require_copies(cost: CostModel) -> None:
 
 
 USERS = frozenset(kind for kind, flow in DATAFLOW.items() if (Content.SAVED, 0) in flow.needs)
-ROUNDING = 1e-9  # by which times that are equal may differ
 
 
 class Stay(NamedTuple):
@@ -91,65 +82,6 @@ class Stay(NamedTuple):
     end: float
     rank: int
     place: tuple[int, int]  # stage and microbatch
-
-
-class Copy(NamedTuple):
-    """A copy with its time on its link."""
-
-    start: float
-    end: float
-    rank: int
-    action: Action
-    made: float  # when its forward has ended
-
-
-@dataclass
-class _Link:
-    """One direction of a link to a host, with its copies in the order of their starts."""
-
-    kind: Kind
-    copies: list[Copy] = field(default_factory=list)
-
-    def gaps(self) -> Iterator[tuple[float, float]]:
-        """The times at which no copy runs."""
-        return zip(
-            (0.0, *(copy.end for copy in self.copies)), (*(copy.start for copy in self.copies), inf), strict=True
-        )
-
-    def earliest(self, start: float, time: float) -> float:
-        """The first start of a copy from `start` on."""
-        return next(max(start, begin) for begin, end in self.gaps() if max(start, begin) + time <= end)
-
-    def latest(self, end: float, time: float) -> float:
-        """The last start of a copy that ends until `end`; -inf if there is none."""
-        fits = (min(end, close) - time for begin, close in self.gaps() if min(end, close) - time >= begin)
-        return max(fits, default=-inf)
-
-    def positions(self, ends: Sequence[Sequence[float]]) -> Iterator[tuple[Copy, int]]:
-        """Each copy with the position in its row that it comes after, for the times at which entries end. Ranks that
-        share the link use it in the order in which they reach their copies. So they reach them in the order of their
-        starts: to load, some ranks reach them earlier than they need to, and to offload, later than they could.
-        """
-        if self.kind is Kind.L:
-            limit, rank = inf, -1
-            for copy in reversed(self.copies):
-                before = limit if copy.rank == rank else limit * (1 - 3 * ROUNDING)
-                position = _last(ends[copy.rank], min(copy.start, before))
-                limit, rank = ends[copy.rank][position], copy.rank
-                yield copy, position
-        else:
-            limit, rank = 0.0, -1
-            for copy in self.copies:
-                after = limit if copy.rank == rank else limit * (1 + 3 * ROUNDING)
-                latest = _last(ends[copy.rank], copy.start)
-                position = min(latest, bisect_left(ends[copy.rank], max(after, copy.made) * (1 - ROUNDING)))
-                limit, rank = ends[copy.rank][position], copy.rank
-                yield copy, position
-
-
-def _last(ends: Sequence[float], time: float) -> int:
-    """The position of the last entry that has ended at a time."""
-    return max(bisect_right(ends, time * (1 + ROUNDING)) - 1, 0)
 
 
 def _times(row: Sequence[Entry], spans: Iterable[Span]) -> list[tuple[float, float]]:
@@ -176,17 +108,18 @@ def _stays(rank: int, row: Sequence[Entry], times: Iterable[tuple[float, float]]
     return sorted(found, key=lambda stay: stay.start - stay.end)
 
 
-def _filled(stays: Sequence[Sequence[Stay]], cost: CostModel) -> Iterable[_Link]:
+def _filled(stays: Sequence[Sequence[Stay]], cost: CostModel, ends: Sequence[Sequence[float]]) -> list[HostLink]:
     """The links, with the copies that fit on them. Ranks take turns."""
     shared = {rank: group[0] for group in cost.copy_groups for rank in group}
-    links: dict[tuple[int, Kind], _Link] = {}
+    links: dict[tuple[int, Kind], HostLink] = {}
     for stay in (stay for turn in zip_longest(*stays) for stay in turn if stay is not None):
         owner, (stage, microbatch) = shared.get(stay.rank, stay.rank), stay.place
-        out, back = (links.setdefault((owner, kind), _Link(kind)) for kind in (Kind.O, Kind.L))
-        begin = out.earliest(stay.start, cost.duration(Kind.O, stage))
-        load = back.latest(stay.end, cost.duration(Kind.L, stage))
-        if begin + cost.duration(Kind.O, stage) <= load:
-            for link, start in ((out, begin), (back, load)):
-                action, end = Action(link.kind, stage, microbatch), start + cost.duration(link.kind, stage)
-                insort(link.copies, Copy(start, end, stay.rank, action, stay.start), key=itemgetter(0))
-    return links.values()
+        out, back = (links.setdefault((owner, kind), HostLink(kind)) for kind in (Kind.O, Kind.L))
+        time, back_time = (cost.duration(kind, stage, microbatch) for kind in (Kind.O, Kind.L))
+        begin = out.earliest(stay.start, time)
+        load = back.latest(stay.end, back_time, begin + time, ends[stay.rank])
+        if load > -inf:
+            places = (out, begin, time), (back, load, back_time)
+            for link, start, taken in places:
+                link.add(Copy(start, start + taken, stay.rank, Action(link.kind, stage, microbatch), stay.start))
+    return list(links.values())

@@ -94,6 +94,13 @@ class Problem:
         kept = replace(memory, at_start=at_start, at_end=at_end, spare=spare)
         return replace(self, durations=tuple(time * mean for time in self.durations), memory=kept, factors=())
 
+    @property
+    def least(self) -> tuple[float, ...]:
+        """Per rank, the room for one microbatch on all of its stages: for the largest, if they differ."""
+        memory = self.alike().memory
+        saved, spare = memory.at_start[::3], memory.spare
+        return tuple(sum(saved[stage] for stage in own) + more for own, more in zip(self.stages, spare, strict=True))
+
     def most_alive(self, stage: int) -> int:
         """The most activations of one stage for which its rank has room, if it keeps nothing else."""
         saved = self.memory.at_start[3 * stage]
@@ -190,9 +197,13 @@ def _within(
 
 def keeps_within(problem: Problem, timeline: Timeline) -> bool:
     """Whether each rank of a timeline keeps no more than it has room for."""
-    unit, room = problem.memory.unit, problem.memory.room
-    peaks = timeline.peak_bytes if unit is None else (peak * unit for peak in timeline.peak_activations)
-    return all(peak <= most for peak, most in zip(peaks, room, strict=True))
+    return all(peak <= most for peak, most in zip(amounts(problem, timeline), problem.memory.room, strict=True))
+
+
+def amounts(problem: Problem, timeline: Timeline) -> tuple[float, ...]:
+    """Per rank, the most that it keeps, in the unit of the problem's memory."""
+    unit = problem.memory.unit
+    return timeline.peak_bytes if unit is None else tuple(peak * unit for peak in timeline.peak_activations)
 
 
 def with_hidden(problem: Problem, overlap: float) -> Problem:

@@ -187,9 +187,11 @@ def _searched(builder: Builder, grid: Iterator[Rules], begin: Iterable[ScoredOrd
             best = _better(best, climb())
 
 
-def _longest(current: ScoredOrder, random: Random) -> float:
-    """The objective up to which a climb goes on from a candidate: mostly hardly longer, now and then much."""
-    return current.objective * (1 + SLACK / 2 * random.expovariate(1) ** 2)
+def longest(objective: float, random: Random) -> float:
+    """The objective up to which a climb goes on from a candidate with this one: mostly hardly longer, now and then
+    much.
+    """
+    return objective * (1 + SLACK / 2 * random.expovariate(1) ** 2)
 
 
 Climb = Callable[[], ScoredOrder | None]
@@ -203,7 +205,7 @@ def _rule_climb(builder: Builder, current: ScoredOrder, rules: Rules, random: Ra
         tried = varied(rules, builder.alike, random)
         if random.random() < 0.3:
             tried = varied(tried, builder.alike, random)
-        most = _longest(current, random)
+        most = longest(current.objective, random)
         candidate = builder.candidate(tried, most)
         if candidate is not None and candidate.objective <= most:
             current, rules = candidate, tried
@@ -224,7 +226,7 @@ def _move_climb(problem: Problem, current: ScoredOrder, random: Random) -> Climb
             sequences = neighbour(problem, current.sequences, blocks, random)
             if sequences is not None and (times := run_times(problem, sequences)) is not None:
                 candidate = times.candidate(problem, sequences)
-                if candidate.objective <= _longest(current, random):
+                if candidate.objective <= longest(current.objective, random):
                     current, blocks = candidate, critical_blocks(problem, sequences, times)
                 return candidate
         return None

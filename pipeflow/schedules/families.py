@@ -75,3 +75,12 @@ def sizes_on(make: Callable[..., Schedule], placement: Placement) -> Iterator[di
         yield {"chunks": per_rank}
     if "waves" in known:
         yield {"waves": max(per_rank // 2, 1)}
+
+
+def groups_on(placement: Placement, microbatches: int) -> Iterator[Schedule]:
+    """`gis` in smaller groups than by default, if it has this placement: ranks keep less then, and are idle longer."""
+    ranks = placement.num_ranks
+    chunks = placement.num_stages // ranks
+    if chunks > 1 and placement == Placement.looped(ranks, chunks):
+        for group in range(-(-ranks // 2), ranks):
+            yield gis(ranks, microbatches, chunks=chunks, group=group)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from time import perf_counter
 
 from pipeflow.core.cost import CostModel
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.orders.exact import proved, require_solver
+from pipeflow.orders.memory_search import improved_with_memory
 from pipeflow.orders.problem import Objective, make_problem
 from pipeflow.orders.search import Found, improved
-from pipeflow.schedules.families import schedules_on
+from pipeflow.orders.storage import MemoryKind, make_storage
+from pipeflow.schedules.families import groups_on, schedules_on
 
 CANDIDATES = 1000  # of the search that the solver starts from
+PLAIN = 0.2  # the share of a budget for orders without kinds that save memory
 
 
 def search(
@@ -24,17 +27,20 @@ def search(
     objective: Objective = "makespan",
     memory_cap: float | Sequence[float] | None = None,
     bytes_cap: float | Sequence[float] | None = None,
+    kinds: Collection[MemoryKind] = (),
     budget: float = 10.0,
     candidates: int | None = None,
     start: Iterable[Schedule] = (),
     name: str = "zb-auto",
 ) -> Found:
-    """Searches for a good order with split backwards, and proves how good it is.
+    """Searches for a good order with split backwards, and proves how good it is. With `kinds`, it decides together with
+    the order what is copied to the host and back, and what is computed again.
 
     It starts from every named schedule of the placement (`schedules.families.schedules_on`). So even with a small
-    budget, the result is never worse than any of them that is within the cap. With `candidates` the result is
-    reproducible; otherwise it depends on how fast the machine is. Every stage takes the microbatches in the order of
-    their numbers, also if they differ (`CostModel.microbatch_factors`).
+    budget, the result is never worse than any of them that is within the cap. With `kinds` this includes the named
+    schedules in which whole chunks are offloaded or computed again (`orders.simple_uses`). With `candidates` the result
+    is reproducible; otherwise it depends on how fast the machine is. Every stage takes the
+    microbatches in the order of their numbers, also if they differ (`CostModel.microbatch_factors`).
 
     Args:
         placement: which rank holds which stage. It must have one path.
@@ -48,19 +54,32 @@ def search(
         bytes_cap: instead of `memory_cap`, the most bytes that a rank may keep, as `Timeline.peak_bytes` counts them:
             for forwards and for waiting weight-gradient halves. Weights, gradients and the optimizer's state do not
             count.
+        kinds: what may save memory where there is a cap: "offload" (copies to the host, for which the costs have a
+            time), "recompute", or both.
         budget: the most seconds to search; the search ends sooner if an order is proved to be the best.
-        candidates: the number of orders to try, instead of a time.
+        candidates: the number of orders to try, instead of a time; with `kinds`, as many more with these.
         start: more schedules to begin with. The result is never worse than any of them that is within the cap.
         name: of the schedule.
 
     Raises UsageError for a placement of two paths, and for a stage without a cost. Also raises it for a cap under which
-    a rank cannot keep one microbatch with split backwards; the error names the smallest cap that works. Also raises it
-    for a `start` that is incomplete or has another placement or other microbatches.
+    a rank cannot keep one microbatch with split backwards; the error names the smallest cap that works. With `kinds`,
+    the error says what the order keeps that was found to keep least. Also raises it for a `start` that is incomplete or
+    has another placement or other microbatches, for unknown kinds, and for offload if the costs have no time of a copy.
     """
-    problem = make_problem(placement, microbatches, cost, memory_cap, bytes_cap, objective)
-    deadline = perf_counter() + budget
-    begin = (*schedules_on(placement, microbatches), *start)
-    return improved(problem, cost, begin, deadline=deadline, candidates=candidates, name=name)
+    began, begin = perf_counter(), (*schedules_on(placement, microbatches), *start)
+    caps = memory_cap, bytes_cap
+    storage = make_storage(placement, microbatches, cost, kinds, *caps, objective) if kinds else None
+    if storage is None or caps == (None, None):
+        problem = make_problem(placement, microbatches, cost, *caps, objective)
+        return improved(problem, cost, begin, deadline=began + budget, candidates=candidates, name=name)
+    known = None
+    if storage.holds_microbatches:
+        deadline = began + budget * PLAIN
+        known = improved(storage.capped, cost, begin, deadline=deadline, candidates=candidates, name=name)
+    grouped = groups_on(placement, microbatches)
+    return improved_with_memory(
+        storage, cost, (*begin, *grouped), known=known, deadline=began + budget, candidates=candidates, name=name
+    )
 
 
 def exact(
