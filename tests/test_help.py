@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import pydoc
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,6 +74,18 @@ def unhelpful(name: str, value: Any) -> Iterator[str]:
 def test_every_public_name_is_described() -> None:
     names = {f"{package}.{name}": value for package in PUBLIC for name, value in public(package).items()}
     require_none(fault for name, value in names.items() for fault in unhelpful(name, value))
+
+
+def length(value: Any) -> int:
+    """The lines with text of its `pydoc`, without what it inherits."""
+    lines = pydoc.plain(pydoc.render_doc(value)).splitlines()
+    own = itertools.takewhile(lambda line: "inherited from" not in line, lines)
+    return sum(bool(line.strip(" |-")) for line in own)
+
+
+def test_no_pydoc_is_longer_than_people_read() -> None:
+    lengths = {name: length(value) for name, value in public("").items()}
+    require_none(f"pydoc pipeflow.{name} has {lines} lines" for name, lines in lengths.items() if lines >= 120)
 
 
 class Described:

@@ -107,10 +107,10 @@ def save_safetensors(
     names: Names | None = None,
     shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Saves all weights and persistent buffers as safetensors files in the folder `path`: `model.safetensors`, or
-    several files and `model.safetensors.index.json`. All ranks call it together. The first replica writes: each of its
-    pipeline ranks gathers its split weights one at a time and holds at most `shard_bytes` of them. Existing files of
-    these names are replaced after all files were written.
+    """Saves the whole model, weights and persistent buffers, in the folder `path`: as `model.safetensors` if it has at
+    most `shard_bytes`, otherwise as several files and `model.safetensors.index.json`. All ranks call it together. The
+    first replica writes: each of its pipeline ranks gathers its split weights one at a time and holds at most
+    `shard_bytes` of them. Existing files of these names are replaced after all files were written.
 
     Args:
         path, model, names: as in `load_safetensors`.

@@ -122,7 +122,7 @@ def write_together(
 
     The first replica writes: each of its pipeline ranks gathers its split weights one at a time, and those under
     fully_shard from all replicas. Files are written under hidden names and renamed when all are written; if that fails,
-    existing files stay.
+    existing files stay. If all tensors fit in `shard_bytes`, the first rank joins the files.
 
     Args:
         path: the folder.
@@ -161,7 +161,7 @@ def write_together(
         Task(context, work).wait()
         parts: list[Any] = all_gather_object(context.world, written)
         if context.rank == 0:
-            _publish(path, [part for one in parts for part in one])
+            _publish(path, _joined(path, [part for one in parts for part in one], shard_bytes))
         all_gather(context.world, [0.0])
     except BaseException:
         _discard(path, f"{context.rank}-*")
@@ -217,12 +217,7 @@ def _write(
 
     def flush() -> None:
         if collected:
-            file = f"{_PART}{context.rank}-{len(parts)}.safetensors"
-            try:
-                package().torch.save_file(collected, path / file, metadata={"format": "pt"})
-            except (OSError, package().SafetensorError) as error:
-                raise UsageError(f"{path / file} could not be written: {error}") from error
-            parts.append(_Part(file, tuple(collected), sum(tensor.nbytes for tensor in collected.values())))
+            parts.append(_written(path, f"{_PART}{context.rank}-{len(parts)}.safetensors", collected))
             collected.clear()
 
     for output in {output.names: output for output in outputs}.values():
@@ -235,6 +230,27 @@ def _write(
             collected |= stored
     flush()
     return parts
+
+
+def _written(path: Path, file: str, tensors: dict[str, Tensor]) -> _Part:
+    try:
+        package().torch.save_file(tensors, path / file, metadata={"format": "pt"})
+    except (OSError, package().SafetensorError) as error:
+        raise UsageError(f"{path / file} could not be written: {error}") from error
+    return _Part(file, tuple(tensors), sum(tensor.nbytes for tensor in tensors.values()))
+
+
+def _joined(path: Path, parts: list[_Part], shard_bytes: int) -> list[_Part]:
+    """The parts of all ranks in one file, if they fit in one."""
+    if len(parts) < 2 or sum(part.bytes for part in parts) > shard_bytes:
+        return parts
+    tensors: dict[str, Tensor] = {}
+    for part in parts:
+        tensors |= package().torch.load_file(path / part.file)
+    whole = _written(path, f"{_PART}0-all.safetensors", tensors)
+    for part in parts:
+        (path / part.file).unlink()
+    return [whole]
 
 
 def _whole(local: LocalTensor, context: Context) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from pipeflow.analysis.measures import path_times, stream_times
@@ -71,6 +72,9 @@ def _texts(timeline: Timeline, unit: str, factor: float) -> dict[str, str]:
     def time(value: float) -> str:
         return f"{value * written.factor:.6g} {written.name}".rstrip()
 
+    def times(values: Iterable[float]) -> str:
+        return f"{' '.join(f'{each * written.factor:.4g}' for each in values)} {written.name}".rstrip()
+
     by_rank, beside, waiting = path_times(timeline)
     most = stream_times(timeline)
     others = [f"{stream} {time(each)}" for stream, each in beside.items()]
@@ -83,10 +87,10 @@ def _texts(timeline: Timeline, unit: str, factor: float) -> dict[str, str]:
         "span": time(timeline.span),
         "bubble": f"{percent(timeline.makespan_bubble_ratio)} of the makespan, in which the busiest rank is idle",
         "bubble of span": percent(timeline.bubble_ratio),
-        "idle by rank": " ".join(f"{each * written.factor:.4g}" for each in _idle(timeline)),
+        "idle by rank": times(_idle(timeline)),
         "peak activations": " ".join(map(number, timeline.peak_activations)),
         **({"peak memory": "  ".join(map(bytes_text, timeline.peak_bytes))} if timeline.saved_bytes else {}),
         **streams,
         "critical path": ", ".join(path),
-        "  by rank": " ".join(f"{each * written.factor:.4g}" for each in by_rank),
+        "  by rank": times(by_rank),
     }

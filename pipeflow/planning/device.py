@@ -82,20 +82,18 @@ class Device:
         written = name.strip().lower().replace("_", "-").replace(" ", "-")
         if written not in DEVICES:
             raise UsageError(
-                f"unknown device {name!r}; known: {', '.join(_near(written))}; describe any other one in a cluster "
-                "file, with its flops, memory_bytes and memory_bandwidth"
+                f"unknown device {name!r}; {_near(written)} describe any other one in a cluster file, with its flops, "
+                "memory_bytes and memory_bandwidth"
             )
         return DEVICES[written]
 
 
-def _near(written: str) -> list[str]:
-    """The devices whose names contain what was written, or else begin nearly as it does; all of them if none does."""
+def _near(written: str) -> str:
+    """Asks for the devices whose names contain what was written, or else begin nearly as it does; or lists all."""
     series = closest(written.partition("-")[0], {name.partition("-")[0] for name in DEVICES}, cutoff=0.5)
-    return (
-        [name for name in DEVICES if written and written in name]
-        or [name for name in DEVICES if name.partition("-")[0] == series]
-        or list(DEVICES)
-    )
+    found = [name for name in DEVICES if written and written in name]
+    found = found or [name for name in DEVICES if name.partition("-")[0] == series]
+    return f"did you mean {' or '.join(found)}?" if found else f"known: {', '.join(DEVICES)};"
 
 
 def require_bandwidth(name: str, value: object) -> None:

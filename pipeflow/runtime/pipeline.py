@@ -60,34 +60,30 @@ class Pipeline(nn.Module):
             other schedules of the same placement.
         criterion: `criterion(output, labels)` returns the mean loss of a microbatch, a scalar tensor. It is needed for
             training. The results of a loss module with `reduction="sum"` are added up over microbatches and replicas.
-            If the criterion is a module, the ranks that have the last stage hold it as `criterion`, so its parameters
-            belong to the Pipeline.
+            If the criterion is a module, ranks with the last stage hold it as `criterion`, with its parameters.
         tensor_shape: shape of the tensor that passes between stages, with the microbatch's size as first entry; this
-            saves a header per message. If the first entry is None, the size follows from each batch, in training and in
-            evaluation. Leave `tensor_shape` None if the shape varies or differs between stages, or if a tree of tensors
-            is passed. Shapes are then sent along in headers. If the first entry is a number, evaluation uses headers,
-            too.
+            saves a header per message. If the first entry is None, the size follows from each batch. By default shapes
+            are sent along in headers, so they may vary and differ between stages, and trees of tensors may be passed.
+            If the first entry is a number, evaluation uses headers, too.
         tensor_dtype: dtype of that tensor; ignored if `tensor_shape` is None.
         weigh: `weigh(labels)` returns the weight of a microbatch in the batch's mean loss, such as its number of
             tokens. By default it is the number of samples. For a loss module with an `ignore_index`, such as
             nn.CrossEntropyLoss, it is the number of labels that are not ignored, each times the `weight` of its class.
             These attributes are read when the Pipeline is made.
         stages: indices of the stages that `chunks` were built for, to check them against the schedule's placement.
-        overlap: `overlap(forward, backward)` runs a pair of the schedule. It must call both functions, each once, in
-            any order, on any thread or stream, and return when both are done. By default a forward runs before its
-            backward.
+        overlap: `overlap(forward, backward)` runs a pair of the schedule. It must call both functions once, in any
+            order, on any thread or stream, and return when both are done. By default the forward runs first.
         autocast: dtype of a torch.autocast in which stages and criterion run. By default it is the dtype of a
             torch.autocast around `execute_pipeline`, if there is one. Backwards run outside of it.
-        gradient_dtype: dtype in which gradients are added up over microbatches and ranks, for parameters of a narrower
-            dtype; for example torch.float32 for a model in bfloat16. `.grad` keeps this dtype, for MasterWeights to
-            step with. By default the dtype of the parameter. With fully_shard, set its MixedPrecisionPolicy instead.
-        cost: times of stages and links, in one unit. If a link has a long latency, receives are posted earlier by this
-            time, into more buffers, so that no transfer waits for its receiver. By default links take no time.
+        gradient_dtype: dtype in which gradients of narrower parameters are added up over microbatches and ranks.
+            `.grad` keeps it, for MasterWeights. With fully_shard, set its MixedPrecisionPolicy instead.
+        cost: times of stages and links, in one unit. Receives are posted earlier by the latency of their link, into
+            more buffers, so that no transfer waits for its receiver. By default links take no time.
         routes: pairs of stages (from, to) that are not neighbours. The first stage of a pair passes tensors to the
             second, as in skip connections. A stage where routes begin returns a tuple: the value for the next stage,
             then the value for each route, in the order of the destinations. A stage where routes end takes arguments in
-            the same order: the value of the previous stage, then the value of each route. Between two ranks a value is
-            sent once and directly; on one rank it stays in memory. Stages made by `from_module` have their own routes.
+            the same order: the value of the previous stage, then the value of each route. Stages made by `from_module`
+            have their own routes.
 
     Attributes:
         loss_scale: factor of the gradients of a step, which keeps gradients in half precision from underflowing.
@@ -95,22 +91,18 @@ class Pipeline(nn.Module):
         cut: the plan of `from_module`: what each stage receives, sends and owns. None for other Pipelines.
 
     Chunks and criterion are moved to `context.device`. Modules on the meta device must be given memory and values
-    before the first step. Weights that replicas or tensor ranks hold in full are made equal here, with the values of
-    the first of these ranks. Buffers of replicas are made equal, too. Buffers of tensor ranks must be equal, unless the
-    layer has a method `own_buffers` that names them; see "Tensor parallelism" in the reference.
+    before the first step. Weights that several ranks hold in full are made equal here, with the values of the first of
+    them: on replicas, tensor ranks, and both ranks of a stage in a bidirectional schedule. Buffers of replicas are made
+    equal, too. Buffers of tensor ranks must be equal, unless the layer has a method `own_buffers` that names them; see
+    "Tensor parallelism" in the reference.
 
-    If training changes buffers, such as running statistics, each replica updates its own buffers with its own samples.
-    After each step, all replicas get the buffers of the first one, as with DistributedDataParallel. A BatchNorm sees
-    one microbatch at a time.
-
-    In a bidirectional schedule each stage is on two ranks. Their weights are made equal here, with the values of the
-    lower rank, and each step sums their gradients.
+    Each replica updates its own buffers, such as running statistics. After each step, all replicas get the buffers of
+    the first one, as with DistributedDataParallel. A BatchNorm sees one microbatch at a time.
 
     If the schedule splits backwards, W computes the weight gradients of stock linear, convolution and embedding layers,
     and I computes all others. `deferrals` lists both for each stage; the logger "pipeflow" reports the others.
 
-    Chunks may be copied, averaged, traced and exported, and may be compiled or scripted before they are passed in; a
-    Pipeline itself cannot be copied.
+    A Pipeline cannot be copied; its chunks can be, and they may be compiled or scripted before they are passed in.
 
     Raises UsageError if the chunks, the schedule and the ranks do not fit each other.
     """

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeflow.core.route import Routes
+from pipeflow.core.text import aligned, bytes_text
 from pipeflow.stages.script import Script, TensorRef
 from pipeflow.stages.trace import Call, Look, Trace
 from pipeflow.stages.ways import Ways
@@ -37,9 +38,9 @@ class StagePlan:
     is_empty: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CutPlan:
-    """The plan of all stages, for batches of certain shapes.
+    """The plan of all stages, for batches of certain shapes. It prints as a table.
 
     Attributes:
         stages: plans of the stages, in order.
@@ -82,6 +83,21 @@ class CutPlan:
             return self
         local, passing = replace(self, trace=trace), [value for stage in self.stages for value in stage.makes]
         return replace(self, sizes={value: local.look(value).nbytes for value in passing})
+
+    def __str__(self) -> str:
+        """A table with a line per stage: the block it ends after, its numbers of parameters and buffers, and what it
+        sends for a microbatch, with the receiving stage behind `>`.
+        """
+        ends, rows = iter(self.cuts), []
+        for index, (stage, ways) in enumerate(zip(self.stages, self.ways, strict=True)):
+            end = None if stage.is_empty else next(ends, None)
+            targets = [target for target, values in ways.gives.items() if values]
+            sends = [f"{bytes_text(self.bytes_between(index, target))} > {target}" for target in targets]
+            counts = str(len(stage.owned)), str(len(stage.buffers))
+            rows.append([str(index), end.name if end else "-", *counts, "  ".join(sends)])
+        return "\n".join(aligned(["stage", "ends after", "parameters", "buffers", "sends"], rows))
+
+    __repr__ = __str__
 
     def describe(self) -> list[tuple[Any, ...]]:
         """Plain data that is equal for equal plans."""

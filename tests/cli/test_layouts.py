@@ -96,7 +96,7 @@ def test_sizes_of_memory(capsys: pytest.CaptureFixture[str], text: str, size: fl
         ([*SMALL, "--top", 0], "--top must be at least 1"),
         ([*SMALL, "--json", "--svg", "-"], "standard output can take one output"),
         ([*SMALL, "--schedule", "1f1c"], "unknown schedule '1f1c'"),
-        ([*SMALL[:-1], "b100"], "unknown device 'b100'; known:"),
+        ([*SMALL[:-1], "b100"], "unknown device 'b100'; did you mean"),
         ([*SMALL, "--cut", "cost"], "--cut is for one layout, not for a search with --devices: cuts are searched, too"),
         ([*SMALL, "--tensor", 3, "--pipeline", 3], "4 devices do not divide into layouts with tensor 3 and pipeline 3"),
         ([*SMALL, "--pipeline", 3], "the nearest number that works is 3; with 4 devices, pipeline 2 or 4 works"),

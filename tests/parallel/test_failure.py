@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from pipeflow.core.errors import Failure
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.control import wire
 from pipeflow.parallel.control.coordinator import Coordinator
-from pipeflow.parallel.control.diagnosis import Blame, Status, diagnose, silent
+from pipeflow.parallel.control.diagnosis import Blame, Status, diagnose, silent, standstill
 from pipeflow.parallel.control.monitor import Monitor
 from pipeflow.parallel.transport import distributed
 from pipeflow.parallel.transport.agreement import all_gather
@@ -49,6 +51,18 @@ def test_the_end_of_the_chain_is_blamed() -> None:
     assert circle.rank == 0
     assert "their calls do not match" in circle.reason
     assert diagnose(0, 4.0, {0: waits(1), 1: waits(0)}) is None
+
+
+def test_the_end_of_a_chain_without_blame_is_named() -> None:
+    waits = Status((2,), 5.0)
+    between = standstill(0, {0: waits, 2: Status()})
+    assert between is not None
+    assert between.rank == 2
+    assert "between two calls" in between.reason
+    slow = standstill(0, {0: waits, 2: Status((), 50.0, inside=6.0)})
+    assert slow is not None
+    assert slow.reason == "its call takes long, and may take 50 s"
+    assert standstill(0, {0: waits, 2: Status((0,), 5.0)}) is None
 
 
 def test_a_silent_rank_outside_the_chain_is_blamed_after_those_in_it() -> None:
@@ -278,6 +292,25 @@ def test_a_stranger_learns_nothing_and_ends_nothing() -> None:
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(where, 1.0)  # when all have come, nobody else is let in
     assert monitors[0].report(0, Failure(0, "real")).reason == "real"
+    for monitor in monitors:
+        monitor.close()
+    coordinator.close()
+
+
+def test_a_rank_that_stands_still_between_two_calls_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    secret, size = b"s" * 32, 2
+    coordinator = Coordinator("127.0.0.1", size, secret, 0.5)
+    where = ("127.0.0.1", coordinator.port)
+    monitors = [Monitor(*where, rank=rank, size=size, secret=secret, timeout=0.4) for rank in range(size)]
+    operation: Future[None] = Future()
+    waits = threading.Thread(target=monitors[0].result, args=(operation,))
+    waits.start()
+    until = time.monotonic() + 10.0
+    while not caplog.messages and time.monotonic() < until:
+        time.sleep(0.05)
+    operation.set_result(None)
+    waits.join(5.0)
+    assert re.match(r"rank 0 has waited [\d.]+ s for rank 1: it is between two calls", caplog.messages[0])
     for monitor in monitors:
         monitor.close()
     coordinator.close()

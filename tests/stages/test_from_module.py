@@ -296,6 +296,11 @@ def test_the_bytes_between_stages_are_in_the_cost_model() -> None:
         assert model.cut is not None
         assert model.runner.programs.options.cost is not None
         assert model.runner.programs.options.cost.activation_bytes == tuple(map(float, model.cut.sent_bytes))
+        title, first, second = f"{model.cut}".splitlines()
+        assert title.split() == ["stage", "ends", "after", "parameters", "buffers", "sends"]
+        assert first.startswith("0 ")
+        assert first.endswith(f" {2 * LENGTH * WIDTH * 8} B > 1")
+        assert second.split()[:2] == ["1", "-"]
         return model.cut.sent_bytes
 
     assert run_threads(rank, 2) == [(2 * LENGTH * WIDTH * 8, 0)] * 2

@@ -6,19 +6,22 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
+import math
 import secrets
 import socket
 import threading
+import time
 from asyncio import StreamReader, StreamWriter
 from collections import defaultdict
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.control import wire
-from pipeflow.parallel.control.diagnosis import Blame, Status, diagnose, gone, left, silent
+from pipeflow.parallel.control.diagnosis import Blame, Status, diagnose, gone, left, silent, standstill
 from pipeflow.parallel.control.wire import Message, forget_in_children
 
 # Theory of operation
@@ -32,12 +35,13 @@ from pipeflow.parallel.control.wire import Message, forget_in_children
 # - A rank whose channel broke does not know why. `_investigate` asks all ranks whether they live. A peer that died or
 #   reported an error is found within the grace; only if all live is the connection itself to blame.
 # - A rank that waits longer than the timeout asks. Each rank answers from a thread, even while it computes, and says
-#   for whom it waits. `diagnosis` follows these waits to the rank at their end: it may compute (then all go on), hang,
-#   or be silent. The rank that asked then breaks its channels and reports.
+#   for whom it waits. `diagnosis` follows these waits to the rank at their end: it may compute (then all go on, and a
+#   warning names it), hang, or be silent. Otherwise the rank that asked breaks its channels and reports.
 #
 # Asking costs nothing as long as all is well, since nobody asks before the timeout. A new connection proves with the
 # job's secret that it is a rank; until then it may only send a few bytes.
 
+LOG = logging.getLogger("pipeflow")
 _TO_PROVE = 5.0  # seconds
 _STRANGERS = 64  # connections that have not proved yet to be a rank
 _TO_HEAR = 1.0  # seconds, at the end, for the ranks to read what they were sent
@@ -78,6 +82,7 @@ class Coordinator:
         self._rounds: dict[int, dict[int, Status]] = {}  # by number, what ranks have answered
         self._complete: dict[int, asyncio.Event] = {}
         self._asked = 0
+        self._named: dict[int, float] = {}  # by rank, when it was last said that others wait for it
         forget_in_children(self)
         self._thread = threading.Thread(target=self._run, name="pipeflow coordinator", daemon=True)
         self._thread.start()
@@ -258,6 +263,15 @@ class Coordinator:
         if blame is not None and generation not in self._failures:
             self._blames[generation, by] = blame
             self._send(by, {"op": "expire", "generation": generation, "number": message["number"]})
+        elif blame is None:
+            self._say(by, message["seconds"], statuses)
+
+    def _say(self, by: int, seconds: float, statuses: Mapping[int, Status | Blame]) -> None:
+        """Logs for which rank the others wait without an error: once, and again each time the wait has doubled."""
+        found, now = standstill(by, statuses), time.monotonic()
+        if found is not None and now - self._named.get(found.rank, -math.inf) >= seconds / 2:
+            self._named[found.rank] = now
+            LOG.warning("rank %d has waited %.3g s for rank %d: %s", by, seconds, found.rank, found.reason)
 
     async def _ask_everybody(self) -> dict[int, Status | Blame]:
         """The status of every rank, or the blame for one that is gone or silent."""

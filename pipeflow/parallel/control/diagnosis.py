@@ -92,6 +92,19 @@ def diagnose(by: int, seconds: float, statuses: Mapping[int, Status | Blame]) ->
     return Blame(by, f"it waits for rank {first.waits_for[0]}, which waits too: their calls do not match")
 
 
+def standstill(by: int, statuses: Mapping[int, Status | Blame]) -> Blame | None:
+    """The rank at the end of the chain of waits of rank `by`, and what it does, if nobody is to blame yet. None if the
+    chain has no end.
+    """
+    for rank in _chain(by, statuses):
+        status = statuses[rank]
+        if isinstance(status, Status) and not status.waits_for:
+            if status.patience is None:
+                return Blame(rank, "it is between two calls; the others wait as long as its process answers")
+            return Blame(rank, f"its call takes long, and may take {status.patience:g} s")
+    return None
+
+
 def _chain(by: int, statuses: Mapping[int, Status | Blame]) -> Iterator[int]:
     """`by`, the ranks it waits for, the ranks these wait for, and so on; each once."""
     seen, upcoming = set(), [by]
