@@ -38,6 +38,6 @@ def _misfit(
     if not ranks:
         return None
     worst = max(ranks, key=lambda rank: needed[rank] - room[rank])
-    many = f"{len(ranks)} of {len(needed)} ranks are above {limit}"
+    many = f"{len(ranks)} of {len(needed)} ranks {'is' if len(ranks) == 1 else 'are'} above {limit}"
     most = f"rank {worst}, {text(needed[worst])}{unit} of {text(room[worst])}"
     return {"ranks": ranks, "said": f"Does not fit: {many}; worst: {most}."}

@@ -156,7 +156,7 @@ def test_timelines_stand_above_each_other() -> None:
 
 def test_a_table_says_the_measures() -> None:
     text = html([planned(), with_bytes()], unit="s")
-    table = text[text.index("<caption>Measures") :]
+    table = text[text.index("<caption><span>Measures") :]
     cells = re.findall(r"<td>([^<]*)</td>", table)
     assert cells[:6] == ["33 s", "33 s", "24 s", "27.3%", "27.3%", "4 activations"]
     assert cells[6:12] == ["27 s", "27 s", "24 s", "11.1%", "11.1%", "12 GiB"]

@@ -66,6 +66,6 @@ def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> s
         for first, *rest in rows
     )
     return (
-        f'<div class="tables"><table><caption>{escaped(caption)}</caption><thead><tr>{titles}</tr></thead>\n'
-        f"<tbody>\n{lines}</tbody></table></div>\n"
+        f'<div class="tables"><table><caption><span>{escaped(caption)}</span></caption>'
+        f"<thead><tr>{titles}</tr></thead>\n<tbody>\n{lines}</tbody></table></div>\n"
     )
