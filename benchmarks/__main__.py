@@ -30,6 +30,7 @@ NAMES = (
     "layouts",
     "explore",
     "explain",
+    "explain_large",
 )
 
 

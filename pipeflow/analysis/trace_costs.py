@@ -22,7 +22,7 @@ def measured_costs(timeline: Timeline) -> CostModel:
     for span in timeline:
         times.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)
 
-    latency = fmean(waits(timeline) or [0.0])
+    latency = max(fmean(waits(timeline) or [0.0]), 0.0)  # clocks of ranks differ a little
     between = {kind: fmean(gaps) for kind, gaps in pauses(timeline, latency).items()}
 
     def mean(kind: Kind, stage: int) -> float:

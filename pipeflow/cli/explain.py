@@ -9,15 +9,18 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from pipeflow.analysis.lowered_table import lowered_csv
 from pipeflow.cli.files import write
 from pipeflow.cli.options import unit_options
 from pipeflow.cli.outputs import files_named, show, wrapped, write_drawings
 from pipeflow.cli.progress import doing
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError
+from pipeflow.core.schedule import Schedule
 from pipeflow.core.text import number, percent
 from pipeflow.draw.times import Unit
 from pipeflow.traces.explanation import NOTABLE, Explanation, explain
+from pipeflow.traces.idle import KINDS
 
 if TYPE_CHECKING:
     from pipeflow.cli.options import Commands
@@ -25,8 +28,8 @@ if TYPE_CHECKING:
     from pipeflow.planning.replanning import Candidate
 
 FILES = ("html", "svg")
-CAUSES = ("fill", "waiting", "transfer", "host", "drain")
 SHOWN = 6  # gains in the terminal
+LONGEST = 3  # idle times in the terminal
 EXAMPLES = """\
 examples:
   pipeflow explain traces/
@@ -45,7 +48,7 @@ def add_to(commands: Commands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = command.add_argument
-    which = "a trace per rank (torch.profiler, Nsight Systems, OpenTelemetry), a folder of them, or a timeline"
+    which = "a trace per rank (torch.profiler, Chakra, Nsight Systems, OpenTelemetry), a folder of them, or a timeline"
     add("traces", nargs="+", metavar="TRACE", help=which)
     help_ = "regular expression for annotations, with groups kind, stage and microbatch, each of them optional"
     add("--names", metavar="PATTERN", help=help_)
@@ -53,6 +56,8 @@ def add_to(commands: Commands) -> None:
     group.add_argument("--json", action="store_true", help="print JSON; times are in seconds")
     group.add_argument("--csv", metavar="FILE", help="write the schedule that ran as a CSV table")
     group.add_argument("--best", metavar="FILE", help="write the fastest order found as a CSV table")
+    help_ = "write these tables with sends and receives, as torch loads them with format compute_comms"
+    group.add_argument("--lowered", action="store_true", help=help_)
     group.add_argument(
         "--html", metavar="FILE", help="write a page with the measured step, its replay and the best order"
     )
@@ -63,13 +68,9 @@ def add_to(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the explanation, and writes the files that are named."""
     paths = files_named(arguments, *FILES)
-    with doing("reading traces"):
-        found = explain(arguments.traces, names=arguments.names)
-    tables = {arguments.csv: found.schedule.to_csv()} if arguments.csv is not None else {}
-    if arguments.best is not None:
-        if found.best is None:
-            raise UsageError("--best needs a sound step of training: no other orders were tried")
-        tables[arguments.best] = found.best.schedule.to_csv()
+    with doing("explaining the traces") as progress:
+        found = explain(arguments.traces, names=arguments.names, progress=progress)
+    tables = dict(_tables(arguments, found))
     write(tables)
     unit, factor = arguments.unit, arguments.factor
     if "html" in paths:
@@ -86,6 +87,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _tables(arguments: argparse.Namespace, found: Explanation) -> Iterator[tuple[str, str]]:
+    """The tables that were asked for, by their files."""
+    table = lowered_csv if arguments.lowered else Schedule.to_csv
+    if arguments.csv is not None:
+        yield arguments.csv, table(found.schedule)
+    if arguments.best is not None:
+        if found.best is None:
+            raise UsageError("--best needs a sound step of training: no other orders were tried")
+        yield arguments.best, table(found.best.schedule)
+
+
 def _timelines(found: Explanation) -> Iterator[tuple[str, Any]]:
     yield "measured", found.timeline
     if found.replanned is not None and found.best is not None:
@@ -100,7 +112,8 @@ def _for_programs(found: Explanation) -> dict[str, Any]:
         "ranks": timeline.placement.num_ranks,
         "stages": timeline.placement.num_stages,
         "microbatches": timeline.num_microbatches,
-        "schedule": list(found.names) or None,
+        "schedule": timeline.name,
+        "names": found.names,
         "nearest": None if found.nearest is None else found.nearest._asdict(),
         "placement": timeline.placement.paths,
         "violations": list(map(str, found.violations)),
@@ -108,6 +121,10 @@ def _for_programs(found: Explanation) -> dict[str, Any]:
         "steps": found.step_seconds,
         "simulated_seconds": None if replanned is None else replanned.now.timeline.makespan,
         "bubble": timeline.makespan_bubble_ratio,
+        "critical_path": [
+            {"rank": span.rank, "action": str(span.action), "start": span.start, "end": span.end}
+            for span in (each.span for each in found.critical_path)
+        ],
         "idle": [each._asdict() for each in found.idle],
         "findings": [each._asdict() for each in found.findings],
         "costs": None
@@ -120,9 +137,8 @@ def _for_programs(found: Explanation) -> dict[str, Any]:
                 "bubble": each.timeline.makespan_bubble_ratio,
                 "peak_activations": each.timeline.peak_activations,
             }
-            for each in found.gains
+            for each in (*found.gains, *found.recut)
         ],
-        "equal_stages_seconds": None if found.even is None else found.even.makespan,
         "notes": found.notes,
     }
 
@@ -131,6 +147,9 @@ def _lines(found: Explanation, unit: Unit) -> Iterator[Any]:
     yield from _heading(found, unit)
     yield ""
     yield _idle_table(found, unit)
+    waits = [each for each in found.idle if each.kind not in ("fill", "drain")]
+    for each in sorted(waits, key=lambda each: each.start - each.end)[:LONGEST]:
+        yield from wrapped(f"{unit.text(each.end - each.start)} on rank {each.rank}: {each.cause}")
     yield ""
     yield _cost_table(found, unit)
     yield ""
@@ -166,8 +185,22 @@ def _heading(found: Explanation, unit: Unit) -> Iterator[str]:
     busy = [sum(span.end - span.start for span in row) for row in timeline.on(Stream.COMPUTE)]
     busiest = busy.index(max(busy))
     yield f"measured bubble: {percent(timeline.makespan_bubble_ratio)} (idle time of rank {busiest}, the busiest rank)"
+    yield from wrapped(f"critical path: {_path(found, unit)}")
     for violation in found.violations[:5]:
         yield from wrapped(f"wrong: {violation}")
+
+
+def _path(found: Explanation, unit: Unit) -> str:
+    """How the time of the critical path is divided among ranks."""
+    times: defaultdict[int, list[float]] = defaultdict(list)
+    for cause in found.critical_path:
+        times[cause.span.rank].append(cause.span.end - cause.span.start)
+    ranks = sorted(times, key=lambda rank: -sum(times[rank]))
+    parts = [f"{len(times[rank])} actions of rank {rank} ({unit.text(sum(times[rank]))})" for rank in ranks[:SHOWN]]
+    if len(ranks) > SHOWN:
+        parts.append(f"{sum(len(times[rank]) for rank in ranks[SHOWN:])} of other ranks")
+    between = found.timeline.makespan - sum(map(sum, times.values()))
+    return f"{', '.join(parts)}, and {unit.text(between)} between them"
 
 
 def _idle_table(found: Explanation, unit: Unit) -> Table:
@@ -176,11 +209,11 @@ def _idle_table(found: Explanation, unit: Unit) -> Table:
     idle: defaultdict[tuple[int, str], float] = defaultdict(float)
     for each in found.idle:
         idle[each.rank, each.kind] += each.end - each.start
-    rows = []
+    rows, kinds = [], [kind for kind in KINDS if any(key[1] == kind for key in idle)]
     for rank, row in enumerate(found.timeline.on(Stream.COMPUTE)):
         busy = sum(span.end - span.start for span in row)
-        rows.append([str(rank), unit.text(busy), *(unit.text(idle[rank, kind]) for kind in CAUSES)])
-    return Table(["rank", "computes", *CAUSES], rows)
+        rows.append([str(rank), unit.text(busy), *(unit.text(idle[rank, kind]) for kind in kinds)])
+    return Table(["rank", "computes", *kinds], rows)
 
 
 def _cost_table(found: Explanation, unit: Unit) -> Table:
@@ -233,14 +266,10 @@ def _gains(found: Explanation, unit: Unit) -> Iterator[Any]:
             percent(each.timeline.makespan_bubble_ratio),
             number(max(each.timeline.peak_activations)),
         ]
-        for names, each in [*same[:SHOWN], ("as it ran", now)]
+        for names, each in [*same[:SHOWN], ("as it ran", now), *((each.schedule.name, each) for each in found.recut)]
     ]
     yield "Other orders under the same costs, which keep no more activations on any rank:"
     yield Table(["schedule", "step", "gain", "bubble", "activations"], rows)
-    assert found.even is not None
-    step, even = now.timeline.makespan, found.even.makespan
-    if even < (1 - NOTABLE) * step:
-        yield f"With equal stages the same order would take {unit.text(even)} ({1 - even / step:+.1%})."
     if found.best is now:
         yield f"No order is more than {NOTABLE:.0%} faster than the one that ran."
     else:

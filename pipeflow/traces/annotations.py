@@ -34,12 +34,11 @@ class Named(NamedTuple):
     """An action as an annotation names it.
 
     Attributes:
-        kind: its kind.
-        stage, microbatch: None where the name does not say it.
+        kind, stage, microbatch: None where the name does not say it.
         partner: whether it is one of a pair.
     """
 
-    kind: Kind
+    kind: Kind | None
     stage: int | None = None
     microbatch: int | None = None
     partner: Named | None = None
@@ -71,8 +70,9 @@ class Names:
         for pattern in self._patterns:
             if match := (pattern.search if self.is_own else pattern.fullmatch)(name):
                 given = match.groupdict()
-                kind = KINDS.get((given.get("kind") or "f").lower())
-                if kind is not None:
+                word = given.get("kind")
+                kind = KINDS.get(word.lower()) if word else None
+                if kind is not None or not word:
                     return [Named(kind, _number(given.get("stage")), _number(given.get("microbatch")))]
         return []
 

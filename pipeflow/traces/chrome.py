@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pipeflow.traces.events import Event, RankEvents
+from pipeflow.traces.values import count, mapping, objects, seconds, text
 
 BACKWARD = "autograd::engine::evaluate_function: "
 DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -15,25 +16,37 @@ CALL = "c10d::"  # beginning of the names of calls that send or receive
 TRANSFERS = ("nccl", "gloo:", "mpi:", "ucc:")  # beginnings of names of what these start, which runs beside the host
 
 
-def read_chrome(text: str, source: str) -> RankEvents:
+def read_chrome(whole: str, source: str) -> RankEvents:
     """The events of a trace: an object with `traceEvents`, or the list of them alone. Of a file that is cut off, what
     is there.
     """
+    reader = _Reader(whole)
+    found = collected(reader.events(), source)
+    head = reader.head()
+    group = mapping(head.get("distributedInfo"))
+    found.rank, found.ranks = count(group.get("rank")), count(group.get("world_size"))
+    found.pipeline = _pipeline(group, found.rank)
+    found.host = text(head.get("host_name"))
+    found.is_cut_off = reader.is_cut_off
+    base = seconds(head.get("baseTimeNanoseconds"), 1e-9)
+    return _since(found, base) if base else found
+
+
+def collected(raw_events: Iterable[Mapping[str, Any]], source: str) -> RankEvents:
+    """The events of one rank, sorted into kinds. Events that have no time are left out."""
     found = RankEvents(source)
     launches: dict[object, float] = {}
     device: list[tuple[object, Event]] = []
-    base = 0.0
-    reader = _Reader(text)
-    for raw in reader.events():
-        if raw.get("ph") != "X" or not isinstance(raw.get("ts"), int | float):
+    for raw in raw_events:
+        start, lasted = seconds(raw.get("ts"), 1e-6), seconds(raw.get("dur", 0), 1e-6)
+        if raw.get("ph") != "X" or start is None or lasted is None:
             continue
-        category, name, given = raw.get("cat", ""), str(raw.get("name", "")), raw.get("args") or {}
-        start = float(raw["ts"]) * 1e-6
-        event = Event(name, start, start + float(raw.get("dur") or 0) * 1e-6, given.get("Sequence number"))
+        category, name, given = text(raw.get("cat")), text(raw.get("name")), mapping(raw.get("args"))
+        event = Event(name, start, start + lasted, count(given.get("Sequence number")))
         if category in LAUNCHES:
-            launches[given.get("correlation")] = start
+            launches[count(given.get("correlation"))] = start
         elif category in DEVICE:
-            device.append((given.get("correlation"), event))
+            device.append((count(given.get("correlation")), event))
         elif name.startswith(CALL):
             found.messages.append(event)
         elif name.startswith(TRANSFERS):
@@ -47,62 +60,56 @@ def read_chrome(text: str, source: str) -> RankEvents:
     found.kernels = [
         (launches.get(number, event.start), event) for number, event in device if not event.name.startswith("nccl")
     ]
-    head = reader.head()
-    group = head.get("distributedInfo") or {}
-    found.rank, found.ranks = group.get("rank"), group.get("world_size")
-    found.pipeline = _pipeline(group, found.rank)
-    found.host, base = str(head.get("host_name", "")), float(head.get("baseTimeNanoseconds") or 0) * 1e-9
-    found.is_cut_off = reader.is_cut_off
-    return _since(found, base)
+    return found
 
 
 def _pipeline(group: dict[str, Any], rank: object) -> tuple[int, ...]:
     """The ranks of the pipeline of `rank`, from the descriptions of process groups: "mesh_pp" of a DeviceMesh, or
     Megatron's "PIPELINE_MODEL_PARALLEL_GROUP".
     """
-    for each in group.get("pg_config") or []:
-        name, ranks = str(each.get("pg_desc", "")).lower(), each.get("ranks") or []
+    for each in objects(group, "pg_config"):
+        name, ranks = text(each.get("pg_desc")).lower(), each.get("ranks")
+        ranks = ranks if isinstance(ranks, list) and all(count(one) is not None for one in ranks) else []
         if rank in ranks and (name.endswith("_pp") or name in ("pp", "pipeline_model_parallel_group")):
-            return tuple(ranks)
+            return tuple(dict.fromkeys(ranks))
     return ()
 
 
 def _since(found: RankEvents, base: float) -> RankEvents:
     """The events on the clock of the machine: files count from a `base` of their own."""
-    if base:
 
-        def moved(event: Event) -> Event:
-            return event._replace(start=event.start + base, end=event.end + base)
+    def moved(event: Event) -> Event:
+        return event._replace(start=event.start + base, end=event.end + base)
 
-        for events in (found.ranges, found.operators, found.backwards, found.messages):
-            events[:] = map(moved, events)
-        found.kernels = [(launched + base, moved(event)) for launched, event in found.kernels]
+    for events in (found.ranges, found.operators, found.backwards, found.messages):
+        events[:] = map(moved, events)
+    found.kernels = [(launched + base, moved(event)) for launched, event in found.kernels]
     return found
 
 
 class _Reader:
     """Reads one event after the other, so that a large file needs little memory beside its text."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, whole: str) -> None:
+        self._text = whole
         self.is_cut_off = False
-        key = text.find('"traceEvents"')
-        self._start = text.find("[", max(key, 0))
-        self._head = text[: max(key, 0)]
+        key = whole.find('"traceEvents"')
+        self._start = whole.find("[", max(key, 0))
+        self._head = whole[: max(key, 0)]
         self._tail = ""
 
     def events(self) -> Iterator[dict[str, Any]]:
         decode = json.JSONDecoder().raw_decode
-        text, place = self.text, self._start + 1
+        whole, place = self._text, self._start + 1
         while True:
-            while text[place : place + 1] in (" ", "\n", "\r", "\t", ","):
+            while whole[place : place + 1] in (" ", "\n", "\r", "\t", ","):
                 place += 1
-            if text[place : place + 1] == "]":
-                self._tail = text[place + 1 :]
+            if whole[place : place + 1] == "]":
+                self._tail = whole[place + 1 :]
                 return
             try:
-                event, place = decode(text, place)
-            except ValueError:
+                event, place = decode(whole, place)
+            except (ValueError, RecursionError):
                 self.is_cut_off = True
                 return
             if isinstance(event, dict):
@@ -114,7 +121,7 @@ class _Reader:
         for part in (self._head.rstrip().rstrip(",") + "}", "{" + self._tail.lstrip().lstrip(",")):
             try:
                 read = json.loads(part)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            found |= read if isinstance(read, dict) else {}
+            found |= mapping(read)
         return found

@@ -44,12 +44,10 @@ def _shortest(steps: Sequence[Step], num_stages: int) -> dict[tuple[int, int], f
         made: dict[Key, tuple[int, float]] = {}
         for rank, actions in enumerate(step):
             for each in actions:
-                made[each.named.kind, each.named.stage or 0, each.named.microbatch or 0] = rank, each.end
+                made[each.action.kind, each.action.stage, each.action.microbatch] = rank, each.end
         for rank, actions in enumerate(step):
             for each in actions:
-                for key in _makers(
-                    Action(each.named.kind, each.named.stage or 0, each.named.microbatch or 0), num_stages
-                ):
+                for key in _makers(each.action, num_stages):
                     if key in made and (maker := made[key])[0] != rank:
                         place = maker[0], rank
                         found[place] = min(found.get(place, math.inf), each.start - maker[1])

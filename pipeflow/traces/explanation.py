@@ -5,12 +5,13 @@ it is printed.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pipeflow.analysis.difference import differences, has_halves, without_halves
 from pipeflow.analysis.executed import executed_schedule
+from pipeflow.analysis.idle_time import Cause, critical_path
 from pipeflow.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
@@ -22,14 +23,16 @@ from pipeflow.schedules.families import schedules_on
 from pipeflow.schedules.registry_names import recognised
 from pipeflow.soundness.schedule import verify
 from pipeflow.traces.annotations import Names
+from pipeflow.traces.events import RankEvents
 from pipeflow.traces.files import read, trace_files
 from pipeflow.traces.findings import Finding, findings
 from pipeflow.traces.idle import Idle, idle_times
-from pipeflow.traces.rebuild import HOW_TO, rebuild
+from pipeflow.traces.rebuild import HOW_TO, Rebuilt, rebuild
 
 ORDERS = 2_000_000  # actions in all orders that the search tries
 NOTABLE = 0.01  # of a step: what gains less is not worth another order
 OUTLIER = 1.2  # times the median step
+READING, REBUILT = 0.5, 0.7  # shares of the work after which files are read, and steps rebuilt
 
 
 class Nearest(NamedTuple):
@@ -57,8 +60,8 @@ class Explanation:
         violations: what is wrong with the order.
         cost: the costs that the step shows; None if the order is wrong.
         replanned: the order that ran and others under these costs; None for a step without backwards, or a wrong order.
-        even: the order that ran if the same work were cut into equal stages, the most that another cut can give; None
-            like `replanned`.
+        recut: the order that ran, and the best one, if the same work were cut into equal stages, the most that another
+            cut can give. Empty if they gain nothing by it, or `replanned` is None.
         idle: when and why each rank stood still.
         findings: what stands out, the most expensive first.
         notes: sentences on what was missing or mended in the traces.
@@ -71,7 +74,7 @@ class Explanation:
     nearest: Nearest | None
     violations: tuple[Violation, ...]
     replanned: Replan | None
-    even: Timeline | None
+    recut: tuple[Candidate, ...]
     idle: tuple[Idle, ...]
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
@@ -97,39 +100,65 @@ class Explanation:
         return found.best if found.gain(found.best) >= NOTABLE else found.now
 
     @property
+    def critical_path(self) -> tuple[Cause, ...]:
+        """The chain of actions that the length of the step consists of, each with why it did not start earlier."""
+        return critical_path(self.timeline)
+
+    @property
     def outliers(self) -> tuple[int, ...]:
         """The indices of steps that took much longer than the median one."""
         limit = OUTLIER * self.timeline.makespan
         return tuple(index for index, seconds in enumerate(self.step_seconds) if seconds > limit)
 
 
-def explain(paths: Sequence[str | os.PathLike[str]], *, names: str | None = None) -> Explanation:
+def explain(
+    paths: Sequence[str | os.PathLike[str]],
+    *,
+    names: str | None = None,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Explanation:
     """Explains a step of training from what a profiler recorded of it.
 
     Args:
         paths: files with a trace of one rank each, or a folder of them: Chrome traces of torch.profiler, also
-            compressed; exports of Nsight Systems (.sqlite); OpenTelemetry spans of Megatron-core (JSON), in which one
-            file may have several ranks; or one timeline of pipeflow.
+            compressed; execution traces of Chakra with times (JSON or .et); exports of Nsight Systems (.sqlite);
+            OpenTelemetry spans of Megatron-core (JSON), in which one file may have several ranks; or one timeline of
+            pipeflow.
         names: a regular expression for the annotations of other engines, with the groups kind, stage and microbatch,
             each of them optional.
+        progress: is called with the share of the work that is done.
 
     Raises UsageError for files that cannot be read and for traces that show no whole step on all ranks. The message
     says what is missing and how to record it.
     """
-    read_files = [read(path) for path in trace_files(paths)]
-    timelines = [each for each in read_files if isinstance(each, Timeline)]
-    events = [rank for each in read_files if not isinstance(each, Timeline) for rank in each]
+    found = []
+    files = trace_files(paths)
+    for number, path in enumerate(files):
+        found.append(read(path))
+        progress(READING * (number + 1) / len(files))
+    steps, notes = recorded_steps(found, names)
+    progress(REBUILT)
+    return _explained(steps, notes)
+
+
+def recorded_steps(files: Sequence[Timeline | Sequence[RankEvents]], names: str | None = None) -> Rebuilt:
+    """The timelines of the steps in files that were read, as `explain` takes them."""
+    timelines = [each for each in files if isinstance(each, Timeline)]
+    events = [rank for each in files if not isinstance(each, Timeline) for rank in each]
     if timelines and (events or len(timelines) > 1):
         raise UsageError("give one timeline, or traces of all ranks of one run")
-    if not read_files:
+    if not files:
         raise UsageError(f"give the traces of a run: {HOW_TO}")
-    if timelines:
-        return _explained(timelines, [])
-    return _explained(*rebuild(events, Names(names)))
+    return Rebuilt(timelines, []) if timelines else rebuild(events, Names(names))
 
 
-def _explained(steps: Sequence[Timeline], notes: list[str]) -> Explanation:
-    median = sorted(steps, key=lambda each: each.makespan)[(len(steps) - 1) // 2]
+def median_step(steps: Sequence[Timeline]) -> Timeline:
+    """The step of median length."""
+    return sorted(steps, key=lambda each: each.makespan)[(len(steps) - 1) // 2]
+
+
+def _explained(steps: Sequence[Timeline], notes: Sequence[str]) -> Explanation:
+    median = median_step(steps)
     schedule = executed_schedule(median)
     known = recognised(schedule)
     nearest = None if known else _nearest(schedule)
@@ -151,11 +180,20 @@ def _explained(steps: Sequence[Timeline], notes: list[str]) -> Explanation:
         nearest,
         tuple(wrong),
         found,
-        None if found is None else simulate(found.now.schedule, _even(found.cost)),
+        () if found is None else tuple(_recut(found)),
         tuple(idle),
         tuple(findings(timeline, idle)),
         tuple(notes),
     )
+
+
+def _recut(found: Replan) -> Iterator[Candidate]:
+    """The order that ran and the best one on equal stages, if that makes them faster."""
+    cost = _even(found.cost)
+    for each in dict.fromkeys((found.now, found.best)):
+        timeline = simulate(each.schedule, cost)
+        if timeline.makespan < (1 - NOTABLE) * each.timeline.makespan:
+            yield Candidate(replace(each.schedule, name=f"{each.schedule.name}, equal stages"), timeline, fits=True)
 
 
 def _even(cost: CostModel) -> CostModel:

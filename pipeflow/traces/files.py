@@ -12,12 +12,14 @@ from pathlib import Path
 from pipeflow.core.errors import UsageError
 from pipeflow.core.files import read_text
 from pipeflow.core.timeline import Timeline
+from pipeflow.traces.chakra import read_chakra, read_chakra_json
 from pipeflow.traces.chrome import read_chrome
 from pipeflow.traces.events import RankEvents
 from pipeflow.traces.nsight import read_nsight
 from pipeflow.traces.otlp import read_otlp
 
-ENDINGS = (".json", ".json.gz", ".jsonl", ".sqlite")
+ENDINGS = (".json", ".json.gz", ".jsonl", ".sqlite", ".et")
+LARGEST = 2**32  # bytes of a file that was compressed, so that a small file cannot fill the memory
 _RANK = re.compile(r"rank[-_=]?(\d+)|(?<!\d)(\d+)(?=\D*$)", re.IGNORECASE)
 
 
@@ -40,46 +42,63 @@ def read(path: Path) -> Timeline | list[RankEvents]:
     neither.
     """
     if path.suffix == ".sqlite":
-        return [_with_rank(read_nsight(path), path)]
-    text = _text(path)
-    start = text.lstrip()[:1]
+        return _with_rank(read_nsight(path), path.name)
+    if path.suffix == ".et":
+        return _with_rank([read_chakra(_bytes(path), os.fspath(path))], path.name)
+    return read_text_of(_text(path), os.fspath(path))
+
+
+def read_text_of(text: str, source: str) -> Timeline | list[RankEvents]:
+    """The timeline in the text of a file of JSON, or the events of the ranks that it has. Raises UsageError for a text
+    that holds neither.
+    """
+    start, name = text.lstrip()[:1], os.path.basename(source)
     if start not in ("{", "["):
-        raise UsageError(f"{path} is not JSON: give a trace of torch.profiler, or a timeline of pipeflow")
+        raise UsageError(f"{source} is not JSON: give a trace of torch.profiler, or a timeline of pipeflow")
+    if '"traceEvents"' in text or start == "[":
+        return _with_rank([read_chrome(text, source)], name)
+    if '"resourceSpans"' in text:
+        return read_otlp(text, source)
+    if '"nodes"' in text and '"schema"' in text:
+        return _with_rank([read_chakra_json(text, source)], name)
+    if '"paths"' not in text:
+        raise UsageError(f"{source}: it has neither traceEvents nor resourceSpans, and is no timeline of pipeflow")
     try:
-        if '"traceEvents"' in text or start == "[":
-            return [_with_rank(read_chrome(text, os.fspath(path)), path)]
-        if '"resourceSpans"' in text:
-            return read_otlp(text, os.fspath(path))
-        if '"paths"' in text:
-            return Timeline.from_json(text)
+        return Timeline.from_json(text)
     except UsageError as error:
-        raise UsageError(f"{path}: {error}") from None
-    raise UsageError(f"{path}: it has neither traceEvents nor resourceSpans, and is no timeline of pipeflow")
+        raise UsageError(f"{source}: {error}") from None
 
 
-def _with_rank(events: RankEvents, path: Path) -> RankEvents:
-    return events if events.rank is not None else replace(events, rank=_rank_in(path.name))
+def _with_rank(found: list[RankEvents], name: str) -> list[RankEvents]:
+    """The events with the rank that the name of their file says, if the file is of one rank and does not say it."""
+    return [replace(found[0], rank=_rank_in(name))] if len(found) == 1 and found[0].rank is None else found
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
 
 
 def _text(path: Path) -> str:
     if path.suffix != ".gz":
         return read_text(path)
-    try:
-        packed = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
-    parts = []
+    packed, parts, left = _bytes(path), [], LARGEST
     while packed:
         reader = zlib.decompressobj(wbits=31)  # of a file that is cut off, it gives what is there
         try:
-            parts.append(reader.decompress(packed))
+            parts.append(reader.decompress(packed, left))
         except zlib.error as error:
             raise UsageError(f"{path}: this is not gzip: {error}") from None
+        left -= len(parts[-1])
+        if left <= 0:
+            raise UsageError(f"{path}: this has more than {LARGEST >> 30} GiB when it is unpacked: record fewer steps")
         packed = reader.unused_data
     return b"".join(parts).decode(errors="replace")
 
 
 def _rank_in(name: str) -> int | None:
     """The rank that the name of a file says, as in `rank3.json` or `trace_3.json.gz`."""
-    match = _RANK.search(re.sub(r"(\.pt)?(\.trace)?\.(json|jsonl|sqlite)(\.gz)?$", "", name))
+    match = _RANK.search(re.sub(r"(\.pt)?(\.trace)?\.(json|jsonl|sqlite|et)(\.gz)?$", "", name))
     return int(match[1] or match[2]) if match else None

@@ -9,14 +9,12 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from pipeflow.core.action import Kind
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.timeline import Timeline
 from pipeflow.traces.idle import Idle
+from pipeflow.traces.usual import Usual
 
-SLOW_STAGE = 1.15  # times the median stage
 SLOW_LINK = 2.0  # times the median wait of other links
-LATE = 1.5  # times the median of the action's kind and stage
 LEAST = 0.02  # of the step: less is not worth a line
 
 
@@ -38,49 +36,23 @@ class Finding(NamedTuple):
 
 def findings(timeline: Timeline, idle: Sequence[Idle]) -> list[Finding]:
     """What stands out, the most expensive first; what costs less than 2 % of the step is left out."""
-    found = [*_stragglers(timeline), *_slow_stages(timeline), *_slow_links(idle), *_host_stalls(idle)]
+    usual = Usual(timeline)
+    found = [*_stragglers(timeline, usual), *_slow_stages(timeline, usual), *_slow_links(idle), *_host_stalls(idle)]
     least = LEAST * timeline.makespan
     return sorted((each for each in found if each.seconds > least), key=lambda each: -each.seconds)
 
 
-def _times(timeline: Timeline) -> dict[tuple[Kind, int], list[float]]:
-    """The times of the actions of each kind and stage."""
-    found: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    for row in timeline.on(Stream.COMPUTE):
-        for span in row:
-            found[span.action.kind, span.action.stage].append(span.end - span.start)
-    return found
+def _slow_stages(timeline: Timeline, usual: Usual) -> Iterator[Finding]:
+    for stage, (seconds, ratio) in usual.slow_stages.items():
+        rank = " and ".join(map(str, timeline.placement.ranks_of(stage)))
+        text = f"stage {stage} (rank {rank}) computes {ratio:.2f} times as long as the median stage"
+        yield Finding("slow stage", stage, seconds, text)
 
 
-def _usual(times: Sequence[float]) -> float:
-    """The usual one of several times: the lower quartile, which the late ones do not move."""
-    return sorted(times)[len(times) // 4]
-
-
-def _slow_stages(timeline: Timeline) -> Iterator[Finding]:
-    """Stages whose actions usually take much longer than those of other stages."""
-    work: dict[int, float] = defaultdict(float)
-    for (_, stage), times in _times(timeline).items():
-        work[stage] += _usual(times) * len(times)
-    if len(work) < 2:
-        return
-    usual = median(work.values())
-    for stage, seconds in work.items():
-        if seconds > SLOW_STAGE * usual:
-            ratio = f"{seconds / usual:.2f} times as long as the median stage"
-            rank = " and ".join(map(str, timeline.placement.ranks_of(stage)))
-            yield Finding("slow stage", stage, seconds - usual, f"stage {stage} (rank {rank}) computes {ratio}")
-
-
-def _stragglers(timeline: Timeline) -> Iterator[Finding]:
+def _stragglers(timeline: Timeline, usual: Usual) -> Iterator[Finding]:
     """Ranks some of whose actions take much longer than the same actions of the stage usually do."""
-    usual = {key: _usual(times) for key, times in _times(timeline).items()}
     for rank, row in enumerate(timeline.on(Stream.COMPUTE)):
-        late = [
-            (span, extra)
-            for span in row
-            if (extra := span.end - span.start - (mid := usual[span.action.kind, span.action.stage])) > (LATE - 1) * mid
-        ]
+        late = [(span, extra) for span in row if (extra := usual.late(span))]
         if late:
             worst = max(late, key=lambda each: each[1])[0].action
             text = f"rank {rank} is late in {len(late)} of {len(row)} actions, most in {worst}"

@@ -5,46 +5,74 @@ them. Must not contain: what ranges mean.
 from __future__ import annotations
 
 import sqlite3
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 from pipeflow.core.errors import UsageError
 from pipeflow.traces.events import Event, RankEvents
+from pipeflow.traces.values import seconds
 
+PROCESS = 1 << 24  # Nsight's numbers of threads are those of their processes times this, and more
 RANGES = """
-    SELECT coalesce(e.text, s.value), e.start, e.end
+    SELECT coalesce(e.text, s.value), e.start, e.end, {process}
     FROM NVTX_EVENTS e LEFT JOIN StringIds s ON s.id = e.textId
     WHERE e.end IS NOT NULL
 """
 KERNELS = """
-    SELECT r.start, s.value, k.start, k.end
+    SELECT s.value, k.start, k.end, {process}, r.start
     FROM CUPTI_ACTIVITY_KIND_KERNEL k
-    JOIN CUPTI_ACTIVITY_KIND_RUNTIME r ON r.correlationId = k.correlationId
+    JOIN CUPTI_ACTIVITY_KIND_RUNTIME r ON r.correlationId = k.correlationId {same}
     LEFT JOIN StringIds s ON s.id = k.shortName
 """
 SECOND = 1e-9  # times are in nanoseconds
 
 
-def read_nsight(path: Path) -> RankEvents:
-    """The events of one rank. Raises UsageError for a file that is no export of Nsight Systems, or has no ranges."""
-    found = RankEvents(str(path))
-    connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+def read_nsight(path: Path) -> list[RankEvents]:
+    """The events of each process that was recorded, in the order of their numbers. Raises UsageError for a file that is
+    no export of Nsight Systems, or has no ranges.
+    """
+    found: defaultdict[object, RankEvents] = defaultdict(lambda: RankEvents(str(path)))
+    connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+    connection.text_factory = lambda data: data.decode(errors="replace")
     try:
         tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         if "NVTX_EVENTS" not in tables:
             raise UsageError(f"{path}: it has no NVTX ranges: record with `nsys profile --trace=cuda,nvtx`")
-        for name, start, end in connection.execute(RANGES):
-            found.ranges.append(Event(str(name or ""), SECOND * start, SECOND * end))
+        for process, event, _ in _events(connection, _ranges(connection)):
+            found[process].ranges.append(event)
         if {"CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME"} <= tables:
-            found.kernels.extend(_kernels(connection))
-    except sqlite3.DatabaseError as error:
+            for process, event, launched in _events(connection, _kernels(connection)):
+                if not event.name.startswith("nccl"):
+                    found[process].kernels.append((launched, event))
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: this is no export of Nsight Systems: {error}") from None
     finally:
         connection.close()
-    return found
+    processes = {number: events for number, events in found.items() if events.ranges}
+    return [processes[number] for number in sorted(processes, key=str)] or [RankEvents(str(path))]
 
 
-def _kernels(connection: sqlite3.Connection) -> Iterator[tuple[float, Event]]:
-    for launched, name, start, end in connection.execute(KERNELS):
-        if not str(name).startswith("nccl"):
-            yield SECOND * launched, Event(str(name), SECOND * start, SECOND * end)
+def _ranges(connection: sqlite3.Connection) -> str:
+    return RANGES.format(process=_process(connection, "NVTX_EVENTS", "e.globalTid"))
+
+
+def _kernels(connection: sqlite3.Connection) -> str:
+    process = _process(connection, "CUPTI_ACTIVITY_KIND_RUNTIME", "r.globalTid")
+    other = _process(connection, "CUPTI_ACTIVITY_KIND_KERNEL", "k.globalPid")
+    return KERNELS.format(process=process, same="" if "0" in (process, other) else f"AND {process} = {other}")
+
+
+def _process(connection: sqlite3.Connection, table: str, column: str) -> str:
+    """What gives the number of the process in a query; 0 if the table does not say it."""
+    columns = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
+    return f"{column} / {PROCESS}" if column.split(".")[1] in columns else "0"
+
+
+def _events(connection: sqlite3.Connection, query: str) -> Iterator[tuple[object, Event, float]]:
+    """The process and the event of each row, and when the host launched it; rows without times are left out."""
+    for name, start, end, process, *launched in connection.execute(query):
+        first, last = seconds(start, SECOND), seconds(end, SECOND)
+        begun = seconds(launched[0], SECOND) if launched else first
+        if first is not None and last is not None and begun is not None:
+            yield process, Event(str(name or ""), first, last), begun

@@ -6,67 +6,73 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from pipeflow.core.errors import UsageError
 from pipeflow.traces.events import Event, RankEvents
+from pipeflow.traces.values import mapping, objects, text
 
 RANKS = ("dl.pipeline_parallel.rank", "dl.rank")  # attributes of a span or of its resource
 MICROBATCHES = ("dl.microbatch_id", "megatron.microbatch_id")
 WORDS = {"megatron.microbatch.forward": "Forward", "megatron.microbatch.backward": "Backward"}
 
 
-def read_otlp(text: str, source: str) -> list[RankEvents]:
+def read_otlp(whole: str, source: str) -> list[RankEvents]:
     """The events of each pipeline rank in a file with one JSON object, or one in each line. Of several processes with
     the same pipeline rank, such as tensor ranks, the first one counts. Raises UsageError for spans without a rank.
     """
     found: dict[int, RankEvents] = {}
     owners: dict[int, object] = {}
-    for resource in _resources(text):
-        shared = _attributes(resource.get("resource", {}))
+    for resource in _resources(whole):
+        shared = _attributes(mapping(resource.get("resource")))
         process = shared.get("dl.rank", shared.get("service.instance.id"))
-        for scope in resource.get("scopeSpans", []):
-            for span in scope.get("spans", []):
-                given = shared | _attributes(span)
-                rank = next((int(given[key]) for key in RANKS if key in given), None)
-                if rank is None:
-                    raise UsageError(f"its spans have none of the attributes {', '.join(RANKS)}, which say the rank")
-                if owners.setdefault(rank, process) == process:
-                    events = found.setdefault(
-                        rank, RankEvents(source, rank, _size(shared), str(shared.get("host.name", "")))
-                    )
-                    events.ranges.append(_event(span, given))
+        for span in (span for scope in objects(resource, "scopeSpans") for span in objects(scope, "spans")):
+            given = shared | _attributes(span)
+            rank = _number(given, *RANKS)
+            if rank is None:
+                raise UsageError(
+                    f"{source}: its spans have none of the attributes {', '.join(RANKS)}, which say the rank"
+                )
+            if owners.setdefault(rank, process) == process:
+                empty = RankEvents(
+                    source, rank, _number(shared, "dl.pipeline_parallel.size"), text(shared.get("host.name"))
+                )
+                found.setdefault(rank, empty).ranges.extend(_events(span, given))
+    if not found:
+        raise UsageError(f"{source}: it has no spans: export those of all pipeline ranks, with their microbatches")
     return [found[rank] for rank in sorted(found)]
 
 
-def _resources(text: str) -> Iterator[dict[str, Any]]:
+def _resources(whole: str) -> Iterator[dict[str, Any]]:
     try:
-        whole = [json.loads(text)]
-    except ValueError:  # a line that is cut off ends the file
-        whole = []
-        for line in text.splitlines():
-            try:
-                whole.append(json.loads(line))
-            except ValueError:
-                break
-    for each in whole:
-        yield from each.get("resourceSpans", [])
+        read = [json.loads(whole)]
+    except (ValueError, RecursionError):  # a line that is cut off ends the file
+        read = []
+        with suppress(ValueError, RecursionError):
+            read += map(json.loads, whole.splitlines())
+    for each in read:
+        yield from objects(each, "resourceSpans")
 
 
 def _attributes(holder: Mapping[str, Any]) -> dict[str, Any]:
     """Attributes as plain values: OTLP wraps each in an object that says its type."""
-    return {each["key"]: next(iter(each["value"].values()), None) for each in holder.get("attributes", [])}
+    wrapped = ((text(each.get("key")), mapping(each.get("value"))) for each in objects(holder, "attributes"))
+    return {key: next(iter(value.values()), None) for key, value in wrapped}
 
 
-def _size(shared: Mapping[str, Any]) -> int | None:
-    size = shared.get("dl.pipeline_parallel.size")
-    return None if size is None else int(size)
+def _number(given: Mapping[str, Any], *keys: str) -> int | None:
+    """The first number under these keys; OTLP's JSON has large ones as texts."""
+    texts = (str(given.get(key)) for key in keys)
+    return next((int(each) for each in texts if each.isdecimal() and len(each) < 20), None)
 
 
-def _event(span: Mapping[str, Any], given: Mapping[str, Any]) -> Event:
-    name = str(span.get("name", ""))
-    microbatch = next((given[key] for key in MICROBATCHES if key in given), None)
+def _events(span: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[Event]:
+    """The event of a span; none if it has no times."""
+    name, microbatch = text(span.get("name")), _number(given, *MICROBATCHES)
     if name in WORDS:
         word = WORDS[name]
         name = f"{word.lower()}_step" if microbatch is None else f"{word} {microbatch}"
-    return Event(name, 1e-9 * int(span["startTimeUnixNano"]), 1e-9 * int(span["endTimeUnixNano"]))
+    start, end = (_number(span, key) for key in ("startTimeUnixNano", "endTimeUnixNano"))
+    if start is not None and end is not None:
+        yield Event(name, 1e-9 * start, 1e-9 * end)

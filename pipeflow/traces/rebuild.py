@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from pipeflow.core.action import Action
+from pipeflow.core.action import Action, Kind
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placed import placement_of
 from pipeflow.core.placement import Placement
@@ -17,6 +17,7 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.traces.annotations import Named, Names
 from pipeflow.traces.clocks import offsets
 from pipeflow.traces.events import RankEvents
+from pipeflow.traces.places import give_stages
 from pipeflow.traces.recorded import RecordedAction, recorded_actions
 from pipeflow.traces.steps import Step, steps_of
 
@@ -50,14 +51,13 @@ def rebuild(ranks: Sequence[RankEvents], names: Names) -> Rebuilt:
             raise UsageError(f"{events.source} shows no forward or backward: {_without_actions(events)}")
     ordered, actions = _one_replica(ordered, actions)
     _require_all(ordered, actions)
-    steps = steps_of(actions)
+    steps, damaged = steps_of(actions)
     if not steps:
-        raise UsageError(f"no step was recorded whole on all {len(ordered)} ranks: record a few more steps")
-    for step in steps:
-        for rank, own in enumerate(step):
-            for each in own:
-                each.named = each.named if each.named.stage is not None else each.named._replace(stage=rank)
-    placement = placement_of([[_action(each.named) for each in own] for own in steps[0]])
+        raise UsageError(f"no step was recorded on all {len(ordered)} ranks at once: record the same steps on each")
+    if damaged:
+        notes.append(f"actions are missing in {damaged} other steps, which are left out: the recording lost events")
+    give_stages(steps)
+    placement = placement_of([[each.action for each in own] for own in steps[0]])
     if placement is None:
         raise UsageError("the stages are on no fixed ranks: stages must have the same rank in every step")
     shifts = offsets(steps, placement.num_stages, [each.host for each in ordered])
@@ -137,10 +137,10 @@ def _row(own: Sequence[RecordedAction], rank: int, shift: float) -> Row:
     spans = []
     for index, each in enumerate(own):
         end = min([each.end, *(later.start for later in own[index + 1 : index + 2])])
-        partner = None if each.named.partner is None else _action(each.named.partner)
-        spans.append(Span(_action(each.named), rank, each.start + shift, max(end, each.start) + shift, partner))
+        partner = None if each.named.partner is None else _partner(each.named.partner)
+        spans.append(Span(each.action, rank, each.start + shift, max(end, each.start) + shift, partner))
     return tuple(spans)
 
 
-def _action(named: Named) -> Action:
-    return Action(named.kind, named.stage or 0, named.microbatch or 0)
+def _partner(named: Named) -> Action:
+    return Action(named.kind or Kind.F, named.stage or 0, named.microbatch or 0)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 
-from pipeflow.core.action import Kind
+from pipeflow.core.action import Action, Kind
+from pipeflow.core.errors import UsageError
 from pipeflow.traces.annotations import Named, Names
 from pipeflow.traces.events import Event, RankEvents
 
-BETWEEN_STEPS = ("Optimizer.", "ProfilerStep")  # beginnings of annotations of torch that belong to no action
+STEP = "ProfilerStep#"  # beginning of the annotation of a step by torch's profiler
+BETWEEN_STEPS = ("Optimizer.", STEP)  # beginnings of annotations of torch that belong to no action
 
 # Theory of operation
 #
@@ -27,15 +30,24 @@ class RecordedAction:
     """An action and when it computed.
 
     Attributes:
-        named: the action; what its name does not say is None.
+        kind: its kind.
+        named: what its name says; a stage or microbatch that it does not say is None until it is found otherwise.
         start, end: seconds on the clock of the rank's machine.
+        step: the step of the profiler in which its annotation or its first operator began; None where none is marked.
         index: the number of its forward among those of its rank, where operators show it; else None.
     """
 
+    kind: Kind
     named: Named
     start: float
     end: float
+    step: int | None = None
     index: int | None = None
+
+    @property
+    def action(self) -> Action:
+        """The action, whose stage and microbatch are known."""
+        return Action(self.kind, self.named.stage or 0, self.named.microbatch or 0)
 
 
 def recorded_actions(events: RankEvents, names: Names) -> list[RecordedAction]:
@@ -52,6 +64,12 @@ def recorded_actions(events: RankEvents, names: Names) -> list[RecordedAction]:
     return sorted(found, key=attrgetter("start"))
 
 
+def _marked_steps(events: RankEvents) -> list[tuple[float, int]]:
+    """The steps that torch's profiler marks: their starts and numbers."""
+    marks = ((each.start, each.name.removeprefix(STEP)) for each in events.ranges if each.name.startswith(STEP))
+    return sorted((start, int(number)) for start, number in marks if number.isdecimal() and len(number) < 10)
+
+
 class _Inside:
     """Looks up what ran inside of a range."""
 
@@ -59,6 +77,7 @@ class _Inside:
         self._events = events
         self._has_parts = bool(events.kernels or events.operators or events.backwards)
         self._launched = [launched for launched, _ in events.kernels]
+        self._marks = _marked_steps(events)
         self._forwards = [each for run in forward_runs(events) for each in run] or events.operators
         self._middles = {
             Kind.F: [(each.start + each.end) / 2 for each in self._forwards],
@@ -67,24 +86,35 @@ class _Inside:
 
     def actions(self, event: Event, named: Sequence[Named]) -> Iterator[RecordedAction]:
         for each in named:
-            parts = self._kernels(event, each) or self._on_host(event, each)
+            kind = each.kind or self._kind(event)
+            parts = self._kernels(event, kind, each) or self._on_host(event, kind)
             if parts:
                 start, end = _extent(parts)
             else:  # it only waited, as the first stage does for a gradient that nothing before it needs
                 start, end = (event.end if self._has_parts else event.start), event.end
-            yield RecordedAction(each, start, end)
+            place = bisect_right(self._marks, (event.start, sys.maxsize))
+            yield RecordedAction(kind, each, start, end, self._marks[place - 1][1] if place else None)
 
-    def _on_host(self, event: Event, named: Named) -> list[Event]:
-        is_forward = named.kind is Kind.F
+    def _kind(self, event: Event) -> Kind:
+        """The kind of an action whose name does not say it: a backward is where nodes of autograd's graph ran."""
+        if not self._events.backwards:
+            raise UsageError(
+                f"{self._events.source}: {event.name!r} does not say whether it is a forward or a backward, and no "
+                "operator shows it: give --names with the group kind"
+            )
+        return Kind.B if self._on_host(event, Kind.B) else Kind.F
+
+    def _on_host(self, event: Event, kind: Kind) -> list[Event]:
+        is_forward = kind is Kind.F
         middles = self._middles[Kind.F if is_forward else Kind.B]
         events = self._forwards if is_forward else self._events.backwards
         return events[bisect_left(middles, event.start) : bisect_left(middles, event.end)]
 
-    def _kernels(self, event: Event, named: Named) -> list[Event]:
+    def _kernels(self, event: Event, kind: Kind, named: Named) -> list[Event]:
         """The kernels that were launched inside of a range; of a pair, before or after its backward began."""
         first, last = event.start, event.end
-        if named.partner is not None and (backwards := self._on_host(event, Named(Kind.B))):
-            first, last = (first, backwards[0].start) if named.kind is Kind.F else (backwards[0].start, last)
+        if named.partner is not None and (backwards := self._on_host(event, Kind.B)):
+            first, last = (first, backwards[0].start) if kind is Kind.F else (backwards[0].start, last)
         places = slice(bisect_left(self._launched, first), bisect_left(self._launched, last))
         return [kernel for _, kernel in self._events.kernels[places]]
 

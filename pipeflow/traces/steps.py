@@ -5,76 +5,145 @@ annotations mean, and the stages that they do not say.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import NamedTuple
 
 from pipeflow.core.action import Kind
 from pipeflow.core.errors import UsageError
 from pipeflow.traces.recorded import RecordedAction
 
 Step = list[list[RecordedAction]]  # per rank
+Part = list[RecordedAction]  # of one step, on one rank
+Label = tuple[int, int]  # number of a step that the profiler marks, and which of the steps in it
 
 
-def steps_of(ranks: Sequence[Sequence[RecordedAction]]) -> list[Step]:
-    """The steps that all ranks recorded whole. Where names have microbatches, a step begins with the first action that
-    the step before has already. Otherwise actions are counted: a step ends where a rank has run the backwards of all
-    its forwards.
+class Steps(NamedTuple):
+    """The steps of a recording.
+
+    Attributes:
+        whole: those that all ranks recorded whole; if there is none, the one with most actions.
+        damaged: number of steps that all ranks recorded, but not whole.
     """
-    if any(each.named.microbatch is None for actions in ranks for each in actions):
-        _number(ranks)
+
+    whole: list[Step]
+    damaged: int
+
+
+def steps_of(ranks: Sequence[Sequence[RecordedAction]]) -> Steps:
+    """Divides the actions of all ranks. Where names have microbatches, a step begins with the first action that the
+    step before has already. Otherwise actions are counted: a step ends where a rank has run the backwards of all its
+    forwards. A step never goes on in the next step of the profiler, if these are marked.
+    """
+    if _are_counted(ranks):
+        _number(ranks, _forwards_of_a_step(ranks))
     parts = [_divided(actions) for actions in ranks]
-    usual = [Counter(map(len, steps)).most_common(1)[0][0] for steps in parts]
-    whole = [[step for step in steps if len(step) == size] for steps, size in zip(parts, usual, strict=True)]
-    number = min(map(len, whole))
-    return [[steps[len(steps) - number + index] for steps in whole] for index in range(number)]
+    usual = [_usual(map(len, found)) for found in parts]
+    labelled = [_labelled(found, parts[0]) for found in parts]
+    common = sorted(set[Label]().union(*labelled).intersection(*labelled))
+    steps = [[found[label] for found in labelled] for label in common]
+    whole = [step for step in steps if [*map(len, step)] == usual]
+    most = sorted(steps, key=lambda step: sum(map(len, step)))[-1:]
+    return Steps(whole or most, len(steps) - len(whole or most))
 
 
-def _divided(actions: Sequence[RecordedAction]) -> list[list[RecordedAction]]:
-    steps: list[list[RecordedAction]] = []
+def _usual(sizes: Sequence[int] | map[int]) -> int:
+    counts = Counter(sizes)
+    return max(counts, key=lambda size: (counts[size], size))
+
+
+def _are_counted(ranks: Sequence[Sequence[RecordedAction]]) -> bool:
+    """Whether names do not say the microbatches, or not which of several stages of a rank has them."""
+    named = [each.named for actions in ranks for each in actions]
+    if any(each.microbatch is None for each in named):
+        return True
+    if all(each.stage is not None for each in named):
+        return False
+    return _forwards_of_a_step(ranks) > len({each.microbatch for each in named})
+
+
+def _divided(actions: Sequence[RecordedAction]) -> list[Part]:
+    parts: list[Part] = []
     seen: set[object] = set()
     for each in actions:
-        if not steps or each.named in seen:
-            steps.append([])
+        key = each.kind, each.named.stage, each.named.microbatch
+        if not parts or key in seen or each.step != parts[-1][-1].step:
+            parts.append([])
             seen = set()
-        seen.add(each.named)
-        steps[-1].append(each)
-    return steps
+        seen.add(key)
+        parts[-1].append(each)
+    return parts
 
 
-def _number(ranks: Sequence[Sequence[RecordedAction]]) -> None:
+def _labelled(parts: Sequence[Part], first: Sequence[Part]) -> Mapping[Label, Part]:
+    """The parts of a rank, so that those of one step have the same label on all ranks: that of the profiler, or else
+    their place. A rank may lack steps of the `first` one; then the places are moved to where most of its time fits.
+    """
+    if all(part[0].step is not None for part in parts):
+        counts: Counter[int] = Counter()
+        found: dict[Label, Part] = {}
+        for part in parts:
+            number = part[0].step or 0
+            found[number, counts[number]] = part
+            counts[number] += 1
+        return found
+    moves = range(-len(parts), len(first) + 1) if len(parts) != len(first) else (0,)
+    move = max(moves, key=lambda each: (_shared(parts, first, each), -abs(each)))
+    return {(0, place + move): part for place, part in enumerate(parts)}
+
+
+def _shared(parts: Sequence[Part], first: Sequence[Part], move: int) -> float:
+    """The time that parts have in common with those of another rank that are `move` places later."""
+    pairs = [(part, first[place + move]) for place, part in enumerate(parts) if 0 <= place + move < len(first)]
+    return sum(max(0.0, min(a[-1].end, b[-1].end) - max(a[0].start, b[0].start)) for a, b in pairs)
+
+
+def _number(ranks: Sequence[Sequence[RecordedAction]], size: int) -> None:
     """Gives each action its microbatch: actions of a kind and stage are in the order of microbatches, unless operators
     show which backward belongs to which forward.
     """
     for actions in ranks:
         counts: defaultdict[object, int] = defaultdict(int)
+        base: dict[int | None, int] = {}
         for each in actions:
-            key = each.named.kind, each.named.stage
-            if each.index is None:
-                each.index = counts[key]
+            key = each.step, each.kind, each.named.stage
+            if each.index is not None and each.step is not None:
+                base.setdefault(each.step, each.index)
+            index = counts[key] if each.index is None else each.index - base.get(each.step, 0)
+            each.named = each.named._replace(microbatch=index % size)
             counts[key] += 1
-    size = min(map(_forwards_of_a_step, ranks), key=lambda found: (-found[0], found[1]))[1]
-    for actions in ranks:
-        for each in actions:
-            assert each.index is not None
-            each.named = each.named._replace(microbatch=each.index % size)
 
 
-def _forwards_of_a_step(actions: Sequence[RecordedAction]) -> tuple[int, int]:
-    """The most forwards that waited for their backwards at once, and the number of forwards in a step, as far as this
-    rank shows it: those after which none waited.
+def _forwards_of_a_step(ranks: Sequence[Sequence[RecordedAction]]) -> int:
+    """The number of forwards of a rank in a step, as the rank shows it on which most forwards wait for their backwards
+    at once. Raises UsageError if no rank has a whole step.
     """
+    most = size = 0
+    for actions in ranks:
+        waiting, sizes = _waiting(actions)
+        if waiting > most and sizes:
+            most, size = waiting, _usual(sizes)
+    if not most:
+        raise UsageError(
+            "no step is there from its first forward to its last backward: record at least one whole training step"
+        )
+    return size
+
+
+def _waiting(actions: Sequence[RecordedAction]) -> tuple[int, list[int]]:
+    """The most forwards that waited for their backwards at once, and the numbers of forwards after which none did."""
     waiting = forwards = most = 0
     sizes: list[int] = []
-    for each in actions:
-        if each.named.kind is Kind.F:
+    last: int | None = None
+    for each in sorted(actions, key=attrgetter("start")):
+        if each.step != last:
+            waiting, forwards, last = 0, 0, each.step
+        if each.kind is Kind.F:
             waiting, forwards = waiting + 1, forwards + 1
             most = max(most, waiting)
-        elif each.named.kind in (Kind.B, Kind.I):
+        elif each.kind in (Kind.B, Kind.I):
             waiting -= 1
             if waiting == 0:
                 sizes.append(forwards)
                 forwards = 0
-    if not sizes:
-        raise UsageError(
-            "no step is there from its first forward to its last backward: record at least one whole training step"
-        )
-    return most, Counter(sizes).most_common(1)[0][0]
+    return most, sizes

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from pipeflow.core.schedule import Schedule
 from pipeflow.schedules import make_schedule
 from tests.cli.run import error, out
 from tests.traces.recording import Machine, ran, record
 
 KEYS = {
     *("ranks", "stages", "microbatches", "schedule", "nearest", "placement", "violations", "step_seconds", "steps"),
-    *("simulated_seconds", "bubble", "idle", "findings", "costs", "gains", "equal_stages_seconds", "notes"),
+    *("simulated_seconds", "bubble", "idle", "findings", "costs", "gains", "critical_path", "names", "notes"),
 }
 
 
@@ -30,7 +31,9 @@ def test_for_people(capsys: pytest.CaptureFixture[str], traces: Path) -> None:
     assert shown.startswith("1f1b: 4 ranks, 4 stages, 8 microbatches\nstep: ")
     assert "replayed under its own costs: " in shown
     assert re.search(r"stage 2 \(rank 2\) computes 1\.\d+ times\s+as long as the median stage", shown)
-    assert "With equal stages the same order would take " in shown
+    assert re.search(r"1f1b, equal stages +\d+\.?\d* ms +\+\d", shown)
+    assert re.search(r"critical path: \d+ actions of rank 2 ", shown)
+    assert re.search(r"\d ms on rank \d: \dB\d waited for \dB\d on rank \d", shown)
     assert max(map(len, shown.splitlines())) <= 80
     assert " us" in out(capsys, "explain", traces, "--unit", "us")
 
@@ -38,11 +41,16 @@ def test_for_people(capsys: pytest.CaptureFixture[str], traces: Path) -> None:
 def test_for_programs(capsys: pytest.CaptureFixture[str], traces: Path) -> None:
     read = json.loads(out(capsys, "explain", traces, "--json"))
     assert set(read) == KEYS
-    assert read["schedule"][0] == "1f1b"
+    assert (read["schedule"], read["names"][0]) == ("1f1b", "1f1b")
     assert set(read["costs"]) == {"forward", "backward_input", "backward_weight", "latency"}
     assert {"rank", "start", "end", "cause"} <= set(read["idle"][0])
     assert set(read["gains"][0]) == {"schedule", "step_seconds", "bubble", "peak_activations"}
     assert read["findings"][0]["where"] == 2
+    assert read["gains"][-1]["schedule"].endswith(", equal stages")
+    assert {each["kind"] for each in read["idle"]} >= {"fill", "waiting", "slow stage", "drain"}
+    path = read["critical_path"]
+    assert [each["start"] for each in path] == sorted(each["start"] for each in path)
+    assert path[-1]["end"] == read["step_seconds"]
 
 
 def test_what_it_writes(capsys: pytest.CaptureFixture[str], traces: Path, tmp_path: Path) -> None:
@@ -52,9 +60,12 @@ def test_what_it_writes(capsys: pytest.CaptureFixture[str], traces: Path, tmp_pa
     page = names["html"].read_text()
     assert page.index("measured: 1f1b") < page.index("replayed: 1f1b") < page.index("best order: ")
     assert "<svg" in names["svg"].read_text()
-    best = tmp_path / "best.csv"
+    best, lowered = tmp_path / "best.csv", tmp_path / "lowered.csv"
     out(capsys, "explain", traces, "--best", best)
     assert "is sound" in out(capsys, "verify", best)
+    out(capsys, "explain", traces, "--best", lowered, "--lowered")
+    assert "0SEND_F0" in lowered.read_text()
+    assert Schedule.from_csv(lowered.read_text()).without_reductions() == Schedule.from_csv(best.read_text())
 
 
 def test_a_rank_that_is_missing_is_one_line(capsys: pytest.CaptureFixture[str], traces: Path) -> None:

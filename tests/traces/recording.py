@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,8 @@ def record(
     operators: bool = True,
     replicas: int = 1,
     groups: bool = False,
+    marks: bool = False,
+    lost: Container[tuple[int, int, int]] = (),
 ) -> Path:
     """Writes a trace per rank into a folder.
 
@@ -92,21 +94,27 @@ def record(
         operators: whether operators are recorded.
         replicas: how many ranks each rank of the pipeline stands for, which are numbered one after the other.
         groups: whether the process groups of pipelines are written.
+        marks: whether the steps are marked, as torch's profiler does.
+        lost: (step, rank, place in its row) of actions of which no event was recorded.
     """
     folder.mkdir(exist_ok=True)
     size = len(steps[0].rows)
     for rank in range(size) if ranks is None else ranks:
         events: list[dict[str, Any]] = []
         zero, number = 100.0 + clocks.get(rank, 0.0), 1
-        for step in steps:
+        for index, step in enumerate(steps):
+            if marks:
+                times = {"ts": zero * 1e6, "dur": step.makespan * 1.4e6}
+                events.append({"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{index + 3}", **times})
             numbers: dict[tuple[int, int], int] = {}
             free = 0.0
-            for span in step.rows[rank]:
+            for place, span in enumerate(step.rows[rank]):
                 action = span.action
                 if action.kind is Kind.F:
                     numbers[action.stage, action.microbatch] = number = number + 10
                 own = numbers[action.stage, action.microbatch]
-                events += _events(span, zero, free, own, None if name is None else name(action, ""), operators)
+                if (index, rank, place) not in lost:
+                    events += _events(span, zero, free, own, None if name is None else name(action, ""), operators)
                 free = span.end
             zero += step.makespan * 1.5
         for replica in range(replicas):
@@ -133,7 +141,7 @@ def _events(
         return {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": 1, **times, "args": args}
 
     start, end, mid = span.start, span.end, (span.start + span.end) / 2
-    found = [event("user_annotation", name, free, end)] if name else []
+    found = [event("user_annotation", name, free if operators else start, end)] if name else []
     found.append(event("cpu_op", "c10d::recv_", free, free + 1e-6))
     parts = [(start, mid), (mid, end)] if operators else []
     for place, (first, last) in enumerate(parts):

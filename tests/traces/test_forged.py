@@ -1,0 +1,115 @@
+"""Files that are forged or damaged: each is explained, or refused with one sentence, whatever is in it."""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeflow.core.errors import PipeflowError
+from pipeflow.schedules import make_schedule
+from pipeflow.traces import explanation, files
+from pipeflow.traces.explanation import explain
+from tests.traces.recording import ran, record
+from tests.traces.test_chakra import TIMELINE, written
+from tests.traces.test_formats import nsight, otlp
+
+ODD: list[Any] = [
+    *(None, True, -1, 0, 2**70, 1e308, float("nan"), float("inf"), "", "3", "\x1b[2J", "PP:0F0", "PP:9F99"),
+    *([], [[]], [None], {}, {"a": 1}, {"value": None}),
+]
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every holder in a value, with each of its keys."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in list(items):
+        yield value, key
+        yield from places(each)
+
+
+@pytest.fixture(autouse=True)
+def few_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the search try few orders, since it is not what is tested."""
+    monkeypatch.setattr(explanation, "ORDERS", 0)
+
+
+def is_refused(folder: Path) -> bool:
+    """Whether a folder is refused, with one sentence, rather than explained."""
+    said = ""
+    try:
+        assert explain([folder]).timeline.makespan >= 0
+    except PipeflowError as error:
+        said = str(error)
+    assert not {"\n", "\x1b"} & set(said), said
+    return bool(said)
+
+
+def files_of(folder: Path, kind: str) -> None:
+    match kind:
+        case "chrome":
+            record(folder, ran(make_schedule("1f1b", ranks=2, microbatches=3)), groups=True, marks=True)
+        case "chakra":
+            written(folder, ran(make_schedule("1f1b", ranks=2, microbatches=3)), device=True)
+        case "otlp":
+            folder.mkdir()
+            (folder / "spans.json").write_text(json.dumps({"resourceSpans": otlp(TIMELINE)}))
+
+
+@pytest.mark.slow  # a second each
+@pytest.mark.parametrize("kind", ["chrome", "chakra", "otlp"])
+def test_values_that_nobody_expects(kind: str, tmp_path: Path) -> None:
+    files_of(tmp_path / "traces", kind)
+    path = min((tmp_path / "traces").iterdir())
+    text, refused = path.read_text(), 0
+    for seed in range(60):
+        chance, whole = random.Random(seed), json.loads(text)
+        for _ in range(chance.choice([1, 1, 5, 50])):
+            holder, key = chance.choice(list(places(whole)))
+            holder[key] = deepcopy(chance.choice(ODD))
+        path.write_text(json.dumps(whole))
+        refused += is_refused(tmp_path / "traces")
+    assert 0 < refused < 60
+
+
+@pytest.mark.parametrize("protobuf", [True, False])
+def test_bytes_that_nobody_expects(protobuf: bool, tmp_path: Path) -> None:
+    timeline = ran(make_schedule("1f1b", ranks=2, microbatches=3))
+    if protobuf:
+        written(tmp_path / "traces", timeline, protobuf=True)
+    else:
+        (tmp_path / "traces").mkdir()
+        for rank in range(2):
+            nsight(tmp_path / "traces" / f"rank{rank}.sqlite", timeline, rank, kernels=True)
+    path = min((tmp_path / "traces").iterdir())
+    data, refused = path.read_bytes(), 0
+    for seed in range(60):
+        chance, changed = random.Random(seed), bytearray(data)
+        for _ in range(chance.choice([1, 5, 200])):
+            changed[chance.randrange(len(changed))] = chance.randrange(256)
+        path.write_bytes(changed[: chance.choice([len(changed), chance.randrange(len(changed))])])
+        refused += is_refused(tmp_path / "traces")
+    assert refused
+
+
+def test_what_is_nested_without_end_is_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "rank0.json").write_text('{"traceEvents": [' + "[" * 200_000)
+    with pytest.raises(PipeflowError, match="it has no annotation and no operator"):
+        explain([tmp_path])
+    (tmp_path / "rank0.json").write_text('{"resourceSpans": [' + "[" * 200_000)
+    with pytest.raises(PipeflowError, match="no spans"):
+        explain([tmp_path])
+
+
+def test_a_small_file_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LARGEST", 1 << 20)
+    packer = zlib.compressobj(wbits=31)
+    (tmp_path / "rank0.json.gz").write_bytes(packer.compress(b"[" + b" " * (2 << 20)) + packer.flush())
+    with pytest.raises(PipeflowError, match="when it is unpacked: record fewer steps"):
+        explain([tmp_path])
