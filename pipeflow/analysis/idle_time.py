@@ -4,13 +4,10 @@ Must not contain: drawing.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from functools import cached_property
+from collections.abc import Iterator
 from itertools import pairwise
-from statistics import median
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind
@@ -59,10 +56,8 @@ def causes(timeline: Timeline) -> tuple[tuple[Cause, ...], ...]:
     reduction has several possible causes: the spans that its rank, and the other ranks that take part in it, ran
     before. The latest of them is its cause.
 
-    The time of a transfer is not known from a timeline. So an input that was made before its rank was free counts as
-    the cause only if the rank was then idle for more than a twentieth of the span, since the gaps between two spans of
-    a measured rank are shorter. Besides, it must have been made so late that it may have been on its way: at most twice
-    the usual wait between these ranks before.
+    The time of a transfer is not known from a timeline. So the input counts as the cause only if the rank was idle for
+    more than a twentieth of the span. The gaps between two spans of a measured rank are shorter than that.
     """
     run = _Run(timeline)
     return tuple(tuple(run.cause(span) for span in row) for row in timeline.rows)
@@ -88,7 +83,15 @@ def waits(timeline: Timeline) -> list[float]:
     """Every wait of an idle rank for a value from another rank: the time from when the value was made to when the
     action that needs it started. It is the time of a transfer as the timeline shows it.
     """
-    return [wait for found in _Run(timeline).waits.values() for wait in found]
+    run = _Run(timeline)
+    return [
+        span.start - sent[0].end
+        for row in run.streams[Stream.COMPUTE]
+        for previous, span in zip((None, *row), row, strict=False)
+        if (sent := run.sent(span)) is not None
+        and sent[0].rank != span.rank
+        and sent[0].end > (0.0 if previous is None else previous.end)
+    ]
 
 
 def pauses(timeline: Timeline, latency: float) -> dict[Kind, list[float]]:
@@ -128,21 +131,6 @@ class _Run:
         self._joint: dict[tuple[Kind, int], list[Span]] = defaultdict(list)  # per kind and stage, on all ranks
         for span in (span for row in self.rows() for span in row if DATAFLOW[span.action.kind].joint):
             self._joint[span.action.kind, span.action.stage].append(span)
-
-    @cached_property
-    def waits(self) -> Mapping[tuple[int, int], list[float]]:
-        """Per (from rank, to rank), the waits of an idle rank for a value."""
-        found: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-        for row in self.streams[Stream.COMPUTE]:
-            for previous, span in zip((None, *row), row, strict=False):
-                maker = None if (sent := self.sent(span)) is None else sent[0]
-                if maker and maker.rank != span.rank and maker.end > (0.0 if previous is None else previous.end):
-                    found[maker.rank, span.rank].append(span.start - maker.end)
-        return found
-
-    @cached_property
-    def _usual_waits(self) -> Mapping[tuple[int, int], float]:
-        return {link: median(waits) for link, waits in self.waits.items()}
 
     def rows(self) -> Iterator[Row]:
         """The rows of all ranks and streams, computations first."""
@@ -185,9 +173,7 @@ class _Run:
             return Cause(span, previous, None)
         maker, value = sent
         if previous is not None and maker.end <= previous.end:
-            idle = span.start - previous.end
-            on_its_way = 2 * self._usual_waits.get((maker.rank, span.rank), math.inf)
-            waited = idle > (span.end - span.start) / 20 and previous.end - maker.end < on_its_way
+            waited = span.start - previous.end > (span.end - span.start) / 20
             return Cause(span, maker, value) if waited else Cause(span, previous, None)
         return Cause(span, maker, value)
 

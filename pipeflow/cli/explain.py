@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         named = [replace(timeline, name=f"{title}: {timeline.name}") for title, timeline in _timelines(found)]
         write_drawings({"html": paths["html"]}, *named, unit=unit, factor=factor)
     if "svg" in paths:
-        write_drawings({"svg": paths["svg"]}, found.timeline, unit=unit, factor=factor, critical_path=True)
+        write_drawings({"svg": paths["svg"]}, found.timeline, unit=unit, factor=factor)
     if arguments.json:
         import json
 
@@ -123,7 +123,7 @@ def _for_programs(found: Explanation) -> dict[str, Any]:
         "bubble": timeline.makespan_bubble_ratio,
         "critical_path": [
             {"rank": span.rank, "action": str(span.action), "start": span.start, "end": span.end}
-            for span in (each.span for each in found.critical_path)
+            for span in found.critical_path
         ],
         "idle": [each._asdict() for each in found.idle],
         "findings": [each._asdict() for each in found.findings],
@@ -193,8 +193,8 @@ def _heading(found: Explanation, unit: Unit) -> Iterator[str]:
 def _path(found: Explanation, unit: Unit) -> str:
     """How the time of the critical path is divided among ranks."""
     times: defaultdict[int, list[float]] = defaultdict(list)
-    for cause in found.critical_path:
-        times[cause.span.rank].append(cause.span.end - cause.span.start)
+    for span in found.critical_path:
+        times[span.rank].append(span.end - span.start)
     ranks = sorted(times, key=lambda rank: -sum(times[rank]))
     parts = [f"{len(times[rank])} actions of rank {rank} ({unit.text(sum(times[rank]))})" for rank in ranks[:SHOWN]]
     if len(ranks) > SHOWN:

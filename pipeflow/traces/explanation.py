@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from pipeflow.analysis.difference import differences, has_halves, without_halves
 from pipeflow.analysis.executed import executed_schedule
-from pipeflow.analysis.idle_time import Cause, critical_path
 from pipeflow.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
+from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
 from pipeflow.core.violation import Violation
 from pipeflow.planning.replanning import Candidate, Replan, replan
@@ -26,7 +26,7 @@ from pipeflow.traces.annotations import Names
 from pipeflow.traces.events import RankEvents
 from pipeflow.traces.files import read, trace_files
 from pipeflow.traces.findings import Finding, findings
-from pipeflow.traces.idle import Idle, idle_times
+from pipeflow.traces.idle import Idle, critical_path, idle_times
 from pipeflow.traces.rebuild import HOW_TO, Rebuilt, rebuild
 
 ORDERS = 2_000_000  # actions in all orders that the search tries
@@ -100,9 +100,9 @@ class Explanation:
         return found.best if found.gain(found.best) >= NOTABLE else found.now
 
     @property
-    def critical_path(self) -> tuple[Cause, ...]:
-        """The chain of actions that the length of the step consists of, each with why it did not start earlier."""
-        return critical_path(self.timeline)
+    def critical_path(self) -> tuple[Span, ...]:
+        """The chain of actions that the length of the step consists of, earliest first."""
+        return tuple(critical_path(self.timeline))
 
     @property
     def outliers(self) -> tuple[int, ...]:

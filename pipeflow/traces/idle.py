@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from pipeflow.analysis.idle_time import Cause, causes
@@ -48,6 +49,14 @@ def idle_times(timeline: Timeline) -> list[Idle]:
     return [each for each in found if each.end - each.start > least]
 
 
+def critical_path(timeline: Timeline) -> list[Span]:
+    """The chain of computations that the length of a step consists of, earliest first: before each of them its value
+    was made or, if that had arrived before the rank was free, what the rank did.
+    """
+    last = max((row[-1] for row in timeline.on(Stream.COMPUTE) if row), key=lambda span: span.end, default=None)
+    return [] if last is None else [*_Waits(timeline).chain(last)][::-1]
+
+
 def _pauses(row: Sequence[Cause]) -> Iterator[tuple[float, Cause]]:
     """Each action with the time from which its rank was free for it."""
     free = 0.0
@@ -78,7 +87,10 @@ class _Waits:
         self._timeline, self._usual = timeline, Usual(timeline)
         self._rows = [[cause for cause in row if cause.span.stream is Stream.COMPUTE] for row in causes(timeline)]
         self._transfers = _transfer_times(self._rows)
-        self._causes = {id(cause.span): cause for row in self._rows for cause in row}
+        self._before: dict[int, Span | None] = {}
+        for row in self._rows:
+            for previous, cause in zip((None, *row), row, strict=False):
+                self._before[id(cause.span)] = self._awaited(None if previous is None else previous.span, cause)
 
     def of_rank(self, rank: int) -> Iterator[Idle]:
         row, makespan = self._rows[rank], self._timeline.makespan
@@ -98,8 +110,7 @@ class _Waits:
         arrived = free
         if maker is not None:
             made = min(max(maker.end, free), span.start)
-            arrived = max(made, maker.end + LATE * self._transfers.get((maker.rank, rank), 0.0))
-            arrived = min(arrived, span.start)
+            arrived = min(max(made, self._arrival(maker, rank)), span.start)
             if is_first:
                 yield Idle(rank, free, made, "fill", f"the pipeline fills: {span.action} is the first action")
             else:
@@ -113,9 +124,10 @@ class _Waits:
         """The parts of a wait: first what any stage would take, then what slow stages and late actions add."""
         words = f"{span.action} waited for {maker.action} on rank {maker.rank}"
         added = {"slow stage": (0.0, maker), "straggler": (0.0, maker)}
-        for each, seconds in self._chain(maker, free):
+        for each in takewhile(lambda each: each.end > free, self.chain(maker)):
             kind, extra = self._extra(each)
             if extra:
+                seconds = each.end - max(each.start, free)
                 total, worst = added[kind]
                 added[kind] = total + min(extra, seconds), worst if total else each
         left = made - free
@@ -128,13 +140,23 @@ class _Waits:
             yield Idle(span.rank, start, end, kind, f"{words}, and {what} on rank {worst.rank}", maker.rank)
             start = end
 
-    def _chain(self, maker: Span, free: float) -> Iterator[tuple[Span, float]]:
-        """What the maker of a value waited for in turn, until a rank is free: spans with the time that they took."""
-        span: Span | None = maker
-        while span is not None and span.end > free:
-            yield span, span.end - max(span.start, free)
-            cause = self._causes.get(id(span))
-            span = cause.after if cause is not None and cause.after is not None and cause.after.end < span.end else None
+    def chain(self, span: Span | None) -> Iterator[Span]:
+        """A span, what it waited for, and so on back to the start."""
+        while span is not None:
+            yield span
+            before = self._before.get(id(span))
+            span = before if before is not None and before.end < span.end else None
+
+    def _awaited(self, previous: Span | None, cause: Cause) -> Span | None:
+        """The span that an action waited for: what made its value, unless that had arrived when the rank was free."""
+        maker = _maker(cause)
+        if maker is None or previous is None:
+            return maker or previous
+        return maker if self._arrival(maker, cause.span.rank) > previous.end else previous
+
+    def _arrival(self, maker: Span, rank: int) -> float:
+        """When a value has usually arrived at the latest."""
+        return maker.end + LATE * self._transfers.get((maker.rank, rank), 0.0)
 
     def _extra(self, span: Span) -> tuple[str, float]:
         """What a span took longer, and why."""
