@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pipeflow.optim.masters import MasterWeights
     from pipeflow.optim.scaler import LossScaler
     from pipeflow.optim.zero import Zero
+    from pipeflow.orders.batch_order import BatchOrder
     from pipeflow.orders.offloading import with_offload
     from pipeflow.orders.recomputation import with_recompute
     from pipeflow.orders.search import Found
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from pipeflow.runtime.microbatch import Whole
     from pipeflow.runtime.pipeline import Pipeline
     from pipeflow.runtime.step import Output
+    from pipeflow.schedules.batch_order import order_for
     from pipeflow.schedules.order_search import exact, search
     from pipeflow.soundness.schedule import Violation, verify
     from pipeflow.traces.explanation import Explanation, explain
@@ -73,6 +75,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LATER = {
+    "BatchOrder": "orders.batch_order",
     "Candidate": "planning.replanning",
     "Cause": "analysis.idle_time",
     "Cluster": "planning.cluster",
@@ -134,6 +137,7 @@ _LATER = {
     "measure_layers": "training.model.measure",
     "measured_costs": "analysis.trace_costs",
     "model_named": "planning.catalog",
+    "order_for": "schedules.batch_order",
     "partition_balanced": "core.partition",
     "partition_uniform": "core.partition",
     "plan": "planning.estimate",
@@ -158,6 +162,7 @@ __all__ = [
     "SCHEDULES",
     "VIT_PRESETS",
     "Action",
+    "BatchOrder",
     "Candidate",
     "Cause",
     "Cluster",
@@ -226,6 +231,7 @@ __all__ = [
     "measure_layers",
     "measured_costs",
     "model_named",
+    "order_for",
     "partition_balanced",
     "partition_uniform",
     "plan",

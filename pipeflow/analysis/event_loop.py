@@ -155,4 +155,6 @@ def _of_end(schedule: Schedule, cost: CostModel, end: End) -> list[Transfer]:
         by_path.append(Transfer(link, *costs))
     each = [by_path[microbatch % len(paths)] for microbatch in range(schedule.num_microbatches)]
     factors = cost.microbatch_factors
-    return [move._replace(held=move.held * factors[index]) for index, move in enumerate(each)] if factors else each
+    if not factors or not any(move.held for move in by_path):
+        return each
+    return [Transfer(link, held * factor, latency) for (link, held, latency), factor in zip(each, factors, strict=True)]

@@ -85,14 +85,15 @@ def bounds(problem: Problem) -> Bounds:
     found = list(arcs(problem))
     factors = problem.factors or (1,) * problem.num_microbatches
     times = [[time * factor for factor in factors] for time in problem.durations]
-    heads = _heads(problem, found, order, times)
+    passing = [min(1, factor) for factor in factors]  # of a delay, whose latency has no factor
+    heads = _heads(problem, found, order, times, passing)
     makespan = problem.objective == "makespan"
     starts: list[float | None] = [0.0 if makespan else None] * len(problem.stages)
     for stage, rank in enumerate(() if makespan else problem.ranks):
         if problem.stages[rank][0] != stage or (problem.factors and stage):
             break
         starts[rank] = heads[3 * stage][0]
-    tails = _tails(problem, found, order, times, starts)
+    tails = _tails(problem, found, order, times, passing, starts)
     least = max(problem.work)
     for stages in problem.stages:
         operations = [3 * stage + half for stage in stages for half in range(3)]
@@ -109,7 +110,7 @@ def _topological(problem: Problem) -> list[int]:
     return [3 * stage for stage in stages] + [3 * stage + half for stage in reversed(stages) for half in (1, 2)]
 
 
-def _heads(problem: Problem, found: list[Arc], order: list[int], times: Times) -> Times:
+def _heads(problem: Problem, found: list[Arc], order: list[int], times: Times, passing: Sequence[float]) -> Times:
     into: list[list[Arc]] = [[] for _ in problem.source]
     for arc in found:
         into[arc.user].append(arc)
@@ -120,12 +121,19 @@ def _heads(problem: Problem, found: list[Arc], order: list[int], times: Times) -
             for maker, _, later, delay in into[operation]:
                 if microbatch >= later:
                     before = microbatch - later
-                    latest = max(latest, heads[maker][before] + times[maker][before] + delay)
+                    latest = max(latest, heads[maker][before] + times[maker][before] + delay * passing[before])
             heads[operation][microbatch] = latest
     return heads
 
 
-def _tails(problem: Problem, found: list[Arc], order: list[int], times: Times, starts: list[float | None]) -> Times:
+def _tails(
+    problem: Problem,
+    found: list[Arc],
+    order: list[int],
+    times: Times,
+    passing: Sequence[float],
+    starts: list[float | None],
+) -> Times:
     out: list[list[Arc]] = [[] for _ in problem.source]
     for arc in found:
         out[arc.maker].append(arc)
@@ -136,7 +144,7 @@ def _tails(problem: Problem, found: list[Arc], order: list[int], times: Times, s
             longest = -inf if start is None else -start
             for _, user, later, delay in out[operation]:
                 if (after := microbatch + later) < problem.num_microbatches:
-                    longest = max(longest, delay + times[user][after] + tails[user][after])
+                    longest = max(longest, delay * passing[after] + times[user][after] + tails[user][after])
             tails[operation][microbatch] = longest
     return tails
 

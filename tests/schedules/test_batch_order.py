@@ -1,0 +1,160 @@
+"""Orders of batches whose samples have different lengths."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from pipeflow.analysis.simulation import simulate
+from pipeflow.core.cost import CostModel
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
+from pipeflow.orders.arrangement import Rerun, balanced_groups
+from pipeflow.orders.batch_order import BatchOrder
+from pipeflow.schedules import SCHEDULES, make_schedule
+from pipeflow.schedules.batch_order import order_for
+from pipeflow.schedules.order_search import search
+from pipeflow.soundness.schedule import verify
+from tests.families import make_near
+
+LINEAR = Placement.linear(4)
+
+
+def long_tailed(samples: int, seed: int) -> list[int]:
+    draw = Random(seed)
+    return [min(4096, max(8, int(draw.lognormvariate(5.3, 1.1)))) for _ in range(samples)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_groups_of_like_cost_hold_every_sample_once(seed: int) -> None:
+    lengths = long_tailed(64, seed)
+    groups = balanced_groups(lengths, 16)
+    assert sorted(index for group in groups for index in group) == list(range(64))
+    sums = [sum(lengths[index] for index in group) for group in groups]
+    least = max(max(lengths), sum(lengths) / 16)  # no division has a smaller largest sum
+    assert max(sums) <= 4 / 3 * least
+    assert min(map(len, balanced_groups([0.0] * 5, 5))) == 1
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_rerun_takes_as_long_as_a_simulation(name: str) -> None:
+    schedule = make_near(name, ranks=4, microbatches=6)
+    cost = replace(CostModel.even(schedule.placement, 0.7, 1.3, 0.4, transfer=0.2), overlap=0.5)
+    rerun, draw = Rerun(schedule, cost), Random(1)
+    for _ in range(3):
+        factors = tuple(draw.uniform(0.3, 3) for _ in range(6))
+        assert rerun.makespan(factors) == pytest.approx(
+            simulate(schedule, replace(cost, microbatch_factors=factors)).makespan
+        )
+    assert rerun.kept / schedule.placement.chunks_per_rank == max(simulate(schedule, cost).peak_activations)
+
+
+def factors_of(found: BatchOrder, costs: list[float]) -> list[float]:
+    sums = [sum(costs[index] for index in group) for group in found.groups]
+    return [each * len(sums) / sum(sums) for each in sums]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-v", "dualpipe"])
+@pytest.mark.parametrize("quadratic", [0.0, 1e-3])
+def test_an_order_is_sound_and_better_than_equal_counts(name: str, quadratic: float) -> None:
+    usual = make_schedule(name, ranks=4, microbatches=16)
+    cost, lengths = CostModel.even(usual.placement), long_tailed(128, 1)
+    found = order_for(lengths, usual.placement, cost, 16, quadratic=quadratic)
+    costs = [length + quadratic * length**2 for length in lengths]
+    assert sorted(index for group in found.groups for index in group) == list(range(128))
+    assert found.cost.microbatch_factors == pytest.approx(factors_of(found, costs))
+    assert not verify(found.schedule)
+    assert found.timeline == simulate(found.schedule, found.cost)
+    counts = [sum(costs[8 * index : 8 * index + 8]) for index in range(16)]
+    equal = replace(cost, microbatch_factors=tuple(16 * each / sum(counts) for each in counts))
+    assert found.timeline.makespan < 0.95 * simulate(usual, equal).makespan
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_order_is_near_the_bound(seed: int) -> None:
+    """Also with transfers, and with one sample that is longer than a mean microbatch."""
+    cost = CostModel.even(LINEAR, transfer=0.05)
+    lengths = [*long_tailed(127, seed), 6000]
+    found = order_for(lengths, LINEAR, cost, 16)
+    assert found.lower_bound >= 0.9 * found.timeline.makespan
+    assert max(found.cost.microbatch_factors) > 1.5
+
+
+def test_large_microbatches_are_in_the_middle_where_others_would_wait_for_them() -> None:
+    lengths = [100, 100, 100, 100, 100, 100, 250, 250]
+    found = order_for(lengths, LINEAR, CostModel.even(LINEAR), 8)
+    large = [place for place, [sample] in enumerate(found.groups) if sample >= 6]
+    assert 0 < min(large) <= max(large) < 7
+
+
+def test_what_every_rank_finds_is_the_same() -> None:
+    """The budget is no time: a search runs here, and it depends on the arguments alone."""
+    lengths, cost = [*long_tailed(60, 3), 9000], CostModel.even(LINEAR, saved_bytes=4, deferred_bytes=1)
+    one, other = (order_for(lengths, LINEAR, cost, 12, bytes_cap=20, budget=0.05) for _ in range(2))
+    assert one == other
+    assert one.schedule.name == "for lengths"
+    better = order_for(lengths, LINEAR, cost, 12, bytes_cap=20, budget=1.0)
+    assert better.timeline.makespan <= one.timeline.makespan
+
+
+@pytest.mark.parametrize("cap", [8.5, 12, 16])
+def test_a_cap_in_bytes_is_kept(cap: float) -> None:
+    cost = CostModel.even(LINEAR, saved_bytes=4, deferred_bytes=1)
+    lengths = long_tailed(64, 2)
+    found = order_for(lengths, LINEAR, cost, 8, bytes_cap=cap)
+    assert max(found.timeline.peak_bytes) <= cap * (1 + 1e-9)
+    assert found.timeline.makespan >= order_for(lengths, LINEAR, cost, 8).timeline.makespan * 0.99
+
+
+def test_a_placement_without_a_named_schedule_is_searched() -> None:
+    placement = Placement(((0, 0, 1, 1),))
+    found = order_for(long_tailed(32, 1), placement, CostModel.even(placement), 8)
+    assert not verify(found.schedule)
+    assert found.lower_bound >= 0.9 * found.timeline.makespan
+
+
+def test_another_schedule_to_start_from_is_never_worse() -> None:
+    draw = Random(2)
+    forward, backward_input, backward_weight = (tuple(draw.uniform(0.5, 2) for _ in range(4)) for _ in range(3))
+    cost, lengths = CostModel(forward, backward_input, backward_weight), long_tailed(64, 1)
+    alike = search(LINEAR, 8, cost, candidates=400)
+    found = order_for(lengths, LINEAR, cost, 8, start=[alike.schedule])
+    assert found.timeline.makespan <= simulate(alike.schedule, found.cost).makespan * (1 + 1e-9)
+    assert found.timeline.makespan <= 1.001 * order_for(lengths, LINEAR, cost, 8).timeline.makespan
+    with pytest.raises(UsageError, match="start 'zb-auto' has another placement or other microbatches than the batch"):
+        order_for(lengths, LINEAR, cost, 9, start=[alike.schedule])
+
+
+def test_of_schedules_that_take_the_same_time_the_one_that_keeps_least_is_chosen() -> None:
+    cost = CostModel((1.0,), (1.0,), (1.0,))
+    assert max(order_for([1, 2, 3], Placement.linear(1), cost, 3).timeline.peak_activations) < 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lengths": [1, 2]}, "a batch of 2 samples cannot fill 4 microbatches: use fewer of them"),
+        ({"lengths": [1, 2, 0, 4]}, "the length of sample 2 must be positive, got 0"),
+        ({"lengths": [1, 2, float("nan"), 4]}, "the length of sample 2 must be positive, got nan"),
+        ({"quadratic": -1}, "quadratic must be finite and not negative, got -1"),
+        ({"budget": 0}, "budget must be positive, got 0"),
+        ({"microbatches": 0}, "microbatches must be"),
+        ({"cost": CostModel((1,), (1,), (1,))}, "stage"),
+        ({"bytes_cap": 1.0}, "saved_bytes"),
+    ],
+)
+def test_what_cannot_be_ordered_is_refused(change: dict[str, object], message: str) -> None:
+    given: dict[str, object] = {"lengths": [1, 2, 3, 4], "cost": CostModel.even(LINEAR), "microbatches": 4}
+    with pytest.raises(UsageError, match=message):
+        order_for(placement=LINEAR, **(given | change))  # type: ignore[arg-type]
+
+
+def test_a_cap_that_nothing_keeps_says_the_least_that_an_order_does() -> None:
+    cost = CostModel.even(LINEAR, saved_bytes=4, deferred_bytes=1)
+    with pytest.raises(UsageError, match="bytes_cap 3 is too small: rank 0 needs at least 4, for one microbatch"):
+        order_for([1, 1, 1, 1], LINEAR, cost, 4, bytes_cap=3)
+    bidirectional = Placement.bidirectional(2)
+    with pytest.raises(UsageError, match="the least cap that a named schedule keeps is"):
+        order_for([1, 1, 1, 1], bidirectional, CostModel.even(bidirectional, saved_bytes=4), 4, bytes_cap=3)
