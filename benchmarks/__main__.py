@@ -18,6 +18,8 @@ NAMES = (
     "analysis",
     "search",
     "memory",
+    "memory_plans",
+    "recompute",
     "buffers",
     "tensor",
     "precision",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
-class _Sleep(torch.autograd.Function):
+class Sleep(torch.autograd.Function):
     """The identity, taking a given time forward and backward."""
 
     @staticmethod
@@ -37,7 +37,7 @@ class SleepStage(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         seconds = self.forward_seconds, self.backward_seconds
-        output: Tensor = _Sleep.apply(hidden * self.scale, *seconds)  # type: ignore[no-untyped-call]  # as torch has it
+        output: Tensor = Sleep.apply(hidden * self.scale, *seconds)  # type: ignore[no-untyped-call]  # as torch has it
         return output
 
 

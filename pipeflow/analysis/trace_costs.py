@@ -10,6 +10,9 @@ from pipeflow.core.cost import TIMES, CostModel
 from pipeflow.core.dataflow import DATAFLOW
 from pipeflow.core.timeline import Timeline
 
+COPIED = (Kind.O, Kind.L)
+"""The kinds of action whose time is that of a copy between a device and its host."""
+
 
 def measured_costs(timeline: Timeline) -> CostModel:
     """The costs that a timeline shows. The time of an action is the mean over the actions of its kind and stage. It
@@ -37,16 +40,23 @@ def measured_costs(timeline: Timeline) -> CostModel:
         part = first / (first + second) if first + second else 0.5
         return both * part, both * (1 - part)
 
+    def copy(stage: int) -> float:
+        """The mean time of the copies of a stage; of all stages if it has none."""
+        own = [time for kind in COPIED for time in times.get((kind, stage), ())]
+        return fmean(own or [time for (kind, _), each in times.items() if kind in COPIED for time in each])
+
     stages = range(timeline.placement.num_stages)
+    kinds = {kind for kind, _ in times}
     further = {kind for kind, _ in times if not DATAFLOW[kind].takes} - set(TIMES.values())
     backward_input, backward_weight = zip(*map(halves, stages), strict=True)
-    reduces = any(kind is Kind.R for kind, _ in times)
     return CostModel(
         forward=tuple(mean(Kind.F, stage) for stage in stages),
         backward_input=backward_input,
         backward_weight=backward_weight,
         latency=latency,
-        reduce=tuple(min(times.get((Kind.R, stage), [0.0])) for stage in stages) if reduces else (),
+        reduce=tuple(min(times.get((Kind.R, stage), [0.0])) for stage in stages) if Kind.R in kinds else (),
+        recompute=tuple(mean(Kind.C, stage) or mean(Kind.F, stage) for stage in stages) if Kind.C in kinds else (),
+        offload=tuple(map(copy, stages)) if kinds & {*COPIED} else (),
         times={kind: tuple(mean(kind, stage) for stage in stages) for kind in sorted(further)},
         unit=timeline.unit,
     )

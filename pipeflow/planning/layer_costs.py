@@ -14,7 +14,7 @@ from pipeflow.core.partition import Part, stage_parts
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """Times and output sizes of each layer, for one microbatch.
+    """Times of each layer, and the sizes of what it makes and saves, for one microbatch.
 
     >>> costs = LayerCosts((3, 1, 1, 1), (3, 1, 1, 1), (3, 1, 1, 1), (8, 8, 8, 4))
     >>> costs.parts(2)
@@ -30,6 +30,9 @@ class LayerCosts:
         backward_weight: per layer, the time of the second half.
         output_bytes: per layer, the size of its output.
         unit: "s" if times are in seconds; "" if the unit is not known.
+        saved_bytes: per layer, the bytes that its forward saves for its backward, its input included. Empty: not known.
+        input_bytes: per layer, the size of its input; 0 if that is a part of the batch. Empty: not known.
+        offload: per layer, the time to copy to the host what it saves. Empty: not known.
     """
 
     forward: tuple[float, ...]
@@ -37,9 +40,13 @@ class LayerCosts:
     backward_weight: tuple[float, ...]
     output_bytes: tuple[float, ...]
     unit: str = ""
+    saved_bytes: tuple[float, ...] = ()
+    input_bytes: tuple[float, ...] = ()
+    offload: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        columns = (self.forward, self.backward_input, self.backward_weight, self.output_bytes)
+        further = (each for each in (self.saved_bytes, self.input_bytes, self.offload) if each)
+        columns = (self.forward, self.backward_input, self.backward_weight, self.output_bytes, *further)
         if len(set(map(len, columns))) > 1:
             raise UsageError(f"costs are per layer: got {', '.join(map(str, map(len, columns)))} of them")
 
@@ -69,5 +76,8 @@ class LayerCosts:
             backward_input=per_stage(self.backward_input),
             backward_weight=per_stage(self.backward_weight),
             activation_bytes=tuple(self.output_bytes[end - 1] for _, end in parts),
+            saved_bytes=per_stage(self.saved_bytes) if self.saved_bytes else (),
+            input_bytes=tuple(self.input_bytes[start] for start, _ in parts) if self.input_bytes else (),
+            offload=per_stage(self.offload) if self.offload else (),
             unit=self.unit,
         )

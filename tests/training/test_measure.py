@@ -76,6 +76,24 @@ def test_the_times_of_each_layer() -> None:
     assert all(layer.weight.grad is None and layer.calls == 0 for layer in layers)
 
 
+def test_what_each_layer_saves() -> None:
+    """A linear layer saves its input, unless that is of the batch; Tanh its output, which is the input of the next; a
+    dropout its mask.
+    """
+    layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 8), nn.Linear(8, 2), nn.Dropout()]
+    costs = measure_layers(layers, torch.ones(3, 4), runs=1)
+    assert costs.saved_bytes == (0, 0, 48, 96, costs.saved_bytes[-1])
+    assert costs.saved_bytes[-1] in (6, 24)  # bools or floats
+    assert costs.input_bytes == (0, 48, 48, 96, 24)
+    assert all(seconds >= 0 for seconds in costs.offload)
+    model = costs.cost_model([(0, 2), (2, 5)])
+    assert model.saved_bytes == (0, sum(costs.saved_bytes))
+    assert model.input_bytes == (0, 48)
+    assert model.offload == pytest.approx((sum(costs.offload[:2]), sum(costs.offload[2:])))
+    offloaded = make_schedule("1f1b", ranks=2, microbatches=4, recompute=[0], offload=[1], cost=model)
+    assert simulate(offloaded, model).peak_bytes[1] > 0
+
+
 def test_a_batch_that_wants_a_gradient_has_its_time() -> None:
     clock = Clock()
     costs = measure_layers([partial(Timed, clock, *TIMES[0])], torch.ones(1, requires_grad=True), clock=clock)

@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
+from itertools import chain
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from pipeflow.core.errors import UsageError
@@ -22,13 +24,15 @@ from pipeflow.parallel.context import context_if_launched
 from pipeflow.parallel.device import synchronize
 from pipeflow.parallel.transport.agreement import all_gather_object
 from pipeflow.planning.layer_costs import LayerCosts
+from pipeflow.runtime.program.saved import storages
 from pipeflow.training.model.layers import Layers, make_layer, named_layers, random_state_kept
 
 Clock = Callable[[], float]
 
 
 def measure_layers(layers: Layers, example: Any, *, runs: int = 5, clock: Clock = time.perf_counter) -> LayerCosts:
-    """Measures the cost of each layer for one microbatch: medians of several runs, in seconds. All ranks call it
+    """Measures the cost of each layer for one microbatch: medians of several runs, in seconds, with the bytes that each
+    saves for its backward and the time to copy them to the host. All ranks call it
     together and receive the measurements of the first; without a launch this process measures on the device of the
     example.
 
@@ -63,9 +67,9 @@ def _rows(costs: LayerCosts) -> list[list[float]]:
 
 
 def _costs(*columns: tuple[float, ...], clock: Clock) -> LayerCosts:
-    forward, backward_input, backward_weight, output_bytes = columns
+    forward, backward_input, backward_weight, output_bytes, *memory = columns
     unit = "s" if clock is time.perf_counter else ""
-    return LayerCosts(forward, backward_input, backward_weight, output_bytes, unit)
+    return LayerCosts(forward, backward_input, backward_weight, output_bytes, unit, *memory)
 
 
 def _after_work(clock: Clock, device: torch.device) -> float:
@@ -86,7 +90,8 @@ def _measured(layers: Layers, example: Any, runs: int, device: torch.device, clo
     now = partial(_after_work, clock, device)
     if any(tensor.is_meta for tensor in _tensors(example)):
         raise UsageError("the example is on the meta device, where nothing is computed: pass one with values")
-    rows: list[tuple[float, float, float, float]] = []
+    rows: list[tuple[float, ...]] = []
+    given = kept = 0.0  # bytes of the layer's input, and those of it that the layer before saves
     value = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), example)
     with random_state_kept(), torch.enable_grad():
         for name, layer in named_layers(layers).items():
@@ -94,10 +99,54 @@ def _measured(layers: Layers, example: Any, runs: int, device: torch.device, clo
             made.to(device)
             times = [_run(made, value, now) for _ in range(runs + 1)][1:]
             forward, backward_input, backward = map(median, zip(*times, strict=True))
-            value = made(_given(value))
+            value, saved = _saved(made, _given(value))
             size = float(sum(tensor.numel() * tensor.element_size() for tensor in _tensors(value)))
-            rows.append((forward, backward_input, max(0.0, backward - backward_input), size))
+            saves = saved.own + (max(kept, saved.of_input) if rows else 0.0)
+            copy_seconds = _copy_time(int(saves), device, runs, now)
+            rows.append(
+                (forward, backward_input, max(0.0, backward - backward_input), size, saves, given, copy_seconds)
+            )
+            given, kept = size, saved.of_output
     return _costs(*zip(*rows, strict=True), clock=clock)
+
+
+class _Saved(NamedTuple):
+    """The bytes of the memory that a forward saves: its own, that of its input, and that of its output."""
+
+    own: float
+    of_input: float
+    of_output: float
+
+
+def _saved(layer: nn.Module, given: Any) -> tuple[Any, _Saved]:
+    """The output of a layer, and what it saves for its backward besides weights."""
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.detach())
+        return saved[-1]
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = layer(given)
+    weights, inputs, outputs = map(
+        storages, (chain(layer.parameters(), layer.buffers()), _tensors(given), _tensors(output))
+    )
+    sizes = {address: tensor.untyped_storage().nbytes() for tensor in saved for address in storages([tensor]) - weights}
+    of_input = sum(size for address, size in sizes.items() if address in inputs)
+    of_output = sum(size for address, size in sizes.items() if address in outputs - inputs)
+    return output, _Saved(float(sum(sizes.values()) - of_input - of_output), float(of_input), float(of_output))
+
+
+def _copy_time(size: int, device: torch.device, runs: int, now: Clock) -> float:
+    """The time to copy so many bytes from a device to its host; the median of several runs."""
+    held = torch.empty(size, dtype=torch.uint8, device=device)
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    times = []
+    for _ in range(runs + 1):
+        begin = now()
+        host.copy_(held, non_blocking=True)
+        times.append(now() - begin)
+    return median(times[1:])
 
 
 def _run(layer: nn.Module, value: Any, now: Clock) -> _Times:
