@@ -91,7 +91,14 @@ def _of_operations(measured: Measured) -> Cluster:
         "optimizer": stepping / bandwidth,
     }
     return Cluster(
-        Device(measured.device, flops, measured.memory_bytes, bandwidth, measured.runs_ahead),
+        Device(
+            measured.device,
+            flops,
+            measured.memory_bytes,
+            bandwidth,
+            measured.runs_ahead,
+            host_bandwidth=max((each.size / each.seconds for each in measured.host), default=0.0),
+        ),
         devices_per_node=measured.devices_per_node,
         link_bandwidth=best,
         link_latency=latency,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipeflow.calibration.machine import runs_ahead
-from pipeflow.calibration.machine_times import SumTime, TransferTime
+from pipeflow.calibration.machine_times import HostTime, SumTime, TransferTime
 from pipeflow.calibration.stopwatch import Stopwatch
 from pipeflow.parallel.transport.agreement import finish, start
 from pipeflow.parallel.transport.group import Group
@@ -24,6 +24,7 @@ SUMS = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)  # bytes of an activati
 GRADIENTS = (2**20, 2**23, 2**25)  # bytes of a stage's gradients
 PARAMETER = 2**20  # bytes of each parameter among them
 TRANSFERS = (2**10, 2**14, 2**17, 2**20, 2**22, 2**24, 2**26)  # bytes of an activation
+COPIES = (2**20, 2**22, 2**24, 2**26)  # bytes that are offloaded
 BESIDE = 512  # dimensions of a product before each sum on a CPU
 FEWEST = 4  # sizes, for a line through their times
 Ranks = tuple[int, ...]
@@ -91,6 +92,14 @@ def transfers(
             yield TransferTime(crosses, count, seconds / 2)
 
 
+def host_copies(watch: Stopwatch, budget: float, sizes: Sequence[int] = COPIES) -> Iterator[HostTime]:
+    """Yields times in which `sizes` bytes are copied to the memory of the host: on a GPU to pinned memory, as a step
+    copies what it offloads. All ranks copy at the same time.
+    """
+    for count, seconds in _growing(watch, sizes, budget / len(sizes), partial(_copy_work, watch)):
+        yield HostTime(count, seconds)
+
+
 def _growing(
     watch: Stopwatch, sizes: Sequence[int], each: float, work: Callable[[int], Callable[[], object]]
 ) -> Iterator[tuple[int, float]]:
@@ -139,6 +148,13 @@ def _gradient_work(watch: Stopwatch, group: Group, count: int) -> Callable[[], o
             each.finish()
 
     return work
+
+
+def _copy_work(watch: Stopwatch, count: int) -> Callable[[], object]:
+    device = watch.context.device
+    held = torch.zeros(count, dtype=torch.uint8, device=device)
+    host = torch.zeros(count, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return lambda: host.copy_(held, non_blocking=True)
 
 
 def _transfer_work(watch: Stopwatch, peer: int | None, count: int) -> Callable[[], object]:

@@ -83,6 +83,13 @@ class TransferTime(NamedTuple):
     seconds: float
 
 
+class HostTime(NamedTuple):
+    """Seconds of a copy of `size` bytes from a device to its host, while all ranks copy."""
+
+    size: float
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """All that is measured on a machine. Times are means over the ranks, which measure at once.
@@ -92,7 +99,7 @@ class Measured:
         memory_bytes: memory of one device.
         devices_per_node: ranks in each node.
         precision: the one that layers are measured in, whose products are fitted.
-        products, moved, attention, layers, optimizer, sums, transfers: times at several sizes.
+        products, moved, attention, layers, optimizer, sums, transfers, host: times at several sizes.
         steps: of whole models; none where the host runs ahead.
         forward_launch, backward_launch: seconds in which the host launches the forward and the backward of one layer.
         sync: seconds in which the host launches a collective, per other rank of its group.
@@ -118,3 +125,4 @@ class Measured:
     sync: float
     sharing: float = 1.0
     runs_ahead: bool = True
+    host: tuple[HostTime, ...] = ()

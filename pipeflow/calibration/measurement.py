@@ -17,16 +17,17 @@ from pipeflow.parallel.context import Context
 
 BUDGET: Mapping[str, float] = MappingProxyType(
     {
-        "products": 0.16,
+        "products": 0.14,
         "moved": 0.05,
         "attention": 0.05,
         "layers": 0.3,
         "launches": 0.04,
         "optimizer": 0.03,
-        "sums": 0.15,
+        "sums": 0.13,
         "steps": 0.1,
         "gradients": 0.06,
         "transfers": 0.06,
+        "host": 0.04,
     }
 )
 """Shares of the time that measuring takes."""
@@ -82,6 +83,7 @@ def measure(
         sync=links.sync_seconds(watch, per_node, budget["launches"] / 2),
         sharing=sharing(context.device, per_node),
         runs_ahead=runs_ahead(context.device),
+        host=tuple(links.host_copies(watch, budget["host"])),
     )
 
 

@@ -20,6 +20,7 @@ UNITS = {
     "flops": "FLOP/s",
     "memory_bytes": "bytes",
     "memory_bandwidth": "bytes/s",
+    "host_bandwidth": "bytes/s, one way",
     "link_bandwidth": "bytes/s per device, one way",
     "link_latency": "s",
     "network_bandwidth": "bytes/s per device, one way",
@@ -97,7 +98,7 @@ class Cluster:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
         """Reads the cluster that `save` wrote, or one written by hand. `efficiency`, `sharing`, `units` and the
-        device's `runs_ahead` and `like` may be missing.
+        device's `runs_ahead`, `like` and `host_bandwidth` may be missing.
 
         Raises UsageError, which names the file, if it cannot be read or is not JSON. Also raises it for missing or
         unknown keys, other units, and impossible values.
@@ -125,7 +126,9 @@ def _from_json(text: str) -> Cluster:
     known = {each.name for each in fields(Cluster)}
     cluster = _keys(content, "a cluster", known, optional={"efficiency", "sharing", "units"})
     known = {each.name for each in fields(Device)}
-    device = _keys(cluster["device"], "the device of a cluster", known, optional={"runs_ahead", "like"})
+    device = _keys(
+        cluster["device"], "the device of a cluster", known, optional={"runs_ahead", "like", "host_bandwidth"}
+    )
     units = cluster.pop("units", UNITS)
     if not isinstance(units, dict):
         raise UsageError(f"units must be an object of names and units, got {units!r}")
@@ -141,6 +144,7 @@ def _from_json(text: str) -> Cluster:
         raise UsageError(f"the name of the device must be text, got {device['name']!r}")
     if device["name"] in DEVICES:  # files of earlier versions leave it to the name
         device.setdefault("like", DEVICES[device["name"]].like)
+        device.setdefault("host_bandwidth", DEVICES[device["name"]].host_bandwidth)
     return Cluster(**cluster | {"device": Device(**device)})
 
 

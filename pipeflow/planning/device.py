@@ -14,6 +14,11 @@ Some values are not certain. H20, H800 and A800 have no public data sheet of NVI
 resellers. H100 with 96 GB is a part for single customers with slower HBM2e and less power: its peaks are those of H100
 SXM, and its bandwidth is an estimate. B200 is sold with 180 and 192 GB. H100 NVL is joined in pairs (300e9 bytes/s),
 and the two dies of an MI250X by 200e9 bytes/s. The link bandwidth here is that between pairs.
+
+The link to the host is PCIe with 16 lanes, of generation 3 (16e9 bytes/s), 4 (32e9) or 5 (64e9) as the data sheets say.
+In a GB200 it is NVLink-C2C, 450e9 bytes/s in one direction for two GPUs together. An MI250X has one link of Infinity
+Fabric per die to the CPU (36e9, as in the documentation of Frontier, OLCF). Copies reach some 80 % of PCIe's rates, and
+machines in which devices share a switch reach less.
 """
 
 from __future__ import annotations
@@ -44,6 +49,7 @@ class Device:
             after the other.
         like: the measured device, a name in `efficiency.REACHES`, that reaches about the same share of its rates. A
             device whose power is limited, such as H100, reaches less than A100.
+        host_bandwidth: bytes/s that it copies to its host, and at the same time back. 0: not known.
 
     >>> Device.named("A100-80GB").flops["bf16"]
     312000000000000.0
@@ -58,6 +64,7 @@ class Device:
     memory_bandwidth: float
     runs_ahead: bool = True
     like: str = "a100"
+    host_bandwidth: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.flops:
@@ -68,6 +75,8 @@ class Device:
             require_between(1e6, 1e19, f"flops of {precision}", rate, "FLOP/s, not TFLOP/s: 312 TFLOP/s are 312e12")
         require_between(1e6, 1e15, "memory_bytes", self.memory_bytes, "bytes, not GB: 80 GB are 80e9")
         require_bandwidth("memory_bandwidth", self.memory_bandwidth)
+        if self.host_bandwidth != 0:
+            require_bandwidth("host_bandwidth", self.host_bandwidth)
         if not isinstance(self.runs_ahead, bool):
             raise UsageError(f"runs_ahead must be True or False, got {self.runs_ahead!r}")
         if str(self.like) not in REACHES:
@@ -116,15 +125,16 @@ def require_between(least: float, most: float, name: str, value: object, unit: s
 
 
 class _Row(NamedTuple):
-    """A row of the table of devices: memory in GiB, two bandwidths in GB/s, the most similar measured device, and
-    TFLOP/s. The bandwidths are those of the memory, and of all links of one device in one direction. A rate is 0 if the
-    device has no units for it.
+    """A row of the table of devices: memory in GiB, three bandwidths in GB/s, the most similar measured device, and
+    TFLOP/s. The bandwidths are those of the memory, of all links of one device in one direction, and of its link to the
+    host in one direction. A rate is 0 if the device has no units for it.
     """
 
     name: str
     gib: int
     memory: float
     link: float
+    host: float
     like: str
     half: float
     tf32: float
@@ -137,36 +147,37 @@ class _Row(NamedTuple):
         half = {"fp16": self.half, "bf16": self.half if self.bf16 else 0}
         rates = half | {"fp8": self.fp8, "tf32": self.tf32, "float32": self.single}
         flops = {key: rate * 1e12 for key, rate in rates.items() if rate}
-        return Device(self.name, flops, self.gib * 2**30, self.memory * 1e9, like=self.like)
+        size, memory, host = self.gib * 2**30, self.memory * 1e9, self.host * 1e9
+        return Device(self.name, flops, size, memory, like=self.like, host_bandwidth=host)
 
 
 _ALL = (  # a device that was not measured is like the nearest one that was
-    _Row("v100-16gb", 16, 900, 150, "a100", 125, 0, 15.7, bf16=False),
-    _Row("v100-32gb", 32, 900, 150, "a100", 125, 0, 15.7, bf16=False),
-    _Row("v100-pcie-16gb", 16, 900, 16, "a100", 112, 0, 14, bf16=False),
-    _Row("v100-pcie-32gb", 32, 900, 16, "a100", 112, 0, 14, bf16=False),
-    _Row("t4", 16, 320, 16, "a100", 65, 0, 8.1, bf16=False),
-    _Row("a10", 24, 600, 32, "a100", 125, 62.5, 31.2),
-    _Row("a100-40gb", 40, 1555, 300, "a100", 312, 156, 19.5),
-    _Row("a100-80gb", 80, 2039, 300, "a100", 312, 156, 19.5),
-    _Row("a100-pcie-40gb", 40, 1555, 32, "a100-pcie", 312, 156, 19.5),
-    _Row("a100-pcie-80gb", 80, 1935, 32, "a100-pcie", 312, 156, 19.5),
-    _Row("a800-80gb", 80, 2039, 200, "a100", 312, 156, 19.5),
-    _Row("l4", 24, 300, 32, "a100", 121, 60, 30.3, fp8=242),
-    _Row("l40s", 48, 864, 32, "a100", 362, 183, 91.6, fp8=733),
-    _Row("rtx-3090", 24, 936, 32, "a100", 71, 35.6, 35.6),
-    _Row("rtx-4090", 24, 1008, 32, "a100", 165.2, 82.6, 82.6, fp8=330.3),
-    _Row("h100-80gb", 80, 3350, 450, "h100", 989, 494, 67, fp8=1979),
-    _Row("h100-96gb", 96, 2400, 450, "h100", 989, 494, 67, fp8=1979),
-    _Row("h100-pcie", 80, 2000, 64, "h100", 756, 378, 51, fp8=1513),
-    _Row("h100-nvl", 94, 3900, 64, "h100", 835, 417, 60, fp8=1671),
-    _Row("h800", 80, 3350, 200, "h100", 989, 494, 67, fp8=1979),
-    _Row("h20", 96, 4000, 450, "h20", 148, 74, 44, fp8=296),
-    _Row("h200", 141, 4800, 450, "h100", 989, 494, 67, fp8=1979),
-    _Row("b200", 180, 8000, 900, "h100", 2250, 1100, 80, fp8=4500),
-    _Row("gb200", 186, 8000, 900, "h100", 2500, 1250, 80, fp8=5000),
-    _Row("mi250x", 64, 1638, 50, "mi250x", 191.5, 0, 47.9),
-    _Row("mi300x", 192, 5300, 448, "mi300x", 1307.4, 653.7, 163.4, fp8=2614.9),
+    _Row("v100-16gb", 16, 900, 150, 16, "a100", 125, 0, 15.7, bf16=False),
+    _Row("v100-32gb", 32, 900, 150, 16, "a100", 125, 0, 15.7, bf16=False),
+    _Row("v100-pcie-16gb", 16, 900, 16, 16, "a100", 112, 0, 14, bf16=False),
+    _Row("v100-pcie-32gb", 32, 900, 16, 16, "a100", 112, 0, 14, bf16=False),
+    _Row("t4", 16, 320, 16, 16, "a100", 65, 0, 8.1, bf16=False),
+    _Row("a10", 24, 600, 32, 32, "a100", 125, 62.5, 31.2),
+    _Row("a100-40gb", 40, 1555, 300, 32, "a100", 312, 156, 19.5),
+    _Row("a100-80gb", 80, 2039, 300, 32, "a100", 312, 156, 19.5),
+    _Row("a100-pcie-40gb", 40, 1555, 32, 32, "a100-pcie", 312, 156, 19.5),
+    _Row("a100-pcie-80gb", 80, 1935, 32, 32, "a100-pcie", 312, 156, 19.5),
+    _Row("a800-80gb", 80, 2039, 200, 32, "a100", 312, 156, 19.5),
+    _Row("l4", 24, 300, 32, 32, "a100", 121, 60, 30.3, fp8=242),
+    _Row("l40s", 48, 864, 32, 32, "a100", 362, 183, 91.6, fp8=733),
+    _Row("rtx-3090", 24, 936, 32, 32, "a100", 71, 35.6, 35.6),
+    _Row("rtx-4090", 24, 1008, 32, 32, "a100", 165.2, 82.6, 82.6, fp8=330.3),
+    _Row("h100-80gb", 80, 3350, 450, 64, "h100", 989, 494, 67, fp8=1979),
+    _Row("h100-96gb", 96, 2400, 450, 64, "h100", 989, 494, 67, fp8=1979),
+    _Row("h100-pcie", 80, 2000, 64, 64, "h100", 756, 378, 51, fp8=1513),
+    _Row("h100-nvl", 94, 3900, 64, 64, "h100", 835, 417, 60, fp8=1671),
+    _Row("h800", 80, 3350, 200, 64, "h100", 989, 494, 67, fp8=1979),
+    _Row("h20", 96, 4000, 450, 64, "h20", 148, 74, 44, fp8=296),
+    _Row("h200", 141, 4800, 450, 64, "h100", 989, 494, 67, fp8=1979),
+    _Row("b200", 180, 8000, 900, 64, "h100", 2250, 1100, 80, fp8=4500),
+    _Row("gb200", 186, 8000, 900, 225, "h100", 2500, 1250, 80, fp8=5000),
+    _Row("mi250x", 64, 1638, 50, 36, "mi250x", 191.5, 0, 47.9),
+    _Row("mi300x", 192, 5300, 448, 64, "mi300x", 1307.4, 653.7, 163.4, fp8=2614.9),
 )
 DEVICES: Mapping[str, Device] = MappingProxyType({row.name: row.device for row in _ALL})
 """Known devices by name. "h100-80gb" is the SXM part; V100 and A100 are SXM where no PCIe is said."""

@@ -169,6 +169,8 @@ def physical_of(
         saved_bytes=tuple(each.saved_bytes for each in stages),
         deferred_bytes=tuple(each.deferred_bytes for each in stages),
         activation_bytes=tuple(each.activation_bytes for each in stages),
+        input_bytes=(0.0, *(each.activation_bytes for each in stages[:-1])),  # the first one has a part of the batch
+        offload=tuple(each.saved_bytes / host for each in stages) if (host := cluster.device.host_bandwidth) else (),
         latency=start + cluster.link_latency,
         bandwidth=near,
         links=_links(placement, mesh, cluster, rates),

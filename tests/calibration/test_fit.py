@@ -12,6 +12,7 @@ from pipeflow.calibration.errors import mean_errors
 from pipeflow.calibration.fit import OPTIMIZED, fitted, line, nonnegative, product_coefficients, step_seconds
 from pipeflow.calibration.machine_times import (
     AttentionTime,
+    HostTime,
     LayerTime,
     Measured,
     MovedTime,
@@ -31,7 +32,9 @@ from pipeflow.planning.transformer import GPT
 from pipeflow.planning.work import layer_work
 from pipeflow.schedules import make_schedule
 
-DEVICE = Device("some device", {"bf16": 200e12, "float32": 20e12}, memory_bytes=64e9, memory_bandwidth=1e12)
+DEVICE = Device(
+    "some device", {"bf16": 200e12, "float32": 20e12}, memory_bytes=64e9, memory_bandwidth=1e12, host_bandwidth=2e10
+)
 KNOWN = {
     "products": 0.9,
     "depth": 120.0,
@@ -117,6 +120,7 @@ def measured(cluster: Cluster) -> Measured:
         sync=known["sync"],
         sharing=cluster.sharing,
         runs_ahead=cluster.device.runs_ahead,
+        host=tuple(HostTime(size, 1e-5 + size / 2e10) for size in (2**20, 2**30)),
     )
 
 
@@ -139,6 +143,7 @@ def test_known_coefficients_are_found(cluster: Cluster) -> None:
         assert getattr(found, name) == pytest.approx(getattr(cluster, name), rel=1e-3), name
     assert (found.device.runs_ahead, found.sharing) == (cluster.device.runs_ahead, cluster.sharing)
     assert found.device.memory_bandwidth == pytest.approx(1e12)
+    assert found.device.host_bandwidth == pytest.approx(2e10, rel=0.001)
 
 
 @pytest.mark.parametrize("cluster", [NEAR, FAR, CPU], ids=["one node", "several nodes", "CPU"])

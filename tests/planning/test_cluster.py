@@ -30,6 +30,8 @@ def test_rates_are_in_the_order_that_hardware_has_them(name: str) -> None:
             assert flops[narrow] / flops[wide] == pytest.approx(2, rel=0.03)
     assert 30 < flops["fp16"] / device.memory_bandwidth < 450  # operations per byte
     assert LINK_BANDWIDTHS[name] < device.memory_bandwidth / 4
+    assert device.host_bandwidth <= LINK_BANDWIDTHS[name]
+    assert device.host_bandwidth in (16e9, 32e9, 36e9, 64e9, 225e9)  # PCIe 3, 4 and 5; Infinity Fabric; NVLink-C2C
 
 
 def test_published_numbers_of_the_a100() -> None:
@@ -38,6 +40,7 @@ def test_published_numbers_of_the_a100() -> None:
         {"fp16": 312e12, "bf16": 312e12, "tf32": 156e12, "float32": 19.5e12},
         memory_bytes=80 * 2**30,
         memory_bandwidth=2039e9,
+        host_bandwidth=32e9,
     )
     assert (A100.devices_per_node, A100.link_bandwidth, A100.network_bandwidth) == (8, 300e9, 25e9)
 
@@ -94,7 +97,7 @@ def test_a_save_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch
         (lambda it: it.pop("link_latency"), "a cluster lacks link_latency; its keys are device, devices_per_node, eff"),
         (
             lambda it: it["device"].pop("flops"),
-            "the device of a cluster lacks flops; its keys are flops, like, mem",
+            "the device of a cluster lacks flops; its keys are flops, host_bandwidth, ",
         ),
         (
             lambda it: it.update(speed=1) or it.pop("device"),

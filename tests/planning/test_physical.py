@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeflow import GPT, PRECISIONS, Placement, Setup, UsageError, make_schedule, plan
+from pipeflow import GPT, PRECISIONS, Placement, Setup, UsageError, make_schedule, plan, simulate, with_offload
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.device import DEVICES, Device
 from pipeflow.planning.efficiency import PUBLISHED, REACHES, SHARES, Efficiency
@@ -82,6 +82,17 @@ def test_reductions_and_the_optimizer_take_what_their_bytes_take() -> None:
     assert found.step_parts.reduction == pytest.approx(rates.gradient_sum(RankGroup(4, 4), 2 * parameters))
     assert found.step_parts.optimizer == pytest.approx(rates.moving(parameters * (2 * 12 + 3 * 2 + 2)))
     assert sharded.step_parts.optimizer == pytest.approx(rates.moving(parameters * (2 * 12 / 4 + 3 * 2 + 2)))
+
+
+def test_a_copy_to_the_host_takes_its_bytes_over_the_devices_link() -> None:
+    schedule = make_schedule("1f1b", ranks=4, microbatches=8)
+    cost = plan(SMALL, schedule, Setup(), cluster=A100).cost
+    assert cost.offload == pytest.approx([size / 32e9 for size in cost.saved_bytes])
+    assert cost.input_bytes == (0, *cost.activation_bytes[:3])
+    offloaded = simulate(with_offload(schedule, cost), cost)
+    assert max(offloaded.peak_bytes) < max(simulate(schedule, cost).peak_bytes)
+    unknown = replace(A100, device=replace(A100.device, host_bandwidth=0))
+    assert plan(SMALL, schedule, Setup(), cluster=unknown).cost.offload == ()
 
 
 def test_two_ranks_sum_the_gradient_of_a_table_that_they_share() -> None:
