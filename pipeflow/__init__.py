@@ -35,10 +35,12 @@ if TYPE_CHECKING:
     from pipeflow.core.partition import partition_balanced, partition_uniform
     from pipeflow.optim.clip import clip_grad_norm_, grad_norm
     from pipeflow.optim.masters import MasterWeights
+    from pipeflow.optim.pipelined import PipelinedOptimizer
     from pipeflow.optim.scaler import LossScaler
     from pipeflow.optim.zero import Zero
     from pipeflow.orders.batch_order import BatchOrder
     from pipeflow.orders.offloading import with_offload
+    from pipeflow.orders.optimizer_steps import with_optimizer_step
     from pipeflow.orders.recomputation import with_recompute
     from pipeflow.orders.search import Found
     from pipeflow.parallel.context import Context, current_context
@@ -100,6 +102,7 @@ _LATER = {
     "PRECISIONS": "planning.setup",
     "Pipeline": "runtime.pipeline",
     "PipelineSharedModuleWrapper": "runtime.gradients.ties",
+    "PipelinedOptimizer": "optim.pipelined",
     "Plan": "planning.step_plan",
     "Precision": "planning.setup",
     "RankPlan": "planning.rank_memory",
@@ -150,6 +153,7 @@ _LATER = {
     "step_time": "analysis.step",
     "verify": "soundness.schedule",
     "with_offload": "orders.offloading",
+    "with_optimizer_step": "orders.optimizer_steps",
     "with_recompute": "orders.recomputation",
 }
 
@@ -188,6 +192,7 @@ __all__ = [
     "Pipeline",
     "PipelineError",
     "PipelineSharedModuleWrapper",
+    "PipelinedOptimizer",
     "Placement",
     "Plan",
     "Precision",
@@ -244,6 +249,7 @@ __all__ = [
     "step_time",
     "verify",
     "with_offload",
+    "with_optimizer_step",
     "with_recompute",
 ]
 

@@ -36,6 +36,7 @@ STAGES, TRAINING, SIMULATING, EXPLAINING = (
 [BY_HAND] = blocks(STAGES, "python", "import torch\n")
 [TRAINER] = blocks(TRAINING, "python", "import pipeflow\nimport torch")
 [HYBRID] = blocks(TRAINING, "python", "from collections")
+[STEPPING] = blocks(TRAINING, "python", "import torch\n")
 LOSSES = r"step (\d+): loss ([\d.]+)"
 WIDTH = 100
 GENERATED = {"docs/schedules.md", "docs/design.md"}  # by docs/gallery.py; a page for those who read the code
@@ -290,6 +291,13 @@ def test_the_trainer_learns_and_goes_on(tmp_path: Path, ranks: int) -> None:
     (tmp_path / "train.py").write_text(TRAINER.replace("epochs=8", "epochs=9"))
     again = run_ranks(tmp_path / "train.py", ranks=3 - ranks, folder=tmp_path)
     assert re.findall(r"epoch (\d/\d), test", again) == ["9/9"]
+
+
+@pytest.mark.slow
+def test_a_schedule_that_steps_the_optimizer_learns(tmp_path: Path) -> None:
+    losses = losses_of(STEPPING, 2, tmp_path)
+    assert [step for step, _ in losses] == [0, 10, 20, 30, 40]
+    assert losses[-1][1] < losses[0][1] / 2
 
 
 def test_the_hybrid_script_needs_no_word_about_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,8 +87,13 @@ FOREIGN = {
     "transformers",
     "wandb",
 }
-SPLIT_STAGES = {"runtime/from_module.py", "runtime/pipeline.py", "runtime/program/memory_actions.py"}
-"""The files of the engine that know tensor-parallel layers: two make stages, and one replays their random numbers."""
+SPLIT_STAGES = {
+    "runtime/from_module.py",
+    "runtime/pipeline.py",
+    "runtime/program/memory_actions.py",
+    "runtime/unconfirmed.py",
+}
+"""The files of the engine that know tensor-parallel layers: two make stages, and two replay their random numbers."""
 
 
 def layer_of(source: Source) -> str:

@@ -196,9 +196,10 @@ class _Run:
         return Cause(span, after, Value(content, span.action.stage, microbatch))
 
     def _made(self, action: Action, span: Span) -> Span | None:
-        """The last span before `span` that made what `action` needs."""
+        """The last span before `span` that made what `action` needs, of another kind: a reduction makes it again."""
         needs = self._flows.get((action.kind, action.stage), NOTHING).needs
-        keys = [(kind, stage, action.microbatch) for content, stage, _ in needs for kind in _MAKERS[content]]
+        kinds = [(kind, stage) for content, stage, _ in needs for kind in _MAKERS[content] if kind is not action.kind]
+        keys = [(*each, action.microbatch) for each in kinds]
         makers = [row[position] for row, position in (self._places[key] for key in keys if key in self._places)]
         return max((maker for maker in makers if maker.start <= span.start), key=lambda maker: maker.end, default=None)
 

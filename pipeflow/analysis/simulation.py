@@ -11,7 +11,7 @@ from pipeflow.analysis.event_loop import Ran, loop, transfers, unlimited
 from pipeflow.analysis.order import Order
 from pipeflow.analysis.processors import SharedClock
 from pipeflow.core.cost import CostModel, require_factors
-from pipeflow.core.dataflow import COPIES
+from pipeflow.core.dataflow import COPIES, DATAFLOW, Stream
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.route import routes_among
 from pipeflow.core.schedule import Schedule
@@ -67,9 +67,17 @@ def run(schedule: Schedule, cost: CostModel, processors: float = inf) -> tuple[t
     moved = transfers(schedule, cost, order)
     there = [inf] * len(moved)
     clock: Iterable[Ran] = unlimited(order, there, cost.durations, cost.overlap, cost.varied)
-    if processors < inf or (cost.copy_groups and schedule.streams & COPIES):
+    if processors < inf or (cost.copy_groups and schedule.streams & COPIES) or _waits_for_joint(schedule):
         clock = SharedClock(schedule, cost, processors, order, there, moved)
     return loop(clock, there, moved, len(schedule.rows)), order
+
+
+def _waits_for_joint(schedule: Schedule) -> bool:
+    """Whether a computation waits for what a joint action on another stream makes."""
+    kinds = {action.kind for rank in range(len(schedule.rows)) for action in schedule.actions(rank)}
+    flows = [DATAFLOW[kind] for kind in kinds]
+    made = {content for flow in flows if flow.joint for content, _ in flow.makes}
+    return any(content in made for flow in flows if flow.stream is Stream.COMPUTE for content, _ in flow.needs)
 
 
 def require_costs(schedule: Schedule, cost: CostModel) -> None:

@@ -55,6 +55,7 @@ def measured_costs(timeline: Timeline) -> CostModel:
         backward_weight=backward_weight,
         latency=latency,
         reduce=tuple(min(times.get((Kind.R, stage), [0.0])) for stage in stages) if Kind.R in kinds else (),
+        optimizer=tuple(mean(Kind.S, stage) for stage in stages) if Kind.S in kinds else (),
         recompute=tuple(mean(Kind.C, stage) or mean(Kind.F, stage) for stage in stages) if Kind.C in kinds else (),
         offload=tuple(map(copy, stages)) if kinds & {*COPIED} else (),
         times={kind: tuple(mean(kind, stage) for stage in stages) for kind in sorted(further)},

@@ -54,6 +54,11 @@ class Costs:
         """Whether the costs include reductions, so that schedules need them. Raises UsageError for a wrong file."""
         return "reduce" in self.even if self.file is None else bool(self._read(self.file).reduce)
 
+    @property
+    def optimizer(self) -> bool:
+        """Whether the costs include steps of the optimizer. Raises UsageError for a wrong file."""
+        return "optimizer" in self.even if self.file is None else bool(self._read(self.file).optimizer)
+
     def model(self, placement: Placement) -> CostModel:
         """The cost model for `placement`. Raises UsageError for measured costs, or a file, that do not fit it."""
         if self.measured is not None:

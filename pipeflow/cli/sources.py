@@ -23,6 +23,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.text import printable
 from pipeflow.core.timeline import Timeline
+from pipeflow.orders.optimizer_steps import with_optimizer_step
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
 from pipeflow.schedules.memory import with_memory_kinds
 from pipeflow.soundness.schedule import Violation, verify, verify_programs
@@ -90,6 +91,8 @@ def source(name: str, request: Request) -> ScheduleSource:
         found = replace(found, schedule=_with_memory_kinds(found, request))
     if request.costs.reduce and found.measured is None:
         found = replace(found, schedule=found.schedule.with_reductions())
+    if request.costs.optimizer and found.measured is None:
+        found = replace(found, schedule=with_optimizer_step(found.schedule))
     return replace(found, schedule=found.schedule.forward_only()) if request.forward_only else found
 
 

@@ -13,9 +13,10 @@ from pipeflow.core.errors import ScheduleError
 
 class Kind(StrEnum):
     """The kind of an action: forward, backward or reduction. A backward is one action (B) or two halves (I, then W). R
-    sums a stage's weight gradients over the ranks that hold the stage. C, O and L save memory: C computes a forward
-    again, so that until then the stage keeps only its input; O copies what a forward saved to the host, and L copies
-    it back. The table in `pipeflow.core.dataflow` lists what each kind needs and makes.
+    sums a stage's weight gradients over the ranks that hold the stage, and S is the optimizer's step of its weights. C,
+    O and L save memory: C computes a forward again, so that until then the stage keeps only its input; O copies what a
+    forward saved to the host, and L copies it back. The table in `pipeflow.core.dataflow` lists what each kind needs
+    and makes.
 
     The zero-bubble papers write I as "B".
     """
@@ -26,6 +27,7 @@ class Kind(StrEnum):
     W = "W"  # weight-gradient half
     R = "R"  # reduction of a stage's weight gradients; its microbatch is the last one it waits for
     C = "C"  # recomputation of what a forward saved
+    S = "S"  # the optimizer's step of a stage; its microbatch is the last one of the stage's weight gradients
     O = "O"  # offload, a copy of what a forward saved to the host  # noqa: E741  # the letter of OptPipe
     L = "L"  # load: the copy back to the device
 
@@ -43,7 +45,8 @@ class Action:
     Attributes:
         kind: which computation it is.
         stage: index of the stage, from 0.
-        microbatch: index of the microbatch, from 0. For a reduction: the last microbatch that it waits for.
+        microbatch: index of the microbatch, from 0. For a reduction or an optimizer's step: the last one that
+            it waits for.
 
     Raises ScheduleError for a negative stage or microbatch.
 

@@ -21,6 +21,7 @@ TIMES = {
     "backward_input": Kind.I,
     "backward_weight": Kind.W,
     "reduce": Kind.R,
+    "optimizer": Kind.S,
     "recompute": Kind.C,
     "offload": Kind.O,
 }
@@ -51,33 +52,29 @@ class CostModel:
 
     Attributes:
         forward: per stage, the time of a forward.
-        backward_input, backward_weight: per stage, the time of the input-gradient half and of the weight-gradient half
-            of a backward.
+        backward_input, backward_weight: per stage, the times of the two halves of a backward.
         latency: latency of a transfer between two ranks. Default: 0.
         bandwidth: bytes per unit of time between two ranks. Default: infinite.
         activation_bytes: per stage, the bytes of its output. Empty: a transfer takes its latency alone.
         links: the `Link` of each ordered pair of ranks (from, to) that differs from `latency` and `bandwidth`.
         overlap: the share of a pair's shorter action that the longer action hides. With 0 a pair takes the sum of both
             times, with 1 the time of the longer action.
-        saved_bytes: per stage, the bytes that a forward keeps for its backward. Empty: memory is counted in
-            activations.
+        saved_bytes: per stage, the bytes that a forward keeps for its backward. Empty: memory is in activations.
         deferred_bytes: per stage, the bytes that a backward keeps between its two halves. Empty: they are not counted.
-        reduce: per stage, the time to reduce its weight gradients over the ranks that hold it, once per step. Empty: no
-            time.
+        reduce: per stage, the time to reduce its weight gradients over the ranks that hold it. Empty: no time.
+        optimizer: per stage, the time of the optimizer's step of its weights. Empty: no time.
         recompute: per stage, the time to compute a forward again. Empty: that of the forward.
         offload: per stage, the time to copy to the host what a forward saved, or back. Empty: no time.
         copy_groups: the ranks that share a link to their host, one tuple per link. A link carries one copy at a time in
             each direction. A rank in no group has a link of its own.
-        input_bytes: per stage, the bytes that a forward keeps if it is computed again later. Empty: they are not
-            counted.
+        input_bytes: per stage, the bytes that a forward keeps if it is computed again. Empty: not counted.
         times: per kind of action that has no argument here, the time per stage.
         kept_bytes: per content that has no argument here, the bytes kept per stage.
         route_bytes: per route (from stage, to stage), the bytes that are sent on it.
         microbatch_factors: per microbatch, its times and bytes relative to those above. Empty: all microbatches are
             alike. Reductions, which are run once for all microbatches, have no factor.
         unit: "s" if times are in seconds; "" if the unit is not known.
-        durations: per kind of action, the time per stage. These are all times above, with 0 for those that are not
-            given.
+        durations: per kind of action, the time per stage: 0 for those that are not given.
         sizes: per content that has a size, the bytes kept per stage. These are all kept bytes above.
 
     Raises UsageError for tuples of different lengths, for pairs of stages that cannot be routes, and for an unknown
@@ -104,6 +101,7 @@ class CostModel:
     route_bytes: Mapping[tuple[int, int], float] = field(default_factory=dict, hash=False)
     microbatch_factors: tuple[float, ...] = ()
     unit: str = ""
+    optimizer: tuple[float, ...] = ()
     durations: Mapping[Kind, tuple[float, ...]] = field(init=False, repr=False, compare=False)
     sizes: Mapping[Content, tuple[float, ...]] = field(init=False, repr=False, compare=False)
 
@@ -149,7 +147,7 @@ class CostModel:
         """The names and values of all fields that have one number per stage."""
         for name in ("forward", "backward_input", "backward_weight"):
             yield name, getattr(self, name)
-        for name in ("activation_bytes", *BYTES, "reduce", "recompute", "offload"):
+        for name in ("activation_bytes", *BYTES, "reduce", "optimizer", "recompute", "offload"):
             if numbers := getattr(self, name):
                 yield name, numbers
         for kind, numbers in self.times.items():
@@ -170,6 +168,7 @@ class CostModel:
         deferred_bytes: float = 0,
         overlap: float = 0,
         reduce: float = 0,
+        optimizer: float = 0,
         recompute: float = 0,
         offload: float = 0,
         input_bytes: float = 0,
@@ -187,6 +186,7 @@ class CostModel:
             deferred_bytes: the part of `saved_bytes` that the weight-gradient half still needs.
             overlap: as in `CostModel`.
             reduce: the time to reduce the weight gradients of a rank's share.
+            optimizer: the time of the optimizer's step of a rank's share.
             recompute: the time to compute a forward again. 0: that of the forward.
             offload: the time to copy to the host what a forward saved, or back.
             input_bytes: the part of `saved_bytes` that a forward keeps if it is computed again later.
@@ -206,6 +206,7 @@ class CostModel:
             deferred_bytes=divided(deferred_bytes) if deferred_bytes else (),
             input_bytes=divided(input_bytes) if input_bytes else (),
             reduce=divided(reduce) if reduce else (),
+            optimizer=divided(optimizer) if optimizer else (),
             recompute=divided(recompute) if recompute else (),
             offload=divided(offload) if offload else (),
         )

@@ -36,7 +36,8 @@ class Value(NamedTuple):
     stage 2, microbatch 0".
 
     A value that stays on its rank may be made again after its use. A reduction uses the last weight gradient of its
-    stage, which stands for all earlier ones. Without reductions no action uses weight gradients.
+    stage, which stands for all earlier ones, and makes it again, summed. An optimizer's step uses it last. Without
+    these no action uses weight gradients.
 
     Attributes:
         content: what the value is: activation, gradient, saved, deferred or weight gradient.
@@ -90,8 +91,8 @@ class DataflowRow(NamedTuple):
         takes: the kinds of action whose times it takes together, if it is given no time of its own. Empty: it always
             has a time of its own.
         stream: the stream it runs on. Only computations need or make values that pass between ranks.
-        joint: whether all ranks that hold the stage run it at the same time, once for all microbatches. It makes no
-            values then.
+        joint: whether it runs once for all microbatches, on all ranks that hold the stage. Beside the computations,
+            all of them run it at the same time. Other actions may not need what it makes.
         in_place: whether the values it makes replace those it uses when it ends. Otherwise both are in memory while it
             runs.
         needs_only: the content that it really needs of the values that it makes again. Until it runs, only that is
@@ -134,8 +135,14 @@ DATAFLOW: dict[Kind, DataflowRow] = {
     Kind.R: DataflowRow(
         "gradient reduction",
         needs=((Content.WEIGHT_GRADIENT, 0),),
-        makes=(),
+        makes=((Content.WEIGHT_GRADIENT, 0),),
         stream=Stream.REDUCE,
+        joint=True,
+    ),
+    Kind.S: DataflowRow(
+        "optimizer step",
+        needs=((Content.WEIGHT_GRADIENT, 0),),
+        makes=(),
         joint=True,
     ),
     Kind.C: DataflowRow(
@@ -178,9 +185,10 @@ KEPT = frozenset(
 """The contents that a rank keeps from the action that makes them to the action that uses them."""
 
 MAKERS: dict[Content, tuple[Kind, ...]] = {
-    content: tuple(kind for kind, flow in DATAFLOW.items() if (content, 0) in flow.makes) for content in Content
+    content: tuple(kind for kind, flow in DATAFLOW.items() if (content, 0) in flow.makes and not flow.joint)
+    for content in Content
 }
-"""Per content, the kinds of action that make it."""
+"""Per content, the kinds of action that make it for a microbatch."""
 
 
 class End(NamedTuple):

@@ -115,3 +115,35 @@ def closest(name: str, known: Collection[str], *, cutoff: float = 0.6) -> str | 
     from difflib import get_close_matches  # slow to load, and rarely needed
 
     return next(iter(get_close_matches(name, known, n=1, cutoff=cutoff)), None)
+
+
+class NonFiniteError(PipeflowError, ArithmeticError):
+    """A number of a step is infinite or NaN. Raised on every rank.
+
+    Args:
+        what: which number, and in which step.
+        advice: what to do about it.
+        step: number of steps taken before this one.
+
+    `what` and `step` are attributes, too.
+    """
+
+    def __init__(self, what: str, advice: str, step: int) -> None:
+        super().__init__(
+            f"{what}: {advice}, or leave such steps out with Engine(non_finite='skip'). The weights were not changed "
+            "by this step"
+        )
+        self.what = what
+        self.step = step
+
+
+class NonFiniteGradientError(NonFiniteError):
+    """The gradient of a step is infinite or NaN, although the losses of its batches are finite.
+
+    Args:
+        step: number of steps taken before this one, also an attribute.
+    """
+
+    def __init__(self, step: int) -> None:
+        advice = "look at its data and at operations with infinite derivatives, such as sqrt(0)"
+        super().__init__(f"the gradient is not finite in step {step}, although the loss is", advice, step)

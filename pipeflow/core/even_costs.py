@@ -39,6 +39,7 @@ _ARGUMENTS = {
     "transfer": EvenCost("time from when a value leaves its rank until it arrives"),
     "overlap": EvenCost("share of a pair's shorter half that the longer half hides, from 0 to 1", unit="share"),
     "reduce": EvenCost("time to sum a rank's weight gradients over the replicas", absent="no reductions"),
+    "optimizer": EvenCost("time of the optimizer's step of a rank's weights (S)", absent="no such steps"),
     "recompute": EvenCost("time to compute a forward again (C)", absent="that of a forward"),
     "offload": EvenCost("time to copy to the host what a forward saved (O), or back (L)"),
     "saved_bytes": EvenCost(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeflow.core.action import Action, Entry, Kind, actions_of
-from pipeflow.core.dataflow import Stream, stream_of
+from pipeflow.core.dataflow import DATAFLOW, Stream, stream_of
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.notebook import Shown
 from pipeflow.core.placed import placement_of
@@ -96,12 +96,12 @@ class Schedule(Shown):
 
     def first(self, microbatches: int) -> Schedule:
         """The same schedule for its first `microbatches` alone; the schedule itself if it has no more than that. If
-        microbatches are left out, reductions are left out, too, and a pair that loses one action becomes the other
-        action. The result is sound if this schedule is, since microbatches do not depend on each other.
+        microbatches are left out, so are reductions and the optimizer's steps, and a pair that loses one action becomes
+        the other action. The result is sound if this schedule is, since microbatches do not depend on each other.
         """
         if microbatches >= self.num_microbatches:
             return self
-        rows = tuple(tuple(_within(row, microbatches)) for row in self.without_reductions().rows)
+        rows = tuple(tuple(_within(row, microbatches)) for row in self.rows)
         return Schedule(self.name, self.placement, microbatches, rows)
 
     def to_csv(self) -> str:
@@ -150,7 +150,11 @@ class Schedule(Shown):
 
 def _within(row: tuple[Entry, ...], microbatches: int) -> Iterator[Entry]:
     for entry in row:
-        left = [action for action in actions_of(entry) if action.microbatch < microbatches]
+        left = [
+            action
+            for action in actions_of(entry)
+            if action.microbatch < microbatches and not DATAFLOW[action.kind].joint
+        ]
         yield from left if len(left) == 1 else [entry] * bool(left)
 
 

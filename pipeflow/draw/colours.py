@@ -35,6 +35,7 @@ HUES = {
     Kind.I: Hue((226, 118, 172), "magenta", "detailed_memory_dump"),
     Kind.W: Hue((242, 182, 52), "yellow", "rail_idle"),
     Kind.R: Hue((125, 50, 230), "red", "rail_animation"),
+    Kind.S: Hue((192, 252, 0), "bright_green", "startup"),
     Kind.C: Hue((221, 51, 170), "cyan", "bad"),
     Kind.O: Hue((153, 136, 34), "white", "olive"),
     Kind.L: Hue((0, 150, 160), "cyan", "good"),

@@ -48,7 +48,8 @@ def _named(state: State, name: str, *, searched: bool) -> str:
         *(f"{option}={value!r}" for option, value in options.items()),
         *["cost=cost"] * searched,
     ]
-    return _call("pipeflow.make_schedule", words) + ".with_reductions()" * state.reduces
+    made = _call("pipeflow.make_schedule", words) + ".with_reductions()" * state.reduces
+    return _call("pipeflow.with_optimizer_step", [made]) if state.steps else made
 
 
 def _table(made: Schedule) -> str:

@@ -72,6 +72,7 @@ COST_LABELS = {
     "backward_weight": "weight half (W)",
     "overlap": "pair overlap",
     "reduce": "reduction",
+    "optimizer": "optimizer step (S)",
 }
 SENT = {  # what is sent, in bytes; the command has only the latency
     "activation_bytes": EvenCost("bytes of a microbatch's activation between ranks", unit="bytes"),

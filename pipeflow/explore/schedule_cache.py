@@ -16,6 +16,7 @@ from pipeflow.explore.lru import Kept
 from pipeflow.explore.names import file_of, split, title
 from pipeflow.explore.rows import read_rows
 from pipeflow.explore.state import State
+from pipeflow.orders.optimizer_steps import with_optimizer_step
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.schedules.registry import is_searched
 
@@ -57,13 +58,13 @@ def measures(state: State, name: str, candidates: int | None = None) -> Measures
 
 def _key(state: State, name: str, candidates: int | None) -> Hashable:
     """What the schedule `name` depends on."""
-    reduced = state.reduces
+    added = state.reduces, state.steps
     if name == CUSTOM:
-        return name, reduced, state.rows, state.placement, state.rows_microbatches
+        return name, added, state.rows, state.placement, state.rows_microbatches
     if (file := file_of(name)) is not None:
-        return state.files[file].source, reduced
+        return state.files[file].source, added
     costs = (_costs(state), candidates) if is_searched(split(name)[0]) else None
-    return name, reduced, state.ranks, state.microbatches, tuple(state.options_for(name).items()), costs
+    return name, added, state.ranks, state.microbatches, tuple(state.options_for(name).items()), costs
 
 
 def _costs(state: State) -> Hashable:
@@ -80,7 +81,13 @@ def _made(state: State, name: str, candidates: int | None) -> Schedule:
             return made  # as it ran
         if state.files[file].problem:
             raise UsageError(state.files[file].problem)
-    return made.with_reductions() if state.reduces else made
+    return completed(state, made)
+
+
+def completed(state: State, schedule: Schedule) -> Schedule:
+    """A schedule with the reductions and the optimizer's steps that the state's costs have."""
+    reduced = schedule.with_reductions() if state.reduces else schedule
+    return with_optimizer_step(reduced) if state.steps else reduced
 
 
 def drafted(state: State) -> Draft:

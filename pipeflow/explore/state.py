@@ -167,6 +167,11 @@ class State:
         return bool(self.costs["reduce"]) or (self.measured is not None and self.measured.reduces)
 
     @property
+    def steps(self) -> bool:
+        """Whether schedules have the optimizer's steps."""
+        return self.modelled is None and bool(self.costs["optimizer"])
+
+    @property
     def unit(self) -> Unit:
         """The unit of times: a readable one for those of a model or of a measured step, which are in seconds. Others
         have none. It follows from the busiest stage, so that links can say times before anything is simulated.

@@ -8,6 +8,7 @@ from pipeflow.optim.clip import clip_grad_norm_, grad_norm
 from pipeflow.optim.lamb import Lamb
 from pipeflow.optim.masters import MasterWeights
 from pipeflow.optim.optimizer import load_named_state, named_state
+from pipeflow.optim.pipelined import PipelinedOptimizer
 from pipeflow.optim.precision import HalfPrecision
 from pipeflow.optim.rates import (
     CosineAnnealingWarmupLR,
@@ -30,6 +31,7 @@ __all__ = [
     "LossScaler",
     "MasterWeights",
     "MultiStepWarmupLR",
+    "PipelinedOptimizer",
     "PolynomialWarmupLR",
     "Zero",
     "clip_grad_norm_",

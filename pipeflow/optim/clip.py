@@ -38,8 +38,8 @@ def _grad_norm(model: Pipeline, norm_type: float, factors: Mapping[nn.Parameter,
     with model.alarm.raised_everywhere():
         if not norm_type > 0:
             raise UsageError(f"norm_type must be positive, such as 2.0 or math.inf, got {norm_type}")
-        norms = all_gather_tensor(model.context.world, _norms(model, norm_type, factors))
-    counted = _combined(norms[:, 0], norm_type) / model.loss_scale
+        norms = all_gather_tensor(model.context.world, norms_of(model, norm_type, factors))
+    counted = combined(norms[:, 0], norm_type) / model.loss_scale
     return torch.where(norms.isfinite().all(), counted, math.inf)
 
 
@@ -64,7 +64,7 @@ def clip_grad_norm_(model: Pipeline, max_norm: float, norm_type: float = 2.0) ->
         if clipping.pending is not None:
             pending |= dict.fromkeys(clipping.parameters, clipping.pending)
     norm = _grad_norm(model, norm_type, pending)
-    factor = _clip_factor(norm, max_norm)
+    factor = clip_factor(norm, max_norm)
     for clipping in model.clippings:
         clipping.add(norm, factor)
     if factor.device.type == "cpu" and factor == 1:  # elsewhere the host would wait to know
@@ -75,7 +75,7 @@ def clip_grad_norm_(model: Pipeline, max_norm: float, norm_type: float = 2.0) ->
     return norm
 
 
-def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """The factor that scales gradients with `norm` to `max_norm`; 1 if the norm is small enough, or not finite."""
     if not max_norm > 0:
         raise UsageError(f"max_norm must be positive, got {max_norm}")
@@ -83,7 +83,7 @@ def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return torch.where(norm.isfinite(), factor, 1.0)
 
 
-def _norms(model: Pipeline, norm_type: float, factors: Mapping[nn.Parameter, Tensor]) -> Tensor:
+def norms_of(model: Pipeline, norm_type: float, factors: Mapping[nn.Parameter, Tensor]) -> Tensor:
     """Norms of two groups of this rank's gradients: those that this rank counts, and those that another rank counts.
     Shape [2], float64.
     """
@@ -99,14 +99,14 @@ def _norms(model: Pipeline, norm_type: float, factors: Mapping[nn.Parameter, Ten
             norm = torch.linalg.vector_norm(local, norm_type, dtype=dtype)
             norms[not first].append(norm * factors[parameter] if parameter in factors else norm)
     device = model.context.device
-    return torch.stack([_combined(_stacked(each, device), norm_type) for each in norms])
+    return torch.stack([combined(_stacked(each, device), norm_type) for each in norms])
 
 
 def _stacked(norms: Iterable[Tensor], device: torch.device) -> Tensor:
     return torch.stack([torch.zeros((), dtype=torch.float64, device=device), *norms])
 
 
-def _combined(norms: Tensor, norm_type: float) -> Tensor:
+def combined(norms: Tensor, norm_type: float) -> Tensor:
     """The norm of a vector whose parts have these norms. They are scaled by the largest, since powers may overflow."""
     largest = norms.max()
     scaled = torch.linalg.vector_norm(norms / largest, norm_type)

@@ -37,18 +37,22 @@ class AgreementRow(NamedTuple):
     change: float = 0.0  # of its parameters since the ranks last compared theirs
     gradient_scale: float = 1.0
     buffers: float = 0.0  # 1 if this rank's buffers have changed since the replicas last shared theirs
+    counted: float = 0.0  # norm of its gradients that it counts, if the step steps the optimizer
+    elsewhere: float = 0.0  # norm of those that another rank counts
 
 
 class Agreed(NamedTuple):
     """The result of the agreement: the loss, the largest change of parameters, the number of samples over all replicas
-    and their weight, and whether buffers have changed on any rank. Loss and weight are known on some ranks only.
+    and their weight, whether buffers have changed on any rank, and what every rank told. Loss and weight are known on
+    some ranks only.
     """
 
     loss: Tensor | None
     change: ParameterChange
     samples: int
     weight: float
-    buffers: bool
+    buffers: bool = False
+    rows: Sequence[AgreementRow] = ()
 
 
 def share_of(results: Results, context: Context) -> float:
@@ -95,7 +99,16 @@ def agree(
         loss, weight = _mean(rows, losses, context) if everywhere or results.weights else (None, 0.0)
     samples = sum(row.samples for row in rows[:: len(rows) // context.data.size])
     buffers = any(row.buffers for row in rows)
-    return Agreed(loss, ParameterChange(int(max(row.change for row in rows))), int(samples), weight, buffers)
+    return Agreed(loss, ParameterChange(int(max(row.change for row in rows))), int(samples), weight, buffers, rows)
+
+
+def told_alone(told: AgreementRow, results: Results) -> Agreed:
+    """What a rank knows at the end of a step without the other ranks: the loss, on the rank that has the last stage.
+    Raises UsageError if nothing in the batch counts.
+    """
+    if results.weights:
+        _require_some([results.weight])
+    return Agreed(results.loss(), ParameterChange.NONE, int(told.samples), results.weight)
 
 
 def is_host(device: torch.device) -> bool:

@@ -29,7 +29,7 @@ from pipeflow.runtime.names import name_in_module
 from pipeflow.runtime.program.pairs import Overlap
 from pipeflow.runtime.programs import Options, Programs
 from pipeflow.runtime.stage import Stage
-from pipeflow.runtime.state_dict import cut_prefixes, rename_loaded, rename_saved
+from pipeflow.runtime.state_dict import add_hooks, cut_prefixes
 from pipeflow.runtime.step import Runner
 from pipeflow.runtime.weighing import UNKNOWN_WEIGHTS, checked, weighing_of
 from pipeflow.stages.blocks import Blocks, Cuts
@@ -133,8 +133,7 @@ class Pipeline(nn.Module):
         self.clippings: WeakSet[Clipping] = WeakSet()
         self.cut: CutPlan | None = None
         self.names_in_module: frozenset[str] = frozenset()  # of the state dict of the module that `from_module` cut
-        self.register_state_dict_post_hook(rename_saved)  # type: ignore[no-untyped-call]  # torch has no types here
-        self.register_load_state_dict_pre_hook(rename_loaded)  # type: ignore[no-untyped-call]  # nor here
+        add_hooks(self)
         with self.alarm.raised_everywhere():
             self.alarm.expect_slow()
             own = fitting_stages(self.chunks, schedule, context, stages)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pipeflow.analysis.lowering import lower
+from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.placement import Placement
@@ -23,6 +24,7 @@ from pipeflow.runtime.program.compile import Compiled, channels_of, compile_prog
 from pipeflow.runtime.program.pairs import Overlap
 from pipeflow.runtime.program.payload import Promise
 from pipeflow.runtime.stage import Stage
+from pipeflow.runtime.unconfirmed import Stepper
 from pipeflow.soundness.schedule import verify
 
 KEPT = 16  # compiled programs of one pipeline, the most recently used ones
@@ -82,6 +84,7 @@ class Programs:
         self.stages = stages
         self.gradients = gradients
         self.options = options
+        self.stepper: Stepper | None = None  # of schedules that step the optimizer
         self._kept: list[Runnable] = []  # the most recently used one first
 
     def __len__(self) -> int:
@@ -135,12 +138,24 @@ class Programs:
             overlap=self.options.overlap,
             gradients=self.gradients,
             reduce=mode.reduce,
+            step=None if self.stepper is None else self.stepper.step,
         )
 
     def _training(self, schedule: Schedule, *, reduce: bool) -> Schedule:
         """The schedule with the reductions that the step needs."""
         if schedule.is_forward_only:
             raise UsageError(f"schedule {schedule.name!r} has no backwards: pass forward_only=True")
+        steps = any(action.kind is Kind.S for rank in range(len(schedule.rows)) for action in schedule.actions(rank))
+        if steps and self.stepper is None:
+            raise UsageError(
+                f"schedule {schedule.name!r} steps the optimizer (S), but the Pipeline has none: make a "
+                "pipeflow.PipelinedOptimizer(model, optimizer), or use the schedule without these steps"
+            )
+        if steps and not reduce:
+            raise UsageError(
+                f"schedule {schedule.name!r} steps the optimizer (S) in every call, so gradients of several calls "
+                "cannot be accumulated with reduce=False: use the schedule without these steps"
+            )
         if not reduce:
             return schedule.without_reductions()  # then copies are exchanged at the end
         has_others = self.context.data.size > 1 or len(self.placement.paths) > 1

@@ -29,6 +29,21 @@ def cut_prefixes(chunks: nn.ModuleList) -> tuple[str, ...]:
     return tuple(f"chunks.{index}." for index, chunk in enumerate(chunks) if isinstance(chunk, ModuleStage))
 
 
+def add_hooks(model: Any) -> None:
+    """Makes the state dicts of a Pipeline those of this file."""
+    model.register_state_dict_pre_hook(_confirm)
+    model.register_state_dict_post_hook(rename_saved)
+    model.register_load_state_dict_pre_hook(_confirm)
+    model.register_load_state_dict_pre_hook(rename_loaded)
+
+
+def _confirm(model: Any, *_: object) -> None:
+    """Waits until the last step of the optimizer is confirmed, which may undo it. A hook of `nn.Module.state_dict` and
+    `load_state_dict`.
+    """
+    model.runner.confirm()
+
+
 def rename_saved(model: Any, state: MutableMapping[str, Any], prefix: str, _: Mapping[str, Any]) -> None:
     """Gives the entries of a state dict the names in the module. A hook of `nn.Module.state_dict`."""
     context = model.context

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from pipeflow.core.errors import UsageError
+from pipeflow.core.errors import PipeflowError, UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
+from pipeflow.parallel.transport.agreement import all_gather, told_alike
+from pipeflow.parallel.transport.work import LinkError
 from pipeflow.runtime.autocast import outside, region_of
 from pipeflow.runtime.call import StepCall
-from pipeflow.runtime.loss import Agreed, AgreementRow, agree, share_of
+from pipeflow.runtime.loss import Agreed, AgreementRow, agree, require_alike, share_of, told_alone
 from pipeflow.runtime.microbatch import Batch, as_pair, next_batch
 from pipeflow.runtime.outputs import merged
 from pipeflow.runtime.pace import Pace
@@ -23,6 +26,7 @@ from pipeflow.runtime.program.operations import Operation
 from pipeflow.runtime.program.running import run
 from pipeflow.runtime.programs import Programs, RunMode, Runnable
 from pipeflow.runtime.trace import StepTrace
+from pipeflow.runtime.unconfirmed import Repeatable, Unconfirmed
 from pipeflow.runtime.weighing import CheckedCriterion, loss_weights
 
 
@@ -94,6 +98,7 @@ class Runner:
         self.taken = taken  # names of the entries that stages of any rank take; None if they take all
         self.read: Callable[[object], tuple[object, object]] = as_pair
         self._runs = False
+        self._unconfirmed: Unconfirmed | None = None
         self._last_stage = programs.placement.num_stages - 1
         self._last_ranks = programs.placement.ranks_of(self._last_stage)
 
@@ -119,6 +124,13 @@ class Runner:
         finally:
             self._runs = False
 
+    def confirm(self) -> None:
+        """Waits until all ranks have confirmed the last step of the optimizer. Raises LinkError, and the errors of the
+        step.
+        """
+        if self._unconfirmed is not None:
+            self._confirmed(self._unconfirmed)
+
     @property
     def is_running(self) -> bool:
         """True while a step is under way."""
@@ -137,6 +149,7 @@ class Runner:
         )
         self._runs = True
         try:
+            self._confirm_all()
             batch, runnable = self._start(data_iter, call)
             compiled = runnable.compiled
             compiled.fit(batch.sizes, self.transport)
@@ -159,6 +172,8 @@ class Runner:
         self.gradients.prepare()
         batch, runnable = self._start(data_iter, call)
         compiled, results = runnable.compiled, runnable.compiled.results
+        if compiled.ahead is None or call.trace:
+            self._confirm_all()
         compiled.fit(batch.sizes, self.transport)
         region = region_of(self.transport.device.type, self.autocast)
         with torch.inference_mode(mode=False), torch.set_grad_enabled(call.training), outside(region):
@@ -170,7 +185,7 @@ class Runner:
         self._pace.step()
         # merging may fail, so it must come before the agreement
         outputs = merged(results, self.transport, self._last_ranks, self._last_stage)
-        agreed = self._agree(call, runnable, batch)
+        agreed = self._end(call, runnable, batch)
         timeline = None if measured is None else measured.timeline(call.schedule, self.gradients.writing)
         losses = results.computed()
         self._unload(compiled)
@@ -178,10 +193,49 @@ class Runner:
             agreed.loss.backward = _Ran()  # type: ignore[method-assign]  # of this tensor alone
         return Output(agreed.loss, outputs, timeline, losses, agreed.samples, agreed.weight)
 
-    def _agree(self, call: StepCall, runnable: Runnable, batch: Batch) -> Agreed:
-        """The agreement of all ranks at the end of a step, after which gradients and buffers are as all ranks need."""
+    def _end(self, call: StepCall, runnable: Runnable, batch: Batch) -> Agreed:
+        """Ends a step. If it has stepped the optimizer, the other ranks need not have ended it yet."""
+        told, stepper = self._told(call, runnable, batch), self.programs.stepper
+        if runnable.compiled.ahead is None or stepper is None:
+            return self._agree(told, call, runnable)
+        norms, alone = stepper.norms(), self.context.data.size == len(self._last_ranks) == 1
+        if alone and stepper.may_run_ahead and not (call.broadcast_loss or call.trace):
+            self._unconfirmed = Unconfirmed(self.context, told, norms)
+            return told_alone(told, runnable.compiled.results)
+        counted, elsewhere = norms.tolist()
+        agreed = self._agree(told._replace(counted=counted, elsewhere=elsewhere), call, runnable)
+        self._judge(agreed.rows)
+        return agreed
+
+    def _judge(self, rows: Sequence[AgreementRow]) -> bool:
+        """Whether the step of the optimizer stands as it was taken. All ranks come to the same result."""
+        assert self.programs.stepper is not None
+        norms = torch.tensor([(row.counted, row.elsewhere) for row in rows], dtype=torch.float64, device="cpu")
+        try:
+            return self.programs.stepper.judge(norms.to(self.transport.device))
+        except PipeflowError:
+            self._unconfirmed = None
+            with suppress(LinkError):  # a rank reports only after all have found the error
+                all_gather(self.context.world, [0.0])
+            raise
+
+    def _confirmed(self, step: Unconfirmed) -> bool:
+        """Whether a step stands, once all ranks have ended it."""
+        if step.stands is None:
+            rows = step.rows()
+            with told_alike(self.context.world):
+                require_alike(rows, self.context)
+            step.stands = self._judge(rows)
+        return step.stands
+
+    def _confirm_all(self) -> None:
+        """Like `confirm`, where all ranks call it together, before anything else runs."""
+        self.confirm()
+        self._unconfirmed = None
+
+    def _told(self, call: StepCall, runnable: Runnable, batch: Batch) -> AgreementRow:
         gradients = self.gradients
-        told = AgreementRow(
+        return AgreementRow(
             call.number,
             runnable.digest,
             sum(batch.sizes),
@@ -190,6 +244,10 @@ class Runner:
             gradient_scale=call.gradient_scale,
             buffers=call.training and gradients.buffers.are_changed,
         )
+
+    def _agree(self, told: AgreementRow, call: StepCall, runnable: Runnable) -> Agreed:
+        """The agreement of all ranks at the end of a step, after which gradients and buffers are as all ranks need."""
+        gradients = self.gradients
         agreed = agree(
             told,
             runnable.compiled.results,
@@ -223,10 +281,35 @@ class Runner:
         if not runnable.mode.training:
             run(operations)
             return
+        compiled, stepper = runnable.compiled, self.programs.stepper
         self.gradients.begin(runnable.orders)
-        run(operations)
+        if compiled.ahead is not None and stepper is not None:
+            stepper.begin()
+            if self.gradients.change:
+                raise UsageError(
+                    "parameters were frozen, unfrozen, replaced or converted since the last step, of which the ranks "
+                    "must hear before a step of the optimizer: run one step of the schedule without such steps"
+                )
+        run(operations[self._run_ahead(compiled, operations) : compiled.closing])
         batch.backward()
         self.gradients.end(reduce=runnable.mode.reduce)
+        run(operations[compiled.closing :])
+
+    def _run_ahead(self, compiled: Compiled, operations: Sequence[Operation]) -> int:
+        """Runs the first operations while the last step of the optimizer is not confirmed, then confirms it. If its
+        weights were wrong, runs them again. Returns their number.
+        """
+        step, ahead = self._unconfirmed, compiled.ahead
+        if step is None or ahead is None:
+            return 0
+        start = Repeatable(self.stages.values(), self.transport.device)
+        run(operations[: ahead.end])
+        stands, self._unconfirmed = self._confirmed(step), None
+        if not stands:
+            ahead.take_back()
+            with start.again():
+                run(ahead.again)
+        return ahead.end
 
     def _load(self, compiled: Compiled, batch: Batch, call: StepCall, region: torch.autocast | None) -> None:
         """Splits the batch and puts its microbatches where the operations read them. Stages and criterion run in

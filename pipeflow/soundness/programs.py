@@ -103,9 +103,10 @@ class _Walk:
                     done = "already used or sent" if value in self.known else "neither made nor received before"
                     yield self._wrong(position, f"{action} needs the {value}, {done}", "every value there for its use")
         for action in actions:
-            for end in self.table[action.kind, action.stage].makes:
+            needs, makes = self.table[action.kind, action.stage]
+            for end in makes:
                 value = end.of(action.microbatch)
-                back = end.content in KEPT and value not in self.kept and action not in self.ran
+                back = (end.content in KEPT or end in needs) and value not in self.kept and action not in self.ran
                 if not back and (value in self.made or value in self.known):
                     yield self._wrong(position, f"{action} makes the {value} again", "every value made once")
                     continue

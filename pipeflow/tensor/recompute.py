@@ -36,8 +36,8 @@ def checkpoint(function: Callable[..., Any], *arguments: Any, **keywords: Any) -
     return torch_checkpoint.checkpoint(function, *arguments, use_reentrant=False, context_fn=contexts, **keywords)
 
 
-def replay_of(stage: int, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Remembers the state of the random generators before a forward of `stage`, and returns a function that makes a
+def replay_of(what: str, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """Remembers the state of the random generators before a forward of `what`, and returns a function that makes a
     region in which the same numbers are drawn. The region raises UsageError at its end if the generators of Python or
     NumPy were used in it.
     """
@@ -57,7 +57,7 @@ def replay_of(stage: int, device: torch.device) -> Callable[[], AbstractContextM
             yield
         if _drawn() != before:
             raise UsageError(
-                f"stage {stage} draws from the random numbers of Python or NumPy, so its recomputation differs from "
+                f"{what} draws from the random numbers of Python or NumPy, so its recomputation differs from "
                 "its forward: draw from torch, or do not recompute the stage"
             )
 

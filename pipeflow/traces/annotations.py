@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pipeflow.core.action import Kind, Pair, actions_of, parse_entry
+from pipeflow.core.dataflow import DATAFLOW
 from pipeflow.core.errors import UsageError
 
 KINDS = {
@@ -87,7 +88,8 @@ def _of_torch(text: str) -> Iterator[Named]:
         entry = parse_entry(text)
     except UsageError:
         return
-    named = [Named(each.kind, each.stage, each.microbatch) for each in actions_of(entry) if each.kind is not Kind.R]
+    actions = (each for each in actions_of(entry) if not DATAFLOW[each.kind].joint)
+    named = [Named(each.kind, each.stage, each.microbatch) for each in actions]
     if isinstance(entry, Pair):
         named = [each._replace(partner=other) for each, other in zip(named, reversed(named), strict=True)]
     yield from named

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipeflow.core.errors import NonFiniteGradientError
 from pipeflow.training.config.engine import make_engine
 from pipeflow.training.config.launch import current_config, launch_from_config
 from pipeflow.training.config.schema import Config, read_config
@@ -24,7 +25,7 @@ from pipeflow.training.hooks import (
 )
 from pipeflow.training.logging import DistributedLogger, disable_existing_loggers, get_dist_logger
 from pipeflow.training.loop.engine import Engine, Step
-from pipeflow.training.loop.finite import NonFiniteGradientError, NonFiniteLossError
+from pipeflow.training.loop.finite import NonFiniteLossError
 from pipeflow.training.loop.trainer import Trainer
 from pipeflow.training.model.build import build_stages, cut_layers
 from pipeflow.training.model.measure import measure_layers

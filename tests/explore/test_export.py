@@ -20,7 +20,7 @@ from pipeflow.schedules.options import family_options
 COSTS: dict[str, dict[str, str]] = {
     "unit": {},
     "even": {"forward": "2", "backward_weight": "0.1", "latency": "0.25", "overlap": "0.5"},
-    "reduced": {"reduce": "1.5", "saved_bytes": "3", "deferred_bytes": "1e-5"},
+    "reduced": {"reduce": "1.5", "optimizer": "0.5", "saved_bytes": "3", "deferred_bytes": "1e-5"},
     "deep": {"factors": "1,1,1,1.7", "latency": "0.3"},
     "bytes": {"activation_bytes": "6", "bandwidth": "7", "reduce": "2", "factors": "3"},
     "model": {"model": "gpt3-175b", "tensor": "8", "data": "2", "devices_per_node": "8"},

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from pipeflow.core.dataflow import DATAFLOW, Stream, Value, makes, needs
@@ -67,7 +69,7 @@ class _Bound(NamedTuple):
 def _slices(timeline: Timeline, process: int, thread: int, factor: float) -> Iterator[Event]:
     """The events of actions, and of the arrows between them."""
     stages = timeline.placement.num_stages
-    made: dict[Value, _Bound] = {}
+    made: defaultdict[Value, list[_Bound]] = defaultdict(list)
     used: list[tuple[Value, _Bound]] = []
     for track, lane in enumerate(_tracks(timeline), start=thread):
         free = 0.0
@@ -77,15 +79,19 @@ def _slices(timeline: Timeline, process: int, thread: int, factor: float) -> Ite
             times = {"ph": "X", "pid": process, "tid": track, "ts": start, "dur": free - start}
             yield times | _described(span, lane.chunk(span))
             if start < free:  # otherwise no moment lies inside it for an arrow
-                made |= dict.fromkeys(makes(span.action, stages), _Bound(track, (start + free) / 2))
+                for value in makes(span.action, stages):
+                    made[value].append(_Bound(track, (start + free) / 2))
                 used += [(value, _Bound(track, start)) for value in needs(span.action, stages)]
     yield from _arrows(made, used, process)
 
 
-def _arrows(made: dict[Value, _Bound], used: list[tuple[Value, _Bound]], process: int) -> Iterator[Event]:
-    """The two ends of the arrow of each value that passes from one thread to another."""
+def _arrows(made: dict[Value, list[_Bound]], used: list[tuple[Value, _Bound]], process: int) -> Iterator[Event]:
+    """The two ends of the arrow of each value that passes from one thread to another, from the last action that made it
+    before.
+    """
     for number, (value, end) in enumerate(used, start=process << 32 | 1):
-        start = made.get(value)
+        before = (each for each in made.get(value, ()) if each.ts <= end.ts)
+        start = max(before, key=attrgetter("ts"), default=None)
         if start is not None and start.tid != end.tid:
             called = {"pid": process, "cat": "transfer", "name": value.content.value, "id": number}
             yield {"ph": "s", **start._asdict(), **called}

@@ -11,8 +11,9 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.text import percent
 from pipeflow.explore.fields import CUSTOM
 from pipeflow.explore.rows import custom_fields
-from pipeflow.explore.schedule_cache import schedule
+from pipeflow.explore.schedule_cache import completed, schedule
 from pipeflow.explore.state import State
+from pipeflow.orders.optimizer_steps import without_optimizer_step
 from pipeflow.schedules.order_search import search as searched
 from pipeflow.soundness.schedule import verify
 
@@ -50,10 +51,10 @@ def search(fields: Mapping[str, str]) -> dict[str, Any]:
         memory_cap=state.memory_cap,
         bytes_cap=state.options.get("bytes_cap"),
         budget=BUDGET,
-        start=[] if wrong else [made.without_reductions()],
+        start=[] if wrong else [without_optimizer_step(made.without_reductions())],
         name=CUSTOM,
     )
-    best = found.schedule.with_reductions() if state.reduces else found.schedule
+    best = completed(state, found.schedule)
     makespan = simulate(best, cost).makespan
     before = None if wrong else simulate(made, cost).makespan
     if before is not None and makespan >= before * (1 - 1e-9):

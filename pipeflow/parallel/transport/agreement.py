@@ -42,6 +42,28 @@ def all_gather(transport: Transport, row: Sequence[float]) -> list[list[float]]:
 _DOING = "in the agreement of all ranks"
 
 
+class Gathering:
+    """An `all_gather` that a rank begins without waiting for others, and ends later.
+
+    Every rank sends its row directly to each other rank, so that no rank must pass on what it received.
+    """
+
+    def __init__(self, transport: Transport, row: Sequence[float]) -> None:
+        mine = torch.tensor(row, dtype=torch.float64, device="cpu")
+        peers = [peer for peer in range(transport.size) if peer != transport.rank]
+        self._rows = {peer: torch.empty_like(mine) for peer in peers}
+        self._works = [start(transport, peer, Tag.CONTROL, row, sending=False) for peer, row in self._rows.items()]
+        self._works += [start(transport, peer, Tag.CONTROL, mine, sending=True) for peer in peers]
+        self._rows[transport.rank] = mine
+
+    def end(self) -> list[list[float]]:
+        """The row of every rank, in rank order. Raises LinkError naming a peer whose row does not come."""
+        for work in self._works:
+            finish(work, _DOING)
+        self._works = []
+        return [self._rows[rank].tolist() for rank in sorted(self._rows)]
+
+
 def connect_devices(transport: Transport) -> None:
     """Connects what `all_gather_tensor` needs, before a step. All ranks call it together. Raises LinkError."""
     if transport.device.type != "cpu":

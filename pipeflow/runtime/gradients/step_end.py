@@ -82,6 +82,10 @@ class Gradients:
         """Ids of the parameters that a lower rank of the pipeline holds, too, and counts in a norm."""
         return {id(weight.parameter) for weight in self._weights if weight.ranks[0] != self._context.pipeline_rank}
 
+    def parameters_of(self, stage: int) -> list[nn.Parameter]:
+        """The parameters of a stage; those that other stages of the rank hold, too, belong to the first."""
+        return [weight.parameter for weight in self._weights if weight.stages[0] == stage]
+
     def prepare(self) -> None:
         """Call before every step. If parameters were on the meta device when ranks last compared theirs, they compare
         again.

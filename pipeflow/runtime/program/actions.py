@@ -45,6 +45,7 @@ class Shared:
     waits: dict[Value, ops.Operation] = field(default_factory=dict)
     memories: dict[tuple[int, int], Memory] = field(default_factory=dict)
     threads: dict[Stream, ThreadPoolExecutor] = field(default_factory=dict)  # that copy on a CPU; they end with it
+    step: Callable[[int], None] | None = None  # steps the weights of a stage
 
     def payload(self, value: Value) -> Payload:
         """The payload of a value that is made on this rank."""
@@ -145,6 +146,12 @@ def reduction(shared: Shared, action: Action) -> list[ops.Operation]:
     return [ops.Reduce(action, shared.gradients.reduce)]
 
 
+def optimizer_step(shared: Shared, action: Action) -> list[ops.Operation]:
+    """S: steps the stage's weights."""
+    assert shared.step is not None  # a schedule with such steps is refused otherwise
+    return [ops.StepWeights(action, shared.step)]
+
+
 def recomputation(shared: Shared, action: Action) -> list[ops.Operation]:
     """C: computes again what the forward saved."""
     return [Recompute(action, shared.memories[action.stage, action.microbatch])]
@@ -185,6 +192,7 @@ OPERATIONS: dict[Kind, Callable[[Shared, Action], list[ops.Operation]]] = {
     Kind.I: backward_input,
     Kind.W: backward_weight,
     Kind.R: reduction,
+    Kind.S: optimizer_step,
     Kind.C: recomputation,
     Kind.O: offload,
     Kind.L: load,

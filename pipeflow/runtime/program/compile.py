@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from pipeflow.core.action import Action, Kind, Pair
 from pipeflow.core.dataflow import DATAFLOW, Content, Value, makes, needs
@@ -19,6 +20,7 @@ from pipeflow.runtime.gradients.step_end import Gradients
 from pipeflow.runtime.program import operations as ops
 from pipeflow.runtime.program import transfers
 from pipeflow.runtime.program.actions import OPERATIONS, Shared
+from pipeflow.runtime.program.ahead import Ahead, runs_ahead, split_ahead
 from pipeflow.runtime.program.dynamic_shapes import Arrival, DynamicChannels, PostDynamic, SendDynamic, WaitDynamic
 from pipeflow.runtime.program.pairs import Both, Half, Overlap
 from pipeflow.runtime.program.payload import Payload, Promise
@@ -41,9 +43,13 @@ from pipeflow.runtime.stage import Stage
 
 @dataclass(slots=True)
 class Compiled:
-    """A program that is ready to run. A step puts its batch into the lists that the operations hold."""
+    """A program that is ready to run. A step puts its batch into the lists that the operations hold. The last
+    operations, from `closing` on, step the optimizer.
+    """
 
     operations: list[ops.Operation]
+    closing: int
+    ahead: Ahead | None  # if there are any of these
     results: Results
     positionals: list[tuple[object, ...]]  # arguments of the first stage, by microbatch
     promise: Promise | None
@@ -82,6 +88,7 @@ def compile_program(
     overlap: Overlap | None,
     gradients: Gradients,
     reduce: bool,
+    step: Callable[[int], None] | None,
 ) -> Compiled:
     """The operations of `program` on this rank.
 
@@ -95,19 +102,27 @@ def compile_program(
         overlap: function that runs pairs; without it the schedule must have none.
         gradients: gradients of all stages, for reductions.
         reduce: True to average gradients over the replicas.
+        step: function that steps the optimizer for a stage; needed if the schedule has such steps.
     """
     num_stages, num_microbatches = schedule.placement.num_stages, schedule.num_microbatches
     results = Results(num_microbatches)
     positionals: list[tuple[object, ...]] = [()] * num_microbatches
     deferring = frozenset(action.stage for action in schedule.actions(program.rank) if action.kind is Kind.I)
     shared = Shared(stages, num_stages, transport.device, training, gradients, results, positionals, routes, deferring)
+    shared.step = step
     if training:
         shared.remember(schedule.actions(program.rank))
-    operations = _Compiler(shared, transport, promise is not None, overlap).program(program.instructions)
+    compiler = _Compiler(shared, transport, promise is not None, overlap)
+    operations, first = compiler.program(program.instructions)
+    steps = [each for each in operations if isinstance(each, ops.StepWeights)]
+    ahead = None
+    if steps:
+        operations, ahead = split_ahead(operations, first, schedule, routes)
     promised = [each for each in operations if isinstance(each, transfers.PostActivation | transfers.SendActivation)]
     if training:
         operations = _averaged(operations, stages, reduce)
-    return Compiled(operations, results, positionals, promise, promised)
+    operations = [*(each for each in operations if not isinstance(each, ops.StepWeights)), *steps]
+    return Compiled(operations, len(operations) - len(steps), ahead, results, positionals, promise, promised)
 
 
 def channels_of(program: Program, rank: int, *, known: bool) -> Iterator[Channel]:
@@ -156,10 +171,15 @@ class _Compiler:
     inboxes: dict[int, deque[Arrival]] = field(default_factory=lambda: defaultdict(deque))
     begun: dict[Value, ops.Beside] = field(default_factory=dict)  # by the value that they make
 
-    def program(self, instructions: Iterable[Instruction]) -> list[ops.Operation]:
-        """All operations; the last ones wait for actions that run beside the computations."""
-        operations = [operation for instruction in instructions for operation in self.lower(instruction)]
-        return [*operations, *(ops.Await(each) for each in operations if isinstance(each, ops.Beside))]
+    def program(self, instructions: Sequence[Instruction]) -> tuple[list[ops.Operation], int]:
+        """All operations, and the number of those before the first action that may not run ahead. The last ones wait
+        for actions that run beside the computations.
+        """
+        ready = list(takewhile(lambda each: not isinstance(each, Compute) or runs_ahead(each.entry), instructions))
+        operations = [operation for instruction in ready for operation in self.lower(instruction)]
+        ahead = len(operations)
+        operations += [operation for instruction in instructions[len(ready) :] for operation in self.lower(instruction)]
+        return [*operations, *(ops.Await(each) for each in operations if isinstance(each, ops.Beside))], ahead
 
     def lower(self, instruction: Instruction) -> list[ops.Operation]:
         match instruction:

@@ -109,7 +109,7 @@ class _Repeat:
 
     def __init__(self, forward: HeldForward, arguments: tuple[object, ...], others: frozenset[int]) -> None:
         self._forward, self._others = forward, others
-        self._replayed = replay_of(forward.action.stage, forward.device)
+        self._replayed = replay_of(f"stage {forward.action.stage}", forward.device)
         leaves, self._spec = tree_flatten(arguments)
         self._leaves = [Holder(leaf) if _wants(leaf) else leaf for leaf in leaves]
         forward.memory.saved.holders += [leaf for leaf in self._leaves if isinstance(leaf, Holder)]

@@ -297,6 +297,19 @@ class Reduce(Beside):
         self.works = []
 
 
+class StepWeights(Compute):
+    """S: the optimizer's step of a stage."""
+
+    __slots__ = ("step",)
+
+    def __init__(self, action: Action, step: Callable[[int], None]) -> None:
+        super().__init__(action)
+        self.step = step
+
+    def __call__(self) -> None:
+        self.step(self.action.stage)
+
+
 def _gradient_of(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous().resolve_conj().resolve_neg()
 

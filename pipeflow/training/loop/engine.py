@@ -11,7 +11,7 @@ from typing import Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pipeflow.core.errors import UsageError
+from pipeflow.core.errors import NonFiniteError, UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.optim.clip import clip_grad_norm_
@@ -23,7 +23,7 @@ from pipeflow.runtime.execution import execute_pipeline
 from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.runtime.step import Output
 from pipeflow.tensor.trial import needs_closure
-from pipeflow.training.loop.finite import NonFiniteError, check_finite, mean_loss
+from pipeflow.training.loop.finite import check_finite, mean_loss
 
 LOG = logging.getLogger("pipeflow")
 
@@ -181,6 +181,11 @@ class Engine:
                 broadcast_loss=True,
                 trace=trace,
                 schedule=schedule,
+            )
+        if self.model.runner.programs.stepper is not None:
+            raise UsageError(
+                "an Engine steps the optimizer itself, but the Pipeline has a PipelinedOptimizer: call "
+                "execute_pipeline in a loop of your own, or make a Pipeline without one"
             )
         reduce = self._is_last_batch()
         with self._forgetting():

@@ -10,30 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipeflow.core.errors import PipeflowError
+from pipeflow.core.errors import NonFiniteError, NonFiniteGradientError
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.runtime.step import Output
-
-
-class NonFiniteError(PipeflowError, ArithmeticError):
-    """A number of a step is infinite or NaN. Raised on every rank.
-
-    Args:
-        what: which number, and in which step.
-        advice: what to do about it.
-        step: number of steps taken before this one.
-
-    `what` and `step` are attributes, too.
-    """
-
-    def __init__(self, what: str, advice: str, step: int) -> None:
-        super().__init__(
-            f"{what}: {advice}, or leave such steps out with Engine(non_finite='skip'). The weights were not changed "
-            "by this step"
-        )
-        self.what = what
-        self.step = step
 
 
 class NonFiniteLossError(NonFiniteError):
@@ -52,18 +32,6 @@ class NonFiniteLossError(NonFiniteError):
         advice = "look at its data, lower the learning rate, clip gradients"
         super().__init__(f"the loss is {loss} in step {step}{where}", advice, step)
         self.microbatch = microbatch
-
-
-class NonFiniteGradientError(NonFiniteError):
-    """The gradient of a step is infinite or NaN, although the losses of its batches are finite.
-
-    Args:
-        step: number of steps taken before this one, also an attribute.
-    """
-
-    def __init__(self, step: int) -> None:
-        advice = "look at its data and at operations with infinite derivatives, such as sqrt(0)"
-        super().__init__(f"the gradient is not finite in step {step}, although the loss is", advice, step)
 
 
 def check_finite(
