@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from zlib import crc32
@@ -30,6 +31,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _mark_some(items)
     _mark_slow(items)
+    _preload()
     if config.getoption("--share"):
         share, shares = map(int, config.getoption("--share").split("/"))
         whole = [item for item in items if item.get_closest_marker("exhaustive")]
@@ -60,6 +62,16 @@ def _mark_slow(items: list[pytest.Item]) -> None:
         by_processes = any(getattr(value, "__name__", "") == "run_processes" for value in parameters.values())
         if by_processes or any(item.get_closest_marker(name) for name in ("exhaustive", "drill", "browser")):
             item.add_marker(pytest.mark.slow)
+
+
+IMPORTS = ["pipeflow.training", "pipeflow.checkpoint.save"]
+IMPORTS_WITH_TRANSFORMERS = ["pipeflow.colossalai.boosters", "transformers.modeling_utils", "tests.stages.families"]
+
+
+def _preload() -> None:
+    """The server that forks the ranks of tests imports once what each of them would import anew."""
+    if ranks := sys.modules.get("pipeflow.testing.ranks"):
+        ranks.PRELOADED += [*IMPORTS, *(IMPORTS_WITH_TRANSFORMERS if "transformers" in sys.modules else [])]
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ class StepPlan:
     @property
     def even_makespan_bubble_ratio(self) -> float:
         """The schedule's bubble if all stages cost the same, as in its formula. It simulates a step."""
-        return simulate(self.schedule, _evened(self.cost)).makespan_bubble_ratio
+        return simulate(self.schedule, evened(self.cost)).makespan_bubble_ratio
 
     @property
     def bubble_ratio(self) -> float:
@@ -280,8 +280,8 @@ class Plan(StepPlan):
         return share
 
 
-def _evened(cost: CostModel) -> CostModel:
-    """The same work, spread evenly over the stages."""
+def evened(cost: CostModel) -> CostModel:
+    """The costs if all stages were equal: the same work, spread evenly over the stages."""
 
     def mean(times: tuple[float, ...]) -> tuple[float, ...]:
         return (sum(times) / len(times),) * len(times)

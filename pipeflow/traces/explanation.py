@@ -19,6 +19,7 @@ from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
 from pipeflow.core.violation import Violation
 from pipeflow.planning.replanning import Candidate, Replan, replan
+from pipeflow.planning.step_plan import evened
 from pipeflow.schedules.families import schedules_on
 from pipeflow.schedules.registry_names import recognised
 from pipeflow.soundness.schedule import verify
@@ -189,25 +190,11 @@ def _explained(steps: Sequence[Timeline], notes: Sequence[str]) -> Explanation:
 
 def _recut(found: Replan) -> Iterator[Candidate]:
     """The order that ran and the best one on equal stages, if that makes them faster."""
-    cost = _even(found.cost)
+    cost = evened(found.cost)
     for each in dict.fromkeys((found.now, found.best)):
         timeline = simulate(each.schedule, cost)
         if timeline.makespan < (1 - NOTABLE) * each.timeline.makespan:
             yield Candidate(replace(each.schedule, name=f"{each.schedule.name}, equal stages"), timeline, fits=True)
-
-
-def _even(cost: CostModel) -> CostModel:
-    """The costs if all stages were equal."""
-
-    def mean(times: tuple[float, ...]) -> tuple[float, ...]:
-        return (sum(times) / len(times),) * len(times)
-
-    return replace(
-        cost,
-        forward=mean(cost.forward),
-        backward_input=mean(cost.backward_input),
-        backward_weight=mean(cost.backward_weight),
-    )
 
 
 def _nearest(schedule: Schedule) -> Nearest | None:

@@ -273,6 +273,11 @@ def test_options_that_change_no_result_are_accepted() -> None:
     run_threads(between, 4, data=2)
 
 
+def both_ways(tensor: int) -> Any:
+    """Without sharded gradients, and with them."""
+    return [sharded_gradients({"tp_size": tensor, "zero_stage": stage}) for stage in (0, 2)]
+
+
 def sharded_gradients(options: dict[str, Any]) -> Any:
     """The losses of three steps and the weights then, joined, and how much of each this rank has."""
     torch.manual_seed(0)
@@ -306,11 +311,8 @@ def _here(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("tensor", some([1, 2], [2]))
 def test_zero_stage_2_shards_gradients(tensor: int) -> None:
     """Between the replicas of a whole model; it trains as without."""
-    plain, sharded = (
-        run_processes(sharded_gradients, 2 * tensor, {"tp_size": tensor, "zero_stage": stage}, data=2, tensor=tensor)
-        for stage in (0, 2)
-    )
-    for (losses, weights, held, states, _), (same, alike, less, fewer, _) in zip(plain, sharded, strict=True):
+    for plain, sharded in run_processes(both_ways, 2 * tensor, tensor, data=2, tensor=tensor):
+        (losses, weights, held, states, _), (same, alike, less, fewer, _) = plain, sharded
         assert same == pytest.approx(losses, rel=1e-9)
         for name, weight in weights.items():
             assert numpy.allclose(alike[name], weight, rtol=1e-9, atol=1e-9), name

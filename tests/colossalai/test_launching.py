@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +17,7 @@ from pipeflow.colossalai.launchers import with_variables
 from pipeflow.parallel.context import Context
 from pipeflow.testing.ranks import free_port
 from pipeflow.training import read_config
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.scripts import run_ranks
 
 TUTORIAL = """
 import os, sys
@@ -76,22 +74,7 @@ def said(file: Path) -> list[str]:
 def test_the_tutorial_runs(tmp_path: Path) -> None:
     script, logs = tmp_path / "train.py", tmp_path / "logs"
     script.write_text(TUTORIAL)
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {
-        **os.environ,
-        "PYTHONWARNINGS": "error::UserWarning:torch.utils.data.dataloader",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-    done = subprocess.run(
-        [*argv, str(script), "--backend", "gloo", str(logs)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_ranks(script, "--backend", "gloo", str(logs), ranks=2, folder=tmp_path)
     first, second = (said(logs / f"rank_{rank}.log") for rank in range(2))
     assert first[0] == "2 ranks: data 1 x pipeline 2 x tensor 1, on cpu"
     assert first[1:3] == ["Init done, global batch size = 4", "Rank0 of stage 0"]
@@ -102,31 +85,26 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
 
 
 LAUNCH = """
-import sys
+import os, sys
 import torch
 import pipeflow.colossalai
 from pipeflow.colossalai.context import ParallelMode
 from pipeflow.colossalai.core import global_context as gpc
-rank, port = map(int, sys.argv[1:])
+rank, port = int(os.environ["RANK"]), int(sys.argv[1])
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    del os.environ[name]
 context = pipeflow.colossalai.launch({"parallel": {"tensor": 2}}, rank, 2, "127.0.0.1", port, verbose=False)
 total = torch.ones(1) * (rank + 1)
 context.tensor.all_reduce(total).wait()
-print(gpc.get_local_rank(ParallelMode.TENSOR), int(total))
+print(gpc.get_local_rank(ParallelMode.TENSOR), int(total), flush=True)
 """
 
 
 @pytest.mark.slow
-def test_without_torchrun() -> None:
-    port = str(free_port())
-    started = [
-        subprocess.Popen([sys.executable, "-c", LAUNCH, str(rank), port], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        assert [process.communicate(timeout=60)[0].split() for process in started] == [["0", "3"], ["1", "3"]]
-    finally:
-        for process in started:
-            process.kill()
+def test_without_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "launch.py"
+    script.write_text(LAUNCH)
+    assert run_ranks(script, str(free_port()), ranks=2, folder=tmp_path) == "0 3\n1 3\n"
 
 
 @pytest.mark.parametrize("form", ["old", "places", "names"])

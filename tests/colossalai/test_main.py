@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeflow.colossalai.__main__ import WithoutGpu
+from pipeflow.colossalai.__main__ import WithoutGpu, main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,26 +66,21 @@ def script(tmp_path: Path) -> Path:
     return file
 
 
-def run(*argv: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *argv]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-
-
 @pytest.mark.slow
 def test_a_script_runs_under_torchrun(script: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = run(*torchrun, "-m", "pipeflow.colossalai", str(script), "--backend", "gloo")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "pipeflow.colossalai", str(script), "--backend", "gloo"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     said = "pipeflow.colossalai has no 'nowhere' ['--backend', 'gloo']"
     assert sorted(done.stdout.splitlines()) == [f"{said} 0", f"{said} 1"]
 
 
-@pytest.mark.slow
-def test_what_is_no_script_is_one_clear_error(tmp_path: Path) -> None:
-    done = run("-m", "pipeflow.colossalai", str(tmp_path / "nowhere.py"))
-    assert done.returncode == 2
-    assert f"there is no file '{tmp_path / 'nowhere.py'}'" in done.stderr
+def test_what_is_no_script_is_one_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / "nowhere.py")])
+    assert f"there is no file '{tmp_path / 'nowhere.py'}'" in capsys.readouterr().err
 
 
 def test_cuda_is_the_cpu_without_a_gpu() -> None:

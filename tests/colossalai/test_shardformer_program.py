@@ -4,10 +4,7 @@ without one trains ChatGLM. Nothing but the package's name is replaced, or not e
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -227,17 +224,11 @@ def test_a_booster_fine_tunes_a_classifier(tmp_path: Path, layout: str) -> None:
 
 def test_a_script_runs_as_it_stands(tmp_path: Path) -> None:
     """With ColossalAI's own names, alone and on two ranks."""
-    script = tmp_path / "benchmark.py"
+    script, main = tmp_path / "benchmark.py", tmp_path / "main.py"
     script.write_text(SHARDED)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    told = []
-    for ranks in (1, 2):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command = [*torchrun, "-m", "pipeflow.colossalai", str(script)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stderr
-        told.append(numbers("loss", done.stdout))
-    alone, two = told
+    main.write_text("import pipeflow.colossalai.__main__ as main\nmain.main()\n")
+    printed = (run_ranks(main, str(script), ranks=ranks, folder=tmp_path) for ranks in (1, 2))
+    alone, two = (numbers("loss", each) for each in printed)
     assert len(alone) == 4
     assert alone[-1] < alone[0]
     assert sorted(two) == pytest.approx(sorted(alone * 2), rel=1e-6)  # the model computes its loss in float32

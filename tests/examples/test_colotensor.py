@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from pipeflow.colossalai.tensor import ColoParameter, ProcessGroup
 from pipeflow.colossalai.utils.model.colo_init_context import ColoInitContext
 from pipeflow.testing import run_threads
 from tests.examples.conftest import EXAMPLES, kept_numbers
+from tests.scripts import run_ranks
 
 pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
 
@@ -74,23 +74,33 @@ def test_every_parameter_is_split_as_the_tutorial_says() -> None:
             assert ratios == ([2, 1] if name.endswith("mlp.c_proj.weight") else [*[1] * (len(whole) - 1), 2]), name
 
 
-def run(variable: str, processes: int, tensor: int, *options: str) -> list[float]:
-    """The losses that it prints. `variable` has the number of processes."""
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment |= {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment |= {variable: str(processes), "TPDEGREE": str(tensor), "COLUMNS": "200"}
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    command = [str(EXAMPLES / "colotensor" / "run.sh"), "--length", "16", "--steps", "3", *options]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    said = ended.stdout + ended.stderr
+def command(folder: Path, **variables: str) -> list[str]:
+    """The command that run.sh ends with, under these variables."""
+    torchrun = folder / "torchrun"
+    torchrun.write_text('#!/bin/sh\necho "$@"\n')
+    torchrun.chmod(0o755)
+    environment = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", **variables}
+    script = [str(EXAMPLES / "colotensor" / "run.sh"), "--steps", "3"]
+    return subprocess.run(script, env=environment, capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_the_number_of_processes_comes_from_the_environment(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "colotensor" / "train.py")
+    given = ["--standalone", "--nproc_per_node=2", script, "--tp-degree", "2", "--steps", "3"]
+    assert command(tmp_path, GPUNUM="2", TPDEGREE="2") == command(tmp_path, NPROC="2", TPDEGREE="2") == given
+    assert command(tmp_path) == ["--standalone", "--nproc_per_node=1", script, "--tp-degree", "1", "--steps", "3"]
+
+
+def losses(ranks: int, *options: str) -> list[float]:
+    """The losses that training prints."""
+    script, size = EXAMPLES / "colotensor" / "train.py", ("--length", "16", "--steps", "3")
+    said = run_ranks(script, *size, "--tp-degree", str(ranks), *options, ranks=ranks, COLUMNS="200", HF_HUB_OFFLINE="1")
     assert len(re.findall(r"[\d.]+ TFLOP/s, [\d.]+ GiB", said)) == 3
     return [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", said)]
 
 
 @pytest.mark.slow
-def test_the_number_of_processes_comes_from_the_environment() -> None:
-    """Two tensor ranks train what one process trains."""
-    alone = run("GPUNUM", 1, 1)
+def test_two_tensor_ranks_train_what_one_process_trains() -> None:
+    alone = losses(1)
     assert len(alone) == 3
-    assert run("NPROC", 2, 2, "--checkpoint") == pytest.approx(alone, abs=2e-4)
+    assert losses(2, "--checkpoint") == pytest.approx(alone, abs=2e-4)

@@ -86,7 +86,7 @@ SMALL = ("--batch", "5", "--microbatches", "3", "--sequence", "32", "--steps", "
 
 @pytest.mark.slow
 def test_one_process_trains_draws_and_writes(cache: Path, text: Path) -> None:
-    printed = run_script("gpt3/train.py", *SMALL, "--ranks", "1", "--data", str(text), "--lr", "0.01")
+    printed = run_ranks(GPT3 / "train.py", *SMALL, "--ranks", "1", "--data", str(text), "--lr", "0.01", ranks=1)
     assert "step 4/4  loss" in printed
     assert "planned: 1f1b, 1 rank, 3 microbatches" in printed
     assert "measured: 1f1b, 1 rank, 3 microbatches" in printed
@@ -108,5 +108,11 @@ def test_a_pipeline_of_tensor_ranks_and_its_replicas_train_what_one_piece_would(
 def test_several_ranks_train_what_one_piece_would(cache: Path, text: Path) -> None:
     """More than 1e-9 apart is an exit status of 1; uneven microbatches, two stages a rank, a tied word table."""
     options = ["--check", "--ranks", "2", "--schedule", "interleaved-1f1b", "--data", str(text)]
-    printed = run_script("gpt3/train.py", *SMALL, *options)
+    printed = run_ranks(GPT3 / "train.py", *SMALL, *options, ranks=2)
     assert "largest difference from the model in one piece: loss" in printed
+
+
+@pytest.mark.slow
+def test_it_starts_its_ranks(cache: Path, text: Path) -> None:
+    printed = run_script("gpt3/train.py", *SMALL, "--steps", "1", "--ranks", "2", "--data", str(text))
+    assert "planned: 1f1b, 2 ranks, 3 microbatches" in printed

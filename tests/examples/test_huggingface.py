@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.examples.conftest import EXAMPLES, run_script, write_text
+from tests.examples.conftest import EXAMPLES, write_text
+from tests.scripts import run_ranks
 
-pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
+demo = pytest.importorskip("huggingface.demo", reason="transformers is not installed", exc_type=ImportError)
 FOLDER = EXAMPLES / "huggingface"
 SCRIPTS = ["bert.py", "llama.py"]
 
@@ -26,12 +28,23 @@ def test_few_lines_are_about_parallelism(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_demo_trains_as_transformers_does(cache: Path, tmp_path: Path) -> None:
+def test_the_demo_trains_as_transformers_does(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its ranks are forked, and not started."""
     text = tmp_path / "text.jsonl"
     write_text(text, [f"document {number} counts {number} " * 60 for number in range(60)])
-    printed = run_script(
-        "huggingface/demo.py", "--check", "--steps", "4", DATA=str(text), TRANSFORMERS_VERBOSITY="error"
-    )
+    variables = {"DATA": str(text), "TRANSFORMERS_VERBOSITY": "error"}
+
+    def start_ranks(ranks: int) -> None:
+        said = run_ranks(demo.SCRIPT, *sys.argv[1:], ranks=ranks, **variables)
+        sys.stdout.write(said)
+
+    monkeypatch.setattr(demo, "start_ranks", start_ranks)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--check", "--steps", "4"])
+    monkeypatch.setenv("DATA", str(text))
+    demo.main()
+    printed = capsys.readouterr().out
     assert re.search(r"^4 losses, which differ by \d.\de-0[5-9] at most$", printed, re.MULTILINE)
     losses = [float(loss) for loss in re.findall(r"{'loss': '([\d.]+)'", printed)]
     assert losses[:4] == losses[4:]

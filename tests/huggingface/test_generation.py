@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipeflow import Pipeline, Schedule, UsageError, execute_pipeline, make_schedule
 from pipeflow.huggingface import generate
+from pipeflow.huggingface.generation.caches import Caches
 from pipeflow.stages.stage import ModuleStage
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.ranks import RankError
@@ -160,6 +161,17 @@ def test_beams_pass_between_microbatches(microbatches: int) -> None:
     schedule = make_schedule("gpipe", ranks=2, microbatches=microbatches)
     for text in run_threads(texts, 2, "gpt2", schedule, keywords):
         assert torch.equal(text, wanted)
+
+
+def test_beams_pass_in_whichever_order_the_microbatches_ran() -> None:
+    caches = Caches(transformers.GPT2Config(n_layer=1))
+    for first in (2, 0):
+        rows = torch.arange(first, first + 2)
+        values = rows.reshape(2, 1, 1, 1).float()
+        caches.of(0, rows).layers[0].update(values, values)
+    caches.apply(("reorder_cache", [torch.tensor([0, 0, 3, 3])], 1))
+    for first, wanted in ((0, [0, 0]), (2, [3, 3])):
+        assert caches.of(0, torch.tensor([first, first + 1])).layers[0].keys.flatten().tolist() == wanted
 
 
 SAMPLED = {"do_sample": True, "temperature": 1.5, "top_k": 40, "top_p": 0.9, "num_return_sequences": 2}

@@ -94,6 +94,7 @@ def test_a_group_of_one_changes_nothing() -> None:
     assert [(type(each), id(each)) for each in module.modules()] == before
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_under_a_pipeline(name: str, schedule: str) -> None:

@@ -78,7 +78,7 @@ def train(name: str, schedule: Schedule) -> tuple[Step, float, set[str]]:
     return found, clip_grad_norm_(found.model, 1.0).item(), split_names(found.model)
 
 
-@pytest.mark.parametrize("name", each_but("llama", "gpt2", "bert", "t5", "falcon", among=NAMES))
+@pytest.mark.parametrize("name", each_but("llama", "t5", "falcon", among=NAMES))
 def test_pipeline_by_tensor(name: str) -> None:
     schedule = make_schedule("1f1b", ranks=2, microbatches=samples(name))
     steps, norms, split = zip(*run_threads(train, 4, name, schedule, tensor=2, deadline=200.0), strict=True)

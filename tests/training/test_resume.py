@@ -345,6 +345,20 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, asynchronous: bool) ->
     assert (best, value) == ("step-00000004", 1.0)
 
 
+def without_links(folder: Path) -> None:
+    make_trainer(CheckpointHook(folder)).fit(epochs=1, max_steps=1, **loaders())
+    with pytest.raises(UsageError, match="cannot be written on rank 0: no links here"):
+        make_trainer(CheckpointHook(folder, best="loss")).fit(epochs=1, **loaders())
+
+
+def test_links_are_needed_for_the_best_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no links here")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    run_threads(without_links, 1, tmp_path)
+
+
 def refusals(folder: Path) -> list[str]:
     make_trainer(CheckpointHook(folder / "run")).fit(epochs=EPOCHS, max_steps=2, **loaders())
     (folder / "file").write_text("")

@@ -78,27 +78,15 @@ class Alone:
         return _DONE
 
 
-class Unconnected:
+class Unconnected(Alone):
     """One rank of a group that exchanges nothing, for forwards on tensors that have shapes but no values."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
 
-    def connect(self) -> None:
-        """Does nothing, because this group needs no connection."""
-
-    def all_reduce(self, tensor: Tensor) -> Work:
-        return _DONE
-
-    def all_reduce_max(self, tensor: Tensor) -> Work:
-        return _DONE
-
     def all_gather(self, whole: Tensor, part: Tensor) -> Work:
         return _DONE
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Work:
-        return _DONE
-
-    def broadcast(self, tensor: Tensor, source: int) -> Work:
         return _DONE
