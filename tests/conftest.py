@@ -71,7 +71,8 @@ IMPORTS_WITH_TRANSFORMERS = ["pipeflow.colossalai.boosters", "transformers.model
 def _preload() -> None:
     """The server that forks the ranks of tests imports once what each of them would import anew."""
     if ranks := sys.modules.get("pipeflow.testing.ranks"):
-        ranks.PRELOADED += [*IMPORTS, *(IMPORTS_WITH_TRANSFORMERS if "transformers" in sys.modules else [])]
+        vars(ranks)["PRELOADED"].extend(IMPORTS)
+        vars(ranks)["PRELOADED"].extend(IMPORTS_WITH_TRANSFORMERS if "transformers" in sys.modules else [])
 
 
 @pytest.fixture

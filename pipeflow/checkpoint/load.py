@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from pipeflow.checkpoint import state
 from pipeflow.checkpoint.manifest import Manifest, find, verified
 from pipeflow.checkpoint.pieces import Names, Piece, context_of, local_tensors, require_same_model, whole_model
-from pipeflow.checkpoint.storage import Storage, fill
+from pipeflow.checkpoint.storage import CheckpointStorage, fill
 from pipeflow.checkpoint.task import Task
 from pipeflow.core.errors import UsageError
 from pipeflow.optim.optimizer import by_name
@@ -72,7 +72,7 @@ def load_checkpoint(
         folder = find(Path(path))
         manifests: list[Manifest] = []
         Task(context, lambda: manifests.append(verified(folder, context.rank, context.world_size))).wait()
-        storage = Storage(folder, manifests[0])
+        storage = CheckpointStorage(folder, manifests[0])
         tensors = local_tensors(model, context, names)
         everyone: list[Any] = all_gather_object(context.world, [tuple(each.spec) for each in tensors])
         shapes = {name: spec.shape for name, spec in whole_model(everyone).items()}
@@ -99,7 +99,7 @@ def load_checkpoint(
 
 
 def _read_ahead(
-    storage: Storage, weights: Mapping[str, Piece], states: Mapping[str, Piece], random: Mapping[str, Piece]
+    storage: CheckpointStorage, weights: Mapping[str, Piece], states: Mapping[str, Piece], random: Mapping[str, Piece]
 ) -> None:
     """Reads all that a load needs, without changing the run. Raises UsageError for values that cannot be read."""
     fill(storage.parts_of({**states, **random}))  # into their own memory

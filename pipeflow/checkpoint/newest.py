@@ -12,7 +12,7 @@ from typing import cast
 from pipeflow.checkpoint import folders
 from pipeflow.checkpoint.manifest import MANIFEST, Manifest, find, verified
 from pipeflow.checkpoint.state import read_run
-from pipeflow.checkpoint.storage import Storage
+from pipeflow.checkpoint.storage import CheckpointStorage
 from pipeflow.checkpoint.task import Task, context_here
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import Context
@@ -61,7 +61,7 @@ def _fault(path: Path, rank: int, ranks: int) -> str | None:
         folder = find(path)
         manifest = verified(folder, rank, ranks)
         if ranks:
-            storage = Storage(folder, manifest)
+            storage = CheckpointStorage(folder, manifest)
             storage.require_readable(rank, ranks)
             read_run(storage)
     except UsageError as error:

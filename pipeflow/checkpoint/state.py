@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipeflow.checkpoint.generators import generator_states, set_generator
 from pipeflow.checkpoint.pieces import LocalTensor, Piece, grouped, state_piece
-from pipeflow.checkpoint.storage import Storage, to_bytes
+from pipeflow.checkpoint.storage import CheckpointStorage, to_bytes
 from pipeflow.core.errors import UsageError
 from pipeflow.optim.optimizer import Wrapper, names_by_group, options_of, states_alike
 from pipeflow.parallel.context import Context
@@ -35,7 +35,7 @@ def weight_pieces(tensors: Sequence[LocalTensor]) -> dict[str, Piece]:
     return {MODEL + each.name: each.piece for each in tensors}
 
 
-def weight_shapes(storage: Storage) -> dict[str, tuple[int, ...]]:
+def weight_shapes(storage: CheckpointStorage) -> dict[str, tuple[int, ...]]:
     """The shapes of the saved weights, by name in the whole model."""
     return {name.removeprefix(MODEL): each.shape for name, each in storage.tensors.items() if name.startswith(MODEL)}
 
@@ -79,7 +79,7 @@ class OptimizerLoad:
     Raises UsageError if the checkpoint lacks some of them, or if the optimizer's groups differ from the saved ones.
     """
 
-    def __init__(self, optimizer: Wrapper, tensors: Sequence[LocalTensor], storage: Storage) -> None:
+    def __init__(self, optimizer: Wrapper, tensors: Sequence[LocalTensor], storage: CheckpointStorage) -> None:
         self.pieces: dict[str, Piece] = {}
         self._optimizer = optimizer
         groups, all_names = names_by_group(optimizer), _all_names(optimizer.model, tensors)
@@ -126,7 +126,7 @@ def _common_options(names: Iterable[str], options: Mapping[str, Mapping[str, Any
     return {} if first is None else dict(options[first])
 
 
-def _plain_states(name: str, storage: Storage) -> dict[str, Any]:
+def _plain_states(name: str, storage: CheckpointStorage) -> dict[str, Any]:
     """A parameter's plain values: its group's "options", "values" of plain states, and names of its "tensors"."""
     read: dict[str, Any] = storage.value(OPTIONS + name)
     return _checked(
@@ -153,7 +153,7 @@ def _checked(name: str, read: T, fits: Callable[[], bool]) -> T:
     raise UsageError(f"{name!r} is not the value that was saved: the checkpoint is damaged; load an earlier one")
 
 
-def _room(local: LocalTensor, key: str, storage: Storage, alike: Collection[str] | None) -> Tensor:
+def _room(local: LocalTensor, key: str, storage: CheckpointStorage, alike: Collection[str] | None) -> Tensor:
     """An empty tensor for this rank's part of a state."""
     stored = storage.tensors[f"{OPTIMIZER}{key}.{local.name}"]
     if stored.shape == local.piece.shape and (alike is None or key in alike):
@@ -161,7 +161,7 @@ def _room(local: LocalTensor, key: str, storage: Storage, alike: Collection[str]
     return torch.zeros(stored.shape, dtype=stored.dtype)
 
 
-def read_run(storage: Storage) -> dict[str, Any]:
+def read_run(storage: CheckpointStorage) -> dict[str, Any]:
     """Values of the run: "step", "data", "extra" and "scheduler", and "optimizer" if one was saved."""
     run: dict[str, Any] = storage.value(RUN)
     return _checked(
@@ -188,7 +188,7 @@ def random_pieces(context: Context, saved: Collection[str] = ()) -> dict[str, Pi
     return {f"random.{context.rank}.{name}": Piece.whole(state) for name, state in states.items()}
 
 
-def saved_random(pieces: Mapping[str, Piece], storage: Storage) -> dict[str, Piece]:
+def saved_random(pieces: Mapping[str, Piece], storage: CheckpointStorage) -> dict[str, Piece]:
     """The `pieces` that were saved: always the CPU's generator, others if the rank had them then. Raises UsageError if
     one is missing or has another size.
     """
@@ -198,7 +198,7 @@ def saved_random(pieces: Mapping[str, Piece], storage: Storage) -> dict[str, Pie
     return found
 
 
-def _has_shape(storage: Storage, name: str, piece: Piece) -> bool:
+def _has_shape(storage: CheckpointStorage, name: str, piece: Piece) -> bool:
     return storage.tensors[name].shape == piece.shape
 
 

@@ -115,7 +115,7 @@ def _compact(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
-class Storage:
+class CheckpointStorage:
     """A checkpoint's content, open for reading. Raises UsageError if its index is damaged."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pipeflow.cli.files import STANDARD_OUTPUT
 from pipeflow.cli.options import Parser
 from pipeflow.core.errors import UsageError
-from pipeflow.planning.libraries import LIBRARIES, Library, Options
+from pipeflow.planning.libraries import LIBRARIES, Library, LibraryOptions
 from pipeflow.planning.step_plan import Plan
 
 
@@ -41,7 +41,7 @@ def print_options(arguments: argparse.Namespace, *found: Plan) -> None:
     print(options.text)
 
 
-def _first(library: Library, found: Sequence[Plan]) -> tuple[Options, list[str]]:
+def _first(library: Library, found: Sequence[Plan]) -> tuple[LibraryOptions, list[str]]:
     """The options for the first plan that has any, and why the plans before it have none."""
     refused: list[str] = []
     for place, each in enumerate(found, start=1):

@@ -13,7 +13,7 @@ HERE = {"Loss": "loss", "Accuracy": "accuracy", "LR": "learning rate", "Throughp
 THERE = {here: there for there, here in HERE.items()}
 
 
-class Named(MutableMapping[str, float]):
+class MetricNames(MutableMapping[str, float]):
     """A trainer's own metrics, under ColossalAI's names."""
 
     def __init__(self, metrics: Callable[[], dict[str, float]]) -> None:
@@ -37,8 +37,8 @@ class Named(MutableMapping[str, float]):
 
 def states_of(trainer: native.Trainer) -> dict[str, Any]:
     """The states: "metrics" with "train" and "test", and "step_metrics"; each maps names to numbers."""
-    train, test = Named(lambda: trainer.metrics["train"]), Named(lambda: trainer.metrics["test"])
-    return {"metrics": {"train": train, "test": test}, "step_metrics": Named(lambda: trainer.step_metrics)}
+    train, test = MetricNames(lambda: trainer.metrics["train"]), MetricNames(lambda: trainer.metrics["test"])
+    return {"metrics": {"train": train, "test": test}, "step_metrics": MetricNames(lambda: trainer.step_metrics)}
 
 
 class Timed(Hook):

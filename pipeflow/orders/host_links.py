@@ -14,7 +14,7 @@ from pipeflow.core.action import Action, Kind
 ROUNDING = 1e-9  # by which times that are equal may differ
 
 
-class Copy(NamedTuple):
+class HostCopy(NamedTuple):
     """A copy with its time on its link."""
 
     start: float
@@ -33,11 +33,11 @@ class HostLink:
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
-        self.copies: list[Copy] = []
+        self.copies: list[HostCopy] = []
         self._starts: list[float] = []
         self._ends: list[float] = []
 
-    def add(self, copy: Copy) -> None:
+    def add(self, copy: HostCopy) -> None:
         """Adds a copy at a time at which the link is free."""
         place = bisect_left(self._starts, copy.start)
         self.copies.insert(place, copy)
@@ -72,7 +72,7 @@ class HostLink:
             close = self._starts[place]
         return -inf
 
-    def positions(self, ends: Sequence[Sequence[float]]) -> Iterator[tuple[Copy, int]]:
+    def positions(self, ends: Sequence[Sequence[float]]) -> Iterator[tuple[HostCopy, int]]:
         """Each copy with the position in its row that it comes after, for the times at which entries end. Ranks that
         share the link use it in the order in which they reach their copies. So they reach them in the order of their
         starts: to load, some ranks reach them earlier than they need to, and to offload, later than they could.

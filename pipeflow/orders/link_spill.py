@@ -17,7 +17,7 @@ from math import inf
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind
-from pipeflow.orders.host_links import ROUNDING, Copy, HostLink
+from pipeflow.orders.host_links import ROUNDING, HostCopy, HostLink
 from pipeflow.orders.neighbours import RunTimes
 from pipeflow.orders.problem import Operations
 from pipeflow.orders.storage import Place, Storage
@@ -172,8 +172,8 @@ class LinkSpill:
         load = self.back.latest(value.use, back, time, self._ends[value.rank])
         if load <= time * (1 + ROUNDING):
             return False
-        self.out.add(Copy(start, start + out, value.rank, Action(Kind.O, *value.place), value.made))
-        self.back.add(Copy(load, load + back, value.rank, Action(Kind.L, *value.place), value.made))
+        self.out.add(HostCopy(start, start + out, value.rank, Action(Kind.O, *value.place), value.made))
+        self.back.add(HostCopy(load, load + back, value.rank, Action(Kind.L, *value.place), value.made))
         self._later(load, value, self.storage.kept(value.place).saved)
         return True
 

@@ -15,7 +15,7 @@ from pipeflow.core.dataflow import DATAFLOW, Content, Stream, stream_of
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Span
-from pipeflow.orders.host_links import Copy, HostLink, places_in_rows
+from pipeflow.orders.host_links import HostCopy, HostLink, places_in_rows
 from pipeflow.orders.recomputation import stages_among
 
 # Theory of operation
@@ -121,5 +121,5 @@ def _filled(stays: Sequence[Sequence[Stay]], cost: CostModel, ends: Sequence[Seq
         if load > -inf:
             places = (out, begin, time), (back, load, back_time)
             for link, start, taken in places:
-                link.add(Copy(start, start + taken, stay.rank, Action(link.kind, stage, microbatch), stay.start))
+                link.add(HostCopy(start, start + taken, stay.rank, Action(link.kind, stage, microbatch), stay.start))
     return list(links.values())

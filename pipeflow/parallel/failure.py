@@ -25,7 +25,7 @@ class ActionError(Exception):
         self.action = action
 
 
-class Holder(Protocol):
+class ChannelHolder(Protocol):
     """An object that holds channels of a transport."""
 
     def forget(self) -> None:
@@ -43,7 +43,7 @@ class Alarm:
     """
 
     def __init__(self, transport: Transport) -> None:
-        self.holders: WeakSet[Holder] = WeakSet()
+        self.holders: WeakSet[ChannelHolder] = WeakSet()
         self._transport = transport
         self._dead: Failure | None = None
         self._number = 0  # of the call that all ranks make together

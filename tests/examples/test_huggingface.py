@@ -34,11 +34,10 @@ def test_the_demo_trains_as_transformers_does(
     """Its ranks are forked, and not started."""
     text = tmp_path / "text.jsonl"
     write_text(text, [f"document {number} counts {number} " * 60 for number in range(60)])
-    variables = {"DATA": str(text), "TRANSFORMERS_VERBOSITY": "error"}
 
     def start_ranks(ranks: int) -> None:
-        said = run_ranks(demo.SCRIPT, *sys.argv[1:], ranks=ranks, **variables)
-        sys.stdout.write(said)
+        options = sys.argv[1:]
+        sys.stdout.write(run_ranks(demo.SCRIPT, *options, ranks=ranks, DATA=str(text), TRANSFORMERS_VERBOSITY="error"))
 
     monkeypatch.setattr(demo, "start_ranks", start_ranks)
     monkeypatch.setattr(sys, "argv", ["demo.py", "--check", "--steps", "4"])

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeflow.core.errors import UsageError
-from pipeflow.planning.libraries.library import Library, Options, has_order, no_schedule, order_of_ranks
+from pipeflow.planning.libraries.library import Library, LibraryOptions, has_order, no_schedule, order_of_ranks
 from pipeflow.planning.step_plan import Plan
 
 NAME = "DeepSpeed"
@@ -30,7 +30,7 @@ PRECISION: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 
 
-def options(found: Plan) -> Options:
+def options(found: Plan) -> LibraryOptions:
     """The configuration of a plan. Raises UsageError for what DeepSpeed cannot do."""
     _require(found)
     setup, pipeline, many = found.setup, len(found.ranks), found.schedule.num_microbatches
@@ -43,7 +43,7 @@ def options(found: Plan) -> Options:
     if pipeline > 1:
         config["pipeline"] = {"stages": pipeline, "activation_checkpoint_interval": int(setup.checkpoint == "full")}
     config |= PRECISION[setup.precision.name]
-    return Options(json.dumps(config, indent=2), (*_notes(found), *order_of_ranks(NAME, found)))
+    return LibraryOptions(json.dumps(config, indent=2), (*_notes(found), *order_of_ranks(NAME, found)))
 
 
 LIBRARY = Library(NAME, SCHEDULES, options)

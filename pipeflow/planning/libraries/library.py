@@ -13,7 +13,7 @@ from pipeflow.planning.transformer import GPT
 from pipeflow.schedules import make_schedule, options_of
 
 
-class Options(NamedTuple):
+class LibraryOptions(NamedTuple):
     """The options of a library for a plan.
 
     Attributes:
@@ -37,7 +37,7 @@ class Library:
 
     name: str
     schedules: Mapping[str, str]
-    options: Callable[[Plan], Options]
+    options: Callable[[Plan], LibraryOptions]
 
 
 def stages_per_rank(schedule: Schedule) -> int:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from pipeflow.core.errors import UsageError
 from pipeflow.planning.libraries.library import (
     Library,
-    Options,
+    LibraryOptions,
     has_order,
     no_schedule,
     require_language_model,
@@ -43,13 +43,13 @@ RECOMPUTATION: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
-def options(found: Plan) -> Options:
+def options(found: Plan) -> LibraryOptions:
     """The flags of a plan, one a line, as a shell reads them. Raises UsageError for schedules that Megatron-LM does not
     have, and for models that are no language models.
     """
     require_language_model(NAME, found)
     note = f"start {found.devices} processes: {NAME} makes replicas of all that the other sizes leave"
-    return Options("\n".join(_flags(found)), (note,))
+    return LibraryOptions("\n".join(_flags(found)), (note,))
 
 
 LIBRARY = Library(NAME, SCHEDULES, options)

@@ -22,7 +22,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.libraries.library import (
     Library,
-    Options,
+    LibraryOptions,
     has_order,
     no_schedule,
     order_of_ranks,
@@ -45,13 +45,13 @@ SCHEDULES = MappingProxyType(
 IN_GROUPS = ("interleaved-1f1b", "interleaved-zb")  # torch divides their microbatches into equal groups
 
 
-def options(found: Plan) -> Options:
+def options(found: Plan) -> LibraryOptions:
     """The sections of a plan. Raises UsageError for what torchtitan cannot do."""
     require_language_model(NAME, found)
     schedule = _schedule(found.schedule)
     _require_modules(found)
     _require_setup(found)
-    return Options("\n".join(_lines(found, schedule)), (*_notes(found), *order_of_ranks(NAME, found)))
+    return LibraryOptions("\n".join(_lines(found, schedule)), (*_notes(found), *order_of_ranks(NAME, found)))
 
 
 LIBRARY = Library(NAME, SCHEDULES, options)

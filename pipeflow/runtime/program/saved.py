@@ -29,7 +29,7 @@ from pipeflow.core.errors import UsageError
 # graph holds the operator.
 
 
-class Place(NamedTuple):
+class HostPlace(NamedTuple):
     """Where a tensor is on the host: the bytes of its whole storage, and its own part of them."""
 
     host: Tensor
@@ -64,7 +64,7 @@ class Holder:
     def __init__(self, tensor: Tensor, *, drop: bool = False) -> None:
         self.tensor = None if drop else tensor.detach()
         self.form = Form.of(tensor)
-        self.place: Place | None = None
+        self.place: HostPlace | None = None
 
     def unpacked(self) -> Tensor:
         """The tensor, which is on its device when it is used: a sound schedule has the recomputation or load before."""
@@ -163,7 +163,9 @@ class Saved:
                 if stream is not None:
                     whole.record_stream(stream)  # its memory is not used again before the copy has ended
             offset = int(tensor.storage_offset())
-            holder.place = Place(hosts[storage], tensor.device, tensor.dtype, tensor.size(), tensor.stride(), offset)
+            holder.place = HostPlace(
+                hosts[storage], tensor.device, tensor.dtype, tensor.size(), tensor.stride(), offset
+            )
             holder.tensor = tensor = None
 
     def to_device(self, stream: torch.cuda.Stream | None = None) -> None:
