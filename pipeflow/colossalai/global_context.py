@@ -110,7 +110,7 @@ global_context = GlobalContext()
 
 
 class Accelerator:
-    """What this process computes on. Raises UsageError before `launch`."""
+    """The device of this process. Raises UsageError before `launch`."""
 
     def get_current_device(self) -> torch.device:
         """Returns this process's device, which may be the CPU."""

@@ -97,7 +97,7 @@ def _change(name: str, before: float, after: float, text: Callable[[float], str]
 
 
 class Plot(NamedTuple):
-    """What a scatter plot shows.
+    """A scatter plot: its points and axes.
 
     Attributes:
         points: the points.

@@ -19,7 +19,7 @@ MORE = 64  # microbatches that rows may have beyond the number of their actions
 
 
 def custom_fields(schedule: Schedule) -> dict[str, str]:
-    """What to set in a link so that it shows the rows of a schedule: one line per rank, blanks between the entries."""
+    """The fields of a link that shows the rows of a schedule: one line per rank, blanks between the entries."""
     return {
         "schedule": CUSTOM,
         "placement": placement_text(schedule.placement),

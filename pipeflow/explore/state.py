@@ -30,7 +30,7 @@ MOST_SHOWN = 8  # schedules side by side
 @final
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the page shows.
+    """The settings of the page, as its link holds them.
 
     Attributes:
         schedules: the names of the schedules, as `names` describes them.

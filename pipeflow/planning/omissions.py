@@ -13,7 +13,7 @@ EXPERTS = (
 
 
 def uncounted(model: Transformer, cluster: Cluster | None) -> tuple[str, ...]:
-    """What a plan of the model leaves out. `cluster`: None if the plan has no seconds."""
+    """Names of the parts that a plan of the model leaves out. `cluster`: None if the plan has no seconds."""
     found = {
         "communication between devices": cluster is None,
         "temporary buffers of operations": True,

@@ -99,7 +99,7 @@ def _not_once(schedule: Schedule, ran: Ran) -> Iterator[Violation]:
 
 
 def _incomplete(seen: Set[Kind], way: Sequence[Kind], stage: int, microbatch: int) -> str:
-    """What is wrong with the actions of a microbatch on a stage, compared with the `way` that they should follow."""
+    """The faults of the actions of a microbatch on a stage, compared with the `way` that they should follow."""
 
     def listed(kinds: Sequence[Kind]) -> str:
         return _listed([str(Action(kind, stage, microbatch)) for kind in kinds])

@@ -14,7 +14,7 @@ _FILE = torch.utils.checkpoint.__file__
 
 
 class Surroundings(NamedTuple):
-    """What is around a call.
+    """The checkpoint and the custom Function around a call.
 
     Attributes:
         checkpoint: the kind of the activation checkpoint around it, "reentrant" or "plain"; None without one.

@@ -22,7 +22,7 @@ _TOLERANCE = 1e-3  # of the largest change: float32's rounding is far smaller, s
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What an optimizer did with two random weights.
+    """The result of trying an optimizer on two random weights.
 
     Attributes:
         is_elementwise: a part of a weight is stepped as it is within the whole.

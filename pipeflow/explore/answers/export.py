@@ -32,7 +32,7 @@ def svg(fields: Mapping[str, str]) -> dict[str, Any]:
 
 
 def code(fields: Mapping[str, str]) -> dict[str, Any]:
-    """What makes the timeline again: `python`, and the `command` that draws it, which is null if there is none."""
+    """Code that makes the timeline again: `python`, and the `command` that draws it, which is null if there is none."""
     state, name = _one(fields)
     return {"python": python(state, name), "command": command(state, name)}
 

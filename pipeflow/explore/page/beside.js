@@ -60,7 +60,7 @@ export function showBeside(shared) {
   const {table, link, page, shown} = shared;
   const chips = make("ul", {className: "chips", ariaLabel: "Shown"});
   const tick = make("input", {type: "checkbox", id: "differences"});
-  const title = "Hatch what stands at another place of its row than in the first timeline";
+  const title = "Hatch actions whose position differs from the first timeline";
   const toggle = make("label", {title}, tick, " Differences");
   const place = make("div", {id: "compared"});
   by("tools").append(chips, makeAdder(shared, table.find(({name}) => name === "schedule").choices), toggle);

@@ -52,7 +52,7 @@ class Shared:
         return self.payloads.setdefault(value, Payload())
 
     def state(self, action: Action) -> BackwardState:
-        """What the forward of the action's microbatch keeps for its backward."""
+        """The state that the forward of the action's microbatch keeps for its backward."""
         return self.states.setdefault((action.stage, action.microbatch), BackwardState())
 
     def remember(self, actions: Iterable[Action]) -> None:
