@@ -59,8 +59,8 @@ class Opened:
 
 @lru_cache(KEPT)
 def opened(name: str, text: str) -> Opened:
-    """The schedule or timeline in the text of a file. Raises UsageError with the place that is wrong, and for a timeline
-    of an unsound schedule.
+    """The schedule or timeline in the text of a file. Raises UsageError that names the wrong place, and for a
+    timeline of an unsound schedule.
     """
     try:
         if text.lstrip().startswith("{"):
