@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from pipeflow.analysis.idle_time import critical_path
+from pipeflow.core.action import Action
 from pipeflow.core.dataflow import Stream, needs
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
@@ -50,12 +52,14 @@ class Measures:
 
 def _transfers(schedule: Schedule) -> int:
     placement = schedule.placement
-    return sum(
-        placement.rank_of(value.stage, value.microbatch) != rank
-        for rank in range(placement.num_ranks)
-        for action in schedule.actions(rank)
-        for value in needs(action, placement.num_stages)
-    )
+    paths = len(placement.paths)
+    found = 0
+    for rank in range(placement.num_ranks):
+        alike = Counter((each.kind, each.stage, each.microbatch % paths) for each in schedule.actions(rank))
+        for like, count in alike.items():
+            values = needs(Action(*like), placement.num_stages)
+            found += count * sum(placement.rank_of(value.stage, value.microbatch) != rank for value in values)
+    return found
 
 
 class PathTimes(NamedTuple):
