@@ -61,7 +61,7 @@ def _for_programs(found: Replan) -> dict[str, object]:
 def _heading(found: Replan) -> Iterator[str]:
     unit, planned, measured = _unit(found), found.now.timeline.makespan, found.measured.makespan
     yield f"{found.measured.name}: measured {unit.text(measured)}, planned from its own costs {unit.text(planned)}"
-    yield "Below, each schedule that has the same stages on the same ranks, under the measured costs."
+    yield "The table compares the schedules with the same stages on the same ranks, under the measured costs."
 
 
 def _unit(found: Replan) -> Unit:

@@ -109,7 +109,7 @@ function isFirstHalf(block) {
 }
 
 /** The microbatches, each in the middle of the visible part of its block. */
-function paintNumbers(context, blocks, edges, place, marks, colours) {
+export function paintNumbers(context, blocks, edges, place, marks, colours) {
   const {height} = place.lanes[0];
   let font = 0;
   context.textAlign = "center";

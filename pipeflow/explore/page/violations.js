@@ -4,6 +4,7 @@ import {arrow, within} from "./canvas.js";
 import {make} from "./controls.js";
 import {fault} from "./fit.js";
 import {by} from "./page.js";
+import {paintNumbers} from "./paint.js";
 
 const FEW = 4; // violations whose makers are all pointed at; of more, only that of the selected block
 
@@ -112,7 +113,7 @@ export class Violations {
       context.globalAlpha = 0.55;
       context.fillStyle = colours.background;
       context.fillRect(x, y, end - x, height);
-      context.globalAlpha = 0.5;
+      context.globalAlpha = 0.3;
       context.strokeStyle = colours.text;
       context.lineWidth = 1;
       context.beginPath();
@@ -121,6 +122,8 @@ export class Violations {
         context.lineTo(left + height, y);
       }
       context.stroke();
+      const edges = blocks.map(({start, end}) => [place.x(start), place.x(end) - place.x(start) - 1]);
+      paintNumbers(context, blocks, edges, place, {dims: () => false}, {ink: colours.text});
       context.globalAlpha = 1;
     });
   }
