@@ -37,6 +37,11 @@ UNITS = {"": 1, "b": 1} | {
 LEAST = 1e6  # bytes of memory: less must be a number of GB without its unit
 FIXED = ("tensor", "pipeline", "microbatch_size", "checkpoint", "zero")
 SIZES = ("tensor", "pipeline", "data", "microbatch_size", "microbatches", "schedule", "checkpoint", "zero", "cut")
+MADE_FOR = (
+    "cost",
+    "bytes_cap",
+    "candidates",
+)  # options that a search for layouts gives to an order that is searched for
 REFUSED = {
     "data": "it follows from the other sizes",
     "microbatches": "they follow from --batch",
@@ -106,7 +111,7 @@ def _wanted(arguments: argparse.Namespace, model: Model) -> Wanted:
     for name, why in REFUSED.items():
         if getattr(arguments, name) not in (None, ""):  # --layout without a value asks for the string
             raise UsageError(f"{flag(name)} is for one layout, not for a search with --devices: {why}")
-    if given := [flag(name) for name in family_options() if getattr(arguments, name) is not None]:
+    if given := [flag(name) for name in family_options() if name != "kinds" and getattr(arguments, name)]:
         raise UsageError(f"{', '.join(given)}: a search with --devices chooses the options of schedules itself")
     cluster = cluster_of(arguments)
     if cluster is None:
@@ -124,6 +129,7 @@ def _wanted(arguments: argparse.Namespace, model: Model) -> Wanted:
             keep_scores=arguments.keep_scores,
         ),
         schedules=schedules_of(arguments, SEARCHED) if arguments.schedule is None else (arguments.schedule,),
+        kinds=arguments.kinds or "none",
         **{name: getattr(arguments, name) for name in FIXED},
     )
 
@@ -159,7 +165,7 @@ def _for_programs(found: Layouts) -> dict[str, Any]:
 def _sizes(layout: Layout) -> dict[str, Any]:
     """The layout for programs; costs that a schedule was made for are left out."""
     named = {name: getattr(layout, name) for name in SIZES}
-    return named | {"options": {name: value for name, value in layout.options.items() if name != "cost"}}
+    return named | {"options": {name: value for name, value in layout.options.items() if name not in MADE_FOR}}
 
 
 def _heading(name: str, found: Layouts) -> Iterator[str]:
@@ -202,7 +208,7 @@ def schedule_text(layout: Layout) -> str:
     """The schedule with its options, in a few letters: `x6` means six chunks."""
     if layout.pipeline == 1:
         return "no pipeline"
-    options = {name: value for name, value in layout.options.items() if name != "cost"}
+    options = {name: value for name, value in layout.options.items() if name not in MADE_FOR}
     chunks = options.pop("chunks", None)
     named = layout.schedule if chunks is None else f"{layout.schedule} x{chunks}"
     return ", ".join([named, *(f"{name} {value}" for name, value in options.items())])

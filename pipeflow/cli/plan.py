@@ -21,13 +21,16 @@ from pipeflow.cli.outputs import show, wrapped
 from pipeflow.cli.progress import doing
 from pipeflow.cli.request import Request, is_file
 from pipeflow.cli.sources import sound_source
+from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import Cut
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.catalog import MODELS, Model, model_named
 from pipeflow.planning.estimate import plan
+from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.omissions import uncounted
+from pipeflow.planning.physical import physical_costs
 from pipeflow.planning.setup import CHECKPOINTS, PRECISIONS, Setup
 from pipeflow.planning.step_plan import TITLES, Plan
 from pipeflow.planning.transformer import GPT
@@ -173,7 +176,7 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = cluster_of(arguments)
     with doing("planning"):
         cut = _cuts(arguments, model, setup, cluster)
-        schedule = _schedule(arguments, model, setup, cut)
+        schedule = _schedule(arguments, model, setup, cut, cluster)
         found = plan(model, schedule, setup, flops=arguments.flops, cluster=cluster, cut=cut(schedule.placement))
     if arguments.library is not None:
         print_options(arguments, found)
@@ -206,7 +209,13 @@ def _cuts(
     return lambda placement: cut_of(arguments.cut, model, placement, setup, cluster)
 
 
-def _schedule(arguments: argparse.Namespace, model: Model, setup: Setup, cut: Callable[[Placement], Cut]) -> Schedule:
+def _schedule(
+    arguments: argparse.Namespace,
+    model: Model,
+    setup: Setup,
+    cut: Callable[[Placement], Cut],
+    cluster: Cluster | None,
+) -> Schedule:
     options: dict[str, Any] = {
         option: value for option in family_options() if (value := getattr(arguments, option)) is not None
     }
@@ -220,8 +229,16 @@ def _schedule(arguments: argparse.Namespace, model: Model, setup: Setup, cut: Ca
     require_size(ranks, microbatches, options)
     if name in SCHEDULES and "cost" in options_of(name):  # the schedule is made for given costs, which are per stage
         placement = make_schedule(name, ranks=ranks, microbatches=1).placement
-        options["cost"] = stage_costs(model, placement, setup, cut=cut(placement))
+        options["cost"] = _costs(model, placement, setup, cluster, cut(placement))
     return make_schedule(name, ranks=ranks, microbatches=microbatches, **options)
+
+
+def _costs(model: Model, placement: Placement, setup: Setup, cluster: Cluster | None, cut: Cut) -> CostModel:
+    """The costs that an order is made for: in seconds, with copies to the host, if the cluster is known."""
+    if cluster is None:
+        return stage_costs(model, placement, setup, cut=cut)
+    mesh = Mesh(setup.tensor, placement.num_ranks, setup.data, cluster.devices_per_node)
+    return physical_costs(model, placement, setup, mesh, cluster, cut=cut).cost
 
 
 def _for_programs(found: Plan) -> dict[str, Any]:

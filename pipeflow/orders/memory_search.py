@@ -38,6 +38,10 @@ ROOMS = (1.0, 1.25, 1.5, 2.0, 3.0)  # times the room of each rank, for orders be
 FORGOTTEN = (0, 0, 1, 1, 2, 4)  # how many recomputations a move takes away
 
 
+class NoOrderError(UsageError):
+    """No order was found that keeps within a cap."""
+
+
 def improved_with_memory(
     storage: Storage,
     cost: CostModel,
@@ -52,8 +56,8 @@ def improved_with_memory(
     within a number of `candidates`. It is never worse than `known`, than one of `start` within the room, and than one
     of their simple uses (`simple_uses`) within it.
 
-    Raises UsageError for fewer than one candidate, and if nothing keeps within the room, with the least that a schedule
-    was found to keep.
+    Raises UsageError for fewer than one candidate, and NoOrderError if nothing keeps within the room, with the least
+    that a schedule was found to keep.
     """
     if candidates is not None:
         require_positive(candidates=candidates)
@@ -75,7 +79,7 @@ def improved_with_memory(
     if goes_on():
         _searched(best, goes_on)
     if best.found is None:
-        raise UsageError(
+        raise NoOrderError(
             f"no order was found that keeps within the cap: of those that were tried, the one that keeps least needs "
             f"{best.least / (storage.problem.memory.unit or 1):g} on the rank that keeps most"
         )

@@ -16,6 +16,7 @@ from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.setup import CHECKPOINTS, Checkpoint, Setup
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.schedules.registry import COMPARED, is_searched
+from pipeflow.schedules.zb_auto import kinds_named
 
 SEARCHED = tuple(name for name in COMPARED if not is_searched(name))
 """The schedules that are tried unless others are named: those compared, but for those that are searched for."""
@@ -75,10 +76,11 @@ class Wanted:
         memory: the most bytes of a device in a plan; by default the device's memory minus ALLOWANCE.
         setup: the sequence, the precision, and how activations are split and kept; its other fields are not used.
         tensor, pipeline, microbatch_size, checkpoint, zero: if given, all layouts have these values.
-        schedules: names to try; by default SEARCHED.
+        schedules: names to try; by default SEARCHED, and with `kinds` also "zb-auto".
+        kinds: what may save memory in orders that are searched for: "offload", "recompute", "both" or "none".
 
-    Raises UsageError for sizes below 1, more pipeline ranks than layers, no schedule or an unknown one, and an unknown
-    `checkpoint` or `zero`.
+    Raises UsageError for sizes below 1, more pipeline ranks than layers, no schedule or an unknown one, an unknown
+    `checkpoint`, `zero` or `kinds`, and offloads of a device without `host_bandwidth`.
     """
 
     model: Transformer
@@ -94,6 +96,7 @@ class Wanted:
     checkpoint: Checkpoint | None = None
     zero: int | None = None
     schedules: tuple[str, ...] = SEARCHED
+    kinds: str = "none"
 
     def __post_init__(self) -> None:
         optional = {name: getattr(self, name) for name in ("tensor", "pipeline", "microbatch_size")}
@@ -111,7 +114,25 @@ class Wanted:
         for name in self.schedules:
             if name not in SCHEDULES:
                 raise unknown("schedule", name, SCHEDULES)
+        saving = kinds_named(self.kinds)
+        if "offload" in saving and not self.cluster.device.host_bandwidth:
+            raise UsageError(
+                f"device {self.cluster.device.name!r} has no host_bandwidth, which copies to the host take: give it in "
+                "the cluster file, or use kinds recompute"
+            )
+        if saving and "zb-auto" not in self.schedules:
+            object.__setattr__(self, "schedules", (*self.schedules, "zb-auto"))
         replace(self.setup, checkpoint=self.checkpoint or "none", zero=self.zero or 0)
+
+    @property
+    def without_kinds(self) -> Wanted:
+        """The same task without kinds that save memory, and without schedules that are searched for if there are
+        others.
+        """
+        if self.kinds == "none":
+            return self
+        named = tuple(name for name in self.schedules if not is_searched(name))
+        return replace(self, kinds="none", schedules=named or self.schedules)
 
     @property
     def limit(self) -> float:

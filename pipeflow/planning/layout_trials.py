@@ -18,6 +18,7 @@ from pipeflow.core.partition import Part
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
+from pipeflow.orders.memory_search import NoOrderError
 from pipeflow.planning.bounds import least_makespan
 from pipeflow.planning.cuts import cut_by_load, even_cut
 from pipeflow.planning.layout import Layout, Wanted
@@ -32,6 +33,8 @@ from pipeflow.schedules import make_schedule, options_of
 
 CHUNKS = (2, 3, 4, 6, 8, 12)  # stages per rank that are tried
 ACTIONS = 2_000_000  # of one schedule at most; larger ones are not tried
+SAVING_ACTIONS = 12_000  # of one that is searched for with kinds that save memory
+ROUNDING = 1e-8  # by which the bytes of an order may exceed what a search was given
 ENOUGH = 8  # microbatches with which every schedule that ever splits backwards does so
 
 Cut = tuple[Part, ...]
@@ -60,9 +63,19 @@ class Family:
     placement: Placement
     split: bool
 
-    def under(self, cost: CostModel) -> Family:
-        """The family with an order for these costs, if it is searched for given costs; otherwise the family itself."""
-        return replace(self, options=(*self.options, ("cost", cost))) if "cost" in options_of(self.name) else self
+    def under(self, cost: CostModel, kinds: str, room: tuple[float, ...]) -> Family:
+        """The family with an order for these costs, if it is searched for given costs; otherwise the family itself.
+        With `kinds` the order keeps within the `room` of each rank, in bytes.
+        """
+        if "cost" not in options_of(self.name):
+            return self
+        saving = (("kinds", kinds), ("bytes_cap", room)) if kinds != "none" else ()
+        return replace(self, options=(*self.options, ("cost", cost), *saving))
+
+    @property
+    def saves(self) -> bool:
+        """Whether its orders may offload or recompute, to keep within a room."""
+        return any(name == "kinds" for name, _ in self.options)
 
     def make(self, microbatches: int) -> Schedule:
         """Makes the schedule of this family with so many microbatches."""
@@ -126,8 +139,10 @@ class LayoutTrial:
 
     def least_bytes(self) -> float:
         """A lower bound on the bytes of its fullest device: the bytes with few microbatches. With more microbatches, no
-        schedule of the registry keeps less.
+        schedule of the registry keeps less. An order that may save memory keeps at least one microbatch of a stage.
         """
+        if self.family.saves:
+            return self._fullest(_of_one(self.physical.cost, self.family.placement))
         ranks, many = self.cell.pipeline, self.cell.microbatches
         odd = many % len(self.family.placement.paths)  # two directions keep other amounts for odd numbers
         return self._peak_bytes(min(many, 2 * ranks + odd))
@@ -144,8 +159,13 @@ class LayoutTrial:
         return max(state + (1 + ALLOCATOR) * most for state, most in zip(self.state, kept, strict=True))
 
     def simulated(self) -> tuple[float, float]:
-        """Simulates one step and returns its seconds, and the bytes of the fullest device."""
-        timeline = self._timeline(self.cell.microbatches)
+        """Simulates one step and returns its seconds, and the bytes of the fullest device: infinite if no order within
+        the room is found.
+        """
+        try:
+            timeline = self._timeline(self.cell.microbatches)
+        except NoOrderError:
+            return inf, inf
         return timeline.makespan + self.physical.after, self._fullest(timeline.peak_bytes)
 
     def estimated_seconds(self) -> float | None:
@@ -213,13 +233,16 @@ def trials(wanted: Wanted, cell: Cell, limit: float = inf) -> Iterator[tuple[flo
     """
     found: dict[Placement, list[_Costs]] = {}
     for family in families(wanted.schedules, cell.pipeline, wanted.model.layers):
-        if family.actions(cell.microbatches) > ACTIONS:
+        saves = wanted.kinds != "none" and "cost" in options_of(family.name)
+        if family.actions(cell.microbatches) > (SAVING_ACTIONS if saves else ACTIONS):
             continue
         if family.placement not in found:
             found[family.placement] = list(_costs(wanted, cell, family.placement, limit))
         for each in found[family.placement]:
             least = each.split if family.split else each.whole
-            yield least + each.physical.after, LayoutTrial(cell, family.under(each.physical.cost), *each[:3])
+            room = tuple((limit - state) / (1 + ALLOCATOR) * (1 - ROUNDING) for state in each.state)
+            ordered = family.under(each.physical.cost, wanted.kinds, room)
+            yield least + each.physical.after, LayoutTrial(cell, ordered, *each[:3])
 
 
 class _Costs(NamedTuple):
@@ -245,7 +268,8 @@ def _costs(wanted: Wanted, cell: Cell, placement: Placement, limit: float) -> It
         if max(state) > limit:
             continue
         physical = physical_costs(model, placement, setup, mesh, wanted.cluster, cut=cut)
-        if max(map(sum, zip(state, _of_one(physical.cost, placement), strict=True))) > limit:
+        of_one = zip(state, _of_one(physical.cost, placement), strict=True)
+        if max(held + (1 + ALLOCATOR) * kept for held, kept in of_one) > limit:
             continue
         least = (least_makespan(physical.cost, placement, cell.microbatches, split=split) for split in (False, True))
         yield _Costs(cut, physical, state, *least)
@@ -255,7 +279,7 @@ def _of_one(cost: CostModel, placement: Placement) -> list[float]:
     """Per rank, the bytes that one microbatch takes. Each rank keeps at least these before its first backward."""
     kept = [0.0] * placement.num_ranks
     for stage, rank in enumerate(placement.paths[0]):
-        kept[rank] += (1 + ALLOCATOR) * cost.sizes[Content.SAVED][stage]
+        kept[rank] += cost.sizes[Content.SAVED][stage]
     return kept
 
 

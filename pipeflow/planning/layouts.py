@@ -108,7 +108,7 @@ def find_layouts(wanted: Wanted, *, top: int = 5, progress: Callable[[float], No
     with _no_collections():
         search.run()
     if not search.groups:
-        raise no_room(wanted)
+        raise no_room(wanted.without_kinds)
     found = []
     for _, layout in ranking(group.pick for group in search.groups.values())[:top]:
         schedule = layout.make_schedule()

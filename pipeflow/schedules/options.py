@@ -12,6 +12,7 @@ MEANINGS = {  # an option without an entry is described by its schedules alone
     "chunks": "stages per rank",
     "extra_warmup": "additional forwards in the warm-up",
     "group": "microbatches that go through a chunk together",
+    "kinds": "what may save memory under a cap: copies to the host, recomputation, or both (default: none)",
     "memory_cap": "most activations kept on a rank, in microbatches",
     "objective": "what the search makes small (default: makespan)",
     "waves": "how often the stages go down the ranks and back up",

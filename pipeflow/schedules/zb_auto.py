@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 
+if TYPE_CHECKING:
+    from pipeflow.orders.storage import MemoryKind
+
 ACTIONS = 1_800_000  # actions of all candidates together: about 2 s of search, up to 4 for large schedules
+SLOWER = 20  # times as long an order takes if it may be within a cap by kinds that save memory
 
 
 def zb_auto(
@@ -23,6 +27,7 @@ def zb_auto(
     objective: Literal["makespan", "span"] = "makespan",
     memory_cap: float | Sequence[float] | None = None,
     bytes_cap: float | Sequence[float] | None = None,
+    kinds: Literal["none", "offload", "recompute", "both"] = "none",
 ) -> Schedule:
     """Split backwards, in the best order found for given costs and memory.
 
@@ -33,6 +38,9 @@ def zb_auto(
     `memory_cap` limits the activations kept on a rank, in microbatches. `bytes_cap` limits the bytes that forwards save
     and that waiting weight-gradient halves keep (`saved_bytes` and `deferred_bytes` of the cost). Pass one of them, as
     one number or one per rank. The default is R activations on every rank, as 1F1B keeps on the first.
+
+    `kinds` says what may save memory where the cap does not allow an order: copies to the host, for which `cost` must
+    have a time, recomputation, or both.
 
     `candidates` is the number of orders that are tried. By default, the search takes about 2 seconds.
 
@@ -56,7 +64,8 @@ def zb_auto(
 
     if cost is not None and not isinstance(cost, CostModel):
         raise UsageError(f"cost must be a CostModel, got {cost!r}")
-    placement = Placement.linear(ranks)
+    placement, saving = Placement.linear(ranks), kinds_named(kinds)
+    actions = 3 * ranks * microbatches * (SLOWER if saving else 1)
     found = search(
         placement,
         microbatches,
@@ -64,7 +73,23 @@ def zb_auto(
         objective=objective,
         memory_cap=ranks if memory_cap is None and bytes_cap is None else memory_cap,
         bytes_cap=bytes_cap,
+        kinds=saving,
         budget=inf,
-        candidates=min(max(ACTIONS // (3 * ranks * microbatches), 20), 3000) if candidates is None else candidates,
+        candidates=min(max(ACTIONS // actions, 20), 3000) if candidates is None else candidates,
     )
     return found.schedule
+
+
+KINDS: Mapping[str, tuple[MemoryKind, ...]] = {
+    "none": (),
+    "offload": ("offload",),
+    "recompute": ("recompute",),
+    "both": ("offload", "recompute"),
+}
+
+
+def kinds_named(name: str) -> tuple[MemoryKind, ...]:
+    """The kinds that a word stands for. Raises UsageError for an unknown word."""
+    if name not in KINDS:
+        raise UsageError(f"kinds must be one of {', '.join(KINDS)}; got {name!r}")
+    return KINDS[name]

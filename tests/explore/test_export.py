@@ -30,6 +30,7 @@ OPTIONS = {
     "chunks": "3",
     "extra_warmup": "2",
     "group": "4",
+    "kinds": "recompute",
     "memory_cap": "5",
     "objective": "span",
     "waves": "2",

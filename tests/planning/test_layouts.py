@@ -200,6 +200,18 @@ def test_searched_schedules_come_only_when_asked_for() -> None:
     assert {each.layout.schedule for each in found.ranked} == {"zb-auto", "1f1b"}
 
 
+def test_orders_that_save_memory_are_weighed_against_recomputing_all() -> None:
+    task = wanted(batch=16, tensor=1, pipeline=4, microbatch_size=1, memory=160e6)
+    plain, first = (find_layouts(each).ranked[0] for each in (task, replace(task, kinds="both")))
+    assert (plain.layout.checkpoint, first.layout.checkpoint, first.layout.schedule) == ("full", "none", "zb-auto")
+    assert first.step_seconds < 0.7 * plain.step_seconds
+    assert first.plan.peak_bytes <= 160e6
+    with pytest.raises(UsageError, match=r"no layout fits: the closest one, .* with (?!zb-auto)"):
+        find_layouts(replace(task, kinds="both", memory=100e6))
+    with pytest.raises(UsageError, match="kinds must be one of none, offload, recompute, both; got 'swap'"):
+        replace(task, kinds="swap")
+
+
 def uneven(placement: Placement, random: Random, **given: Any) -> CostModel:
     def numbers() -> tuple[float, ...]:
         return tuple(random.uniform(0.5, 2) for _ in range(placement.num_stages))
