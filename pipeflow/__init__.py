@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from pipeflow.orders.optimizer_steps import with_optimizer_step
     from pipeflow.orders.recomputation import with_recompute
     from pipeflow.orders.search import Found
+    from pipeflow.orders.unsharding import with_unshard
     from pipeflow.parallel.context import Context, current_context
     from pipeflow.parallel.launcher import launch
     from pipeflow.planning.catalog import MODELS, model_named
@@ -155,6 +156,7 @@ _LATER = {
     "with_offload": "orders.offloading",
     "with_optimizer_step": "orders.optimizer_steps",
     "with_recompute": "orders.recomputation",
+    "with_unshard": "orders.unsharding",
 }
 
 __all__ = [
@@ -251,6 +253,7 @@ __all__ = [
     "with_offload",
     "with_optimizer_step",
     "with_recompute",
+    "with_unshard",
 ]
 
 

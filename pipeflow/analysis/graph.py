@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pipeflow.core.action import Action, Entry, actions_of
 from pipeflow.core.dataflow import Stream, Value, makes, needs, stream_of
 from pipeflow.core.errors import ScheduleError
+from pipeflow.core.lasting import first_uses
 from pipeflow.core.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ def dependency_graph(schedule: Schedule) -> networkx.DiGraph[Action]:
                 makers[value].append(entry)
         for before, after in _in_row(row):
             graph.add_edges_from(product(actions_of(before), actions_of(after)), reason="row")
+    for rank in range(len(schedule.rows)):
+        for action, value in first_uses(schedule.actions(rank)).items():
+            graph.add_edges_from(product(actions_of(makers[value][0]), [action]), reason=str(value))
     for entry in (entry for row in schedule.rows for entry in row):
         for value in (value for action in actions_of(entry) for value in needs(action, stages)):
             if makers[value]:  # each use takes the first one made that is not used yet

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.dataflow import DATAFLOW, AtStage, Content, Stream, Value, flows
+from pipeflow.core.lasting import first_uses
 from pipeflow.core.span import Row, Span
 from pipeflow.core.timeline import Timeline
 
@@ -128,6 +129,7 @@ class _Run:
                     self._again[id(span)] = position
                 else:
                     self._places[key] = row, position
+        self._first_uses = [first_uses(span.action for span in row) for row in timeline.rows]
         self._joint: dict[tuple[Kind, int], list[Span]] = defaultdict(list)  # per kind and stage, on all ranks
         for span in (span for row in self.rows() for span in row if DATAFLOW[span.action.kind].joint):
             self._joint[span.action.kind, span.action.stage].append(span)
@@ -147,17 +149,23 @@ class _Run:
         mine = self.streams[Stream.COMPUTE][span.rank]
         latest: Sent | None = None
         for action in (span.action,) if span.partner is None else (span.action, span.partner):
-            for end in self._flows.get((action.kind, action.stage), NOTHING).needs:
-                for kind in _MAKERS[end.content]:
-                    row, position = self._places.get((kind, end.stage, action.microbatch), (mine, 0))
+            for value in self._needs(action, span.rank):
+                for kind in _MAKERS[value.content]:
+                    row, position = self._places.get((kind, value.stage, value.microbatch), (mine, 0))
                     if row is not mine:
                         maker = row[position]
                         if maker.partner is not None and row[position + 1 : position + 2]:
                             following = row[position + 1]
                             maker = following if following.action == maker.partner else maker
                         if latest is None or maker.end > latest[0].end:
-                            latest = maker, end.of(action.microbatch)
+                            latest = maker, value
         return latest
+
+    def _needs(self, action: Action, rank: int) -> Iterator[Value]:
+        for end in self._flows.get((action.kind, action.stage), NOTHING).needs:
+            yield end.of(action.microbatch)
+        if lasting := self._first_uses[rank].get(action):
+            yield lasting
 
     def _before(self, span: Span) -> Span | None:
         """The span before it on its stream."""

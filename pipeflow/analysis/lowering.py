@@ -70,7 +70,9 @@ def _computations(row: tuple[Entry, ...]) -> tuple[Entry, ...]:
 
 
 def _beside(row: tuple[Entry, ...]) -> dict[int, list[Compute]]:
-    """Per position among the computations, the actions of other streams to start after the computation there."""
+    """Per position among the computations, the actions of other streams to start after the computation there; at -1,
+    those before the first computation.
+    """
     beside: dict[int, list[Compute]] = defaultdict(list)
     computed = -1
     for entry in row:
@@ -196,7 +198,7 @@ def _instructions(
     beside: dict[int, list[Compute]],
     releases: dict[int, list[Release]],
 ) -> tuple[Instruction, ...]:
-    instructions: list[Instruction] = []
+    instructions: list[Instruction] = [*beside.get(-1, ())]
     for position, entry in enumerate(row):
         instructions += posts.get(position, ())
         instructions.append(Compute(entry))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from pipeflow.core.action import Action
 from pipeflow.core.dataflow import End, Value, flows
 from pipeflow.core.errors import ScheduleError
+from pipeflow.core.lasting import HANDLING, first_uses
 from pipeflow.core.route import Routes
 from pipeflow.core.schedule import Schedule
 
@@ -52,11 +53,12 @@ class Order:
         table = flows(num_stages, routes)
         self.ends: list[End] = list(dict.fromkeys(end for flow in table.values() for end in flow.makes))
         self._many = schedule.num_microbatches
-        first = {end: index * self._many for index, end in enumerate(self.ends)}
+        self._first = first = {end: index * self._many for index, end in enumerate(self.ends)}
         self._numbers = {key: [[first[end] for end in ends] for ends in flow] for key, flow in table.items()}
         self._holders = [[path[stage] for path in schedule.placement.paths] for stage in range(num_stages)]
         self._rows = schedule.rows
         self._positions = [0] * len(self._rows)
+        self._first_uses = [_first_uses(schedule, rank) for rank in range(len(self._rows))]
         self._made = bytearray(len(self.ends) * self._many)
         for content, stage, microbatch, to in given:
             self._made[first[End(content, stage, to)] + microbatch] = 1
@@ -104,8 +106,12 @@ class Order:
         holders = self._holders[stage]
         if (holder := holders[microbatch % len(holders)]) != rank:
             raise ScheduleError(f"rank {rank}: {action} belongs on rank {holder}, which holds its stage; see verify()")
-        needs, makes = numbers
-        return Turn(rank, (action,), [first + microbatch for first in needs], [first + microbatch for first in makes])
+        needs, makes = [first + microbatch for first in numbers[0]], [first + microbatch for first in numbers[1]]
+        if self._first_uses[rank] and (value := self._first_uses[rank].get(action)):
+            number = self._first[End(value.content, stage)] + value.microbatch
+            needs.append(number)
+            makes.append(number)  # it leaves it to the actions after it
+        return Turn(rank, (action,), needs, makes)
 
     @property
     def stuck(self) -> list[tuple[int, int]]:
@@ -122,3 +128,8 @@ class Order:
         assert turn is not None  # a stuck rank has an entry
         index, microbatch = divmod(next(value for value in turn.needs if not self._made[value]), self._many)
         return self.ends[index].of(microbatch)
+
+
+def _first_uses(schedule: Schedule, rank: int) -> dict[Action, Value]:
+    kinds = (entry.kind for entry in schedule.rows[rank] if isinstance(entry, Action))
+    return {} if HANDLING.isdisjoint(kinds) else first_uses(schedule.actions(rank))

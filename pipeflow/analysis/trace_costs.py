@@ -58,6 +58,7 @@ def measured_costs(timeline: Timeline) -> CostModel:
         optimizer=tuple(mean(Kind.S, stage) for stage in stages) if Kind.S in kinds else (),
         recompute=tuple(mean(Kind.C, stage) or mean(Kind.F, stage) for stage in stages) if Kind.C in kinds else (),
         offload=tuple(map(copy, stages)) if kinds & {*COPIED} else (),
+        unshard=tuple(mean(Kind.U, stage) for stage in stages) if Kind.U in kinds else (),
         times={kind: tuple(mean(kind, stage) for stage in stages) for kind in sorted(further)},
         unit=timeline.unit,
     )

@@ -15,8 +15,8 @@ class Kind(StrEnum):
     """The kind of an action: forward, backward or reduction. A backward is one action (B) or two halves (I, then W). R
     sums a stage's weight gradients over the ranks that hold the stage, and S is the optimizer's step of its weights. C,
     O and L save memory: C computes a forward again, so that until then the stage keeps only its input; O copies what a
-    forward saved to the host, and L copies it back. The table in `pipeflow.core.dataflow` lists what each kind needs
-    and makes.
+    forward saved to the host, and L copies it back. U gathers the weights of a stage under fully_shard for the actions
+    that follow, and H frees them. The table in `pipeflow.core.dataflow` lists what each kind needs and makes.
 
     The zero-bubble papers write I as "B".
     """
@@ -30,6 +30,8 @@ class Kind(StrEnum):
     S = "S"  # the optimizer's step of a stage; its microbatch is the last one of the stage's weight gradients
     O = "O"  # offload, a copy of what a forward saved to the host  # noqa: E741  # the letter of OptPipe
     L = "L"  # load: the copy back to the device
+    U = "U"  # unshard: the gather of a stage's weights; its microbatch counts the unshards of the stage
+    H = "H"  # reshard: frees what the unshard of this number gathered
 
     __hash__ = str.__hash__  # that of an Enum is computed in Python, and kinds are keys wherever schedules are followed
 
@@ -46,7 +48,7 @@ class Action:
         kind: which computation it is.
         stage: index of the stage, from 0.
         microbatch: index of the microbatch, from 0. For a reduction or an optimizer's step: the last one that
-            it waits for.
+            it waits for. For an unshard or reshard: its number among those of its stage.
 
     Raises ScheduleError for a negative stage or microbatch.
 

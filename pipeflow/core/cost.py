@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipeflow.core.action import Kind
-from pipeflow.core.dataflow import DATAFLOW, Content
+from pipeflow.core.dataflow import DATAFLOW, SEVERAL, Content
 from pipeflow.core.errors import UsageError
 from pipeflow.core.liveness import sizes_of
 from pipeflow.core.placement import Placement
@@ -24,6 +24,7 @@ TIMES = {
     "optimizer": Kind.S,
     "recompute": Kind.C,
     "offload": Kind.O,
+    "unshard": Kind.U,
 }
 """The arguments of `CostModel` that are times, and the kind of action that takes each."""
 BYTES = {"saved_bytes": Content.SAVED, "deferred_bytes": Content.DEFERRED, "input_bytes": Content.INPUT}
@@ -68,11 +69,12 @@ class CostModel:
         copy_groups: the ranks that share a link to their host, one tuple per link. A link carries one copy at a time in
             each direction. A rank in no group has a link of its own.
         input_bytes: per stage, the bytes that a forward keeps if it is computed again. Empty: not counted.
+        unshard: per stage, the time to gather its weights, which fully_shard divides over the replicas. Empty: no time.
         times: per kind of action that has no argument here, the time per stage.
         kept_bytes: per content that has no argument here, the bytes kept per stage.
         route_bytes: per route (from stage, to stage), the bytes that are sent on it.
         microbatch_factors: per microbatch, its times and bytes relative to those above. Empty: all microbatches are
-            alike. Reductions, which are run once for all microbatches, have no factor.
+            alike. Reductions and unshards, which serve several microbatches, have no factor.
         unit: "s" if times are in seconds; "" if the unit is not known.
         durations: per kind of action, the time per stage: 0 for those that are not given.
         sizes: per content that has a size, the bytes kept per stage. These are all kept bytes above.
@@ -96,6 +98,7 @@ class CostModel:
     offload: tuple[float, ...] = ()
     copy_groups: tuple[tuple[int, ...], ...] = ()
     input_bytes: tuple[float, ...] = ()
+    unshard: tuple[float, ...] = ()
     times: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict, hash=False)
     kept_bytes: Mapping[Content, tuple[float, ...]] = field(default_factory=dict, hash=False)
     route_bytes: Mapping[tuple[int, int], float] = field(default_factory=dict, hash=False)
@@ -147,7 +150,7 @@ class CostModel:
         """The names and values of all fields that have one number per stage."""
         for name in ("forward", "backward_input", "backward_weight"):
             yield name, getattr(self, name)
-        for name in ("activation_bytes", *BYTES, "reduce", "optimizer", "recompute", "offload"):
+        for name in ("activation_bytes", *BYTES, "reduce", "optimizer", "recompute", "offload", "unshard"):
             if numbers := getattr(self, name):
                 yield name, numbers
         for kind, numbers in self.times.items():
@@ -172,6 +175,7 @@ class CostModel:
         recompute: float = 0,
         offload: float = 0,
         input_bytes: float = 0,
+        unshard: float = 0,
     ) -> CostModel:
         """The costs of a model whose stages are all equal.
 
@@ -185,10 +189,7 @@ class CostModel:
             saved_bytes: the bytes that a forward keeps for its backward. 0: memory is counted in activations.
             deferred_bytes: the part of `saved_bytes` that the weight-gradient half still needs.
             overlap: as in `CostModel`.
-            reduce: the time to reduce the weight gradients of a rank's share.
-            optimizer: the time of the optimizer's step of a rank's share.
-            recompute: the time to compute a forward again. 0: that of the forward.
-            offload: the time to copy to the host what a forward saved, or back.
+            reduce, optimizer, recompute, offload, unshard: as in `CostModel`, for a rank's whole share. 0: as if empty.
             input_bytes: the part of `saved_bytes` that a forward keeps if it is computed again later.
         """
         stages, share = placement.num_stages, placement.chunks_per_rank
@@ -209,6 +210,7 @@ class CostModel:
             optimizer=divided(optimizer) if optimizer else (),
             recompute=divided(recompute) if recompute else (),
             offload=divided(offload) if offload else (),
+            unshard=divided(unshard) if unshard else (),
         )
 
     def duration(self, kind: Kind, stage: int, microbatch: int | None = None) -> float:
@@ -218,14 +220,14 @@ class CostModel:
         if stage >= len(self.forward):
             raise UsageError(f"the cost model has {len(self.forward)} stages; stage {stage} has no cost")
         time, factors = self.durations[kind][stage], self.microbatch_factors
-        return time if microbatch is None or not factors or DATAFLOW[kind].joint else time * factors[microbatch]
+        return time if microbatch is None or not factors or kind in SEVERAL else time * factors[microbatch]
 
     @property
     def varied(self) -> tuple[Mapping[Kind, tuple[float, ...]], ...]:
         """Per microbatch, its `durations`. Empty if all microbatches are alike."""
         tables = {
             factor: {
-                kind: times if DATAFLOW[kind].joint else tuple(factor * time for time in times)
+                kind: times if kind in SEVERAL else tuple(factor * time for time in times)
                 for kind, times in self.durations.items()
             }
             for factor in {*self.microbatch_factors}

@@ -24,6 +24,7 @@ class Content(StrEnum):
     WEIGHT_GRADIENT = "weight gradient"  # a microbatch's part of its stage's weight gradients, for a reduction
     INPUT = "input"  # the part of what a forward saves from which a recomputation makes the rest
     HOST = "host copy"  # what a forward saved, in the memory of the host
+    WEIGHTS = "whole weights"  # the weights of a stage under fully_shard, gathered from all replicas
 
     __hash__ = str.__hash__  # as that of `Kind`
 
@@ -77,6 +78,7 @@ class Stream(StrEnum):
     REDUCE = "reductions"
     OFFLOAD = "copies to the host"
     LOAD = "copies from the host"
+    GATHER = "gathers of weights"
 
 
 Ends = tuple[tuple[Content, int], ...]
@@ -97,6 +99,9 @@ class DataflowRow(NamedTuple):
             runs.
         needs_only: the content that it really needs of the values that it makes again. Until it runs, only that is
             kept of them.
+        within: a content of its stage that has to be there while it runs, if its rank makes that content for the stage
+            at all. It is not used up, so one serves several microbatches.
+        word: the word of torch.distributed.pipelining for it, which tables have in place of letter and microbatch.
     """
 
     name: str
@@ -107,6 +112,8 @@ class DataflowRow(NamedTuple):
     joint: bool = False
     in_place: bool = False
     needs_only: Content | None = None
+    within: Content | None = None
+    word: str = ""
 
 
 DATAFLOW: dict[Kind, DataflowRow] = {
@@ -114,23 +121,27 @@ DATAFLOW: dict[Kind, DataflowRow] = {
         "forward",
         needs=((Content.ACTIVATION, -1),),
         makes=((Content.ACTIVATION, 0), (Content.SAVED, 0)),
+        within=Content.WEIGHTS,
     ),
     Kind.B: DataflowRow(
         "backward",
         needs=((Content.GRADIENT, +1), (Content.SAVED, 0)),
         makes=((Content.GRADIENT, 0), (Content.WEIGHT_GRADIENT, 0)),
         takes=(Kind.I, Kind.W),
+        within=Content.WEIGHTS,
     ),
     Kind.I: DataflowRow(
         "input gradient",
         needs=((Content.GRADIENT, +1), (Content.SAVED, 0)),
         makes=((Content.GRADIENT, 0), (Content.DEFERRED, 0)),
         in_place=True,
+        within=Content.WEIGHTS,
     ),
     Kind.W: DataflowRow(
         "weight gradient",
         needs=((Content.DEFERRED, 0),),
         makes=((Content.WEIGHT_GRADIENT, 0),),
+        within=Content.WEIGHTS,
     ),
     Kind.R: DataflowRow(
         "gradient reduction",
@@ -138,6 +149,7 @@ DATAFLOW: dict[Kind, DataflowRow] = {
         makes=((Content.WEIGHT_GRADIENT, 0),),
         stream=Stream.REDUCE,
         joint=True,
+        word="REDUCE_GRAD",
     ),
     Kind.S: DataflowRow(
         "optimizer step",
@@ -151,6 +163,7 @@ DATAFLOW: dict[Kind, DataflowRow] = {
         makes=((Content.SAVED, 0),),
         takes=(Kind.F,),
         needs_only=Content.INPUT,
+        within=Content.WEIGHTS,
     ),
     Kind.O: DataflowRow(
         "offload",
@@ -165,6 +178,20 @@ DATAFLOW: dict[Kind, DataflowRow] = {
         takes=(Kind.O,),
         stream=Stream.LOAD,
     ),
+    Kind.U: DataflowRow(
+        "unshard",
+        needs=(),
+        makes=((Content.WEIGHTS, 0),),
+        stream=Stream.GATHER,
+        word="UNSHARD",
+    ),
+    Kind.H: DataflowRow(
+        "reshard",
+        needs=((Content.WEIGHTS, 0),),
+        makes=(),
+        stream=Stream.GATHER,
+        word="RESHARD",
+    ),
 }
 
 COPIES = frozenset({Stream.OFFLOAD, Stream.LOAD})
@@ -172,6 +199,17 @@ COPIES = frozenset({Stream.OFFLOAD, Stream.LOAD})
 
 ON_HOST = frozenset({Content.HOST})
 """The contents that take no memory of the device."""
+
+LASTING = frozenset(flow.within for flow in DATAFLOW.values() if flow.within)
+"""The contents that serve all actions of their stage in a row, from the action that makes them to the one that needs
+them."""
+
+SEVERAL = frozenset(
+    kind
+    for kind, flow in DATAFLOW.items()
+    if flow.joint or LASTING & {content for content, _ in (*flow.needs, *flow.makes)}
+)
+"""The kinds of which one action serves several microbatches."""
 
 PASSING: dict[Content, int] = {
     content: -offset for flow in DATAFLOW.values() for content, offset in flow.needs if offset
@@ -287,7 +325,7 @@ def _is_whole(kinds: tuple[Kind, ...]) -> bool:
     )
 
 
-_EACH = [kind for kind, flow in DATAFLOW.items() if not flow.joint]  # once per stage and microbatch
+_EACH = [kind for kind in DATAFLOW if kind not in SEVERAL]  # once per stage and microbatch
 WHOLE: tuple[tuple[Kind, ...], ...] = tuple(
     kinds for number in range(len(_EACH) + 1) for kinds in combinations(_EACH, number) if _is_whole(kinds)
 )

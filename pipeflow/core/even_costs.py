@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from pipeflow.core.action import Kind
 from pipeflow.core.cost import BYTES, TIMES, CostModel
-from pipeflow.core.dataflow import DATAFLOW, KEPT, ON_HOST, Content
+from pipeflow.core.dataflow import DATAFLOW, KEPT, LASTING, ON_HOST, Content
 from pipeflow.core.placement import Placement
 
 
@@ -42,6 +42,7 @@ _ARGUMENTS = {
     "optimizer": EvenCost("time of the optimizer's step of a rank's weights (S)", absent="no such steps"),
     "recompute": EvenCost("time to compute a forward again (C)", absent="that of a forward"),
     "offload": EvenCost("time to copy to the host what a forward saved (O), or back (L)"),
+    "unshard": EvenCost("time to gather a rank's weights (U), which fully_shard divides over the replicas"),
     "saved_bytes": EvenCost(
         "bytes that a forward keeps for its backward", absent="memory in activations", unit="bytes"
     ),
@@ -58,7 +59,8 @@ def _of_kind(kind: Kind) -> tuple[str, EvenCost]:
 
 
 def _of_content(content: Content) -> tuple[str, EvenCost]:
-    cost = EvenCost(f"bytes kept for each microbatch: {content}", unit="bytes", of=content)
+    each = "while there" if content in LASTING else "for each microbatch"
+    cost = EvenCost(f"bytes kept {each}: {content}", unit="bytes", of=content)
     return f"{content.replace(' ', '_')}_bytes", cost
 
 

@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from pipeflow.core.action import Action
-from pipeflow.core.dataflow import DATAFLOW, KEPT, Content, DataflowRow
+from pipeflow.core.dataflow import DATAFLOW, KEPT, SEVERAL, Content, DataflowRow
 from pipeflow.core.span import Row
 
 Curve = tuple[tuple[float, float], ...]  # (time, amount from that time on), in order of time
@@ -91,7 +91,8 @@ def kept(row: Row, sizes: Mapping[Content, Sequence[float]], factors: Sequence[f
     changes: list[tuple[float, float]] = []
     for span, change in zip(row, effects, strict=True):
         at_start, at_end = table[id(change)]
-        stage, factor = span.action.stage, factors[span.action.microbatch] if factors else 1
+        stage, alike = span.action.stage, not factors or span.action.kind in SEVERAL
+        factor = 1 if alike else factors[span.action.microbatch]
         if at_start:
             changes.append((span.start, at_start[stage] * factor))
         if at_end:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeflow.core.action import Entry, actions_of
-from pipeflow.core.dataflow import DATAFLOW
+from pipeflow.core.dataflow import SEVERAL
 from pipeflow.core.errors import ScheduleError
 from pipeflow.core.placement import Placement
 
@@ -28,7 +28,7 @@ def _with_paths(rows: Sequence[Sequence[Entry]], number: int) -> Placement | Non
     holders: list[Holders] = [{} for _ in range(number)]
     for rank, row in enumerate(rows):
         for action in (action for entry in row for action in actions_of(entry)):
-            if not DATAFLOW[action.kind].joint:  # joint actions belong to no single microbatch
+            if action.kind not in SEVERAL:  # those belong to no single microbatch
                 holders[action.microbatch % number].setdefault(action.stage, set()).add(rank)
     stages = range(max((stage for path in holders for stage in path), default=-1) + 1)
     if any(len(path.get(stage, ())) != 1 for path in holders for stage in stages):

@@ -1,19 +1,14 @@
-"""Reductions in a row: where the last weight gradient of a stage is, and how tables write reductions. Must not contain:
+"""Reductions in a row: where the last weight gradient of a stage is, and the reduction after it. Must not contain:
 checks of a schedule, and when reductions run.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeGuard
 
-from pipeflow.core.action import Action, Entry, Kind, actions_of, parse_entry
+from pipeflow.core.action import Action, Entry, Kind, actions_of
 from pipeflow.core.dataflow import MAKERS, Content
-from pipeflow.core.errors import ScheduleError
-
-_CELL = re.compile(r"(\d{1,9})REDUCE_GRAD", re.ASCII)
-_COMMUNICATION = re.compile(r"\d{1,9}(UNSHARD|RESHARD|(SEND|RECV|WAIT_SEND|WAIT_RECV)_[FB]\d{1,9})", re.ASCII)
 
 
 class Last(NamedTuple):
@@ -59,35 +54,3 @@ def reduced(row: tuple[Entry, ...]) -> tuple[Entry, ...]:
         if position in after:
             entries.append(after[position])
     return tuple(entries)
-
-
-def cells(row: tuple[Entry, ...]) -> Iterator[str]:
-    """The entries of the row as torch.distributed.pipelining writes them. A reduction is written without its microbatch
-    if that is the microbatch of its stage's last weight gradient so far.
-    """
-    for position, entry in enumerate(row):
-        if is_reduction(entry):
-            last = last_made(row[:position]).get(entry.stage)
-            if last is not None and last.microbatch == entry.microbatch:
-                yield f"{entry.stage}REDUCE_GRAD"
-                continue
-        yield str(entry)
-
-
-def is_communication(text: str) -> bool:
-    """Whether a cell of a lowered table moves data between ranks, and so is none of the schedule."""
-    return _COMMUNICATION.fullmatch(text) is not None
-
-
-def parse_cell(text: str, before: Sequence[Entry]) -> Entry:
-    """Reads one cell of a table that follows the entries `before`. Raises ScheduleError if it is neither an action nor
-    a pair.
-    """
-    match = _CELL.fullmatch(text)
-    if match is None:
-        return parse_entry(text)
-    stage = int(match[1])
-    last = last_made(before).get(stage)
-    if last is None:
-        raise ScheduleError(f"{text} comes before any weight gradient of its stage: put it after {stage}B or {stage}W")
-    return Action(Kind.R, stage, last.microbatch)

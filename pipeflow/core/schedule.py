@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeflow.core.action import Action, Entry, Kind, actions_of
-from pipeflow.core.dataflow import DATAFLOW, Stream, stream_of
+from pipeflow.core.cells import cells, is_communication, parse_cell
+from pipeflow.core.dataflow import SEVERAL, Content, Stream, stream_of
 from pipeflow.core.errors import ScheduleError, UsageError
+from pipeflow.core.lasting import handles
 from pipeflow.core.notebook import Shown
 from pipeflow.core.placed import placement_of
 from pipeflow.core.placement import Placement, require_positive
-from pipeflow.core.reductions import cells, is_communication, is_reduction, parse_cell, reduced
+from pipeflow.core.reductions import is_reduction, reduced
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -94,10 +96,18 @@ class Schedule(Shown):
         rows = tuple(tuple(entry for entry in row if not is_reduction(entry)) for row in self.rows)
         return Schedule(self.name, self.placement, self.num_microbatches, rows)
 
+    def without_unshards(self) -> Schedule:
+        """The same schedule without unshards and reshards. It is sound if this schedule is: fully_shard then gathers
+        weights itself, for each forward and backward.
+        """
+        rows = tuple(tuple(entry for entry in row if not handles(entry, Content.WEIGHTS)) for row in self.rows)
+        return Schedule(self.name, self.placement, self.num_microbatches, rows)
+
     def first(self, microbatches: int) -> Schedule:
         """The same schedule for its first `microbatches` alone; the schedule itself if it has no more than that. If
-        microbatches are left out, so are reductions and the optimizer's steps, and a pair that loses one action becomes
-        the other action. The result is sound if this schedule is, since microbatches do not depend on each other.
+        microbatches are left out, actions that serve several microbatches, such as reductions, are left out, too, and a
+        pair that loses one action becomes the other action. The result is sound if this schedule is, since microbatches
+        do not depend on each other.
         """
         if microbatches >= self.num_microbatches:
             return self
@@ -107,8 +117,8 @@ class Schedule(Shown):
     def to_csv(self) -> str:
         """The schedule as CSV in the format of torch.distributed.pipelining: one line per rank, one cell per entry.
 
-        torch's `_load_csv` reads only tables without reductions. It adds reductions itself, in the same places as
-        `with_reductions()`.
+        torch's `_load_csv` reads only tables without reductions and unshards. It adds reductions itself, in the same
+        places as `with_reductions()`, and unshards as `with_unshard` does.
         """
         return "".join(",".join(cells(row)) + "\n" for row in self.rows)
 
@@ -120,8 +130,8 @@ class Schedule(Shown):
 
         Empty cells, which torch writes for idle time, are skipped, and so are blank lines before and after the table. A
         reduction without a microbatch, as torch writes it (`2REDUCE_GRAD`), gets the microbatch of its stage's last
-        weight gradient before it. Sends, receives and sharding in a lowered table are skipped: they follow from the
-        computations.
+        weight gradient before it. Unshards and reshards (`2UNSHARD`, `2RESHARD`) are numbered per stage. Sends and
+        receives in a lowered table are skipped: they follow from the computations.
 
         Args:
             text: the table.
@@ -135,7 +145,7 @@ class Schedule(Shown):
         rows = tuple(_parse_lines(text))
         actions = [action for row in rows for entry in row for action in actions_of(entry)]
         stages = max(action.stage for action in actions) + 1
-        largest = max(action.microbatch for action in actions) + 1
+        largest = max((action.microbatch for action in actions if action.kind not in SEVERAL), default=0) + 1
         if max(stages, largest) > len(actions):
             raise ScheduleError(
                 f"the CSV has {len(actions)} actions for {stages} stages and {largest} microbatches: "
@@ -150,11 +160,8 @@ class Schedule(Shown):
 
 def _within(row: tuple[Entry, ...], microbatches: int) -> Iterator[Entry]:
     for entry in row:
-        left = [
-            action
-            for action in actions_of(entry)
-            if action.microbatch < microbatches and not DATAFLOW[action.kind].joint
-        ]
+        each = [action for action in actions_of(entry) if action.kind not in SEVERAL]
+        left = [action for action in each if action.microbatch < microbatches]
         yield from left if len(left) == 1 else [entry] * bool(left)
 
 

@@ -39,6 +39,8 @@ HUES = {
     Kind.C: Hue((221, 51, 170), "cyan", "bad"),
     Kind.O: Hue((153, 136, 34), "white", "olive"),
     Kind.L: Hue((0, 150, 160), "cyan", "good"),
+    Kind.U: Hue((8, 16, 248), "blue", "rail_response"),
+    Kind.H: Hue((0, 0, 64), "white", "black"),
 }
 SPARE = (  # for kinds that have no hue of their own; these can be told apart as well
     Hue((255, 0, 34), "red", "terrible"),

@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator
 
 from pipeflow.core.action import Entry, actions_of
+from pipeflow.core.cells import parse_cell
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.placement import Placement
-from pipeflow.core.reductions import parse_cell
 from pipeflow.core.schedule import Schedule
 from pipeflow.explore.fields import CUSTOM, placement_text
 from pipeflow.explore.limits import LARGEST, require_ranks

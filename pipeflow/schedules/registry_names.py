@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from pipeflow.core.action import Kind, actions_of
-from pipeflow.core.dataflow import DATAFLOW
+from pipeflow.core.dataflow import SEVERAL
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
@@ -51,7 +51,7 @@ def _alike(schedule: Schedule) -> Rows | None:
         tuple(
             tuple(first[each.kind] + each.stage * many + numbers.get(each.microbatch, -1) for each in actions_of(entry))
             for entry in row
-            if not DATAFLOW[actions_of(entry)[0].kind].joint
+            if actions_of(entry)[0].kind not in SEVERAL
         )
         for row in schedule.rows
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind
-from pipeflow.core.dataflow import DATAFLOW, WHOLE
+from pipeflow.core.dataflow import SEVERAL, WHOLE
 from pipeflow.core.schedule import Schedule
 
 Ways = Sequence[tuple[Kind, ...]]
@@ -65,4 +65,4 @@ def nearest(has: Set[Kind], ways: Ways) -> tuple[Kind, ...]:
 def _each(schedule: Schedule) -> Iterable[Action]:
     """The actions that run once per stage and microbatch."""
     rows = (schedule.actions(rank) for rank in range(len(schedule.rows)))
-    return (action for row in rows for action in row if not DATAFLOW[action.kind].joint)
+    return (action for row in rows for action in row if action.kind not in SEVERAL)

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence, Set
 
 from pipeflow.analysis.memory_cap import MemoryCap
 from pipeflow.core.action import Action, Kind, actions_of
-from pipeflow.core.dataflow import DATAFLOW
+from pipeflow.core.dataflow import DATAFLOW, SEVERAL
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.violation import Violation
 from pipeflow.soundness.cycles import Place
 from pipeflow.soundness.joint import wrong_joint
+from pipeflow.soundness.lasting import wrong_lasting
 from pipeflow.soundness.memory import over_cap
 from pipeflow.soundness.missing_actions import nearest, ways_of
 from pipeflow.soundness.programs import verify_programs
@@ -33,6 +34,8 @@ def verify(
       only forwards. Every value that an action keeps is used by another action.
     - Either no stage is reduced, or each stage is reduced once on each rank that makes weight gradients of it. The
       reduction comes after the last of these gradients, and has its microbatch.
+    - If weights of a stage are gathered, all computations of the stage on that rank run while they are whole, and what
+      is gathered is freed.
     - No rank waits for ever: the order has no cycle. For this check, actions in a wrong place are left out and missing
       actions count as present, so each cycle is a separate violation. Of deadlocks that hide one
       behind the other, the first twenty are found.
@@ -52,7 +55,7 @@ def verify(
             for action in actions_of(entry):
                 ran.setdefault((action.stage, action.microbatch), []).append((action.kind, rank, position))
     violations = [*_foreign(schedule, ran), *_misplaced(schedule, ran), *_not_once(schedule, ran)]
-    violations += wrong_joint(schedule)
+    violations += [*wrong_joint(schedule), *wrong_lasting(schedule)]
     violations += deadlocks_besides(schedule) if violations else deadlocks_of(schedule)
     return violations if memory_cap is None else [*violations, *over_cap(schedule, memory_cap, microbatch_factors)]
 
@@ -84,7 +87,7 @@ def _not_once(schedule: Schedule, ran: Ran) -> Iterator[Violation]:
     wanted = [frozenset(kinds) for kinds in ways]
     for stage in range(schedule.placement.num_stages):
         for microbatch in range(schedule.num_microbatches):
-            runs = [run for run in ran.get((stage, microbatch), ()) if not DATAFLOW[run[0]].joint]
+            runs = [run for run in ran.get((stage, microbatch), ()) if run[0] not in SEVERAL]
             seen: dict[Kind, Place] = {}
             for kind, rank, position in runs:
                 if kind in seen:

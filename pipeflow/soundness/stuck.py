@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from pipeflow.analysis.order import Order
 from pipeflow.core.action import Action, Entry, Kind, actions_of
-from pipeflow.core.dataflow import DATAFLOW, Value, makes, needs
+from pipeflow.core.dataflow import SEVERAL, Value, makes, needs
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.violation import Violation
 from pipeflow.soundness.cycles import Cycle, Place, cycles
@@ -104,7 +104,7 @@ def _rest(schedule: Schedule) -> tuple[list[list[int]], Schedule]:
 def _belongs(schedule: Schedule, action: Action, rank: int) -> bool:
     placement = schedule.placement
     exists = action.stage < placement.num_stages and action.microbatch < schedule.num_microbatches
-    return exists and not DATAFLOW[action.kind].joint and placement.rank_of(action.stage, action.microbatch) == rank
+    return exists and action.kind not in SEVERAL and placement.rank_of(action.stage, action.microbatch) == rank
 
 
 def _unmade(schedule: Schedule) -> set[Value]:

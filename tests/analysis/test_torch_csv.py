@@ -15,12 +15,15 @@ import pytest
 from pipeflow.analysis.lowered_table import lowered_csv
 from pipeflow.analysis.lowering import lower
 from pipeflow.analysis.simulation import simulate
+from pipeflow.core.action import Action, Entry, Kind
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Content
+from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.program import Send
 from pipeflow.core.schedule import Schedule
 from pipeflow.draw import picture
+from pipeflow.orders.unsharding import with_unshard
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.soundness.schedule import verify
 
@@ -111,7 +114,9 @@ def test_torch_loads_and_simulates_what_we_lowered(
                 order[rank] += action.sub_actions or [action]
     steps = theirs._simulate_comms_compute(order, schedule.placement.rank_of, schedule.placement.num_stages)
     assert {rank: [action for action in row if action] for rank, row in steps.items()} == order
-    assert Schedule.from_csv(path.read_text(), name=name) == schedule
+    read = Schedule.from_csv(path.read_text(), name=name)
+    assert verify(read) == []
+    assert read.without_unshards() == schedule
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if one_way(name)])
@@ -196,3 +201,49 @@ def test_1f1b_of_torch_is_drawn_wrong_on_the_last_rank(theirs: Any) -> None:
         "rank 3, position 14: 3F8 does not exist; expected stages 0..3 and microbatches 0..7",
         "rank 3: 3F0 is missing: stage 3 runs 3B0 for microbatch 0",
     ]
+
+
+@pytest.mark.some(6)
+@pytest.mark.parametrize("microbatches", [4, 8])
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if one_way(name)])
+def test_torch_unshards_where_we_do(theirs: Any, name: str, microbatches: int, tmp_path: Path) -> None:
+    schedule = make_schedule(name, ranks=4, microbatches=microbatches)
+    lowered = loaded(theirs, schedule, tmp_path / "schedule.csv").pipeline_order_with_comms
+    rows = [[str(each) for each in lowered[rank] if each.is_compute_op or shards(each)] for rank in range(4)]
+    read = Schedule.from_csv("\n".join(map(",".join, rows)), schedule.placement, microbatches, name=schedule.name)
+    assert verify(read) == []
+    assert read.without_unshards() == schedule
+    ours = with_unshard(schedule)
+    assert [whole(row) for row in read.rows] == [whole(row) for row in ours.rows]
+    for most in (1, 2, 3):
+        theirs_rows = [theirs._add_unshard_reshard(loaded_row, most) for loaded_row in rows_of(theirs, schedule)]
+        try:
+            mine = with_unshard(schedule, most=most)
+        except UsageError:  # more often than it has microbatches
+            continue
+        texts = "\n".join(",".join(map(str, row)) for row in theirs_rows)
+        assert [whole(row) for row in Schedule.from_csv(texts, schedule.placement).rows] == [
+            whole(row) for row in mine.rows
+        ]
+
+
+def rows_of(theirs: Any, schedule: Schedule) -> list[list[Any]]:
+    return [[theirs._Action.from_str(str(entry)) for entry in row] for row in schedule.rows]
+
+
+def shards(action: Any) -> bool:
+    return action.computation_type.name in ("UNSHARD", "RESHARD")
+
+
+def whole(row: tuple[Entry, ...]) -> list[tuple[str, frozenset[int]]]:
+    """Per computation of a row, the stages whose weights are whole."""
+    stages: set[int] = set()
+    found = []
+    for entry in row:
+        if isinstance(entry, Action) and entry.kind is Kind.U:
+            stages.add(entry.stage)
+        elif isinstance(entry, Action) and entry.kind is Kind.H:
+            stages.remove(entry.stage)
+        else:
+            found.append((str(entry), frozenset(stages)))
+    return found

@@ -65,7 +65,8 @@ def test_what_it_writes(capsys: pytest.CaptureFixture[str], traces: Path, tmp_pa
     assert "is sound" in out(capsys, "verify", best)
     out(capsys, "explain", traces, "--best", lowered, "--lowered")
     assert "0SEND_F0" in lowered.read_text()
-    assert Schedule.from_csv(lowered.read_text()).without_reductions() == Schedule.from_csv(best.read_text())
+    read = Schedule.from_csv(lowered.read_text()).without_reductions().without_unshards()
+    assert read == Schedule.from_csv(best.read_text())
 
 
 def test_a_rank_that_is_missing_is_one_line(capsys: pytest.CaptureFixture[str], traces: Path) -> None:

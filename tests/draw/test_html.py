@@ -106,9 +106,10 @@ def test_a_kind_of_action_is_described_by_the_table_alone() -> None:
     kinds = Page(html(planned())).scripts()[0]["kinds"]
     assert list(kinds) == [kind.value for kind in Kind]
     assert {letter for letter, kind in kinds.items() if kind["passes"]} == {"F", "B", "I"}
-    assert {letter for letter, kind in kinds.items() if not kind["single"]} == {"R", "S"}
+    assert {letter for letter, kind in kinds.items() if not kind["single"]} == {"R", "S", "U", "H"}
     assert kinds["W"]["name"] == "weight gradient"
     assert kinds["R"]["stream"] == "reductions"
+    assert [kinds[letter]["counts"] for letter in "FRU"] == ["microbatch", "last microbatch", "number"]
 
 
 def test_streams_are_lanes_with_names() -> None:

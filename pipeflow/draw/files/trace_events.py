@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from pipeflow.core.dataflow import DATAFLOW, Stream, Value, makes, needs
+from pipeflow.core.lasting import first_uses
 from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.captions import heading
@@ -72,7 +73,7 @@ def _slices(timeline: Timeline, process: int, thread: int, factor: float) -> Ite
     made: defaultdict[Value, list[_Bound]] = defaultdict(list)
     used: list[tuple[Value, _Bound]] = []
     for track, lane in enumerate(_tracks(timeline), start=thread):
-        free = 0.0
+        free, first = 0.0, first_uses(span.action for span in timeline.rows[lane.rank])
         for span in lane.row:
             start = max(_microseconds(span.start, factor), free)
             free = max(_microseconds(span.end, factor), start)
@@ -81,7 +82,8 @@ def _slices(timeline: Timeline, process: int, thread: int, factor: float) -> Ite
             if start < free:  # otherwise no moment lies inside it for an arrow
                 for value in makes(span.action, stages):
                     made[value].append(_Bound(track, (start + free) / 2))
-                used += [(value, _Bound(track, start)) for value in needs(span.action, stages)]
+                values = [*needs(span.action, stages), *filter(None, [first.get(span.action)])]
+                used += [(value, _Bound(track, start)) for value in values]
     yield from _arrows(made, used, process)
 
 

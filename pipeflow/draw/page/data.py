@@ -11,7 +11,7 @@ from typing import Any
 from pipeflow.analysis.idle_time import IDLE, SENTENCES, Cause, causes, critical_path
 from pipeflow.analysis.time_window import utilisations
 from pipeflow.core.action import Kind
-from pipeflow.core.dataflow import DATAFLOW, PASSING, VALUE, Content, Stream
+from pipeflow.core.dataflow import DATAFLOW, PASSING, SEVERAL, VALUE, Content, Stream
 from pipeflow.core.errors import UsageError
 from pipeflow.core.span import Row, Span
 from pipeflow.core.text import percent
@@ -62,7 +62,7 @@ def _caps(timeline: Timeline, cap: Cap) -> Sequence[float]:
 
 def _kind(kind: Kind, chunks: int, microbatches: int) -> dict[str, Any]:
     """`colours`: per mode. `passes`: whether other stages wait for it. `single`: whether it belongs to one microbatch
-    alone.
+    alone. `counts`: what the number in its name is.
     """
     flow = DATAFLOW[kind]
     return {
@@ -70,7 +70,8 @@ def _kind(kind: Kind, chunks: int, microbatches: int) -> dict[str, Any]:
         "stream": flow.stream,
         "colours": palettes(kind, chunks, microbatches),
         "passes": any(content in PASSING for content, _ in flow.makes),
-        "single": not flow.joint,
+        "single": kind not in SEVERAL,
+        "counts": "last microbatch" if flow.joint else "number" if kind in SEVERAL else "microbatch",
     }
 
 

@@ -22,7 +22,7 @@ export function saidRange(data, {first, last}) {
 export function facts(data, block) {
   return [
     ["stage", `${block.stage} (chunk ${block.chunk} of its rank)`],
-    [block.kind.single ? "microbatch" : "last microbatch", block.microbatch],
+    [block.kind.counts, block.microbatch],
     ["rank", block.rank],
     ["start", saidTime(data, block.start)],
     ["end", saidTime(data, block.end)],

@@ -5,12 +5,17 @@ All code of the engine for it is here, except how a DTensor is distributed over 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from pipeflow.core.action import Action
 from pipeflow.parallel.sharding import is_distributed
-from pipeflow.runtime.program.operations import Operation
+from pipeflow.parallel.transport.work import Work
+from pipeflow.runtime.program.operations import Beside, Operation
 
 
 def fully_sharded_in(module: nn.Module) -> list[FSDPModule]:
@@ -42,7 +47,8 @@ def others_in(module: nn.Module) -> Iterator[nn.Module]:
 
 class Averaging(Operation):
     """Switches fully_shard's averaging over the replicas off before the first backward of a step, and on before the
-    last backward of a stage. While it is off, fully_shard accumulates gradients.
+    last backward of a stage. While it is off, fully_shard accumulates gradients. A step begins with sharded weights,
+    also after one that failed while they were whole.
     """
 
     __slots__ = ("modules", "now")
@@ -52,6 +58,89 @@ class Averaging(Operation):
         self.now = now
 
     def __call__(self) -> None:
+        if not self.now:
+            reshard(self.modules)
         for module in self.modules:
             module.set_requires_gradient_sync(self.now, recurse=False)
             module.set_is_last_backward(self.now)
+
+
+class Unshard(Beside):
+    """U: starts to gather the weights of a stage. They stay whole after forwards and backwards, until the reshard."""
+
+    __slots__ = ("handles", "modules")
+
+    def __init__(self, action: Action, modules: list[FSDPModule]) -> None:
+        super().__init__(action)
+        self.modules = modules
+        self.handles: list[Any] = []
+
+    def begin(self) -> list[Work]:
+        reshard(self.modules)  # after an evaluation they may be whole, and from before the optimizer's step
+        for module in self.modules:
+            _Setting.keep_whole(module)
+        self.handles = [module.unshard(async_op=True) for module in self.modules]
+        results = [group._all_gather_result for group in _groups(self.modules)]
+        return [each.all_gather_work for each in results if each is not None and each.all_gather_work is not None]
+
+    def end(self) -> None:
+        """Waits until the weights are whole, and puts them into the modules."""
+        super().end()
+        for handle in self.handles:
+            handle.wait()
+        self.handles = []
+
+
+class Reshard(Beside):
+    """H: frees the whole weights of a stage."""
+
+    __slots__ = ("modules",)
+
+    def __init__(self, action: Action, modules: list[FSDPModule]) -> None:
+        super().__init__(action)
+        self.modules = modules
+
+    def begin(self) -> list[Work]:
+        reshard(self.modules)
+        return []
+
+
+def reshard(modules: list[FSDPModule]) -> None:
+    """Frees whole weights, and gives modules back their own settings of when to do so."""
+    for module in modules:
+        module.reshard()
+    for group in _groups(modules):
+        if (setting := _SETTINGS.pop(group, None)) is not None:
+            setting.restore(group)
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """When a group of parameters is resharded: after forwards if `mesh` is not None, and after backwards. torch has
+    functions that set this, and none that reads it.
+    """
+
+    mesh: Any
+    after_backward: bool
+
+    @staticmethod
+    def keep_whole(module: FSDPModule) -> None:
+        """Makes a module keep whole weights, and notes its own settings."""
+        module._get_fsdp_state()._lazy_init()  # the first forward would do it, and set after_forward
+        for group in _groups([module]):
+            _SETTINGS.setdefault(group, _Setting(group.post_forward_mesh_info, group.reshard_after_backward))
+        module.set_reshard_after_forward(False, recurse=False)
+        module.set_reshard_after_backward(False, recurse=False)
+
+    def restore(self, group: Any) -> None:
+        group.post_forward_mesh_info = self.mesh
+        group.reshard_after_backward = self.after_backward
+
+
+_SETTINGS: WeakKeyDictionary[Any, _Setting] = WeakKeyDictionary()  # of the groups that are kept whole now
+
+
+def _groups(modules: list[FSDPModule]) -> Iterator[Any]:
+    """The groups of parameters that fully_shard gathers together."""
+    for module in modules:
+        yield from module._get_fsdp_state()._fsdp_param_groups

@@ -9,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.dataflow import DATAFLOW, Content, Stream, Value
 from pipeflow.core.errors import UsageError
 from pipeflow.core.route import Routes, sources_of, targets_of
-from pipeflow.runtime.gradients.fully_sharded import fully_sharded_in
+from pipeflow.runtime.gradients.fully_sharded import Reshard, Unshard, fully_sharded_in
 from pipeflow.runtime.gradients.step_end import Gradients
 from pipeflow.runtime.program import operations as ops
 from pipeflow.runtime.program.memory_actions import Copy, HeldForward, Leave, Memory, Recompute
@@ -167,6 +168,25 @@ def load(shared: Shared, action: Action) -> list[ops.Operation]:
     return [shared.copy(action, shared.memories[action.stage, action.microbatch].saved.to_device)]
 
 
+def unshard(shared: Shared, action: Action) -> list[ops.Operation]:
+    """U: gathers the weights of a stage under fully_shard."""
+    return [Unshard(action, _fully_sharded(shared, action))]
+
+
+def reshard(shared: Shared, action: Action) -> list[ops.Operation]:
+    """H: frees the weights that the stage's unshard gathered."""
+    return [Reshard(action, _fully_sharded(shared, action))]
+
+
+def _fully_sharded(shared: Shared, action: Action) -> list[FSDPModule]:
+    if modules := fully_sharded_in(shared.stages[action.stage].module):
+        return modules
+    raise UsageError(
+        f"{action}: stage {action.stage} is not under fully_shard: apply it before the Pipeline is made, or run "
+        "schedule.without_unshards()"
+    )
+
+
 def _backward(
     shared: Shared, action: Action
 ) -> tuple[list[ops.Operation], BackwardState, ops.GradientSource, ops.GradientSink | None]:
@@ -196,5 +216,7 @@ OPERATIONS: dict[Kind, Callable[[Shared, Action], list[ops.Operation]]] = {
     Kind.C: recomputation,
     Kind.O: offload,
     Kind.L: load,
+    Kind.U: unshard,
+    Kind.H: reshard,
 }
 """For each kind, the function that makes its operations. The last operation runs the action; those before it wait."""

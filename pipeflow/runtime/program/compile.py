@@ -10,6 +10,7 @@ from itertools import takewhile
 from pipeflow.core.action import Action, Kind, Pair
 from pipeflow.core.dataflow import DATAFLOW, Content, Value, makes, needs
 from pipeflow.core.errors import UsageError
+from pipeflow.core.lasting import first_uses
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.core.route import Routes
 from pipeflow.core.schedule import Schedule
@@ -112,7 +113,7 @@ def compile_program(
     shared.step = step
     if training:
         shared.remember(schedule.actions(program.rank))
-    compiler = _Compiler(shared, transport, promise is not None, overlap)
+    compiler = _Compiler(shared, transport, promise is not None, overlap, first_uses(schedule.actions(program.rank)))
     operations, first = compiler.program(program.instructions)
     steps = [each for each in operations if isinstance(each, ops.StepWeights)]
     ahead = None
@@ -167,6 +168,7 @@ class _Compiler:
     transport: Transport
     known: bool  # True if shapes of activations are known
     overlap: Overlap | None
+    lasting: Mapping[Action, Value]  # whole weights, by the action that waits for them
     sends: dict[Value, transfers.SentActivation] = field(default_factory=dict)
     inboxes: dict[int, deque[Arrival]] = field(default_factory=lambda: defaultdict(deque))
     begun: dict[Value, ops.Beside] = field(default_factory=dict)  # by the value that they make
@@ -223,7 +225,8 @@ class _Compiler:
         """The operations of an action, after waits for values that other streams of the rank make for it."""
         *before, operation = OPERATIONS[action.kind](self.shared, action)
         stream, stages = DATAFLOW[action.kind].stream, self.shared.num_stages
-        begun = [self.begun.pop(value) for value in needs(action, stages) if value in self.begun]
+        values = [*needs(action, stages), *filter(None, [self.lasting.get(action)])]
+        begun = [self.begun.pop(value) for value in values if value in self.begun]
         others = [each for each in begun if DATAFLOW[each.action.kind].stream is not stream]
         if isinstance(operation, ops.Beside):
             self.begun.update(dict.fromkeys(makes(action, stages), operation))
