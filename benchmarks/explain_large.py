@@ -24,7 +24,7 @@ from pipeflow.core.span import Row
 
 RANKS, MICROBATCHES = 64, 512
 OPERATORS = 13  # of each action, so that all files have 200 MB
-COLUMNS = ["trace", "files MB", "seconds", "peak MB", "explained as", "said while it ran"]
+COLUMNS = ["trace", "files MB", "seconds", "of a processor", "peak MB", "explained as", "said while it ran"]
 
 
 def run(rounds: int | None = None) -> Report:
@@ -34,13 +34,15 @@ def run(rounds: int | None = None) -> Report:
         size = sum(write(Path(folder)))
         found = [_explain(folder) for _ in range(rounds)]
     report.data["seconds"] = [seconds for seconds, _, _ in found]
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    peak, busy = used.ru_maxrss / 1024, (used.ru_utime + used.ru_stime) / rounds
     _, shown, said = found[-1]
     report.rows.append(
         [
             f"{RANKS} ranks, {MICROBATCHES} microbatches",
             f"{size / 1e6:.0f}",
             f"{statistics.median(report.data['seconds']):.1f}",
+            f"{busy:.1f}",
             f"{peak:.0f}",
             shown.splitlines()[0],
             said.splitlines()[0] if said else "nothing",

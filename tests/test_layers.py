@@ -26,7 +26,7 @@ LAYERS: dict[str, set[str]] = {
     "schedules": {"core", "orders"},
     "planning": {"core", "analysis", "soundness", "orders", "schedules"},
     "draw": {"core", "analysis", "rich"},
-    "explore": {"core", "analysis", "soundness", "orders", "schedules", "planning", "draw"},
+    "explore": {"core", "analysis", "soundness", "orders", "schedules", "planning", "draw", "traces"},
     "traces": {"core", "analysis", "soundness", "schedules", "planning"},
     "cli": {"pipeflow", "rich", "shtab", "calibration", "explore", "traces", *PLANS},
     "__main__": {"cli"},

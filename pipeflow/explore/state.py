@@ -252,14 +252,20 @@ def _file_name(text: str) -> str:
     return text
 
 
-def _files(names: Iterable[str], text: str) -> dict[str, Opened]:
-    """The files among the names. `text` is a JSON object with their texts."""
+def texts_in(text: str) -> dict[str, str]:
+    """The texts of files, by their names, from a JSON object. Raises UsageError for anything else."""
     try:
         texts = json.loads(text or "{}")
     except (ValueError, RecursionError):
         texts = None
     if not isinstance(texts, dict) or not all(isinstance(each, str) for each in texts.values()):
         raise UsageError("files must be a JSON object with the text of each file")
+    return texts
+
+
+def _files(names: Iterable[str], text: str) -> dict[str, Opened]:
+    """The files among the names. `text` is a JSON object with their texts."""
+    texts = texts_in(text)
     files = [name for name in map(file_of, names) if name is not None]
     for name in files:
         if name not in texts:

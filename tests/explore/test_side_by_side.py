@@ -16,6 +16,7 @@ from pipeflow.schedules import make_schedule
 from pipeflow.schedules.registry import COMPARED
 from tests.browser import DEADLINE, MARKS
 from tests.explore.explorer import Explorer
+from tests.traces.recording import ran, record
 
 pytestmark = MARKS
 
@@ -157,6 +158,19 @@ def test_a_measured_timeline_stands_beside_the_plan_and_survives_a_reload(explor
     assert explorer.set("latency", 1).text(".said") != makespans[0]
     assert explorer.find("#priced").get_property("hidden")
     assert headings(explorer) == shown
+
+
+def test_traces_of_all_ranks_are_dropped_and_their_step_is_shown(explorer: Explorer, tmp_path: Path) -> None:
+    step = ran(make_schedule("1f1b", ranks=2, microbatches=4))
+    texts = {path.name: path.read_text() for path in record(tmp_path / "traces", step).iterdir()}
+    explorer.open(schedule="zb-h1")
+    explorer.browser.execute_script(DROP, texts)
+    until(explorer, lambda: len(chips(explorer)) == 2)
+    assert headings(explorer)[1] == "1f1b (rank0.json), 2 ranks, 4 microbatches"
+    assert "measured in rank0.json" in explorer.text("#priced")
+    explorer.browser.execute_script(DROP, {"rank1.json": texts["rank1.json"]})
+    until(explorer, lambda: "1 of 2 ranks were recorded" in explorer.text("#unopened"))
+    explorer.complaints()
 
 
 def test_a_malformed_file_is_one_error_and_loses_nothing(explorer: Explorer, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeflow.explore.answers.better_order import search
 from pipeflow.explore.answers.comparison import compare
+from pipeflow.explore.answers.dropped_trace import trace
 from pipeflow.explore.answers.edit_fields import start
 from pipeflow.explore.answers.export import code, csv, json, svg
 from pipeflow.explore.answers.model_step import model
@@ -29,6 +30,7 @@ ANSWERS: Mapping[str, Answer] = {
     "start": start,
     "svg": svg,
     "tour": tour,
+    "trace": trace,
     "window": window,
 }
 """The functions that answer, by the last part of the address that the page asks."""

@@ -1,5 +1,5 @@
-/* Files: timelines and schedules that the reader opens, dropped onto the page or chosen. They are too long for a link,
- * so the browser keeps them for this tab, and they are sent with each question about them. */
+/* Files: timelines, schedules and traces that the reader opens, dropped onto the page or chosen. They are too long for
+ * a link, so the browser keeps them for this tab, and they are sent with each question about them. */
 
 import {namesIn, showNames} from "./beside.js";
 import {make} from "./controls.js";
@@ -8,6 +8,8 @@ import {Refusal} from "./server.js";
 
 const KEY = "file:"; // what their names begin with, in the link and in the browser's store
 const LARGEST = 3.9e6; // bytes of a request's body, less than the server takes
+const CATEGORIES = ["user_annotation", "cpu_op", "cuda_runtime", "cuda_driver", "kernel", "gpu_memcpy", "gpu_memset"];
+const ARGUMENTS = ["Sequence number", "Fwd thread id", "correlation"];
 const LONGEST = 12000; // letters of a schedule that a link may have
 
 /** The texts of the files among the names of a link, as a field of a question. */
@@ -25,6 +27,52 @@ function nameFor(file, text) {
     const name = `${stem || "file"}${number > 1 ? `-${number}` : ""}${end ?? ""}`;
     if ([null, text].includes(sessionStorage.getItem(KEY + name))) return name;
   }
+}
+
+/** The text of a file, which may be compressed. */
+async function textOf(file) {
+  if (!file.name.endsWith(".gz")) return file.text();
+  try {
+    return await new Response(file.stream().pipeThrough(new DecompressionStream("gzip"))).text();
+  } catch {
+    throw new Refusal(`${file.name} is not gzip, or it is cut off.`);
+  }
+}
+
+const isTrace = (text) => /^\s*\[\s*\{|"(traceEvents|resourceSpans)"/.test(text);
+
+/** A Chrome trace with only what tells when its actions ran; other text as it is. */
+function slim(text) {
+  let whole;
+  try {
+    whole = JSON.parse(text);
+  } catch {
+    return text;
+  }
+  const events = Array.isArray(whole) ? whole : whole?.traceEvents;
+  if (!Array.isArray(events)) return text;
+  const kept = events.filter((event) => event?.ph === "X" && CATEGORIES.includes(event.cat)).map(slimEvent);
+  const {distributedInfo, host_name, baseTimeNanoseconds} = whole;
+  return JSON.stringify({distributedInfo, host_name, baseTimeNanoseconds, traceEvents: kept});
+}
+
+function slimEvent({ph, cat, name, ts, dur, args}) {
+  const given = Object.fromEntries(ARGUMENTS.filter((key) => args && key in args).map((key) => [key, args[key]]));
+  return {ph, cat, name, ts, dur, args: given};
+}
+
+/** The files without those that are traces of ranks; instead of these, the timeline that they show. */
+async function withTimeline({server}, files) {
+  const texts = await Promise.all(files.map(textOf));
+  const traces = files.filter((_, place) => isTrace(texts[place]));
+  if (!traces.length) return files;
+  const slimmed = traces.map((file) => [file.name, slim(texts[files.indexOf(file)])]);
+  const asked = {files: JSON.stringify(Object.fromEntries(slimmed))};
+  if (new URLSearchParams(asked).toString().length > LARGEST) {
+    throw new Refusal("The traces are too long for the page. pipeflow explain reads traces of any size.");
+  }
+  const {timeline} = await server.ask("trace", asked);
+  return [...files.filter((file) => !traces.includes(file)), new File([timeline], `${traces[0].name.split(".")[0]}.json`)];
 }
 
 /** Opens a file. Throws a Refusal, and then nothing has changed. */
@@ -68,8 +116,8 @@ function shortened(text) {
 
 export function openFiles(shared) {
   const {server, link, shown} = shared;
-  const chooser = make("input", {type: "file", accept: ".json,.csv", multiple: true, hidden: true});
-  const title = "A measured timeline (JSON) or a schedule (CSV); or drop it onto the page";
+  const chooser = make("input", {type: "file", accept: ".json,.gz,.csv", multiple: true, hidden: true});
+  const title = "A measured timeline (JSON), a schedule (CSV), or traces of all ranks (JSON); or drop them onto the page";
   const button = make("button", {type: "button", id: "open", textContent: "Open file \u2026", title});
   const problem = make("p", {className: "notice", id: "unopened", role: "alert", hidden: true});
   const priced = make("p", {className: "hint", id: "priced", hidden: true});
@@ -79,7 +127,7 @@ export function openFiles(shared) {
 
   const openAll = async (files) => {
     try {
-      for (const file of files) await open(shared, file);
+      for (const file of await withTimeline(shared, files)) await open(shared, file);
       problem.hidden = true;
     } catch (error) {
       if (!(error instanceof Refusal)) throw error;
