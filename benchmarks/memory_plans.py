@@ -167,9 +167,9 @@ def slow_copies(seconds: float) -> Iterator[None]:
     moves = Saved.to_host, Saved.to_device
 
     def slowly(move: Any) -> Any:
-        def moved(saved: Saved, stream: Any) -> None:
+        def moved(saved: Saved, stream: Any) -> Any:
             time.sleep(seconds)
-            move(saved, stream)
+            return move(saved, stream)
 
         return moved
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -49,9 +51,8 @@ KEEPS = (
 class Pipeline(nn.Module):
     """This rank's stages of a model, and the schedule that runs them. All ranks must make their Pipelines together.
 
-    Parameters, `zero_grad` and `state_dict` work as in any module. A Pipeline made by `from_module` also loads the
-    `state_dict` of the whole module, and takes from it the weights that this rank needs. With tensor ranks, use
-    `load_safetensors`. A Pipeline is not called; `execute_pipeline` runs it.
+    Parameters, `zero_grad` and `state_dict` work as in any module. A Pipeline made by `from_module` also loads its part
+    of the whole module's `state_dict`; with tensor ranks, use `load_safetensors`. `execute_pipeline` runs a Pipeline.
 
     Args:
         chunks: this rank's module, or an nn.ModuleList of its modules, one per stage of
@@ -62,9 +63,8 @@ class Pipeline(nn.Module):
             training. The results of a loss module with `reduction="sum"` are added up over microbatches and replicas.
             If the criterion is a module, ranks with the last stage hold it as `criterion`, with its parameters.
         tensor_shape: shape of the tensor that passes between stages, with the microbatch's size as first entry; this
-            saves a header per message. If the first entry is None, the size follows from each batch. By default shapes
-            are sent along in headers, so they may vary and differ between stages, and trees of tensors may be passed.
-            If the first entry is a number, evaluation uses headers, too.
+            saves a header per message. If the first entry is None, the size follows from each batch; if it is a number,
+            evaluation uses headers. By default shapes are sent in headers, so they may vary, and trees may be passed.
         tensor_dtype: dtype of that tensor; ignored if `tensor_shape` is None.
         weigh: `weigh(labels)` returns the weight of a microbatch in the batch's mean loss, such as its number of
             tokens. By default it is the number of samples. For a loss module with an `ignore_index`, such as
@@ -82,8 +82,7 @@ class Pipeline(nn.Module):
         routes: pairs of stages (from, to) that are not neighbours. The first stage of a pair passes tensors to the
             second, as in skip connections. A stage where routes begin returns a tuple: the value for the next stage,
             then the value for each route, in the order of the destinations. A stage where routes end takes arguments in
-            the same order: the value of the previous stage, then the value of each route. Stages made by `from_module`
-            have their own routes.
+            that order: of the previous stage, then of each route. Stages made by `from_module` have their own routes.
 
     Attributes:
         loss_scale: factor of the gradients of a step, which keeps gradients in half precision from underflowing.
@@ -305,6 +304,15 @@ class Pipeline(nn.Module):
             compiling = Compiling(backend, mode, options, fullgraph, dynamic)
             compiling.compile(self.runner.stages.values(), self.cut, blocks=blocks)
             self.runner.programs.clear()
+
+    @property
+    def offload_folder(self) -> Path | None:
+        """The folder for what is offloaded on a CPU; None, the default, for memory. Set it between steps."""
+        return self.runner.programs.host.folder
+
+    @offload_folder.setter
+    def offload_folder(self, folder: str | os.PathLike[str] | None) -> None:
+        self.runner.programs.host.use(folder)
 
     @property
     def deferrals(self) -> dict[int, Deferral]:

@@ -21,6 +21,7 @@ from pipeflow.runtime.devices import require_placed
 from pipeflow.runtime.gradients.orders import Orders, orders_of
 from pipeflow.runtime.gradients.step_end import Gradients
 from pipeflow.runtime.program.compile import Compiled, channels_of, compile_program
+from pipeflow.runtime.program.host_memory import HostMemory
 from pipeflow.runtime.program.pairs import Overlap
 from pipeflow.runtime.program.payload import Promise
 from pipeflow.runtime.stage import Stage
@@ -85,6 +86,7 @@ class Programs:
         self.gradients = gradients
         self.options = options
         self.stepper: Stepper | None = None  # of schedules that step the optimizer
+        self.host = HostMemory(context.device)
         self._kept: list[Runnable] = []  # the most recently used one first
 
     def __len__(self) -> int:
@@ -133,6 +135,7 @@ class Programs:
             routes=self.options.routes,
             stages=self.stages,
             transport=transport,
+            host=self.host,
             promise=self.options.promise if holds else None,
             training=mode.training,
             overlap=self.options.overlap,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import pipeflow
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_threads
+from tests.runtime import kinds
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,6 +73,55 @@ def difference_from_plain(name: str, microbatches: int, known: bool) -> float:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zb-v", "dualpipe"])
 def test_gradients_equal_the_plain_models(name: str, known: bool) -> None:
     assert max(run_threads(difference_from_plain, 4, name, 8, known, device="cuda")) < 1e-12
+
+
+def kinds_differ(name: str) -> list[str]:
+    """Of every use of recomputation and offload: where gradients differ. The host never waits for the device."""
+    plain, data = pipeline(name, 8, True), batch()
+    expected: kinds.Gradients = {}
+    wrong = []
+    for schedule in kinds.uses_of(plain.schedule):
+        for mode in ("default", "error"):  # the first step makes streams and pinned memory
+            plain.zero_grad()
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode(mode)
+            pipeflow.execute_pipeline(iter([data]), plain, schedule=schedule)
+            torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize()
+            expected = expected or kinds.gradients_of(plain)
+            wrong += kinds.differing(schedule, kinds.gradients_of(plain), expected)
+    return wrong
+
+
+@pytest.mark.parametrize("name", ["gpipe", "interleaved-1f1b", "zb-v"])
+def test_recomputed_and_offloaded_microbatches_have_the_same_gradients(name: str) -> None:
+    """One rank, since threads share the mode that tells of waits."""
+    assert run_threads(kinds_differ, 1, name, device="cuda") == [[]]
+
+
+def peak_bytes(use: str) -> int:
+    """The most memory of a step; copies must free what they move."""
+    plain = pipeflow.make_schedule("gpipe", ranks=1, microbatches=8)
+    model = pipeflow.Pipeline(
+        nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(8))).cuda(),
+        plain,
+        criterion=squares,
+    )
+    data = torch.randn(8 * 4096, 1024, device="cuda")
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        pipeflow.execute_pipeline(
+            iter([(data, data)]), model, schedule=kinds.uses_of(plain, (use,))[1] if use else plain
+        )
+        torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def test_recomputation_and_offload_free_memory() -> None:
+    """Of 8 microbatches, 7 keep little or nothing; each saves 128 MiB."""
+    [plain], *others = (run_threads(peak_bytes, 1, use, device="cuda") for use in ("", "recomputed", "offloaded"))
+    for [peak] in others:
+        assert peak < plain - 4 * 128 * 2**20
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])

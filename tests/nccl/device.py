@@ -225,6 +225,10 @@ class _Event:
         self.moment = time.perf_counter()
         self._late = list(_LATE)
 
+    def query(self) -> bool:
+        """What is issued is done at once."""
+        return True
+
     def synchronize(self) -> None:
         """Does not count as a wait. The engine waits only for events of the step before."""
         _write(self._late)
@@ -239,6 +243,12 @@ class _Stream:
 
     def __init__(self, *_: object) -> None:
         """Takes a device, of which there is one."""
+
+    def wait_stream(self, _: _Stream) -> None:
+        """Does nothing: what is issued is done at once."""
+
+    def wait_event(self, _: _Event) -> None:
+        """As `wait_stream`."""
 
     def record_event(self, event: _Event | None = None) -> _Event:
         event = event or _Event()

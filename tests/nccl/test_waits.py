@@ -14,16 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeflow import Pipeline, make_schedule
+from pipeflow import Pipeline, execute_pipeline, make_schedule
 from pipeflow.huggingface import Trainer as HuggingFaceTrainer
 from pipeflow.huggingface.lazy_import import library
 from pipeflow.optim import MasterWeights, Zero
 from pipeflow.parallel.context import current_context
 from pipeflow.testing.models import WIDTH, WORDS, Layer, Words
 from pipeflow.training import Engine, Trainer
+from tests.covering import some
 from tests.huggingface.trainers import make_arguments, make_data, make_pipeline
 from tests.nccl.recorder import Recorder, recorded
 from tests.nccl.replay import Synchronize
+from tests.runtime import kinds
 
 
 class Language(nn.Module):
@@ -92,6 +94,22 @@ def test_the_host_waits_for_its_device_only_to_see_whether_the_numbers_are_finit
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
 def test_the_host_never_waits_for_its_device_where_nobody_asks_for_a_number(schedule: str, kind: str) -> None:
     assert not waits(schedule, kind, "ignore")
+
+
+def steps_with_kinds(use: str) -> None:
+    """Two steps, of which the log has the last one."""
+    plain = make_schedule("1f1b", ranks=2, microbatches=4)
+    model = Pipeline.from_module(Language(torch.float32), plain, batch())
+    recorder: Any = current_context().world
+    for _ in range(2):
+        recorder.log.clear()
+        execute_pipeline(iter([batch()]), model, schedule=kinds.with_kinds(plain, use))
+
+
+@pytest.mark.parametrize("use", some(kinds.ALL, [kinds.MIXED]))
+def test_recomputations_and_copies_wait_for_nothing(use: str) -> None:
+    for log in recorded(steps_with_kinds, 2, use):
+        assert [each.why for each in log if isinstance(each, Synchronize)] == []
 
 
 def steps_of_transformers(folder: Path) -> None:

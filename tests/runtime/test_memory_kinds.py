@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import gc
+import os
 import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -20,7 +24,7 @@ from pipeflow.testing import run_threads
 from pipeflow.testing.models import KeywordModel, PlainModel, TiedModel, TinyModel, TreeModel
 from tests.covering import covering, some, some_rows
 from tests.runtime import kinds
-from tests.runtime.work import Stepped, largest, run_steps, schedule_of, variants
+from tests.runtime.work import Stepped, build, gradients_of, largest, run_steps, schedule_of, variants
 from tests.stages.models import CASES
 
 Variant = tuple[str, int, int]
@@ -165,3 +169,60 @@ def test_a_recomputation_ends_with_what_its_backward_needs() -> None:
         return stage.starts, stage.ends
 
     assert run_threads(run, 1) == [(4, 2)]
+
+
+# Files
+
+
+def offloaded(folder: Path | None) -> Stepped:
+    model = MODELS["tied"]
+    pipeline = build(model, kinds.with_kinds(make_schedule("gpipe", ranks=1, microbatches=3), "offloaded"))
+    pipeline.offload_folder = folder
+    losses: list[float | None] = []
+    for seed in range(2):
+        loss = execute_pipeline(iter([model.batch(9, seed=seed)]), pipeline).loss
+        losses.append(None if loss is None else loss.item())
+    return Stepped(losses, gradients=gradients_of(pipeline))
+
+
+def test_what_is_offloaded_goes_to_files_that_nothing_is_left_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, allocate = [], os.posix_fallocate
+
+    def counted(file: int, offset: int, size: int) -> None:
+        made.append(size)
+        allocate(file, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", counted)
+    [found] = run_threads(offloaded, 1, tmp_path)
+    assert len(made) > 2 * 3
+    assert all(size > 0 for size in made)
+    require_equal([found], run_threads(offloaded, 1, None))
+    gc.collect()
+    assert not [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    assert not [*tmp_path.iterdir()]
+
+
+def cannot(folder: Path, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        offloaded(folder)
+
+
+def test_a_folder_that_is_full_or_missing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_threads(cannot, 1, tmp_path / "none", f"there is no folder {tmp_path / 'none'}: make it first")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    run_threads(cannot, 1, tmp_path, f"offload_folder {tmp_path}: No space left on device, but ")
+
+
+def on_the_meta_device(folder: Path) -> None:
+    with pytest.raises(UsageError, match="offload_folder is for ranks on CPUs, but this one is on meta"):
+        offloaded(folder)
+
+
+def test_files_are_for_cpus(tmp_path: Path) -> None:
+    run_threads(on_the_meta_device, 1, tmp_path, device="meta")

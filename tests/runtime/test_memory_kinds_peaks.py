@@ -80,16 +80,17 @@ def counted(schedule: Schedule, seconds: tuple[float, float], patch: pytest.Monk
     alive = [Alive(rank) for rank in range(ranks)]
     to_device, to_host = Saved.to_device, Saved.to_host
 
-    def copy_out(saved: Saved, stream: None) -> None:
+    def copy_out(saved: Saved, stream: None) -> list[Tensor]:
         time.sleep(COPY)
-        to_host(saved, stream)
+        return to_host(saved, stream)
 
-    def copy_back(saved: Saved, stream: None) -> None:
+    def copy_back(saved: Saved, stream: None) -> list[Tensor]:
         to_device(saved, stream)
         rank = int(saved.holders[0].unpacked()[0])
         for holder in saved.holders:
             alive[rank].watch(holder.unpacked())
         time.sleep(COPY)
+        return []
 
     def run() -> None:
         rank = current_context().pipeline_rank

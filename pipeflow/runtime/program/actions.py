@@ -4,6 +4,7 @@ are in `compile`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ from pipeflow.core.route import Routes, sources_of, targets_of
 from pipeflow.runtime.gradients.fully_sharded import Reshard, Unshard, fully_sharded_in
 from pipeflow.runtime.gradients.step_end import Gradients
 from pipeflow.runtime.program import operations as ops
-from pipeflow.runtime.program.memory_actions import Copy, HeldForward, Leave, Memory, Recompute
+from pipeflow.runtime.program.host_memory import HostMemory
+from pipeflow.runtime.program.memory_actions import Copy, HeldForward, Leave, Memory, Move, Recompute
 from pipeflow.runtime.program.payload import BackwardState, Payload
 from pipeflow.runtime.program.results import Results
 from pipeflow.runtime.program.route_values import FromPayloads, GradientsOfAll, Pairing, Shares, ToPayloads
@@ -35,6 +37,7 @@ class Shared:
     stages: Mapping[int, Stage]
     num_stages: int
     device: torch.device
+    host: HostMemory
     training: bool
     gradients: Gradients
     results: Results
@@ -47,6 +50,7 @@ class Shared:
     memories: dict[tuple[int, int], Memory] = field(default_factory=dict)
     threads: dict[Stream, ThreadPoolExecutor] = field(default_factory=dict)  # that copy on a CPU; they end with it
     step: Callable[[int], None] | None = None  # steps the weights of a stage
+    sources: deque[Copy] = field(default_factory=deque)  # offloads whose memory is not freed yet
 
     def payload(self, value: Value) -> Payload:
         """The payload of a value that is made on this rank."""
@@ -71,13 +75,13 @@ class Shared:
                     )
         for place, found in kinds.items():
             state = self.states.setdefault(place, BackwardState())
-            self.memories[place] = Memory(place[0], state, drops=Kind.C in found)
+            self.memories[place] = Memory(place[0], state, self.host, drops=Kind.C in found)
 
-    def copy(self, action: Action, move: Callable[[torch.cuda.Stream | None], None]) -> Copy:
+    def copy(self, action: Action, move: Move) -> Copy:
         """The operation of a copy. A thread makes no more than one at a time."""
         stream = DATAFLOW[action.kind].stream
         thread = self.threads.setdefault(stream, ThreadPoolExecutor(1, thread_name_prefix=f"pipeflow {stream}"))
-        return Copy(action, move, self.device, thread)
+        return Copy(action, move, self.device, thread, self.sources)
 
     def awaited(self, values: Iterable[Value]) -> list[ops.Operation]:
         """The waits for those of `values` that come from another rank."""

@@ -23,6 +23,7 @@ from pipeflow.runtime.program import transfers
 from pipeflow.runtime.program.actions import OPERATIONS, Shared
 from pipeflow.runtime.program.ahead import Ahead, runs_ahead, split_ahead
 from pipeflow.runtime.program.dynamic_shapes import Arrival, DynamicChannels, PostDynamic, SendDynamic, WaitDynamic
+from pipeflow.runtime.program.host_memory import HostMemory
 from pipeflow.runtime.program.pairs import Both, Half, Overlap
 from pipeflow.runtime.program.payload import Payload, Promise
 from pipeflow.runtime.program.results import Results
@@ -84,6 +85,7 @@ def compile_program(
     routes: Routes,
     stages: Mapping[int, Stage],
     transport: Transport,
+    host: HostMemory,
     promise: Promise | None,
     training: bool,
     overlap: Overlap | None,
@@ -98,6 +100,7 @@ def compile_program(
         schedule, routes: the schedule and routes from which it was lowered.
         stages: stages of this rank, by index.
         transport: transport that makes the channels.
+        host: memory that takes what is offloaded.
         promise: shape and dtype of activations between ranks; None to send them in headers.
         training: True if forwards keep what backwards need.
         overlap: function that runs pairs; without it the schedule must have none.
@@ -109,7 +112,9 @@ def compile_program(
     results = Results(num_microbatches)
     positionals: list[tuple[object, ...]] = [()] * num_microbatches
     deferring = frozenset(action.stage for action in schedule.actions(program.rank) if action.kind is Kind.I)
-    shared = Shared(stages, num_stages, transport.device, training, gradients, results, positionals, routes, deferring)
+    shared = Shared(
+        stages, num_stages, transport.device, host, training, gradients, results, positionals, routes, deferring
+    )
     shared.step = step
     if training:
         shared.remember(schedule.actions(program.rank))

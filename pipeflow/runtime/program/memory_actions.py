@@ -4,6 +4,7 @@ microbatches that they serve. Must not contain: the tensors that are saved, whic
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from pipeflow.core.action import Action
 from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.parallel.transport.work import Work
+from pipeflow.runtime.program.host_memory import HostMemory
 from pipeflow.runtime.program.operations import Beside, Compute, Forward, Operation
 from pipeflow.runtime.program.payload import BackwardState
 from pipeflow.runtime.program.saved import Holder, Saved, storages
@@ -45,10 +47,10 @@ class Memory:
         again: calls the stage again; None before the forward and after the recomputation.
     """
 
-    def __init__(self, stage: int, state: BackwardState, *, drops: bool) -> None:
+    def __init__(self, stage: int, state: BackwardState, host: HostMemory, *, drops: bool) -> None:
         self.state = state
         self.drops = drops
-        self.saved = Saved(stage)
+        self.saved = Saved(stage, host)
         self.again: Callable[[], None] | None = None
 
 
@@ -155,35 +157,65 @@ class Leave(Operation):
         self.memory.saved.forget()
 
 
+Move = Callable[[torch.cuda.Stream | None], list[Tensor]]
+"""Moves what a forward saved, on a GPU on that stream. Returns the tensors that the copies read."""
+
+
 class Copy(Beside):
     """O or L: a copy to the host, or back, after the actions of `after`: on a GPU on a stream of its own, on a CPU on a
     thread of its own.
+
+    The host of a GPU runs ahead of it. So memory that a copy reads must be kept until the computations that could
+    overwrite it come after the copy. That is so when their stream waits for the copy: when the rank issues its next
+    offload, or at the end of the step. A schedule of `with_offload` has its next offload where this copy has ended, so
+    this wait takes no time, and the host never waits.
+
+    Args:
+        action: the action.
+        move: makes the copy.
+        device: device of the rank.
+        thread: thread that copies on a CPU.
+        sources: the rank's offloads whose memory is not freed yet, in order.
     """
 
-    __slots__ = ("device", "move", "thread")
+    __slots__ = ("device", "held", "move", "sources", "thread")
 
     def __init__(
-        self,
-        action: Action,
-        move: Callable[[torch.cuda.Stream | None], None],
-        device: torch.device,
-        thread: ThreadPoolExecutor,
+        self, action: Action, move: Move, device: torch.device, thread: ThreadPoolExecutor, sources: deque[Copy]
     ) -> None:
         super().__init__(action)
         self.move = move
         self.device = device
         self.thread = thread
+        self.sources = sources
+        self.held: list[Tensor] = []
 
     def begin(self) -> list[Work]:
-        if self.device.type != "cuda":
-            return [_Done(self.thread.submit(self._run))]
-        side = _side_stream(self.device, DATAFLOW[self.action.kind].stream)
+        return self._on_gpu() if self.device.type == "cuda" else [_Done(self.thread.submit(self._run))]
+
+    def end(self) -> None:
+        """Makes the current stream wait for the copy, and frees what it has read."""
+        super().end()
+        self.held = []
+
+    def _on_gpu(self) -> list[Work]:
+        stream = DATAFLOW[self.action.kind].stream
+        while self.sources and (stream is Stream.OFFLOAD or self.sources[0].is_done):
+            self.sources.popleft().end()
+        side = _side_stream(self.device, stream)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
-            for each in self.after:
-                each.end()
-        self.move(side)
+            for work in (work for each in self.after for work in each.works):
+                work.wait()
+        self.held = self.move(side)
+        if stream is Stream.OFFLOAD:
+            self.sources.append(self)
         return [_Recorded(side.record_event())]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a copy on a GPU has ended. The host does not wait."""
+        return all(isinstance(work, _Recorded) and work.is_done for work in self.works)
 
     def _run(self) -> None:
         for each in self.after:
@@ -215,3 +247,7 @@ class _Recorded:
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self._event.query())

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeflow.core.errors import UsageError
+from pipeflow.runtime.program.host_memory import HostMemory
 
 # Theory of operation
 #
@@ -73,7 +74,7 @@ class Holder:
 
 
 def storages(tensors: Iterable[Tensor]) -> frozenset[int]:
-    """The addresses of the memory of `tensors`."""
+    """Numbers that stand for the memory of `tensors`; the same for views of each other."""
     return frozenset(map(_storage, tensors))
 
 
@@ -91,8 +92,9 @@ class Saved:
         dropped: what a recomputation makes, in the order in which autograd saved it.
     """
 
-    def __init__(self, stage: int) -> None:
+    def __init__(self, stage: int, host: HostMemory) -> None:
         self._stage = stage
+        self._host = host
         self.holders: list[Holder] = []
         self.dropped: list[Holder] = []
 
@@ -146,30 +148,35 @@ class Saved:
             "stage that is recomputed must do the same each time"
         )
 
-    def to_host(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Moves what it holds to the host: on a GPU to pinned memory, with copies on `stream`. Tensors that share
-        memory share it there.
+    def to_host(self, stream: torch.cuda.Stream | None = None) -> list[Tensor]:
+        """Moves what it holds to the host, on a GPU with copies on `stream`. Tensors that share memory share it
+        there. Returns the memory that the copies read, to be kept until they have ended. Raises UsageError if a disk
+        is full.
         """
         hosts: dict[int, Tensor] = {}
+        read: list[Tensor] = []
         for holder in self.holders:
             tensor = holder.tensor
             if tensor is None or not _is_movable(tensor):
                 continue
             if (storage := _storage(tensor)) not in hosts:
                 whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-                host = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=whole.is_cuda)
+                host = self._host.empty(len(whole))
                 with torch.cuda.stream(stream):  # no region if it is None
                     hosts[storage] = host.copy_(whole, non_blocking=True)
-                if stream is not None:
-                    whole.record_stream(stream)  # its memory is not used again before the copy has ended
+                if stream is not None:  # else the copy has ended
+                    read.append(whole)
             offset = int(tensor.storage_offset())
             holder.place = HostPlace(
                 hosts[storage], tensor.device, tensor.dtype, tensor.size(), tensor.stride(), offset
             )
             holder.tensor = tensor = None
+        return read
 
-    def to_device(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Moves what is on the host back to the memory of its device, on a GPU with copies on `stream`."""
+    def to_device(self, stream: torch.cuda.Stream | None = None) -> list[Tensor]:
+        """Moves what is on the host back to the memory of its device, on a GPU with copies on `stream`. Returns the
+        memory that the copies read.
+        """
         devices: dict[int, Tensor] = {}
         for holder in self.holders:
             if (place := holder.place) is None:
@@ -181,8 +188,10 @@ class Saved:
             storage = devices[id(place.host)].untyped_storage()
             tensor = torch.empty(0, dtype=place.dtype, device=place.device)
             holder.tensor = tensor.set_(storage, place.offset, place.size, place.stride)
+        read = [holder.place.host for holder in self.holders if holder.place is not None and stream is not None]
         for holder in self.holders:  # addresses of hosts identify them until all have moved
             holder.place = None
+        return read
 
 
 def _unpack(held: Tensor | Holder) -> Tensor:
@@ -190,7 +199,7 @@ def _unpack(held: Tensor | Holder) -> Tensor:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def _is_movable(tensor: Tensor) -> bool:
