@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -65,7 +66,11 @@ def _mark_slow(items: list[pytest.Item]) -> None:
 
 
 IMPORTS = ["pipeflow.training", "pipeflow.checkpoint.save"]
-IMPORTS_WITH_TRANSFORMERS = ["pipeflow.colossalai.boosters", "transformers.modeling_utils", "tests.stages.families"]
+IMPORTS_WITH_TRANSFORMERS = [
+    "pipeflow.colossalai.boosters",
+    "pipeflow.huggingface.training.trainer",
+    "tests.stages.families",
+]
 
 
 def _preload() -> None:
@@ -73,6 +78,24 @@ def _preload() -> None:
     if ranks := sys.modules.get("pipeflow.testing.ranks"):
         vars(ranks)["PRELOADED"].extend(IMPORTS)
         vars(ranks)["PRELOADED"].extend(IMPORTS_WITH_TRANSFORMERS if "transformers" in sys.modules else [])
+
+
+@pytest.fixture(scope="session")
+def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One for all tests of this process, since it starts slowly."""
+    from tests.browser import chromium
+
+    yield from chromium(tmp_path_factory.mktemp("profile"))
+
+
+@pytest.fixture(scope="module")
+def browser(chrome: Any) -> Iterator[Any]:
+    """With a new tab, which has its own history and emulations."""
+    first = chrome.current_window_handle
+    chrome.switch_to.new_window("tab")
+    yield chrome
+    chrome.close()
+    chrome.switch_to.window(first)
 
 
 @pytest.fixture

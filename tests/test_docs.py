@@ -15,6 +15,7 @@ import pytest
 
 from pipeflow import Timeline
 from pipeflow.schedules import SCHEDULES
+from tests.scripts import run_ranks
 from tests.sources import Fault, Source, documents, line_of, prose, require, require_none
 
 ROOT = Path(__file__).parent.parent
@@ -81,8 +82,8 @@ def test_a_schedule_as_a_function_runs_and_is_compared(tmp_path: Path) -> None:
     start = script.index("def grouped")
     assert script[start : script.index("context =")].strip().count("\n") < 20
     (tmp_path / "train.py").write_text(script)
-    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    assert "grouped, 2 ranks, 6 microbatches" in run(*launched, "train.py", cwd=tmp_path)
+    printed = run_ranks(tmp_path / "train.py", ranks=2, folder=tmp_path, COLUMNS="80")
+    assert "grouped, 2 ranks, 6 microbatches" in printed
     timeline = Timeline.from_json((tmp_path / "measured.json").read_text())
     assert timeline.peak_activations == (3, 3)
     command = re.search(r"\$ pipeflow (diff .*)", OWN)

@@ -12,13 +12,6 @@ if TYPE_CHECKING:
     from tests.draw.opened import Page
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from tests.browser import chromium
-
-    yield from chromium(tmp_path_factory.mktemp("profile"))
-
-
 @pytest.fixture
 def page(browser: Any, tmp_path: Path) -> Iterator[Page]:
     from tests.draw.opened import Page

@@ -27,7 +27,7 @@ ActionChains, Keys = webdriver.ActionChains, webdriver.Keys
 pytestmark = MARKS
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("timeline", SAMPLES.values(), ids=SAMPLES)
 def test_pages_open_without_complaint(page: Page, timeline: Timeline) -> None:
     page.open(timeline, unit="ms", factor=1000)
@@ -285,6 +285,7 @@ def test_the_page_follows_the_scheme_and_prints_on_white(page: Page) -> None:
     emulate(media="", features=[{"name": "prefers-color-scheme", "value": "light"}])
     assert page.picture() != dark
     assert page.browser.print_page()
+    emulate(features=[])
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 
 import gpt3.model
 import gpt3.train
-from tests.examples.conftest import GPT3, run_script
+from tests.examples.conftest import EXAMPLES, GPT3
 from tests.scripts import run_ranks
 
 
@@ -112,7 +112,20 @@ def test_several_ranks_train_what_one_piece_would(cache: Path, text: Path) -> No
     assert "largest difference from the model in one piece: loss" in printed
 
 
+def test_it_starts_as_many_ranks_as_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(gpt3.train, "prepare", lambda *_, **__: None)
+    monkeypatch.setattr(gpt3.train, "start_ranks", started.append)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--ranks", "2", "--tensor", "2", "--replicas", "2"])
+    gpt3.train.main()
+    assert started == [8]
+
+
 @pytest.mark.slow
-def test_it_starts_its_ranks(cache: Path, text: Path) -> None:
-    printed = run_script("gpt3/train.py", *SMALL, "--steps", "1", "--ranks", "2", "--data", str(text))
-    assert "planned: 1f1b, 2 ranks, 3 microbatches" in printed
+def test_a_script_starts_itself_once_per_rank(tmp_path: Path) -> None:
+    start, script = tmp_path / "start.py", tmp_path / "script.py"
+    start.write_text(f"import sys\nimport gpt3.ranks\nsys.argv = [{str(script)!r}, 'x']\ngpt3.ranks.start_ranks(2)\n")
+    script.write_text("import os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1])\n")
+    printed = run_ranks(start, ranks=1, folder=tmp_path, PYTHONPATH=str(EXAMPLES))
+    assert sorted(printed.splitlines()) == ["0 2 x", "1 2 x"]

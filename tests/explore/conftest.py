@@ -6,13 +6,7 @@ from typing import Any
 import pytest
 
 from pipeflow.explore import Server
-from tests.browser import chromium
 from tests.explore.explorer import Explorer, serving
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    yield from chromium(tmp_path_factory.mktemp("profile"))
 
 
 @pytest.fixture(scope="module")

@@ -73,6 +73,7 @@ class Menu:
         assert self.press(button) == "Copied."
         self.browser.execute_cdp_cmd("Emulation.setFocusEmulationEnabled", {"enabled": True})
         text = self.browser.execute_async_script("navigator.clipboard.readText().then(arguments[0], arguments[0])")
+        self.browser.execute_cdp_cmd("Emulation.setFocusEmulationEnabled", {"enabled": False})
         assert text == self.explorer.find("#export textarea").get_property("value")
         return str(text)
 

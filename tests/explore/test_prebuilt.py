@@ -84,7 +84,7 @@ class TestPage:
         yield explorer
         assert explorer.complaints() == []
 
-    @pytest.mark.some(3)
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("fields", STATES, ids=name)
     def test_it_shows_its_states(self, opened: Explorer, fields: dict[str, str]) -> None:
         opened.open(**fields)

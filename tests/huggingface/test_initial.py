@@ -222,6 +222,7 @@ def test_a_script_can_ask_for_the_size_of_the_vocabulary_and_needs_no_example(te
     assert all(loss is not None and loss > 0 for _, _, loss in results)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("kind", "labels"), [(None, 1), (None, 3), ("multi_label_classification", 3), ("regression", 3)]
 )

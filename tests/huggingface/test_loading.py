@@ -38,7 +38,7 @@ EACH = [
 ]
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("name", "tensor"), EACH)
 def test_load_train_save_and_load_again(name: str, tensor: int, tmp_path: Path) -> None:
     if MAJOR < 5 and name in ("mixtral", "qwen3-moe"):

@@ -17,7 +17,7 @@ from tests.huggingface.trainers import make_data, make_trainer
 
 pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-SAVING: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+SAVING: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
 
 def trained(folder: Path, resume: Path | None = None, **options: Any) -> tuple[list[dict[str, float]], Any, Any]:
@@ -41,12 +41,12 @@ def logits_in_transformers(folder: Path) -> Any:
 def test_a_run_goes_on_from_its_checkpoint_under_any_layout(ranks: int, tmp_path: Path) -> None:
     whole = run_threads(trained, 2, tmp_path / "run", deadline=200.0)
     for steps, predicted, _ in whole:
-        assert numpy.allclose(predicted, logits_in_transformers(tmp_path / "run" / "checkpoint-6"), atol=1e-5)
-        assert [each["step"] for each in steps] == [1, 2, 3, 4, 5, 6]
-    again = run_threads(trained, ranks, tmp_path / "again", tmp_path / "run" / "checkpoint-3", deadline=200.0)
+        assert numpy.allclose(predicted, logits_in_transformers(tmp_path / "run" / "checkpoint-4"), atol=1e-5)
+        assert [each["step"] for each in steps] == [1, 2, 3, 4]
+    again = run_threads(trained, ranks, tmp_path / "again", tmp_path / "run" / "checkpoint-2", deadline=200.0)
     for steps, predicted, state in again:
-        assert state.global_step == 6
-        assert len(steps) == 6  # those of the checkpoint are in its state
+        assert state.global_step == 4
+        assert len(steps) == 4  # those of the checkpoint are in its state
         for step, before in zip(steps, whole[0][0], strict=True):
             assert step == pytest.approx(before, abs=1e-5)
         assert numpy.allclose(predicted, whole[0][1], atol=1e-5)
@@ -55,26 +55,26 @@ def test_a_run_goes_on_from_its_checkpoint_under_any_layout(ranks: int, tmp_path
 def test_the_best_checkpoint_comes_back(tmp_path: Path) -> None:
     best: dict[str, Any] = {
         "eval_strategy": "steps",
-        "eval_steps": 3,
+        "eval_steps": 2,
         "load_best_model_at_end": True,
         "save_total_limit": 1,
     }
     best |= {"metric_for_best_model": "mean", "greater_is_better": False}  # logits grow
     results = run_threads(lambda: trained(tmp_path, **best), 4, data=2, deadline=200.0)
     kept = [each.name for each in tmp_path.glob("checkpoint-*")]
-    assert kept == ["checkpoint-3"]
-    expected = logits_in_transformers(tmp_path / "checkpoint-3")
+    assert kept == ["checkpoint-2"]
+    expected = logits_in_transformers(tmp_path / "checkpoint-2")
     for _, predicted, state in results:
-        assert state.best_model_checkpoint == str(tmp_path / "checkpoint-3")
+        assert state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
         assert numpy.allclose(predicted, expected, atol=1e-5)
 
 
 def test_a_checkpoint_of_the_model_only_is_read_by_transformers_and_not_resumed(tmp_path: Path) -> None:
     for _, predicted, _ in run_threads(lambda: trained(tmp_path, save_only_model=True), 2, deadline=200.0):
-        assert numpy.allclose(predicted, logits_in_transformers(tmp_path / "checkpoint-6"), atol=1e-5)
+        assert numpy.allclose(predicted, logits_in_transformers(tmp_path / "checkpoint-4"), atol=1e-5)
 
     def resumed() -> None:
         with pytest.raises(UsageError, match="save_only_model"):
-            trained(tmp_path, tmp_path / "checkpoint-3")
+            trained(tmp_path, tmp_path / "checkpoint-2")
 
     run_threads(resumed, 2, deadline=200.0)

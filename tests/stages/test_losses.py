@@ -169,7 +169,7 @@ def whole_step(name: str, loss: Loss, replicas: int) -> tuple[float, dict[str, T
 FULL = pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["", "full"])
 
 
-@pytest.mark.some(10)
+@pytest.mark.some(6)
 @FULL
 @pytest.mark.parametrize("name", READ)
 def test_what_it_is_a_mean_over_is_read(name: str, full: bool, caplog: pytest.LogCaptureFixture) -> None:

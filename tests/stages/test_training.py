@@ -52,7 +52,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.some(16)
+@pytest.mark.some(10)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
