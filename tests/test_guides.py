@@ -386,6 +386,8 @@ def test_what_saving_memory_costs_is_shown(monkeypatch: pytest.MonkeyPatch, caps
             require_shown(capsys, [(command, answer.removesuffix("...\n"))])
     for snippet in blocks(text, "python"):
         exec(snippet, {})
+    [shown] = blocks(text, "text")
+    assert capsys.readouterr().out == shown
 
 
 # Explaining

@@ -59,8 +59,8 @@ def _of_kind(kind: Kind) -> tuple[str, EvenCost]:
 
 
 def _of_content(content: Content) -> tuple[str, EvenCost]:
-    each = "while there" if content in LASTING else "for each microbatch"
-    cost = EvenCost(f"bytes kept {each}: {content}", unit="bytes", of=content)
+    kept = f"bytes of {content} while a rank has them" if content in LASTING else ""
+    cost = EvenCost(kept or f"bytes kept for each microbatch: {content}", unit="bytes", of=content)
     return f"{content.replace(' ', '_')}_bytes", cost
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_groups
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from pipeflow import Pipeline, PipelineError, Schedule, UsageError, execute_pipeline, make_schedule, with_unshard
@@ -23,15 +23,18 @@ from tests.families import make_near
 
 
 def sharded(model: PlainModel, schedule: Schedule, *, whole_stages: bool) -> Pipeline:
-    """A pipeline whose layers are under fully_shard, and with `whole_stages` what is left of its stages, too."""
+    """A pipeline whose layers are under fully_shard; or with `whole_stages` every second layer, and then its stages, in
+    another precision.
+    """
     context = current_context()
-    chunks = model.chunks(schedule, context.pipeline_rank)
-    for chunk in chunks:
-        for layer in chunk.modules():
-            if isinstance(layer, Layer):
-                fully_shard(layer, mesh=context.mesh["data"], reshard_after_forward=not whole_stages)
-        if whole_stages:
-            fully_shard(chunk, mesh=context.mesh["data"], reshard_after_forward=False)
+    chunks, mesh = model.chunks(schedule, context.pipeline_rank), context.mesh["data"]
+    layers = [layer for layer in chunks.modules() if isinstance(layer, Layer)]
+    inner, outer = (MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=out) for out in (None, torch.float64))
+    for layer in layers[:: 1 + whole_stages]:
+        policy = inner if whole_stages else MixedPrecisionPolicy()
+        fully_shard(layer, mesh=mesh, reshard_after_forward=not whole_stages, mp_policy=policy)
+    for chunk in chunks if whole_stages else ():
+        fully_shard(chunk, mesh=mesh, mp_policy=outer)
     return Pipeline(chunks, schedule, criterion=model.criterion, overlap=one_by_one)
 
 
