@@ -146,6 +146,7 @@ def _for_programs(found: Explanation) -> dict[str, Any]:
 def _lines(found: Explanation, unit: Unit) -> Iterator[Any]:
     yield from _heading(found, unit)
     yield ""
+    yield f"Times of each rank{f' in {unit.name}' if unit.name else ''}:"
     yield _idle_table(found, unit)
     waits = [each for each in found.idle if each.kind not in ("fill", "drain")]
     for each in sorted(waits, key=lambda each: each.start - each.end)[:LONGEST]:
@@ -212,7 +213,8 @@ def _idle_table(found: Explanation, unit: Unit) -> Table:
     rows, kinds = [], [kind for kind in KINDS if any(key[1] == kind for key in idle)]
     for rank, row in enumerate(found.timeline.on(Stream.COMPUTE)):
         busy = sum(span.end - span.start for span in row)
-        rows.append([str(rank), unit.text(busy), *(unit.text(idle[rank, kind]) for kind in kinds)])
+        times = (busy, *(idle[rank, kind] for kind in kinds))
+        rows.append([str(rank), *(number(time * unit.factor) for time in times)])
     return Table(["rank", "computes", *kinds], rows)
 
 

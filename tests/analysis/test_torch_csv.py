@@ -55,6 +55,17 @@ def loaded(theirs: Any, schedule: Schedule, path: Path) -> Any:
     return runtime
 
 
+def require_simulated(theirs: Any, runtime: Any, placement: Placement) -> None:
+    """Fails unless torch's simulator runs what its runtime has loaded to the end."""
+    order: dict[int, list[Any]] = {rank: [] for rank in range(placement.num_ranks)}
+    for rank, row in runtime.pipeline_order_with_comms.items():
+        for action in row:
+            if action.computation_type.name not in ("UNSHARD", "RESHARD", "REDUCE_GRAD"):
+                order[rank] += action.sub_actions or [action]
+    steps = theirs._simulate_comms_compute(order, placement.rank_of, placement.num_stages)
+    assert {rank: [action for action in row if action] for rank, row in steps.items()} == order
+
+
 def transfers_of(rank: int, schedule: Schedule) -> dict[str, list[tuple[int, int]]]:
     """What we would send from `rank`, in order."""
     sent = [step.value for step in lower(schedule)[rank].instructions if isinstance(step, Send)]
@@ -107,13 +118,7 @@ def test_torch_loads_and_simulates_what_we_lowered(
     chunks = schedule.placement.num_stages // ranks
     runtime = theirs._PipelineScheduleRuntime(stages(ranks, chunks), microbatches)
     runtime._load_csv(str(path), format="compute_comms")
-    order: dict[int, list[Any]] = {rank: [] for rank in range(ranks)}
-    for rank, row in runtime.pipeline_order_with_comms.items():
-        for action in row:
-            if action.computation_type.name not in ("UNSHARD", "RESHARD", "REDUCE_GRAD"):
-                order[rank] += action.sub_actions or [action]
-    steps = theirs._simulate_comms_compute(order, schedule.placement.rank_of, schedule.placement.num_stages)
-    assert {rank: [action for action in row if action] for rank, row in steps.items()} == order
+    require_simulated(theirs, runtime, schedule.placement)
     read = Schedule.from_csv(path.read_text(), name=name)
     assert verify(read) == []
     assert read.without_unshards() == schedule
@@ -173,6 +178,28 @@ def test_torch_exports_what_we_read_verify_simulate_and_draw(
         ours = simulate(make_schedule(name, ranks=4, microbatches=microbatches, **options), passes)
         assert timeline.makespan == ours.makespan
         assert timeline.peak_activations == ours.peak_activations
+
+
+@pytest.mark.some(8)
+@pytest.mark.parametrize(("theirs_name", "name", "chunks"), MULTI, ids=lambda value: str(value))
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (2, 8), (4, 8), (4, 16), (8, 16)])
+def test_what_torch_lowered_goes_round(
+    theirs: Any, theirs_name: str, name: str, chunks: int, ranks: int, microbatches: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "lowered.csv"
+    made = theirs.get_schedule_class(theirs_name)(stages(ranks, chunks), microbatches)
+    made._dump_csv(str(path), format="compute_only")
+    order = Schedule.from_csv(path.read_text(), name=name)
+    made._dump_csv(str(path), format="compute_comms")
+    read = Schedule.from_csv(path.read_text(), name=name)
+    assert read.without_unshards() == order.with_reductions()
+    assert verify(read) == []
+    path.write_text(lowered_csv(read))
+    runtime = theirs._PipelineScheduleRuntime(stages(ranks, chunks), microbatches)
+    runtime._load_csv(str(path), format="compute_comms")
+    require_simulated(theirs, runtime, order.placement)
+    again = Schedule.from_csv(path.read_text(), name=name)
+    assert again.without_unshards() == order.with_reductions()
 
 
 def single(theirs: Any, theirs_name: str) -> Schedule:

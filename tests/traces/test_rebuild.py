@@ -142,3 +142,15 @@ def test_kernels_count_where_they_ran_and_not_where_they_were_launched(tmp_path:
     assert rows_of(found.schedule) == rows_of(schedule)
     for mine, its in zip(found.timeline, timeline, strict=True):
         assert (mine.start, mine.end) == pytest.approx((its.start, its.end), abs=1e-6)
+
+
+def test_sums_and_gathers_of_torchs_runtime_are_no_actions(tmp_path: Path) -> None:
+    schedule = make_schedule("1f1b", ranks=2, microbatches=3)
+    folder = record(tmp_path / "traces", ran(schedule))
+    for path in folder.iterdir():
+        whole = json.loads(path.read_text())
+        first = whole["traceEvents"][0]
+        names = ("PP:0UNSHARD", "PP:0RESHARD", "PP:0REDUCE_GRAD", "PP:0SEND_F0", "PP:1RECV_B2", "PP:1WAIT_SEND_B2")
+        whole["traceEvents"] += [first | {"name": name} for name in names]
+        path.write_text(json.dumps(whole))
+    assert rows_of(explain([folder]).schedule) == rows_of(schedule)
