@@ -92,6 +92,7 @@ def require_as_plain(
     data: int = 1,
     policy: type[Policy] | None = None,
     deadline: float = 60.0,
+    tolerance: float = TOLERANCE,
 ) -> list[int]:
     """Trains both ways. Returns how many entries the optimizer of each rank has states of."""
     tensor, pipeline = options["tp_size"], options["pp_size"]
@@ -107,14 +108,14 @@ def require_as_plain(
     assert len(told) == tensor * data
     for its in told:
         if pipeline > 1 or data == 1:
-            torch.testing.assert_close(its, losses, rtol=TOLERANCE, atol=0)
+            torch.testing.assert_close(its, losses, rtol=tolerance, atol=0)
     seen: set[str] = set()
     for first in range(0, len(results), tensor):
         parts: Sequence[Weights] = [each[1] for each in results[first : first + tensor]]
         for name in parts[0]:
             split = results[first][2].get(name)
             whole = parts[0][name] if split is None else split.joined([part[name] for part in parts])
-            torch.testing.assert_close(whole, weights[name].detach(), rtol=TOLERANCE, atol=TOLERANCE)
+            torch.testing.assert_close(whole, weights[name].detach(), rtol=tolerance, atol=tolerance)
             seen.add(name)
     assert seen == weights.keys()
     return [states for _, _, _, states in results]

@@ -122,6 +122,7 @@ def test_lora_under_a_booster() -> None:
 PLANNED = ("roberta", "albert", "ernie", "gpt-neo", "gptj", "beit", "swin", "swinv2", "qwen2", "blip-2", "sam")
 QUICK = ("roberta", "gpt-neo", "beit")
 CAUSAL = ("gpt-neo", "gptj", "qwen2", "blip-2")  # transformers computes their losses in float32
+ROUNDED = {"gpt-neo": 1e-5, "gptj": 1e-5}  # transformers computes their attention in float32, whatever the weights are
 
 
 def own_loss(outputs: Any, inputs: Any) -> Tensor:
@@ -141,4 +142,4 @@ def test_families_that_colossalai_plans(name: str, layout: tuple[int, int]) -> N
     module, batch = make(transformers, name)
     options = {"tp_size": tensor, "pp_size": pipeline, "microbatch_size": 1}
     criterion = causal_loss if name in CAUSAL else own_loss
-    require_as_plain(module, batch, criterion, options, deadline=120.0)
+    require_as_plain(module, batch, criterion, options, deadline=120.0, tolerance=ROUNDED.get(name, TOLERANCE))
