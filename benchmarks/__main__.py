@@ -19,6 +19,7 @@ NAMES = (
     "search",
     "memory",
     "memory_plans",
+    "optimizer_step",
     "recompute",
     "buffers",
     "tensor",
