@@ -11,7 +11,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 from benchmarks.measure import Times, paired
 from benchmarks.processes import run_ranks
@@ -27,9 +26,14 @@ AFTER, WITHIN = "after the schedule", "in the schedule"
 def run(rounds: int | None = None) -> Report:
     rounds = rounds or 5
     results = run_ranks("optimizer_step:measure", RANKS, {"rounds": rounds}, deadline=120 + 30 * rounds)
-    times = {label: [statistics.fmean(each) for each in zip(*(of[label] for of in results), strict=True)] for label in results[0]}
+    times = {
+        label: [statistics.fmean(each) for each in zip(*(of[label] for of in results), strict=True)]
+        for label in results[0]
+    }
     milliseconds = round(1e3 * SECONDS)
-    title = f"optimizer_step: {RANKS} ranks, {MICROBATCHES} microbatches, F = I = W = {milliseconds} ms, {rounds} rounds"
+    title = (
+        f"optimizer_step: {RANKS} ranks, {MICROBATCHES} microbatches, F = I = W = {milliseconds} ms, {rounds} rounds"
+    )
     columns = ["the optimizer's step", "median ms", "planned ms", "x after", "promised"]
     report = Report("optimizer_step", title, columns, data={"seconds": times})
     for name in SCHEDULES:
@@ -37,7 +41,9 @@ def run(rounds: int | None = None) -> Report:
         for use, plan in ((AFTER, makespan), (WITHIN, span)):
             label = f"{name}: {use}"
             median, ratio = statistics.median(times[label]), paired(times, label, f"{name}: {AFTER}")
-            report.rows.append([label, f"{1e3 * median:.1f}", f"{1e3 * plan:.1f}", f"{ratio:.3f}", f"{plan / makespan:.3f}"])
+            report.rows.append(
+                [label, f"{1e3 * median:.1f}", f"{1e3 * plan:.1f}", f"{ratio:.3f}", f"{plan / makespan:.3f}"]
+            )
     report.notes.append("target: x after within 3 % of the promise, the span over the makespan")
     report.notes.append("ratios are medians over rounds of two times of the same round")
     return report

@@ -91,7 +91,7 @@ SPLIT_STAGES = {
     "runtime/from_module.py",
     "runtime/pipeline.py",
     "runtime/program/memory_actions.py",
-    "runtime/unconfirmed.py",
+    "runtime/repeatable.py",
 }
 """The files of the engine that know tensor-parallel layers: two make stages, and two replay their random numbers."""
 

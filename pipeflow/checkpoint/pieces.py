@@ -151,7 +151,7 @@ def local_tensors(model: nn.Module, context: Context, names: Names | None) -> li
     Raises UsageError if two of this rank's stages use one name for two tensors.
     """
     if isinstance(model, Pipeline):
-        model.runner.confirm()
+        model.runner.confirmation.confirm()
     states = [(stage, module.state_dict(keep_vars=True)) for stage, module in _stages(model, context)]
     splits = splits_of(model)  # after state_dict, which makes fully_shard take back its whole parameters
     tied = ranks_of_tied(model) | ranks_of_buffers(model)

@@ -90,18 +90,20 @@ class PipelinedOptimizer:
         self._before: dict[nn.Parameter, _Kept] = {}  # what the step has changed
         self._options: Options = []  # with which it was taken
         self._is_taken = False
-        model.runner.programs.stepper = self
+        model.runner.confirmation.stepper = self
 
     def confirm(self) -> None:
         """Waits until all ranks have confirmed the last step, so that the weights are final. Call it on all ranks
         before reading weights or states in another way than by `state_dict` or `save_checkpoint`, and after the last
-        step. Raises NonFiniteGradientError, and PipelineError as `execute_pipeline` does.
+        step. After an error of `execute_pipeline`, `steps` then says after which batch all ranks can go on. Raises
+        NonFiniteGradientError, and PipelineError as `execute_pipeline` does.
         """
         with self.model.alarm.raised_everywhere():
-            self.model.runner.confirm()
+            self.model.runner.confirmation.confirm()
 
     @property
-    def _checks(self) -> bool:
+    def can_undo(self) -> bool:
+        """Whether it keeps copies with which a step is undone."""
         return self.clip_grad_norm > 0 or self.non_finite != "ignore"
 
     def begin(self) -> None:
@@ -124,7 +126,7 @@ class PipelinedOptimizer:
         """Called when all gradients of this rank are complete."""
         if self._norms is None:
             none = torch.zeros(2, dtype=torch.float64, device=self.model.context.device)
-            self._norms = norms_of(self.model, 2.0, {}) if self._checks else none
+            self._norms = norms_of(self.model, 2.0, {}) if self.can_undo else none
             self._options = _options(self.optimizer)
             self._is_taken = self.may_run_ahead
         owned = {id(each) for each in self.model.gradients.parameters_of(stage)}
@@ -133,7 +135,7 @@ class PipelinedOptimizer:
             assert parameter.grad is not None
             self._gradients[parameter] = parameter.grad
         if self._is_taken:
-            if self._checks:
+            if self.can_undo:
                 self._before |= {each: _Kept(each, self.optimizer) for each in parameters}
             self._take(parameters)
         for parameter in self.model.gradients.parameters_of(stage):
@@ -163,7 +165,7 @@ class PipelinedOptimizer:
             with self._given_gradients(), self._as_then():
                 self._take([*self._gradients])
         self.may_run_ahead = stands
-        if not self._checks:
+        if not self.can_undo:
             self.grad_norm = None
         self._forget()
         if skips and self.non_finite == "stop":
@@ -174,9 +176,10 @@ class PipelinedOptimizer:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Undoes the step that is not confirmed."""
+        """Undoes the step that is not confirmed, and clears the gradients that a failed call has left."""
         self._restore()
         self._forget()
+        self.model.zero_grad()
 
     def _take(self, parameters: Iterable[nn.Parameter]) -> None:
         """Steps these parameters. Their step's options must not change in it, since a rank steps stage by stage."""

@@ -17,6 +17,7 @@ from pipeflow.core.route import Routes
 from pipeflow.core.schedule import Schedule
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.transport.agreement import connect_devices
+from pipeflow.runtime.confirmation import Confirmation
 from pipeflow.runtime.devices import require_placed
 from pipeflow.runtime.gradients.orders import Orders, orders_of
 from pipeflow.runtime.gradients.step_end import Gradients
@@ -25,7 +26,6 @@ from pipeflow.runtime.program.host_memory import HostMemory
 from pipeflow.runtime.program.pairs import Overlap
 from pipeflow.runtime.program.payload import Promise
 from pipeflow.runtime.stage import Stage
-from pipeflow.runtime.unconfirmed import Stepper
 from pipeflow.soundness.schedule import verify
 
 KEPT = 16  # compiled programs of one pipeline, the most recently used ones
@@ -85,8 +85,8 @@ class Programs:
         self.stages = stages
         self.gradients = gradients
         self.options = options
-        self.stepper: Stepper | None = None  # of schedules that step the optimizer
         self.host = HostMemory(context.device)
+        self.confirmation = Confirmation(context)
         self._kept: list[Runnable] = []  # the most recently used one first
 
     def __len__(self) -> int:
@@ -141,7 +141,7 @@ class Programs:
             overlap=self.options.overlap,
             gradients=self.gradients,
             reduce=mode.reduce,
-            step=None if self.stepper is None else self.stepper.step,
+            step=None if self.confirmation.stepper is None else self.confirmation.stepper.step,
         )
 
     def _training(self, schedule: Schedule, *, reduce: bool) -> Schedule:
@@ -149,7 +149,7 @@ class Programs:
         if schedule.is_forward_only:
             raise UsageError(f"schedule {schedule.name!r} has no backwards: pass forward_only=True")
         steps = any(action.kind is Kind.S for rank in range(len(schedule.rows)) for action in schedule.actions(rank))
-        if steps and self.stepper is None:
+        if steps and self.confirmation.stepper is None:
             raise UsageError(
                 f"schedule {schedule.name!r} steps the optimizer (S), but the Pipeline has none: make a "
                 "pipeflow.PipelinedOptimizer(model, optimizer), or use the schedule without these steps"

@@ -41,7 +41,7 @@ def _confirm(model: Any, *_: object) -> None:
     """Waits until the last step of the optimizer is confirmed, which may undo it. A hook of `nn.Module.state_dict` and
     `load_state_dict`.
     """
-    model.runner.confirm()
+    model.runner.confirmation.confirm()
 
 
 def rename_saved(model: Any, state: MutableMapping[str, Any], prefix: str, _: Mapping[str, Any]) -> None:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from pipeflow.core.errors import PipeflowError, UsageError
+from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.parallel.transport.agreement import all_gather, told_alike
-from pipeflow.parallel.transport.work import LinkError
 from pipeflow.runtime.autocast import outside, region_of
 from pipeflow.runtime.call import StepCall
-from pipeflow.runtime.loss import Agreed, AgreementRow, agree, require_alike, share_of, told_alone
+from pipeflow.runtime.loss import Agreed, AgreementRow, agree, share_of, told_alone
 from pipeflow.runtime.microbatch import Batch, as_pair, next_batch
 from pipeflow.runtime.outputs import merged
 from pipeflow.runtime.pace import Pace
@@ -25,8 +22,8 @@ from pipeflow.runtime.program.compile import Compiled
 from pipeflow.runtime.program.operations import Operation
 from pipeflow.runtime.program.running import run
 from pipeflow.runtime.programs import Programs, RunMode, Runnable
+from pipeflow.runtime.repeatable import Repeatable
 from pipeflow.runtime.trace import StepTrace
-from pipeflow.runtime.unconfirmed import Repeatable, Unconfirmed
 from pipeflow.runtime.weighing import CheckedCriterion, loss_weights
 
 
@@ -91,6 +88,7 @@ class Runner:
         self.transport = context.transport
         self.stages = programs.stages
         self.gradients = programs.gradients
+        self.confirmation = programs.confirmation
         self.criterion = criterion
         self.weigh = weigh
         self.autocast = autocast
@@ -98,7 +96,6 @@ class Runner:
         self.taken = taken  # names of the entries that stages of any rank take; None if they take all
         self.read: Callable[[object], tuple[object, object]] = as_pair
         self._runs = False
-        self._unconfirmed: Unconfirmed | None = None
         self._last_stage = programs.placement.num_stages - 1
         self._last_ranks = programs.placement.ranks_of(self._last_stage)
 
@@ -111,6 +108,7 @@ class Runner:
         self.programs.clear()
         self.gradients.forget()
         self._pace.forget()
+        self.confirmation.forget()
 
     def step(self, data_iter: Iterator[object], call: StepCall, loss_scale: float) -> Output:
         """Runs one step; all ranks call it together. Raises UsageError if a step is already running, and the errors of
@@ -123,13 +121,6 @@ class Runner:
             return self._step(data_iter, call, loss_scale)
         finally:
             self._runs = False
-
-    def confirm(self) -> None:
-        """Waits until all ranks have confirmed the last step of the optimizer. Raises LinkError, and the errors of the
-        step.
-        """
-        if self._unconfirmed is not None:
-            self._confirmed(self._unconfirmed)
 
     @property
     def is_running(self) -> bool:
@@ -149,7 +140,7 @@ class Runner:
         )
         self._runs = True
         try:
-            self._confirm_all()
+            self.confirmation.confirm_all()
             batch, runnable = self._start(data_iter, call)
             compiled = runnable.compiled
             compiled.fit(batch.sizes, self.transport)
@@ -170,10 +161,11 @@ class Runner:
                 "from which the module computes its own loss), or pass forward_only=True"
             )
         self.gradients.prepare()
+        self.confirmation.recover()
         batch, runnable = self._start(data_iter, call)
         compiled, results = runnable.compiled, runnable.compiled.results
         if compiled.ahead is None or call.trace:
-            self._confirm_all()
+            self.confirmation.confirm_all()
         compiled.fit(batch.sizes, self.transport)
         region = region_of(self.transport.device.type, self.autocast)
         with torch.inference_mode(mode=False), torch.set_grad_enabled(call.training), outside(region):
@@ -195,43 +187,17 @@ class Runner:
 
     def _end(self, call: StepCall, runnable: Runnable, batch: Batch) -> Agreed:
         """Ends a step. If it has stepped the optimizer, the other ranks need not have ended it yet."""
-        told, stepper = self._told(call, runnable, batch), self.programs.stepper
+        told, stepper = self._told(call, runnable, batch), self.confirmation.stepper
         if runnable.compiled.ahead is None or stepper is None:
             return self._agree(told, call, runnable)
-        norms, alone = stepper.norms(), self.context.data.size == len(self._last_ranks) == 1
-        if alone and stepper.may_run_ahead and not (call.broadcast_loss or call.trace):
-            self._unconfirmed = Unconfirmed(self.context, told, norms)
+        alone = self.context.data.size == len(self._last_ranks) == 1
+        waits = not (alone and stepper.may_run_ahead) or call.broadcast_loss or call.trace
+        taken = self.confirmation.take(told, stepper.norms(), waits=waits)
+        if not waits:
             return told_alone(told, runnable.compiled.results)
-        counted, elsewhere = norms.tolist()
-        agreed = self._agree(told._replace(counted=counted, elsewhere=elsewhere), call, runnable)
-        self._judge(agreed.rows)
+        agreed = self._agree(taken.told, call, runnable)
+        self.confirmation.judge(agreed.rows)
         return agreed
-
-    def _judge(self, rows: Sequence[AgreementRow]) -> bool:
-        """Whether the step of the optimizer stands as it was taken. All ranks come to the same result."""
-        assert self.programs.stepper is not None
-        norms = torch.tensor([(row.counted, row.elsewhere) for row in rows], dtype=torch.float64, device="cpu")
-        try:
-            return self.programs.stepper.judge(norms.to(self.transport.device))
-        except PipeflowError:
-            self._unconfirmed = None
-            with suppress(LinkError):  # a rank reports only after all have found the error
-                all_gather(self.context.world, [0.0])
-            raise
-
-    def _confirmed(self, step: Unconfirmed) -> bool:
-        """Whether a step stands, once all ranks have ended it."""
-        if step.stands is None:
-            rows = step.rows()
-            with told_alike(self.context.world):
-                require_alike(rows, self.context)
-            step.stands = self._judge(rows)
-        return step.stands
-
-    def _confirm_all(self) -> None:
-        """Like `confirm`, where all ranks call it together, before anything else runs."""
-        self.confirm()
-        self._unconfirmed = None
 
     def _told(self, call: StepCall, runnable: Runnable, batch: Batch) -> AgreementRow:
         gradients = self.gradients
@@ -281,7 +247,7 @@ class Runner:
         if not runnable.mode.training:
             run(operations)
             return
-        compiled, stepper = runnable.compiled, self.programs.stepper
+        compiled, stepper = runnable.compiled, self.confirmation.stepper
         self.gradients.begin(runnable.orders)
         if compiled.ahead is not None and stepper is not None:
             stepper.begin()
@@ -299,13 +265,12 @@ class Runner:
         """Runs the first operations while the last step of the optimizer is not confirmed, then confirms it. If its
         weights were wrong, runs them again. Returns their number.
         """
-        step, ahead = self._unconfirmed, compiled.ahead
-        if step is None or ahead is None:
+        ahead = compiled.ahead
+        if self.confirmation.pending is None or ahead is None:
             return 0
         start = Repeatable(self.stages.values(), self.transport.device)
         run(operations[: ahead.end])
-        stands, self._unconfirmed = self._confirmed(step), None
-        if not stands:
+        if not self.confirmation.confirm_all():
             ahead.take_back()
             with start.again():
                 run(ahead.again)

@@ -29,7 +29,7 @@ from pipeflow import (
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import NonFiniteGradientError
 from pipeflow.parallel.context import current_context
-from pipeflow.testing.ranks import run_threads
+from pipeflow.testing.ranks import run_processes, run_threads
 from pipeflow.training import Engine
 
 MICROBATCHES, CLIP = 8, 3.0
@@ -66,6 +66,8 @@ class Case:
     dropout: float = 0.0
     tied: bool = False
     broadcast_loss: bool = False
+    decay: float = 0.99
+    shape: tuple[int | None, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def build(case: Case, schedule: Schedule) -> Pipeline:
         for stage, chunk in zip(placement.stages_of(rank), chunks, strict=True):
             if stage in ends:
                 wrapper.register_module(chunk.get_submodule("linear"))
-    return Pipeline(chunks, schedule, criterion=nn.MSELoss())
+    return Pipeline(chunks, schedule, criterion=nn.MSELoss(), tensor_shape=case.shape)
 
 
 def batches(number: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -110,7 +112,7 @@ def train_after(case: Case) -> Trained:
     """Steps the optimizer after each batch."""
     model = build(case, case.schedule)
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
-    rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, case.decay)
     norms, losses = [], []
     for batch in batches(case.steps):
         losses.append(execute_pipeline(iter([batch]), model, broadcast_loss=case.broadcast_loss).loss)
@@ -126,7 +128,7 @@ def train_ahead(case: Case) -> Trained:
     """Steps the optimizer within each batch."""
     model = build(case, with_optimizer_step(case.schedule))
     inner = OPTIMIZERS[case.optimizer](model.parameters())
-    rates = torch.optim.lr_scheduler.ExponentialLR(inner, 0.99)
+    rates = torch.optim.lr_scheduler.ExponentialLR(inner, case.decay)
     policy: Any = "stop" if case.clip else "ignore"
     optimizer = PipelinedOptimizer(model, inner, clip_grad_norm=case.clip, non_finite=policy)
     losses = []
@@ -188,8 +190,8 @@ def test_optimizers_of_torch_are_undone_with_their_states(optimizer: str) -> Non
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1"])
 def test_forwards_that_ran_ahead_run_again(name: str) -> None:
     options = {"chunks": 2} if name.startswith("interleaved") else {}
-    _, undone = compare(Case(make_schedule(name, ranks=3, microbatches=6, **options), steps=6), 3)
-    assert undone
+    schedule = make_schedule(name, ranks=3, microbatches=6, **options)
+    assert compare(Case(schedule, steps=6, shape=(None, 6) if name in ("gpipe", "zb-h1") else None), 3)[1]
 
 
 def test_an_undone_forward_draws_the_same_numbers_again() -> None:
@@ -205,6 +207,21 @@ def test_an_undone_forward_draws_the_same_numbers_again() -> None:
     [(ahead, after)] = run_threads(trained, 1)
     require_same(ahead, after)
     assert ahead.undone
+
+
+def trained_by_processes() -> tuple[Trained, Trained]:
+    case = Case(make_schedule("zb-v", ranks=2, microbatches=MICROBATCHES), dropout=0.3, shape=(None, 6))
+    torch.manual_seed(5)
+    ahead = train_ahead(case)
+    torch.manual_seed(5)
+    return ahead, train_after(case)
+
+
+@pytest.mark.slow
+def test_processes_take_back_what_they_sent_and_drew() -> None:
+    for ahead, after in run_processes(trained_by_processes, 2):
+        require_same(ahead, after)
+        assert ahead.undone
 
 
 def test_what_a_forward_saved_may_be_on_the_host_when_it_is_undone() -> None:
@@ -352,6 +369,51 @@ def failing(case: str) -> str:
 def test_what_cannot_work_is_refused(case: str, message: str) -> None:
     for error in run_threads(lambda: failing(case), 2):
         assert message in error
+
+
+def train_with_an_error(case: Case, rank: int, where: str, call: int) -> Trained:
+    """Trains; on `rank` a forward or a step of the optimizer fails once, and all go on from what they confirmed."""
+    model = build(case, with_optimizer_step(case.schedule))
+    inner = OPTIMIZERS[case.optimizer](model.parameters())
+    optimizer = PipelinedOptimizer(model, inner, clip_grad_norm=case.clip)
+    given, calls, failures, index = list(batches(case.steps)), [0], 0, 0
+    take = optimizer.step
+
+    def fail(*_: object) -> None:
+        calls[0] += current_context().pipeline_rank == rank
+        if calls[0] == call:
+            calls[0] += 1
+            raise RuntimeError("planted")
+
+    def step(stage: int) -> None:
+        fail()
+        take(stage)
+
+    if where == "forward":
+        model.chunks[0].register_forward_pre_hook(fail)
+    else:
+        optimizer.step = step  # type: ignore[method-assign]
+    while index < case.steps:
+        try:
+            execute_pipeline(iter(given[index:]), model)
+            index += 1
+        except PipelineError:
+            failures += 1
+            optimizer.confirm()
+            index = optimizer.steps
+    optimizer.confirm()
+    assert (failures, optimizer.steps) == (1, case.steps)
+    return Trained(weights_of(model), states_of(inner), [], [])
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("failure", [("forward", 13), ("forward", 14), ("forward", 20), ("step", 3), ("step", 5)])
+def test_after_an_error_all_ranks_have_taken_the_same_steps(rank: int, failure: tuple[str, int]) -> None:
+    """Also if one rank had ended a step in which another one failed, or had not confirmed the one before."""
+    case = Case(make_schedule("zb-h2", ranks=3, microbatches=6), steps=6, norm=False, decay=1)
+    results = run_threads(lambda: (train_with_an_error(case, rank, *failure), train_after(case)), 3)
+    for ahead, after in results:
+        require_same(ahead, replace(after, losses=[], norms=[]))
 
 
 def read_between(case: Case) -> list[bool]:

@@ -182,7 +182,7 @@ class Engine:
                 trace=trace,
                 schedule=schedule,
             )
-        if self.model.runner.programs.stepper is not None:
+        if self.model.runner.confirmation.stepper is not None:
             raise UsageError(
                 "an Engine steps the optimizer itself, but the Pipeline has a PipelinedOptimizer: call "
                 "execute_pipeline in a loop of your own, or make a Pipeline without one"

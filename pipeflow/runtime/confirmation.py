@@ -1,0 +1,176 @@
+"""Confirmation: the optimizer's steps that a rank has taken without waiting for the others, and how all ranks confirm
+them. Must not contain: how weights are stepped, and what runs meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import chain
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pipeflow.core.errors import PipeflowError, UsageError
+from pipeflow.parallel.context import Context
+from pipeflow.parallel.transport.agreement import Gathering, all_gather, told_alike
+from pipeflow.parallel.transport.work import LinkError
+from pipeflow.runtime.loss import AgreementRow, is_host, require_alike
+
+
+class Stepper(Protocol):
+    """Steps the weights of a rank's stages within the engine's steps."""
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether the next step may begin before the step just taken is confirmed. It is the same on all ranks."""
+
+    @property
+    def can_undo(self) -> bool:
+        """Whether it keeps what it needs to undo a step. It is the same on all ranks."""
+
+    def begin(self) -> None:
+        """Call before a step. Raises UsageError if it cannot work now."""
+
+    def step(self, stage: int) -> None:
+        """Steps the weights of a stage, whose gradients are complete."""
+
+    def norms(self) -> Tensor:
+        """What other ranks must know of this rank's gradients to confirm the step: two numbers, float64."""
+
+    def judge(self, norms: Tensor) -> bool:
+        """Confirms the step, given the `norms` of every rank, [ranks, 2]. Returns False if forwards since then ran with
+        wrong weights. Raises an error on all ranks if the gradients are not finite.
+        """
+
+    def undo(self) -> None:
+        """Undoes the step that is not confirmed, or its stages that were stepped. Does nothing if there are none."""
+
+
+class Taken:
+    """A step that this rank has taken. On a CPU the other ranks are told at once; a GPU is not waited for before
+    `rows`.
+
+    Attributes:
+        number: number of steps before it.
+        stands: whether the weights that it left are right; None as long as that is not known.
+    """
+
+    def __init__(self, context: Context, number: int, told: AgreementRow, norms: Tensor) -> None:
+        self.number = number
+        self.stands: bool | None = None
+        self._context, self._told, self._norms = context, told, norms
+        self._gathering: Gathering | None = None
+
+    @property
+    def told(self) -> AgreementRow:
+        """What this rank tells the others."""
+        counted, elsewhere = self._norms.tolist()
+        return self._told._replace(counted=counted, elsewhere=elsewhere)
+
+    def tell(self) -> None:
+        """Begins to tell the others."""
+        if self._gathering is None:
+            self._gathering = Gathering(self._context.world, self.told)
+
+    def rows(self) -> list[AgreementRow]:
+        """What every rank told, when all ranks have ended the step. Raises LinkError."""
+        self.tell()
+        assert self._gathering is not None
+        return [AgreementRow(*row) for row in self._gathering.end()]
+
+
+class Confirmation:
+    """The optimizer's steps of this rank.
+
+    Args:
+        context: context of this rank.
+
+    Attributes:
+        stepper: steps the weights; None if schedules do not.
+        pending: the step that is not confirmed, or that this rank alone has confirmed.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.stepper: Stepper | None = None
+        self.pending: Taken | None = None
+        self._context = context
+        self._last: list[Taken] = []  # the last two steps
+        self._failed = False  # whether a call has failed since
+
+    def take(self, told: AgreementRow, norms: Tensor, *, waits: bool) -> Taken:
+        """Notes a step that this rank has taken; it is confirmed later, unless it `waits` for all ranks anyway."""
+        number = self._last[-1].number + 1 if self._last else 0
+        taken = Taken(self._context, number, told, norms)
+        self._last = [*self._last[-1:], taken]
+        if not waits:
+            self.pending = taken
+            if is_host(self._context.device):
+                taken.tell()
+        return taken
+
+    def confirm(self) -> bool:
+        """Whether the last step stands, once all ranks have ended it. After a failed call, all ranks call it together.
+        Raises LinkError, and the errors of the step.
+        """
+        self.recover()
+        if self.pending is None:
+            return True
+        if self.pending.stands is None:
+            rows = self.pending.rows()
+            with told_alike(self._context.world):
+                require_alike(rows, self._context)
+            self.pending.stands = self.judge(rows)
+        return self.pending.stands
+
+    def confirm_all(self) -> bool:
+        """Like `confirm`, where all ranks call it together, and go on with the right weights."""
+        stands, self.pending = self.confirm(), None
+        return stands
+
+    def judge(self, rows: Sequence[AgreementRow]) -> bool:
+        """Whether a step stands as it was taken. All ranks come to the same result."""
+        assert self.stepper is not None
+        norms = torch.tensor([(row.counted, row.elsewhere) for row in rows], dtype=torch.float64, device="cpu")
+        try:
+            return self.stepper.judge(norms.to(self._context.device))
+        except PipeflowError:
+            self.pending = None
+            with suppress(LinkError):  # a rank reports only after all have found the error
+                all_gather(self._context.world, [0.0])
+            raise
+
+    def forget(self) -> None:
+        """Call when a call has failed. Undoes a step that this rank has begun and not ended."""
+        if self.stepper is not None:
+            self._failed = True
+            if self.pending is None:
+                self.stepper.undo()
+
+    def recover(self) -> None:
+        """After a failed call, lets all ranks have taken the same steps: some may have ended one that others have not,
+        and undo it. All ranks call it together. Raises UsageError if they cannot.
+        """
+        if not self._failed:
+            return
+        self._failed = False
+        width = len(AgreementRow._fields)
+        empty = [-1.0, *[0.0] * width]
+        mine = [[float(each.number), *each.told] for each in self._last]
+        everyones = all_gather(self._context.world, [*chain(*[empty, empty, *mine][-2:])])
+        steps = [{int(row[0]): row[1 : 1 + width], int(row[1 + width]): row[2 + width :]} for row in everyones]
+        common = min(map(max, steps))
+        ahead, pending = bool(self._last) and self._last[-1].number > common, self.pending
+        with told_alike(self._context.world):
+            if self.stepper is not None and max(map(max, steps)) > common and not self.stepper.can_undo:
+                raise UsageError(
+                    f"some ranks have taken the optimizer's step {common + 1}, in which others failed, and nothing was "
+                    "kept to undo it: load a checkpoint, or check gradients with non_finite='stop'"
+                )
+        if ahead and self.stepper is not None:
+            self.stepper.undo()
+            del self._last[-1]
+        elif pending is not None and pending.stands is None:
+            self.judge([AgreementRow(*each[common]) for each in steps])
+        self.pending = None
