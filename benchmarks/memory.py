@@ -15,7 +15,7 @@ from pipeflow.orders.search import Found
 from pipeflow.orders.storage import MemoryKind
 from pipeflow.schedules.order_search import search
 
-CANDIDATES = 1000
+CANDIDATES = 300
 BOTH: tuple[MemoryKind, ...] = ("offload", "recompute")
 
 

@@ -15,7 +15,7 @@ from pipeflow.schedules.dualpipe import dualpipe, dualpipe_v
 from pipeflow.schedules.gis import gis, gis_h
 from pipeflow.schedules.gpipe import gpipe
 from pipeflow.schedules.interleaved import interleaved_one_f_one_b
-from pipeflow.schedules.interleaved_zb import interleaved_zb
+from pipeflow.schedules.interleaved_zb import grouped_row, interleaved_zb
 from pipeflow.schedules.looped_bfs import looped_bfs
 from pipeflow.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
 from pipeflow.schedules.waves import chimera, hanayo
@@ -78,9 +78,18 @@ def sizes_on(make: Callable[..., Schedule], placement: Placement) -> Iterator[di
 
 
 def groups_on(placement: Placement, microbatches: int) -> Iterator[Schedule]:
-    """`gis` in smaller groups than by default, if it has this placement: ranks keep less then, and are idle longer."""
+    """`gis` in groups of every size, if it has this placement. In smaller groups ranks keep less, and are idle longer.
+    Each also comes with later weight-gradient halves, as in `interleaved-zb`: on all ranks, or on the second half of
+    them, which keep less than the others.
+    """
     ranks = placement.num_ranks
     chunks = placement.num_stages // ranks
-    if chunks > 1 and placement == Placement.looped(ranks, chunks):
-        for group in range(-(-ranks // 2), ranks):
-            yield gis(ranks, microbatches, chunks=chunks, group=group)
+    if chunks == 1 or placement != Placement.looped(ranks, chunks):
+        return
+    for group in range(-(-ranks // 2), ranks + 1):
+        for first in (ranks, ranks // 2, 0):
+            lags = [max(rank - first, 0) for rank in range(ranks)]
+            rows = [
+                grouped_row(ranks, microbatches, chunks, rank, group=group, lag=lag) for rank, lag in enumerate(lags)
+            ]
+            yield Schedule(f"groups of {group}", placement, microbatches, tuple(rows))
