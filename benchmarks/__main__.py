@@ -20,6 +20,7 @@ NAMES = (
     "memory",
     "memory_plans",
     "optimizer_step",
+    "offload_gpt",
     "recompute",
     "buffers",
     "tensor",
