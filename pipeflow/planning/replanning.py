@@ -4,9 +4,12 @@ shown.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 
+from pipeflow.analysis.difference import has_halves
 from pipeflow.analysis.executed import executed_schedule
+from pipeflow.analysis.idle_time import pauses
 from pipeflow.analysis.simulation import simulate
 from pipeflow.analysis.trace_costs import measured_costs
 from pipeflow.core.cost import CostModel
@@ -43,6 +46,7 @@ class Replan:
     Attributes:
         measured: the step that was measured.
         cost: the costs that it shows.
+        cost_in_halves: the costs for orders that split backwards; they differ if the measured step ran them whole.
         now: the schedule that ran, simulated under these costs.
         candidates: the other schedules. Those that keep no more activations come first; both groups are sorted by their
             time.
@@ -50,6 +54,7 @@ class Replan:
 
     measured: Timeline
     cost: CostModel
+    cost_in_halves: CostModel
     now: Candidate
     candidates: tuple[Candidate, ...]
 
@@ -58,6 +63,10 @@ class Replan:
         """The fastest schedule that keeps no more activations; the one that ran if no other is faster."""
         fitting = [each for each in self.candidates if each.fits]
         return min([self.now, *fitting], key=lambda each: each.timeline.makespan)
+
+    def cost_of(self, schedule: Schedule) -> CostModel:
+        """The costs of an order."""
+        return self.cost_in_halves if has_halves(schedule) else self.cost
 
     def gain(self, candidate: Candidate) -> float:
         """The part of the planned step time that the candidate saves."""
@@ -80,14 +89,24 @@ def replan(measured: Timeline, *, candidates: int = CANDIDATES) -> Replan:
     cost = measured_costs(measured)
     reduces = Stream.REDUCE in measured.streams
     now = _candidate(ran, cost, None)
-    named = schedules_on(ran.placement, ran.num_microbatches)
-    found = [_candidate(_like(each, reduces), cost, now.timeline) for each in named]
+    halved = cost if has_halves(ran) else _with_pauses(measured, cost)
+    named = [_like(each, reduces) for each in schedules_on(ran.placement, ran.num_microbatches)]
+    found = [_candidate(each, halved if has_halves(each) else cost, now.timeline) for each in named]
     if len(ran.placement.paths) == 1:
         cap = now.timeline.peak_activations
-        order = search(ran.placement, ran.num_microbatches, cost, memory_cap=cap, candidates=candidates)
-        found.append(_candidate(_like(order.schedule, reduces), cost, now.timeline))
+        order = search(ran.placement, ran.num_microbatches, halved, memory_cap=cap, candidates=candidates)
+        schedule = _like(order.schedule, reduces)
+        found.append(_candidate(schedule, halved if has_halves(schedule) else cost, now.timeline))
     found.sort(key=lambda each: (not each.fits, each.timeline.makespan))
-    return Replan(measured, cost, now, tuple(found))
+    return Replan(measured, cost, halved, now, tuple(found))
+
+
+def _with_pauses(measured: Timeline, cost: CostModel) -> CostModel:
+    """The costs if backwards run in halves, and in the measured step they ran whole: the second half is an action more,
+    before which the engine works as before others.
+    """
+    found = [pause for each in pauses(measured, cost.latency).values() for pause in each]
+    return replace(cost, backward_weight=tuple(time + fmean(found or [0.0]) for time in cost.backward_weight))
 
 
 def _like(schedule: Schedule, reduces: bool) -> Schedule:

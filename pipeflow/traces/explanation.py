@@ -190,9 +190,8 @@ def _explained(steps: Sequence[Timeline], notes: Sequence[str]) -> Explanation:
 
 def _recut(found: Replan) -> Iterator[Candidate]:
     """The order that ran and the best one on equal stages, if that makes them faster."""
-    cost = evened(found.cost)
     for each in dict.fromkeys((found.now, found.best)):
-        timeline = simulate(each.schedule, cost)
+        timeline = simulate(each.schedule, evened(found.cost_of(each.schedule)))
         if timeline.makespan < (1 - NOTABLE) * each.timeline.makespan:
             yield Candidate(replace(each.schedule, name=f"{each.schedule.name}, equal stages"), timeline, fits=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,20 @@ def test_the_command_refuses_what_is_no_timeline(capsys: pytest.CaptureFixture[s
     assert "bad.json: this is not a timeline" in error(capsys, "plan", "--measured", bad)
     assert "No such file" in error(capsys, "plan", "--measured", tmp_path / "none.json")
     assert "say which model: pipeflow plan MODEL" in error(capsys, "plan")
+
+
+def test_an_order_that_splits_backwards_pays_for_more_pauses() -> None:
+    """Where the engine works before each action, as the pauses of the measured step show."""
+    schedule = make_schedule("1f1b", ranks=2, microbatches=4)
+    simulated = simulate(schedule, CostModel.even(schedule.placement, 1, 1, 1))
+    rows = tuple(
+        tuple(replace(span, start=span.start + (0.25 if number else 0.0)) for number, span in enumerate(row))
+        for row in simulated.rows
+    )
+    found = replan(replace(simulated, rows=rows))
+    assert found.cost.backward_weight < found.cost_in_halves.backward_weight
+    split = next(each for each in found.candidates if each.schedule.name == "zb-h1")
+    assert found.cost_of(split.schedule) is found.cost_in_halves
+    assert found.cost_of(found.now.schedule) is found.cost
+    again = replan(split.timeline)
+    assert again.cost_in_halves == again.cost
