@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeflow.core.action import Action, Entry, Kind
-from pipeflow.core.dataflow import DATAFLOW
+from pipeflow.core.dataflow import DATAFLOW, Content
 from pipeflow.core.reductions import Last, last_made
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.violation import Violation
@@ -32,10 +32,17 @@ def _in_row(schedule: Schedule, kind: Kind, rank: int, row: tuple[Entry, ...]) -
     [(content, _)] = DATAFLOW[kind].needs
     stages, microbatches = schedule.placement.num_stages, schedule.num_microbatches
     last = last_made(row, content)
+    again = {
+        entry.stage: position
+        for position, entry in enumerate(row)
+        if isinstance(entry, Action) and entry.kind is not kind and _makes_again(entry.kind, content)
+    }
     seen: set[int] = set()
     for position, entry in enumerate(row):
         if isinstance(entry, Action) and entry.kind is kind:
             wanted = _wanted(row, position, entry, last.get(entry.stage), entry.stage in seen)
+            if wanted is None and not DATAFLOW[kind].makes and position < (made := again.get(entry.stage, -1)):
+                wanted = f"it after {row[made]}"
             if wanted and entry.stage < stages and entry.microbatch < microbatches:
                 yield Violation(f"{entry} is wrong here", wanted, rank, position)
             seen.add(entry.stage)
@@ -43,6 +50,12 @@ def _in_row(schedule: Schedule, kind: Kind, rank: int, row: tuple[Entry, ...]) -
         if stage not in seen:
             wanted = f"{Action(kind, stage, microbatch)} after {row[position]}, since others have one"
             yield Violation(f"stage {stage} has no {DATAFLOW[kind].name}", wanted, rank)
+
+
+def _makes_again(kind: Kind, content: Content) -> bool:
+    """Whether a joint action makes again what it needs, as a reduction does."""
+    flow = DATAFLOW[kind]
+    return flow.joint and (content, 0) in flow.makes
 
 
 def _wanted(row: tuple[Entry, ...], position: int, action: Action, last: Last | None, again: bool) -> str | None:
