@@ -11,6 +11,7 @@ NAMES = (
     "zero_bubble",
     "plans",
     "links",
+    "lengths",
     "one_rank",
     "halves",
     "failure",

@@ -79,7 +79,7 @@ def measure(rounds: int, latency: float, bandwidth: float, size: int) -> dict[st
     def make_stages(number: int) -> list[torch.nn.Module]:
         return [SleepStage(size // 4) for _ in range(number)]
 
-    _go_first()
+    go_first()
     rank = int(os.environ["RANK"])
     times: Times = {}
     found: dict[str, dict[str, list[float]]] = {}
@@ -108,7 +108,7 @@ def measure(rounds: int, latency: float, bandwidth: float, size: int) -> dict[st
     return {"times": times, "found": found}
 
 
-def _go_first() -> None:
+def go_first() -> None:
     """Lets every thread of this process run before whatever else the machine does: what is asked is what links take."""
     for thread in os.listdir("/proc/self/task"):
         os.sched_setscheduler(int(thread), os.SCHED_FIFO, os.sched_param(1))

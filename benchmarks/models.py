@@ -41,6 +41,26 @@ class SleepStage(nn.Module):
         return output
 
 
+class TokenStage(nn.Module):
+    """A stage that takes its time for each token; the first entry of a sample is the number of its tokens. Set the
+    times on the class.
+    """
+
+    forward_seconds = 0.0
+    backward_seconds = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, samples: Tensor) -> Tensor:
+        tokens = float(samples[:, 0].sum())
+        scaled = torch.cat([samples[:, :1], samples[:, 1:] * self.scale], dim=1)
+        seconds = tokens * self.forward_seconds, tokens * self.backward_seconds
+        output: Tensor = Sleep.apply(scaled, *seconds)  # type: ignore[no-untyped-call]  # as torch has it
+        return output
+
+
 class TrivialStage(nn.Module):
     """A stage of one multiplication, so that what a step costs is what runs it."""
 

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from pipeflow.planning.vit import VIT_PRESETS, ViT
     from pipeflow.pricing.module_layouts import ModuleLayout, find_module_layouts
     from pipeflow.pricing.module_plan import ModulePlan, plan_module
+    from pipeflow.runtime.divided import Divided
     from pipeflow.runtime.execution import execute_pipeline
     from pipeflow.runtime.gradients.ties import PipelineSharedModuleWrapper
     from pipeflow.runtime.microbatch import Whole
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from pipeflow.schedules.order_search import exact, search
     from pipeflow.soundness.schedule import Violation, verify
     from pipeflow.traces.explanation import Explanation, explain
+    from pipeflow.training.data.by_length import ByLength
     from pipeflow.training.data.loader import get_dataloader
     from pipeflow.training.model.build import build_stages
     from pipeflow.training.model.measure import measure_layers
@@ -80,12 +82,14 @@ __version__ = "0.1.0"
 
 _LATER = {
     "BatchOrder": "orders.batch_order",
+    "ByLength": "training.data.by_length",
     "Candidate": "planning.replanning",
     "Cause": "analysis.idle_time",
     "Cluster": "planning.cluster",
     "Context": "parallel.context",
     "DEVICES": "planning.device",
     "Device": "planning.device",
+    "Divided": "runtime.divided",
     "Efficiency": "planning.efficiency",
     "Explanation": "traces.explanation",
     "Found": "orders.search",
@@ -171,12 +175,14 @@ __all__ = [
     "VIT_PRESETS",
     "Action",
     "BatchOrder",
+    "ByLength",
     "Candidate",
     "Cause",
     "Cluster",
     "Context",
     "CostModel",
     "Device",
+    "Divided",
     "Efficiency",
     "Explanation",
     "Found",

@@ -34,7 +34,7 @@ STAGES, TRAINING, SIMULATING, EXPLAINING = (
 )
 [FIRST], [RESUMING] = blocks(START, "python"), blocks(START, "diff")
 [BY_HAND] = blocks(STAGES, "python", "import torch\n")
-[TRAINER] = blocks(TRAINING, "python", "import pipeflow\nimport torch")
+TRAINER, LENGTHS = blocks(TRAINING, "python", "import pipeflow\nimport torch")
 [HYBRID] = blocks(TRAINING, "python", "from collections")
 [STEPPING] = blocks(TRAINING, "python", "import torch\n")
 LOSSES = r"step (\d+): loss ([\d.]+)"
@@ -298,6 +298,15 @@ def test_a_schedule_that_steps_the_optimizer_learns(tmp_path: Path) -> None:
     losses = losses_of(STEPPING, 2, tmp_path)
     assert [step for step, _ in losses] == [0, 10, 20, 30, 40]
     assert losses[-1][1] < losses[0][1] / 2
+
+
+@pytest.mark.slow
+def test_texts_of_different_lengths_are_learned(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LENGTHS)
+    said = run_ranks(tmp_path / "train.py", ranks=2, folder=tmp_path)
+    losses = [float(each) for each in re.findall(r"Train\]: loss = ([\d.]+)", said)]
+    assert len(losses) == 3
+    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_the_hybrid_script_needs_no_word_about_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,32 @@ def balanced_groups(costs: Sequence[float], groups: int) -> list[list[int]]:
     return found
 
 
+def padded_groups(costs: Sequence[float], groups: int) -> list[list[int]]:
+    """The indices of `costs` in groups whose largest cost times their size is alike: the least bound on it, found by
+    bisection, under which groups of neighbours in descending order are no more than `groups`.
+    """
+    order = sorted(range(len(costs)), key=lambda index: -costs[index])
+    low, high = 0.0, costs[order[0]] * len(costs)
+    for _ in range(40):
+        middle = (low + high) / 2
+        if len(_within(costs, order, middle, groups)) <= groups:
+            high = middle
+        else:
+            low = middle
+    return _within(costs, order, high, groups)
+
+
+def _within(costs: Sequence[float], order: list[int], bound: float, groups: int) -> list[list[int]]:
+    """Groups within the bound, as few as possible but no fewer than `groups`; a larger cost has one alone."""
+    found: list[list[int]] = []
+    for place, index in enumerate(order):
+        needed = groups - len(found) >= len(order) - place  # each of the rest needs a group of its own
+        if not found or needed or costs[found[-1][0]] * (len(found[-1]) + 1) > bound:
+            found.append([])
+        found[-1].append(index)
+    return found
+
+
 Step = tuple[
     int,
     float,

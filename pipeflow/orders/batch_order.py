@@ -17,7 +17,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.orders.arrangement import Rerun, arrangements, balanced_groups, rearranged
+from pipeflow.orders.arrangement import Rerun, arrangements, balanced_groups, padded_groups, rearranged
 from pipeflow.orders.lower_bounds import bounds
 from pipeflow.orders.problem import ROUNDING, make_problem
 from pipeflow.orders.search import improved
@@ -61,15 +61,25 @@ class BatchOrder:
 
 
 def ordered(
-    costs: Sequence[float], cost: CostModel, reruns: Sequence[Rerun], bytes_cap: MemoryCap | None, budget: float
+    costs: Sequence[float],
+    cost: CostModel,
+    reruns: Sequence[Rerun],
+    *,
+    padded: bool,
+    bytes_cap: MemoryCap | None,
+    budget: float,
+    searches: bool,
 ) -> BatchOrder:
-    """The order of a batch whose samples have these `costs`, in the microbatches of the schedules of `reruns`."""
+    """The order of a batch whose samples have these `costs`, in the microbatches of the schedules of `reruns`. With
+    `searches` other orders of actions are tried, too.
+    """
     placement, many = reruns[0].schedule.placement, reruns[0].schedule.num_microbatches
-    groups = balanced_groups(costs, many)
-    sums = [sum(costs[index] for index in group) for group in groups]
-    cost = replace(cost, microbatch_factors=tuple(many * each / sum(sums) for each in sums))
+    groups = (padded_groups if padded else balanced_groups)(costs, many)
+    each = [[costs[index] for index in group] for group in groups]
+    sums = [len(own) * max(own) if padded else sum(own) for own in each]
+    cost = replace(cost, microbatch_factors=tuple(many * one / sum(sums) for one in sums))
     bound = _bound(placement, cost)
-    choice = _chosen(reruns, cost, bytes_cap, bound, budget * RATE)
+    choice = _chosen(reruns, cost, bytes_cap, bound, budget * RATE, searches=searches)
     timeline = simulate(choice.schedule, choice.cost)
     found = tuple(tuple(groups[microbatch]) for microbatch in choice.order)
     return BatchOrder(found, choice.schedule, choice.cost, timeline, min(bound, timeline.makespan))
@@ -103,26 +113,32 @@ class _Choice(NamedTuple):
 
 
 def _chosen(
-    reruns: Sequence[Rerun], cost: CostModel, bytes_cap: MemoryCap | None, bound: float, actions: float
+    reruns: Sequence[Rerun],
+    cost: CostModel,
+    bytes_cap: MemoryCap | None,
+    bound: float,
+    actions: float,
+    *,
+    searches: bool,
 ) -> _Choice:
     """The best choice that trying so many `actions` leads to."""
     plain = arrangements(cost.microbatch_factors)
     trials = [_Choice.of(rerun, order, cost) for rerun in reruns for order in plain]
     shortest = min(trial.makespan for trial in trials)
     trials.sort(key=lambda trial: (0, trial.rerun.kept) if trial.makespan <= NEAR * shortest else (1, trial.makespan))
-    is_bidirectional = len(trials[0].schedule.placement.paths) > 1
+    searches = searches and len(trials[0].schedule.placement.paths) == 1
     best = next((trial for trial in trials if _keeps(trial, bytes_cap)), None)
     left = actions - sum(len(trial.rerun) for trial in trials)
-    if best is None and is_bidirectional:
+    if best is None and not searches:
         least = min(max(simulate(each.schedule, each.cost).peak_bytes) for each in trials)
-        raise UsageError(f"no named schedule keeps bytes_cap: the least cap that a named schedule keeps is {least:g}")
+        raise UsageError(f"none of the schedules keeps bytes_cap: the least cap that one keeps is {least:g}")
     if best is None:
         return _searched(trials[0], bytes_cap, max(1, _candidates(trials[0], left)))
     tries = int(left / 4 / len(best.rerun))
     moved = _Choice.of(best.rerun, rearranged(best.rerun, cost.microbatch_factors, best.order, tries, bound), cost)
     best = moved if _keeps(moved, bytes_cap) else best
     candidates = _candidates(best, left * 3 / 4)
-    if best.makespan * GAIN <= bound or is_bidirectional or candidates < 1:
+    if best.makespan * GAIN <= bound or not searches or candidates < 1:
         return best
     found = _searched(best, bytes_cap, candidates)
     return found if found.makespan < best.makespan * GAIN else best

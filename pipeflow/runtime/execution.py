@@ -33,7 +33,8 @@ def execute_pipeline(
 
     Args:
         data_iter: iterator of `(inputs, labels)`. Tensors are split into microbatches along dim 0; entries wrapped in
-            `pipeflow.Whole` are not split. If `inputs` is a dict, each stage receives the entries that its `forward`
+            `pipeflow.Whole` are not split. A `pipeflow.Divided` batch has its microbatches, and may have the schedule
+            that runs them. If `inputs` is a dict, each stage receives the entries that its `forward`
             has parameters for; otherwise `inputs` is the first stage's argument. If inputs require gradients, each rank
             adds the part of their gradients that its own stages compute.
         model: this rank's Pipeline.

@@ -22,8 +22,9 @@ from pipeflow.parallel.context import Context
 from pipeflow.parallel.transport.agreement import all_gather_object
 from pipeflow.parallel.transport.group import Unconnected
 from pipeflow.runtime.arguments import require_ranks
+from pipeflow.runtime.divided import Divided
 from pipeflow.runtime.gradients.ties import PipelineSharedModuleWrapper
-from pipeflow.runtime.microbatch import Batch, next_batch
+from pipeflow.runtime.microbatch import Batch, as_batch
 from pipeflow.stages.blocks import Blocks, Cuts
 from pipeflow.stages.entries import LABELS
 from pipeflow.stages.loss import Made, all_counted, own_loss, weigh_by
@@ -94,7 +95,8 @@ def parts_of(
         placement=placement,
         has_criterion=has_criterion,
     )
-    batch = next_batch(iter([example]), schedule.num_microbatches, device, planner.entries.of)
+    example = example.microbatches[0] if isinstance(example, Divided) else example
+    batch = as_batch(example, schedule.num_microbatches, device, planner.entries.of)
     entries = dict(batch.split(batch.inputs)[0])
     if LABELS in entries:
         entries[LABELS] = all_counted(entries[LABELS])

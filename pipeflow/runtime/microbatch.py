@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from pipeflow.core.errors import UsageError
+from pipeflow.runtime.divided import Divided, Parts, joined
 
 DIGESTED = 1024  # entries of a row that enter a digest
 
@@ -33,7 +34,7 @@ class Whole:
 
 
 def _is_whole(tree: object) -> bool:
-    return isinstance(tree, Whole)
+    return isinstance(tree, Whole | Parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Batch:
     def require_taken(self, names: frozenset[str]) -> None:
         """Raises UsageError for tensors of dict inputs whose names are not in `names`, the names that stages take."""
         for name in self.named.keys() - names:
-            if any(isinstance(leaf, Tensor | Whole) for leaf in tree_leaves(self.named[name], _is_whole)):
+            if any(isinstance(leaf, Tensor | Whole | Parts) for leaf in tree_leaves(self.named[name], _is_whole)):
                 raise UsageError(
                     f"no stage takes the batch's entry {name!r}: stages take {sorted(names)}; make it a parameter of "
                     "a stage's forward, or remove it from the inputs"
@@ -69,19 +70,22 @@ class Batch:
 
     def split(self, tree: object) -> list[Any]:
         """Splits a tree into one part per microbatch. Tensors are split along dim 0; Whole entries, scalars and other
-        objects are passed whole. Tensors that require a gradient become leaves of each microbatch's own graph.
+        objects are passed whole. Entries of a divided batch have their parts already. Tensors that require a gradient
+        become leaves of each microbatch's own graph.
         """
         leaves, spec = tree_flatten(tree, _is_whole)
         parts = [self._parts(leaf) for leaf in leaves]
         return [tree_unflatten([part[index] for part in parts], spec) for index in range(len(self.sizes))]
 
     def _parts(self, leaf: object) -> Sequence[object]:
-        moved = tree_map(self._moved, leaf.value if isinstance(leaf, Whole) else leaf)
-        if isinstance(leaf, Tensor) and leaf.dim():
-            parts: Sequence[object] = moved.split(self.sizes)
+        moved = tree_map(self._moved, _unwrapped(leaf))
+        if isinstance(leaf, Parts):
+            parts: Sequence[object] = moved
+        elif isinstance(leaf, Tensor) and leaf.dim():
+            parts = moved.split(self.sizes)
         else:
             parts = [moved] * len(self.sizes)
-        if any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(parts[0])):
+        if any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(list(parts))):
             return [tree_map(self._leaf, part) for part in parts]
         return parts
 
@@ -101,7 +105,8 @@ class Batch:
         dtype that only torch can read.
         """
         digest = 0
-        for leaf in tree_leaves((self.inputs, self.labels), _is_whole):
+        leaves = tree_leaves((self.inputs, self.labels), _is_whole)
+        for leaf in tree_leaves([leaf.values if isinstance(leaf, Parts) else leaf for leaf in leaves], _is_whole):
             if isinstance(leaf, Tensor) and leaf.dim():
                 try:
                     rows = leaf.detach().numpy()
@@ -118,6 +123,12 @@ class Batch:
             torch.autograd.backward([part for part, _ in reached], [gradient for _, gradient in reached])
 
 
+def _unwrapped(leaf: object) -> object:
+    if isinstance(leaf, Parts):
+        return [_unwrapped(part) for part in leaf.values]
+    return leaf.value if isinstance(leaf, Whole) else leaf
+
+
 def as_pair(batch: object) -> tuple[object, object]:
     """A batch as inputs and labels. Raises UsageError if it is not such a pair."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
@@ -127,28 +138,45 @@ def as_pair(batch: object) -> tuple[object, object]:
     return inputs, labels
 
 
-def next_batch(
-    data_iter: Iterator[object],
-    microbatches: int,
-    device: torch.device,
-    read: Callable[[object], tuple[object, object]] = as_pair,
-) -> Batch:
-    """Takes one batch off `data_iter` and prepares to split it into microbatches. `read` turns it into `(inputs,
-    labels)`.
-
-    Sizes are those of `torch.tensor_split` (13 samples into 6: 3,2,2,2,2,2). A batch with fewer samples than
-    `microbatches` gets one microbatch per sample.
-
-    Raises UsageError if `data_iter` is not an iterator or has ended, or if the batch is not such a pair. Also raises it
-    if the tensors of the batch differ in dim 0 or have no samples.
-    """
+def next_of(data_iter: Iterator[object]) -> object:
+    """Takes one batch off `data_iter`. Raises UsageError if it is not an iterator or has ended."""
     if not isinstance(data_iter, Iterator):
         raise UsageError(f"data_iter must be an iterator, got {type(data_iter).__name__}: pass iter(loader)")
     batch = next(data_iter, None)
     if batch is None:
         raise UsageError("data_iter has no batch left: make a new one, iter(loader), for every epoch")
+    return batch
+
+
+def as_batch(
+    batch: object,
+    microbatches: int,
+    device: torch.device,
+    read: Callable[[object], tuple[object, object]] = as_pair,
+) -> Batch:
+    """Prepares to split a batch into microbatches. `read` turns it, or each microbatch of a divided one, into
+    `(inputs, labels)`.
+
+    Sizes are those of `torch.tensor_split` (13 samples into 6: 3,2,2,2,2,2). A batch with fewer samples than
+    `microbatches` gets one microbatch per sample.
+
+    Raises UsageError if the batch is not such a pair, and if its tensors differ in dim 0 or have no samples.
+    """
+    if isinstance(batch, Divided):
+        pairs = [read(each) for each in batch]
+        inputs, labels = (joined(trees, _is_whole) for trees in zip(*pairs, strict=True))
+        return Batch(inputs, labels, list(map(_samples, pairs)), device)
     inputs, labels = read(batch)
-    leaves = tree_leaves((inputs, labels), _is_whole)
+    samples = _samples((inputs, labels))
+    microbatches = min(microbatches, samples)
+    base, larger = divmod(samples, microbatches)
+    sizes = [base + 1] * larger + [base] * (microbatches - larger)
+    return Batch(inputs, labels, sizes, device)
+
+
+def _samples(pair: tuple[object, object]) -> int:
+    """The number of samples of inputs and labels."""
+    leaves = tree_leaves(pair, _is_whole)
     lengths = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
     if len(lengths) != 1:
         found = f"differ in dim 0: {sorted(lengths)}" if lengths else "are missing"
@@ -159,10 +187,7 @@ def next_batch(
     [samples] = lengths
     if not samples:
         raise UsageError("the batch has no samples")
-    microbatches = min(microbatches, samples)
-    base, larger = divmod(samples, microbatches)
-    sizes = [base + 1] * larger + [base] * (microbatches - larger)
-    return Batch(inputs, labels, sizes, device)
+    return samples
 
 
 def merge(outputs: list[object]) -> object:

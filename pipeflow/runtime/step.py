@@ -14,8 +14,9 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.runtime.autocast import outside, region_of
 from pipeflow.runtime.call import StepCall
+from pipeflow.runtime.divided import Divided
 from pipeflow.runtime.loss import Agreed, AgreementRow, agree, share_of, told_alone
-from pipeflow.runtime.microbatch import Batch, as_pair, next_batch
+from pipeflow.runtime.microbatch import Batch, as_batch, as_pair, next_of
 from pipeflow.runtime.outputs import merged
 from pipeflow.runtime.pace import Pace
 from pipeflow.runtime.program.compile import Compiled
@@ -178,7 +179,7 @@ class Runner:
         # merging may fail, so it must come before the agreement
         outputs = merged(results, self.transport, self._last_ranks, self._last_stage)
         agreed = self._end(call, runnable, batch)
-        timeline = None if measured is None else measured.timeline(call.schedule, self.gradients.writing)
+        timeline = None if measured is None else measured.timeline(runnable.schedule, self.gradients.writing)
         losses = results.computed()
         self._unload(compiled)
         if call.training and agreed.loss is not None:
@@ -219,7 +220,7 @@ class Runner:
             runnable.compiled.results,
             self.context,
             self._last_ranks,
-            microbatches=call.schedule.num_microbatches,
+            microbatches=runnable.schedule.num_microbatches,
             everywhere=call.broadcast_loss,
         )
         if agreed.buffers:
@@ -231,8 +232,11 @@ class Runner:
         return agreed
 
     def _start(self, data_iter: Iterator[object], call: StepCall) -> tuple[Batch, Runnable]:
-        schedule = call.schedule
-        batch = next_batch(data_iter, schedule.num_microbatches, self.transport.device, self.read)
+        given, schedule = next_of(data_iter), call.schedule
+        if isinstance(given, Divided):
+            schedule = given.schedule or schedule
+            given.require_fits(schedule)
+        batch = as_batch(given, schedule.num_microbatches, self.transport.device, self.read)
         if self.taken is not None:
             batch.require_taken(self.taken)
         microbatches = len(batch.sizes)

@@ -27,7 +27,9 @@ def order_for(
     quadratic: float = 0.0,
     bytes_cap: float | Sequence[float] | None = None,
     budget: float = 0.05,
-    start: Iterable[Schedule] = (),
+    *,
+    padded: bool = False,
+    among: Iterable[Schedule] | None = None,
 ) -> BatchOrder:
     """Divides a batch into microbatches of like cost, puts them in order, and chooses the order of actions.
 
@@ -46,7 +48,9 @@ def order_for(
         bytes_cap: the most bytes that a rank may keep, as `Timeline.peak_bytes` counts them: one number, or one per
             rank.
         budget: seconds to plan on a usual processor. It is counted in actions that are tried, not in time.
-        start: more schedules to try, such as that of a long `search` for equal microbatches.
+        padded: whether the samples of a microbatch are padded to the longest. The cost of a microbatch is then that of
+            its longest sample, times their number, and samples of like length come together.
+        among: the only schedules to choose from. None: the named ones of the placement, and a search.
 
     Raises UsageError for lengths that are not positive, for fewer samples than microbatches, for costs of another
     number of stages, and for a cap that no order keeps.
@@ -63,11 +67,12 @@ def order_for(
         raise UsageError(f"budget must be positive, got {budget}")
     costs = _costs(lengths, quadratic, microbatches)
     alike = replace(cost, microbatch_factors=())
-    reruns = [*_reruns(placement, microbatches, alike), *(_rerun(schedule, alike) for schedule in start)]
+    reruns = _reruns(placement, microbatches, alike) if among is None else _rerun_of(tuple(among), alike)
     for schedule in (rerun.schedule for rerun in reruns):
         if schedule.placement != placement or schedule.num_microbatches != microbatches:
-            raise UsageError(f"start {schedule.name!r} has another placement or other microbatches than the batch")
-    return ordered(costs, cost, reruns, bytes_cap, budget)
+            raise UsageError(f"schedule {schedule.name!r} has another placement or other microbatches than the batch")
+    searches = among is None
+    return ordered(costs, cost, reruns, padded=padded, bytes_cap=bytes_cap, budget=budget, searches=searches)
 
 
 @lru_cache(maxsize=8)
@@ -78,7 +83,11 @@ def _reruns(placement: Placement, microbatches: int, cost: CostModel) -> tuple[R
     return tuple(Rerun(schedule, cost) for schedule in named)
 
 
-_rerun = lru_cache(maxsize=8)(Rerun)
+@lru_cache(maxsize=8)
+def _rerun_of(schedules: tuple[Schedule, ...], cost: CostModel) -> tuple[Rerun, ...]:
+    if not schedules:
+        raise UsageError("among has no schedule: pass some, or leave it out")
+    return tuple(Rerun(schedule, cost) for schedule in schedules)
 
 
 def _costs(lengths: Sequence[float], quadratic: float, microbatches: int) -> list[float]:

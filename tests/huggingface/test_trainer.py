@@ -9,7 +9,7 @@ import numpy
 import pytest
 
 from pipeflow.testing import run_processes, run_threads
-from tests.huggingface.trainers import train, train_at_random, train_serially
+from tests.huggingface.trainers import train, train_at_random, train_by_length, train_serially
 
 pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -46,6 +46,14 @@ def require_same(result: Any, expected: Any) -> None:
 def test_four_ranks_train_as_one_process_does(kind: str, layout: str, tmp_path: Path) -> None:
     expected = train_serially(kind, tmp_path / "serial")
     for result in run_threads(train, 4, kind, tmp_path, deadline=200.0, **LAYOUTS[layout]):
+        require_same(result, expected)
+
+
+@pytest.mark.parametrize("layout", ["pipeline", pytest.param("data", marks=pytest.mark.exhaustive)])
+def test_microbatches_by_length_train_as_one_process_does(layout: str, tmp_path: Path) -> None:
+    """Padded to the longest of a microbatch, not of a batch; with accumulated batches, and a last one that is short."""
+    expected = train_serially("llama", tmp_path / "serial")
+    for result in run_threads(train_by_length, 2 if layout == "pipeline" else 4, "llama", tmp_path, **LAYOUTS[layout]):
         require_same(result, expected)
 
 

@@ -14,6 +14,7 @@ from tests.scripts import run_ranks
 
 pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
 SECTION = section(guide("docs/huggingface.md"), "Training with transformers' Trainer")
+[LENGTHS] = blocks(section(guide("docs/huggingface.md"), "Texts of different lengths"), "diff")
 
 
 def shown() -> tuple[str, str]:
@@ -30,13 +31,17 @@ def test_four_lines_change() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_changed_script_trains_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by_length", [False, True])
+def test_the_changed_script_trains_the_same_model(
+    by_length: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     make_module("llama").save_pretrained("model")
     script, difference = shown()
     exec(script, {})
     expected = library().AutoModelForCausalLM.from_pretrained("trained").state_dict()
-    Path("changed.py").write_text(changed(script, difference))
+    script = changed(script, difference)
+    Path("changed.py").write_text(changed(script, LENGTHS) if by_length else script)
     Path("trained").rename("expected")
     run_ranks(tmp_path / "changed.py", ranks=2, folder=tmp_path, TRANSFORMERS_VERBOSITY="error")
     found = library().AutoModelForCausalLM.from_pretrained("trained").state_dict()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeflow import Pipeline, Schedule, make_schedule
+from pipeflow import ByLength, Pipeline, Schedule, make_schedule
 from pipeflow.huggingface.lazy_import import library
 from pipeflow.parallel.context import current_context
 
@@ -93,6 +93,26 @@ def train(kind: str, folder: Path) -> tuple[list[dict[str, float]], dict[str, fl
     """What a rank's Trainer logged, and what it evaluates and predicts then."""
     trainer = make_trainer(kind, folder)
     trainer.train()
+    return trainer.state.log_history, trainer.evaluate(), trainer.predict(make_data(kind, 5)).predictions
+
+
+def cut_to_the_longest(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch without the columns that are padding in all of its samples."""
+    longest = max(map(words_of, samples))
+    return {name: torch.stack([sample[name] for sample in samples])[:, :longest] for name in samples[0]}
+
+
+def words_of(sample: dict[str, Tensor]) -> int:
+    return int(sample["attention_mask"].sum())
+
+
+def train_by_length(kind: str, folder: Path) -> tuple[list[dict[str, float]], dict[str, float], Any]:
+    """As `train`, with microbatches by length, which have other lengths."""
+    trainer = make_trainer(kind, folder)
+    whole = trainer.data_collator
+    trainer.data_collator = ByLength(cut_to_the_longest, schedule_here(), length=words_of)
+    trainer.train()
+    trainer.data_collator.undivided = whole
     return trainer.state.log_history, trainer.evaluate(), trainer.predict(make_data(kind, 5)).predictions
 
 

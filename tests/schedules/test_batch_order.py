@@ -11,11 +11,10 @@ from pipeflow.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
-from pipeflow.orders.arrangement import Rerun, balanced_groups
+from pipeflow.orders.arrangement import Rerun, balanced_groups, padded_groups
 from pipeflow.orders.batch_order import BatchOrder
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.schedules.batch_order import order_for
-from pipeflow.schedules.order_search import search
 from pipeflow.soundness.schedule import verify
 from tests.families import make_near
 
@@ -115,16 +114,34 @@ def test_a_placement_without_a_named_schedule_is_searched() -> None:
     assert found.lower_bound >= 0.9 * found.timeline.makespan
 
 
-def test_another_schedule_to_start_from_is_never_worse() -> None:
-    draw = Random(2)
-    forward, backward_input, backward_weight = (tuple(draw.uniform(0.5, 2) for _ in range(4)) for _ in range(3))
-    cost, lengths = CostModel(forward, backward_input, backward_weight), long_tailed(64, 1)
-    alike = search(LINEAR, 8, cost, candidates=400)
-    found = order_for(lengths, LINEAR, cost, 8, start=[alike.schedule])
-    assert found.timeline.makespan <= simulate(alike.schedule, found.cost).makespan * (1 + 1e-9)
-    assert found.timeline.makespan <= 1.001 * order_for(lengths, LINEAR, cost, 8).timeline.makespan
-    with pytest.raises(UsageError, match="start 'zb-auto' has another placement or other microbatches than the batch"):
-        order_for(lengths, LINEAR, cost, 9, start=[alike.schedule])
+def test_only_schedules_that_are_given_are_chosen_from() -> None:
+    lengths, cost = long_tailed(64, 1), CostModel.even(LINEAR)
+    usual = make_schedule("1f1b", ranks=4, microbatches=8)
+    found = order_for(lengths, LINEAR, cost, 8, among=[usual])
+    assert found.schedule is usual
+    assert found.timeline.makespan > order_for(lengths, LINEAR, cost, 8).timeline.makespan
+    with pytest.raises(UsageError, match="'1f1b' has another placement or other microbatches than the batch"):
+        order_for(lengths, LINEAR, cost, 9, among=[usual])
+    with pytest.raises(UsageError, match="among has no schedule"):
+        order_for(lengths, LINEAR, cost, 8, among=[])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_padded_samples_of_like_length_come_together(seed: int) -> None:
+    lengths = long_tailed(64, seed)
+    found = order_for(lengths, LINEAR, CostModel.even(LINEAR), 16, padded=True)
+    assert sorted(index for group in found.groups for index in group) == list(range(64))
+    areas = [len(group) * max(lengths[index] for index in group) for group in found.groups]
+    assert found.cost.microbatch_factors == pytest.approx([16 * area / sum(areas) for area in areas])
+    packed = order_for(lengths, LINEAR, CostModel.even(LINEAR), 16)
+    wasteful = [len(group) * max(lengths[index] for index in group) for group in packed.groups]
+    assert sum(areas) < 0.8 * sum(wasteful)
+    assert max(areas) < 0.8 * max(wasteful)
+
+
+def test_as_many_padded_groups_as_microbatches_even_if_samples_are_alike() -> None:
+    assert sorted(map(len, padded_groups([3.0] * 10, 4))) == [1, 3, 3, 3]
+    assert sorted(map(len, padded_groups([5.0, 1.0, 1.0], 3))) == [1, 1, 1]
 
 
 def test_of_schedules_that_take_the_same_time_the_one_that_keeps_least_is_chosen() -> None:
@@ -156,5 +173,5 @@ def test_a_cap_that_nothing_keeps_says_the_least_that_an_order_does() -> None:
     with pytest.raises(UsageError, match="bytes_cap 3 is too small: rank 0 needs at least 4, for one microbatch"):
         order_for([1, 1, 1, 1], LINEAR, cost, 4, bytes_cap=3)
     bidirectional = Placement.bidirectional(2)
-    with pytest.raises(UsageError, match="the least cap that a named schedule keeps is"):
+    with pytest.raises(UsageError, match="none of the schedules keeps bytes_cap: the least cap that one keeps is"):
         order_for([1, 1, 1, 1], bidirectional, CostModel.even(bidirectional, saved_bytes=4), 4, bytes_cap=3)

@@ -25,6 +25,7 @@ from pipeflow.huggingface.training.refusals import require_pipeline, require_pos
 from pipeflow.huggingface.training.replicas import shared_outputs
 from pipeflow.optim.clip import grad_norm as norm_of
 from pipeflow.parallel.transport.agreement import all_gather
+from pipeflow.runtime.divided import Divided
 from pipeflow.runtime.execution import execute_pipeline
 from pipeflow.runtime.pipeline import Pipeline
 
@@ -52,6 +53,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
     """
 
     model: Pipeline
+    data_collator: Any
     preprocess_logits_for_metrics: Any
     _signature_columns: list[str] | None
 
@@ -134,7 +136,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         """The number of items that the loss counts in these batches of all replicas; None if the loss does not count.
         It is computed on the host, so that no step waits for a GPU.
         """
-        items = super()._get_num_items_in_batch(batches, torch.device("cpu"))
+        parts = [part for batch in batches for part in (batch if isinstance(batch, Divided) else [batch])]
+        items = super()._get_num_items_in_batch(parts, torch.device("cpu"))
         if items is None:
             return None
         context = self.model.context
@@ -146,6 +149,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         """Returns them as they are: each stage copies what it takes to its device, which nothing waits for."""
         return inputs or super()._prepare_inputs(inputs)  # which says what may be wrong with the dataset
 
+    def _get_dataloader(self, *arguments: Any, is_training: bool = False, **options: Any) -> Any:
+        """Like transformers', but evaluations read whole batches, also if the collator divides those of training."""
+        collator: Any = self.data_collator
+        if not is_training:
+            self.data_collator = getattr(collator, "undivided", collator)
+        try:
+            return super()._get_dataloader(*arguments, is_training=is_training, **options)
+        finally:
+            self.data_collator = collator
+
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Runs one batch through the pipeline. Returns its share of the mean loss of the accumulated batches."""
         self.model.train()
@@ -153,13 +166,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
             self.optimizer.train()
         part = self._part_of(inputs, num_items_in_batch)
         inputs = self._prepare_inputs(inputs)
-        schedule, samples = self.model.schedule, _samples(inputs)
+        schedule = self.model.schedule
+        if not isinstance(inputs, Divided) and 0 < (samples := _samples(inputs)) < schedule.num_microbatches:
+            schedule = schedule.first(samples)
         output = execute_pipeline(
             iter([inputs]),
             self.model,
             broadcast_loss=True,
             reduce=self.accelerator.sync_gradients,
-            schedule=schedule.first(samples) if samples < schedule.num_microbatches else schedule,
+            schedule=schedule,
             gradient_scale=part,
         )
         assert output.loss is not None

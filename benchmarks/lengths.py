@@ -1,0 +1,121 @@
+"""Texts of different lengths: does the step become as much shorter as `order_for` plans? 4 ranks whose stages sleep for
+each token of a microbatch; per batch the same samples in microbatches of equal counts, and in planned ones.
+
+The lengths have a long tail, as those of FLANv2 in DynaPipe (arXiv 2311.10418). They are drawn from a log-normal
+distribution with a median of 200 tokens and a sigma of 1.1, cut at 4096; these numbers are chosen, not measured.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from functools import partial
+from random import Random
+from typing import Any
+
+from benchmarks.measure import Times, paired, step_times
+from benchmarks.processes import run_ranks
+from benchmarks.report import Report
+
+RANKS, MICROBATCHES, SAMPLES, BATCHES = 4, 16, 128, 5
+FORWARD, BACKWARD = 0.010, 0.020  # seconds of a mean microbatch, on one stage
+LARGE = {"ranks": 8, "microbatches": 32, "samples": 256}  # for the time of planning
+
+
+def lengths_of(seed: int, samples: int = SAMPLES) -> list[int]:
+    """The lengths of a batch."""
+    draw = Random(seed)
+    return [min(4096, max(8, int(draw.lognormvariate(5.3, 1.1)))) for _ in range(samples)]
+
+
+def run(rounds: int | None = None) -> Report:
+    rounds = rounds or 5
+    results = run_ranks("lengths:measure", RANKS, {"rounds": rounds}, deadline=120 + 30 * rounds)
+    times, planned = step_times([each["times"] for each in results]), results[0]["planned"]
+    title = f"lengths: {RANKS} ranks, {MICROBATCHES} microbatches of {SAMPLES} samples, {rounds} rounds"
+    columns = ["batch", "equal counts ms", "planned ones ms", "planned gain", "measured gain", "measured / planned"]
+    report = Report("lengths", title, [*columns, "bound / makespan"])
+    ratios = []
+    for seed in range(BATCHES):
+        each = planned[seed]
+        gain, measured = each["equal"] / each["order"], paired(times, f"{seed} equal", f"{seed} order")
+        ratios.append(measured / gain)
+        steps = [f"{1e3 * statistics.median(times[f'{seed} {name}']):.0f}" for name in ("equal", "order")]
+        figures = [f"{number:.3f}" for number in (gain, measured, ratios[-1], each["bound"] / each["order"])]
+        report.rows.append([str(seed), *steps, *figures])
+    first, later = planning_seconds()
+    report.data = {"seconds": times, "planned": planned, "planning seconds": later, "first planning seconds": first}
+    report.notes += [
+        "targets: measured gain within 5 % of the planned one; bound / makespan at least 0.9; planning in 50 ms",
+        f"planning for {LARGE['ranks']} ranks and {LARGE['microbatches']} microbatches, in processor time: "
+        f"{1e3 * first:.0f} ms for the first batch, then {1e3 * statistics.median(later):.0f} ms, at most "
+        f"{1e3 * max(later):.0f} ms",
+    ]
+    return report
+
+
+def planning_seconds() -> tuple[float, list[float]]:
+    """The processor time of `order_for` for a first batch and for each of 20 more, half of them with a sample that is
+    longer than a mean microbatch.
+    """
+    import pipeflow
+
+    placement, order_for = pipeflow.Placement.linear(LARGE["ranks"]), pipeflow.order_for
+    cost, seconds = pipeflow.CostModel.even(placement), []
+    for seed in range(21):
+        lengths = lengths_of(seed, LARGE["samples"])
+        lengths[0] = 12_000 if seed % 2 else lengths[0]
+        begun = time.process_time()
+        order_for(lengths, placement, cost, LARGE["microbatches"])
+        seconds.append(time.process_time() - begun)
+    return seconds[0], seconds[1:]
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """On every rank: per batch the times of both ways, and what their plans say."""
+    import torch
+    from torch.nn import functional
+
+    import pipeflow
+    from benchmarks.links import go_first
+    from benchmarks.measure import alternate
+    from benchmarks.models import TokenStage
+    from benchmarks.task import Contender
+
+    go_first()
+    rank = int(os.environ["RANK"])
+    schedule = pipeflow.make_schedule("1f1b", ranks=RANKS, microbatches=MICROBATCHES)
+    model = pipeflow.Pipeline(TokenStage(), schedule, criterion=functional.mse_loss)
+    cost = pipeflow.CostModel((FORWARD,) * RANKS, (BACKWARD,) * RANKS, (0.0,) * RANKS)
+    times: Times = {}
+    planned = []
+    for seed in range(BATCHES):
+        lengths = lengths_of(seed)
+        order = pipeflow.order_for(lengths, schedule.placement, cost, MICROBATCHES, among=[schedule])
+        samples = torch.tensor([[float(length), 1.0] for length in lengths])
+        divided = pipeflow.Divided([(samples[[*group]], samples[[*group]]) for group in order.groups], order.schedule)
+        TokenStage.forward_seconds = FORWARD * MICROBATCHES / sum(lengths)
+        TokenStage.backward_seconds = BACKWARD * MICROBATCHES / sum(lengths)
+        contenders = {
+            f"{seed} {name}": Contender(name, partial(_step, given, model), [model])
+            for name, given in (("equal", (samples, samples)), ("order", divided))
+        }
+        times |= alternate(contenders, rounds)
+        counts = [float(part.sum()) for part in samples[:, 0].tensor_split(MICROBATCHES)]
+        factors = tuple(MICROBATCHES * count / sum(counts) for count in counts)
+        equal = pipeflow.CostModel(cost.forward, cost.backward_input, cost.backward_weight, microbatch_factors=factors)
+        planned.append(
+            {
+                "equal": pipeflow.simulate(schedule, equal).makespan,
+                "order": order.timeline.makespan,
+                "bound": order.lower_bound,
+            }
+        )
+    return {"times": times, "planned": planned if rank == 0 else []}
+
+
+def _step(batch: object, model: Any) -> None:
+    import pipeflow
+
+    pipeflow.execute_pipeline(iter([batch]), model)
