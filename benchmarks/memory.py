@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from benchmarks.report import Report
 from pipeflow import CostModel, Kind, Placement, UsageError, simulate, verify
+from pipeflow.orders.memory.storage import MemoryKind
 from pipeflow.orders.search import Found
-from pipeflow.orders.storage import MemoryKind
 from pipeflow.schedules.order_search import search
 
 CANDIDATES = 300

@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from pipeflow.optim.scaler import LossScaler
     from pipeflow.optim.zero import Zero
     from pipeflow.orders.batch_order import BatchOrder
-    from pipeflow.orders.offloading import with_offload
+    from pipeflow.orders.memory.offloading import with_offload
+    from pipeflow.orders.memory.recomputation import with_recompute
+    from pipeflow.orders.memory.unsharding import with_unshard
     from pipeflow.orders.optimizer_steps import with_optimizer_step
-    from pipeflow.orders.recomputation import with_recompute
     from pipeflow.orders.search import Found
-    from pipeflow.orders.unsharding import with_unshard
     from pipeflow.parallel.context import Context, current_context
     from pipeflow.parallel.launcher import launch
     from pipeflow.planning.catalog import MODELS, model_named
@@ -159,10 +159,10 @@ _LATER = {
     "simulate": "analysis.simulation",
     "step_time": "analysis.step",
     "verify": "soundness.schedule",
-    "with_offload": "orders.offloading",
+    "with_offload": "orders.memory.offloading",
     "with_optimizer_step": "orders.optimizer_steps",
-    "with_recompute": "orders.recomputation",
-    "with_unshard": "orders.unsharding",
+    "with_recompute": "orders.memory.recomputation",
+    "with_unshard": "orders.memory.unsharding",
 }
 
 __all__ = [

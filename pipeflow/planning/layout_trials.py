@@ -18,7 +18,7 @@ from pipeflow.core.partition import Part
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.orders.memory_search import NoOrderError
+from pipeflow.orders.memory.search import NoOrderError
 from pipeflow.planning.bounds import least_makespan
 from pipeflow.planning.cuts import cut_by_load, even_cut
 from pipeflow.planning.layout import Layout, Wanted

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
-from pipeflow.orders.offloading import with_offload
-from pipeflow.orders.recomputation import with_recompute
+from pipeflow.orders.memory.offloading import with_offload
+from pipeflow.orders.memory.recomputation import with_recompute
 
 
 def with_memory_kinds(

@@ -9,10 +9,10 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.orders.exact import proved, require_solver
-from pipeflow.orders.memory_search import improved_with_memory
+from pipeflow.orders.memory.search import improved_with_memory
+from pipeflow.orders.memory.storage import MemoryKind, make_storage
 from pipeflow.orders.problem import Objective, make_problem
 from pipeflow.orders.search import Found, improved
-from pipeflow.orders.storage import MemoryKind, make_storage
 from pipeflow.schedules.families import groups_on, schedules_on
 
 CANDIDATES = 1000  # of the search that the solver starts from
@@ -38,9 +38,9 @@ def search(
 
     It starts from every named schedule of the placement (`schedules.families.schedules_on`). So even with a small
     budget, the result is never worse than any of them that is within the cap. With `kinds` this includes the named
-    schedules in which whole chunks are offloaded or computed again (`orders.simple_uses`). With `candidates` the result
-    is reproducible; otherwise it depends on how fast the machine is. Every stage takes the
-    microbatches in the order of their numbers, also if they differ (`CostModel.microbatch_factors`).
+    schedules in which whole chunks are offloaded or computed again (`orders.memory.simple_uses`). With `candidates` the
+    result is reproducible; otherwise it depends on how fast the machine is. Every stage takes the microbatches in the
+    order of their numbers, also if they differ (`CostModel.microbatch_factors`).
 
     Args:
         placement: which rank holds which stage. It must have one path.

@@ -23,7 +23,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.program import Send
 from pipeflow.core.schedule import Schedule
 from pipeflow.draw import picture
-from pipeflow.orders.unsharding import with_unshard
+from pipeflow.orders.memory.unsharding import with_unshard
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.soundness.schedule import verify
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from pipeflow import CostModel, Kind, Placement, Schedule, UsageError, simulate, verify, with_offload, with_recompute
 from pipeflow.core.timeline import Timeline
+from pipeflow.orders.memory.simple_uses import chunk_sets
+from pipeflow.orders.memory.storage import MemoryKind
 from pipeflow.orders.problem import Objective
-from pipeflow.orders.simple_uses import chunk_sets
-from pipeflow.orders.storage import MemoryKind
 from pipeflow.schedules.families import schedules_on
 from pipeflow.schedules.order_search import search
 

@@ -14,7 +14,7 @@ from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.timeline import Timeline
-from pipeflow.orders.offloading import require_copies
+from pipeflow.orders.memory.offloading import require_copies
 from pipeflow.orders.problem import ROUNDING, Objective, Problem, amounts, make_problem
 
 MemoryKind = Literal["offload", "recompute"]

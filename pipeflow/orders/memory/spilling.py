@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.schedule import Schedule
-from pipeflow.orders.host_links import places_in_rows
-from pipeflow.orders.link_spill import LinkSpill, RankRow
+from pipeflow.orders.memory.host_links import places_in_rows
+from pipeflow.orders.memory.link_spill import LinkSpill, RankRow
+from pipeflow.orders.memory.storage import Place, Storage
 from pipeflow.orders.neighbours import RunTimes, run_times
 from pipeflow.orders.problem import HALVES, Operations
-from pipeflow.orders.storage import Place, Storage
 
 
 class Spilled(NamedTuple):

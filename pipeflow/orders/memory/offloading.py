@@ -15,8 +15,8 @@ from pipeflow.core.dataflow import DATAFLOW, Content, Stream, stream_of
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Span
-from pipeflow.orders.host_links import HostCopy, HostLink, places_in_rows
-from pipeflow.orders.recomputation import stages_among
+from pipeflow.orders.memory.host_links import HostCopy, HostLink, places_in_rows
+from pipeflow.orders.memory.recomputation import stages_among
 
 # Theory of operation
 #

@@ -10,7 +10,7 @@ from pipeflow.core.dataflow import DATAFLOW, Content
 from pipeflow.core.errors import UsageError
 from pipeflow.core.lasting import handles
 from pipeflow.core.schedule import Schedule
-from pipeflow.orders.recomputation import stages_among
+from pipeflow.orders.memory.recomputation import stages_among
 
 
 def with_unshard(

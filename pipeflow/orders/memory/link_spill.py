@@ -17,10 +17,10 @@ from math import inf
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind
-from pipeflow.orders.host_links import ROUNDING, HostCopy, HostLink
+from pipeflow.orders.memory.host_links import ROUNDING, HostCopy, HostLink
+from pipeflow.orders.memory.storage import Place, Storage
 from pipeflow.orders.neighbours import RunTimes
 from pipeflow.orders.problem import Operations
-from pipeflow.orders.storage import Place, Storage
 
 
 @dataclass(slots=True, eq=False)

@@ -9,9 +9,9 @@ from pipeflow.core.cost import SMALLEST, CostModel
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.orders.offloading import with_offload
-from pipeflow.orders.recomputation import with_recompute
-from pipeflow.orders.storage import Storage
+from pipeflow.orders.memory.offloading import with_offload
+from pipeflow.orders.memory.recomputation import with_recompute
+from pipeflow.orders.memory.storage import Storage
 
 FEW = 3  # chunks per rank, up to which every subset is used
 

@@ -14,11 +14,11 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.orders.lower_bounds import bounds
+from pipeflow.orders.memory.simple_uses import chunk_sets, may_keep, offloaded_uses, recomputed_uses
+from pipeflow.orders.memory.spilling import Spilled, spilled, to_spilled_schedule
+from pipeflow.orders.memory.storage import Place, Storage
 from pipeflow.orders.problem import Operations, amounts, keeps_within, to_sequences, with_hidden
 from pipeflow.orders.search import Found, has_pairs, measured
-from pipeflow.orders.simple_uses import chunk_sets, may_keep, offloaded_uses, recomputed_uses
-from pipeflow.orders.spilling import Spilled, spilled, to_spilled_schedule
-from pipeflow.orders.storage import Place, Storage
 
 TIGHTER = 3  # how often an order is spilled into less room, because its simulation keeps too much
 

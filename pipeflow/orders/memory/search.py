@@ -18,13 +18,13 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.orders.filling import Builder
 from pipeflow.orders.list_scheduling import Rules
 from pipeflow.orders.lower_bounds import bounds
-from pipeflow.orders.memory_best import Best
+from pipeflow.orders.memory.best import Best
+from pipeflow.orders.memory.spilling import Spilled
+from pipeflow.orders.memory.storage import Storage
 from pipeflow.orders.neighbours import critical_blocks, neighbour
 from pipeflow.orders.problem import ROUNDING, Problem
 from pipeflow.orders.rules import plain_rules, varied
 from pipeflow.orders.search import PROPOSALS, ROUND, Found, longest
-from pipeflow.orders.spilling import Spilled
-from pipeflow.orders.storage import Storage
 
 # Theory of operation
 #
