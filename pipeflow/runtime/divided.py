@@ -15,6 +15,7 @@ class Divided:
     """A batch that is divided into microbatches already, which may differ in their numbers of samples and in shapes.
     The loss is the mean over all of them, weighted as in any batch.
 
+    >>> import torch
     >>> short, long = torch.ones(3, 5), torch.ones(1, 40)
     >>> batch = Divided([(short, torch.ones(3)), (long, torch.ones(1))])
 

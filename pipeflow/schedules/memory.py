@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
-from pipeflow.orders.memory.offloading import with_offload
-from pipeflow.orders.memory.recomputation import with_recompute
 
 
 def with_memory_kinds(
@@ -22,6 +20,8 @@ def with_memory_kinds(
     Raises UsageError as they do, for an offload without costs, and for stages that are neither a bool nor numbers.
     """
     if recompute is not False:
+        from pipeflow.orders.memory.recomputation import with_recompute  # simulates: the command lists without it
+
         schedule = with_recompute(schedule, _stages("recompute", recompute))
     if offload is False:
         return schedule
@@ -30,6 +30,8 @@ def with_memory_kinds(
             "an offload is planned by the time of its copies: give cost=CostModel(...) with offload=, the time of a "
             "copy per stage"
         )
+    from pipeflow.orders.memory.offloading import with_offload
+
     return with_offload(schedule, cost, _stages("offload", offload))
 
 

@@ -15,7 +15,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map
 
 from pipeflow.core.errors import UsageError
@@ -227,12 +226,25 @@ def _apart() -> Iterator[None]:
     """Keeps a forward on fake tensors apart from the step that it may happen in: its warnings, its casts, its random
     numbers, and what autograd saves.
     """
-    with _quiet(), _without_cached_casts(), _own_random_numbers(), saved_tensors_hooks(_itself, _itself):
+    with _quiet(), _without_cached_casts(), _own_random_numbers(), _without_saved_tensors_hooks():
         yield
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
+@contextmanager
+def _without_saved_tensors_hooks() -> Iterator[None]:
+    """Lets autograd save as without hooks. A step that recomputes or offloads has some, and they change which
+    operators run, which plans count. torch has no public function that does this.
+    """
+    autograd: Any = torch._C._autograd
+    hooks = []
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 @contextmanager

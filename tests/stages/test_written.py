@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from pipeflow import Pipeline, UsageError, execute_pipeline, make_schedule
@@ -285,6 +286,13 @@ def expected_of(module: nn.Module, values: Tensor) -> tuple[float, dict[str, Ten
     loss = module(values)
     loss.backward()
     return loss.item(), gradients(module)
+
+
+def test_a_plan_within_hooks_of_saved_tensors_is_the_same() -> None:
+    """A step that recomputes or offloads has such hooks, and may plan a batch of other shapes."""
+    with saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+        loss, _ = chained(made(Collecting), {"values": vectors(5)[0]}, 2, cuts=["blocks.0.0"])
+    assert loss.item() == pytest.approx(expected_of(made(Collecting), vectors(5)[0])[0], rel=1e-12)
 
 
 @pytest.mark.some(24)

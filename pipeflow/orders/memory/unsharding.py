@@ -32,9 +32,9 @@ def with_unshard(
     if a stage would be gathered more often than it has microbatches.
 
     >>> from pipeflow import make_schedule
-    >>> schedule = make_schedule("interleaved-1f1b", ranks=1, microbatches=2, chunks=2)
+    >>> schedule = make_schedule("looped-bfs", ranks=1, microbatches=2, chunks=2)
     >>> print(with_unshard(schedule, most=1))
-    rank 0: 0U0 0F0 0F1 0H0 1U0 1F0 1B0 1F1 1B1 1H0 0U1 0B0 0B1 0H1
+    rank 0: 0U0 0F0 0F1 0H0 1U0 1F0 1F1 1B0 1B1 1H0 0U1 0B0 0B1 0H1
     """
     among = stages_among(schedule.placement, stages)
     if most < 1 or (ahead is not None and ahead < 0):
