@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import sys
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import chain, zip_longest
 from threading import RLock
 from typing import Any
@@ -24,6 +21,7 @@ from pipeflow.stages.copies import Fakes
 from pipeflow.stages.cut import completed, make_plan
 from pipeflow.stages.entries import Entries, Stateful
 from pipeflow.stages.flow import LEAST, RANDOM, Flow, host_random_state
+from pipeflow.stages.isolation import isolated
 from pipeflow.stages.plan import CutPlan
 from pipeflow.stages.recorder import decides, record
 from pipeflow.stages.trace import Batch, Call, Trace
@@ -106,7 +104,7 @@ class Planner:
 
     def trace_of(self, module: nn.Module, entries: Mapping[str, Any], change: Callable[[nn.Module], None]) -> Trace:
         """The forward of a copy of `module` without memory, after `change` was applied to the copy."""
-        with _ONE_AT_A_TIME, _apart():
+        with _ONE_AT_A_TIME, isolated():
             fakes = Fakes(module, self._fakes.device)
             with fakes.mode:
                 change(fakes.module)
@@ -114,7 +112,7 @@ class Planner:
 
     def observed(self, entries: Mapping[str, Any], within: Callable[[Flow, Fakes], Any]) -> tuple[Trace, list[Call]]:
         """The forward of a microbatch, in the context that `within` makes, and the blocks after which it can be cut."""
-        with _ONE_AT_A_TIME, _apart():
+        with _ONE_AT_A_TIME, isolated():
             batch = self.entries.arguments(tree_map(_copied, dict(entries)))
             trace = record(self._fakes, batch, within=lambda flow: within(flow, self._fakes))
             return trace, blocks_of(trace, self._fakes.module, self._blocks)
@@ -145,7 +143,7 @@ class Planner:
             plain = {name: each.planned() if isinstance(each, Stateful) else each for name, each in entries.items()}
             return self.entries.arguments(tree_map(_copied, plain))
 
-        with _apart():
+        with isolated():
             trace = self._trace(batch)
             if self._first is None and self._made_afresh(trace):
                 trace = self._trace(batch)
@@ -221,76 +219,11 @@ def _set_modes(module: nn.Module, like: nn.Module) -> None:
         mine.training = its.training
 
 
-@contextmanager
-def _apart() -> Iterator[None]:
-    """Keeps a forward on fake tensors apart from the step that it may happen in: its warnings, its casts, its random
-    numbers, and what autograd saves.
-    """
-    with _quiet(), _without_cached_casts(), _own_random_numbers(), _without_saved_tensors_hooks():
-        yield
-
-
-@contextmanager
-def _without_saved_tensors_hooks() -> Iterator[None]:
-    """Lets autograd save as without hooks. A step that recomputes or offloads has some, and they change which
-    operators run, which plans count. torch has no public function that does this.
-    """
-    autograd: Any = torch._C._autograd
-    hooks = []
-    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
-        hooks.append(top)
-        autograd._pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        for pack, unpack in reversed(hooks):
-            autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppresses warnings of models, which they repeat when they run, and torch's logs of operators that fail on fake
-    tensors, which raise errors as well.
-    """
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.disabled = before
-
-
-@contextmanager
-def _own_random_numbers() -> Iterator[None]:
-    """Restores the generators of Python and NumPy, because models draw training masks from them."""
-    numpy: Any = sys.modules.get("numpy")
-    before = random.getstate(), numpy and numpy.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        if numpy:
-            numpy.random.set_state(before[1])
-
-
 def _seed(seed: int) -> bool:
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
     return True
-
-
-@contextmanager
-def _without_cached_casts() -> Iterator[None]:
-    """Makes autocast convert a weight each time, so that every conversion is seen."""
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(cached)
 
 
 def _same_calls(trace: Trace, first: CutPlan) -> list[Call | None]:

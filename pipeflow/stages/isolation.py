@@ -1,0 +1,80 @@
+"""Isolation: a region for forwards on fake tensors, which change nothing of the step that they may happen in, and are not
+changed by it. Must not contain: these forwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Isolates a forward on fake tensors from the step that it may happen in: its warnings, its casts, its random
+    numbers, and what autograd saves.
+    """
+    with _quiet(), _without_cached_casts(), _own_random_numbers(), _without_saved_tensors_hooks():
+        yield
+
+
+@contextmanager
+def _without_saved_tensors_hooks() -> Iterator[None]:
+    """Lets autograd save as without hooks. A step that recomputes or offloads has some, and they change which
+    operators run, which plans count. torch has no public function that does this.
+    """
+    autograd: Any = torch._C._autograd
+    hooks = []
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppresses warnings of models, which they repeat when they run, and torch's logs of operators that fail on fake
+    tensors, which raise errors as well.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.disabled = before
+
+
+@contextmanager
+def _own_random_numbers() -> Iterator[None]:
+    """Restores the generators of Python and NumPy, because models draw training masks from them."""
+    numpy: Any = sys.modules.get("numpy")
+    before = random.getstate(), numpy and numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        if numpy:
+            numpy.random.set_state(before[1])
+
+
+@contextmanager
+def _without_cached_casts() -> Iterator[None]:
+    """Makes autocast convert a weight each time, so that every conversion is seen."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
