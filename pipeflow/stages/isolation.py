@@ -1,5 +1,5 @@
-"""Isolation: a region for forwards on fake tensors, which change nothing of the step that they may happen in, and are not
-changed by it. Must not contain: these forwards.
+"""Isolation: a region for forwards on fake tensors. They change nothing of the step that they may happen in, and are
+not changed by it. Must not contain: these forwards.
 """
 
 from __future__ import annotations
