@@ -27,8 +27,8 @@ demo-huggingface: .venv/installed   ## train a LLaMA with transformers' Trainer:
 lab: .venv/installed            ## run the Megatron lab: 2 tensor ranks, mock data, a checkpoint
 	$(PY) examples/megatron_lab/lab.py $(ARGS)
 
-# Number of processes that run the tests. On two cores a third one computes while others wait.
-JOBS ?= 3
+# Number of processes that run the tests. With a third one on two cores, errors may take longer than the second they have.
+JOBS ?= 2
 SPREAD := --numprocesses $(JOBS) --dist worksteal
 # Ranks are threads and processes: if each used all cores again, they would wait for one another.
 test quick matrices drill wheel-test: export OMP_NUM_THREADS ?= 1
