@@ -173,11 +173,11 @@ def slow_copies(seconds: float) -> Iterator[None]:
 
         return moved
 
-    Saved.to_host, Saved.to_device = map(slowly, moves)  # type: ignore[method-assign]
+    Saved.to_host, Saved.to_device = map(slowly, moves)  # type: ignore[method-assign]  # slowed to be measured
     try:
         yield
     finally:
-        Saved.to_host, Saved.to_device = moves  # type: ignore[method-assign]
+        Saved.to_host, Saved.to_device = moves  # type: ignore[method-assign]  # slowed to be measured
 
 
 def stage(forward: float, backward: float) -> Any:
@@ -194,7 +194,7 @@ def stage(forward: float, backward: float) -> Any:
 
         def forward(self, hidden: Tensor) -> Tensor:
             first, last = self.scale
-            slept: Tensor = Sleep.apply(hidden * first, forward, backward)  # type: ignore[no-untyped-call]
+            slept: Tensor = Sleep.apply(hidden * first, forward, backward)  # type: ignore[no-untyped-call]  # as torch has it
             output: Tensor = slept * last
             return output
 

@@ -195,13 +195,13 @@ class Bytes:
                 self._watch(holder.tensor)
             return read
 
-        Holder.__init__, Saved.to_host, Saved.to_device = made, out, back  # type: ignore[method-assign,assignment]
+        Holder.__init__, Saved.to_host, Saved.to_device = made, out, back  # type: ignore[method-assign,assignment]  # likewise
         return self
 
     def __exit__(self, *_: object) -> None:
         from pipeflow.runtime.program.saved import Holder, Saved
 
-        Holder.__init__, Saved.to_host, Saved.to_device = self._before  # type: ignore[method-assign]
+        Holder.__init__, Saved.to_host, Saved.to_device = self._before  # type: ignore[method-assign]  # watched to be measured
 
     def _watch(self, tensor: Any) -> None:
         from torch.multiprocessing.reductions import StorageWeakRef
@@ -221,7 +221,7 @@ def sleeping(forward: float, backward: float) -> Any:
 
     def slept(value: Any) -> Any:
         if isinstance(value, Tensor) and value.requires_grad:
-            return Sleep.apply(value, forward, backward)  # type: ignore[no-untyped-call]
+            return Sleep.apply(value, forward, backward)  # type: ignore[no-untyped-call]  # as torch has it
         return tuple(map(slept, value)) if isinstance(value, tuple) else value
 
     return lambda _, __, output: slept(output)

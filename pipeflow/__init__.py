@@ -21,7 +21,7 @@ from pipeflow.schedules import SCHEDULES, make_schedule
 
 if TYPE_CHECKING:
     from pipeflow import huggingface as huggingface
-    from pipeflow.analysis.deepspeed_steps import deepspeed_schedule
+    from pipeflow.analysis.deepspeed_order import deepspeed_schedule
     from pipeflow.analysis.graph import dependency_graph
     from pipeflow.analysis.idle_time import Cause, causes, critical_path
     from pipeflow.analysis.lowering import lower
@@ -130,7 +130,7 @@ _LATER = {
     "clip_grad_norm_": "optim.clip",
     "critical_path": "analysis.idle_time",
     "current_context": "parallel.context",
-    "deepspeed_schedule": "analysis.deepspeed_steps",
+    "deepspeed_schedule": "analysis.deepspeed_order",
     "dependency_graph": "analysis.graph",
     "exact": "schedules.order_search",
     "execute_pipeline": "runtime.execution",

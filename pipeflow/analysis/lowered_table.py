@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Action, Entry, Kind, actions_of
-from pipeflow.core.cells import cells
 from pipeflow.core.dataflow import PASSING, Content, Stream, makes, stream_of
 from pipeflow.core.errors import UsageError
 from pipeflow.core.lasting import HANDLING
 from pipeflow.core.schedule import Schedule
+from pipeflow.core.table_cells import cells
 
 LETTERS = {Content.ACTIVATION: "F", Content.GRADIENT: "B"}
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeflow.core.action import Action, Entry, Kind, actions_of
-from pipeflow.core.cells import cells, is_communication, parse_cell
 from pipeflow.core.dataflow import SEVERAL, Content, Stream, stream_of
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.lasting import handles
@@ -14,6 +13,7 @@ from pipeflow.core.notebook import Shown
 from pipeflow.core.placed import placement_of
 from pipeflow.core.placement import Placement, require_positive
 from pipeflow.core.reductions import is_reduction, reduced
+from pipeflow.core.table_cells import cells, is_communication, parse_cell
 
 
 @dataclass(frozen=True, slots=True, repr=False)

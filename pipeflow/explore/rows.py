@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator
 
 from pipeflow.core.action import Entry, actions_of
-from pipeflow.core.cells import parse_cell
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
+from pipeflow.core.table_cells import parse_cell
 from pipeflow.explore.fields import CUSTOM, placement_text
 from pipeflow.explore.limits import LARGEST, require_ranks
 

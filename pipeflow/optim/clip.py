@@ -75,6 +75,14 @@ def clip_grad_norm_(model: Pipeline, max_norm: float, norm_type: float = 2.0) ->
     return norm
 
 
+def require_checks(clip_grad_norm: float, non_finite: str) -> None:
+    """Raises UsageError unless these say how the gradients of a step are checked."""
+    if not clip_grad_norm >= 0:
+        raise UsageError(f"clip_grad_norm must be positive, or 0 for no clipping, got {clip_grad_norm}")
+    if non_finite not in ("stop", "skip", "ignore"):
+        raise UsageError(f"non_finite must be 'stop', 'skip' or 'ignore', got {non_finite!r}")
+
+
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """The factor that scales gradients with `norm` to `max_norm`; 1 if the norm is small enough, or not finite."""
     if not max_norm > 0:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeflow.core.errors import NonFiniteGradientError, UsageError
-from pipeflow.optim.clip import clip_factor, combined, norms_of
+from pipeflow.optim.clip import clip_factor, combined, norms_of, require_checks
 from pipeflow.optim.optimizer import Wrapper, options_of, require_parameters_of
 from pipeflow.parallel.sharding import local_part
 from pipeflow.runtime.clipping import scale_gradient
@@ -74,10 +74,7 @@ class PipelinedOptimizer:
         non_finite: Literal["stop", "skip", "ignore"] = "stop",
     ) -> None:
         _require_fitting(model, optimizer)
-        if not clip_grad_norm >= 0:
-            raise UsageError(f"clip_grad_norm must be positive, or 0 for no clipping, got {clip_grad_norm}")
-        if non_finite not in ("stop", "skip", "ignore"):
-            raise UsageError(f"non_finite must be 'stop', 'skip' or 'ignore', got {non_finite!r}")
+        require_checks(clip_grad_norm, non_finite)
         self.model = model
         self.optimizer = optimizer
         self.clip_grad_norm = clip_grad_norm
@@ -90,7 +87,8 @@ class PipelinedOptimizer:
         self._before: dict[nn.Parameter, _Kept] = {}  # what the step has changed
         self._options: Options = []  # with which it was taken
         self._is_taken = False
-        model.runner.confirmation.stepper = self
+        with model.alarm.raised_everywhere():
+            model.runner.confirmation.use(self)
 
     def confirm(self) -> None:
         """Waits until all ranks have confirmed the last step, so that the weights are final. Call it on all ranks

@@ -99,6 +99,16 @@ class Confirmation:
         self._last: list[Taken] = []  # the last two steps
         self._failed = False  # whether a call has failed since
 
+    def use(self, stepper: Stepper) -> None:
+        """Steps with `stepper` from now on. Confirms the last step of the one before; all ranks call it together."""
+        self.confirm()
+        self.stepper = stepper
+
+    def step(self, stage: int) -> None:
+        """Steps the weights of a stage. Programs call it, which may outlive a stepper."""
+        assert self.stepper is not None  # a schedule with such steps is refused otherwise
+        self.stepper.step(stage)
+
     def take(self, told: AgreementRow, norms: Tensor, *, waits: bool) -> Taken:
         """Notes a step that this rank has taken; it is confirmed later, unless it `waits` for all ranks anyway."""
         number = self._last[-1].number + 1 if self._last else 0

@@ -141,7 +141,7 @@ class Programs:
             overlap=self.options.overlap,
             gradients=self.gradients,
             reduce=mode.reduce,
-            step=None if self.confirmation.stepper is None else self.confirmation.stepper.step,
+            step=self.confirmation.step,
         )
 
     def _training(self, schedule: Schedule, *, reduce: bool) -> Schedule:

@@ -371,6 +371,25 @@ def test_what_cannot_work_is_refused(case: str, message: str) -> None:
         assert message in error
 
 
+def stepped_by_a_second_one() -> tuple[int, int, bool]:
+    """The confirmed steps of two optimizers in turn; whether the second, with a rate of 0, kept the weights."""
+    case = Case(make_schedule("zb-h2", ranks=2, microbatches=MICROBATCHES), norm=False)
+    model = build(case, with_optimizer_step(case.schedule))
+    first = PipelinedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    given = batches(2)
+    execute_pipeline(given, model)
+    first.confirm()
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    second = PipelinedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    execute_pipeline(given, model)
+    second.confirm()
+    return first.steps, second.steps, all(torch.equal(before[name], each) for name, each in model.state_dict().items())
+
+
+def test_the_last_optimizer_that_was_made_steps() -> None:
+    assert run_threads(stepped_by_a_second_one, 2) == [(1, 1, True)] * 2
+
+
 def train_with_an_error(case: Case, rank: int, where: str, call: int) -> Trained:
     """Trains; on `rank` a forward or a step of the optimizer fails once, and all go on from what they confirmed."""
     model = build(case, with_optimizer_step(case.schedule))

@@ -40,6 +40,7 @@ class Shared:
     host: HostMemory
     training: bool
     gradients: Gradients
+    step: Callable[[int], None]  # steps the weights of a stage
     results: Results
     positionals: list[tuple[object, ...]]  # arguments of the first stage, by microbatch
     routes: Routes = ()
@@ -49,7 +50,6 @@ class Shared:
     waits: dict[Value, ops.Operation] = field(default_factory=dict)
     memories: dict[tuple[int, int], Memory] = field(default_factory=dict)
     threads: dict[Stream, ThreadPoolExecutor] = field(default_factory=dict)  # that copy on a CPU; they end with it
-    step: Callable[[int], None] | None = None  # steps the weights of a stage
     sources: deque[Copy] = field(default_factory=deque)  # offloads whose memory is not freed yet
 
     def payload(self, value: Value) -> Payload:
@@ -153,7 +153,6 @@ def reduction(shared: Shared, action: Action) -> list[ops.Operation]:
 
 def optimizer_step(shared: Shared, action: Action) -> list[ops.Operation]:
     """S: steps the stage's weights."""
-    assert shared.step is not None  # a schedule with such steps is refused otherwise
     return [ops.StepWeights(action, shared.step)]
 
 

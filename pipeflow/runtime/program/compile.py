@@ -91,7 +91,7 @@ def compile_program(
     overlap: Overlap | None,
     gradients: Gradients,
     reduce: bool,
-    step: Callable[[int], None] | None,
+    step: Callable[[int], None],
 ) -> Compiled:
     """The operations of `program` on this rank.
 
@@ -106,16 +106,15 @@ def compile_program(
         overlap: function that runs pairs; without it the schedule must have none.
         gradients: gradients of all stages, for reductions.
         reduce: True to average gradients over the replicas.
-        step: function that steps the optimizer for a stage; needed if the schedule has such steps.
+        step: function that steps the optimizer for a stage.
     """
     num_stages, num_microbatches = schedule.placement.num_stages, schedule.num_microbatches
     results = Results(num_microbatches)
     positionals: list[tuple[object, ...]] = [()] * num_microbatches
     deferring = frozenset(action.stage for action in schedule.actions(program.rank) if action.kind is Kind.I)
     shared = Shared(
-        stages, num_stages, transport.device, host, training, gradients, results, positionals, routes, deferring
+        stages, num_stages, transport.device, host, training, gradients, step, results, positionals, routes, deferring
     )
-    shared.step = step
     if training:
         shared.remember(schedule.actions(program.rank))
     compiler = _Compiler(shared, transport, promise is not None, overlap, first_uses(schedule.actions(program.rank)))

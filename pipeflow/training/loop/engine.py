@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from pipeflow.core.errors import NonFiniteError, UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.optim.clip import clip_grad_norm_
+from pipeflow.optim.clip import clip_grad_norm_, require_checks
 from pipeflow.optim.masters import MasterWeights
 from pipeflow.optim.optimizer import Wrapper, innermost, require_parameters_of
 from pipeflow.optim.rates import Scheduler
@@ -115,10 +115,7 @@ class Engine:
         _require_no_closure(optimizer)
         if gradient_accumulation < 1:
             raise UsageError(f"gradient_accumulation must be at least 1, got {gradient_accumulation}")
-        if not clip_grad_norm >= 0:
-            raise UsageError(f"clip_grad_norm must be positive, or 0 for no clipping, got {clip_grad_norm}")
-        if non_finite not in ("stop", "skip", "ignore"):
-            raise UsageError(f"non_finite must be 'stop', 'skip' or 'ignore', got {non_finite!r}")
+        require_checks(clip_grad_norm, non_finite)
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
