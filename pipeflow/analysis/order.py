@@ -58,7 +58,7 @@ class Order:
         self._holders = [[path[stage] for path in schedule.placement.paths] for stage in range(num_stages)]
         self._rows = schedule.rows
         self._positions = [0] * len(self._rows)
-        self._first_uses = [_first_uses(schedule, rank) for rank in range(len(self._rows))]
+        self._first_uses = {} if HANDLING.isdisjoint(schedule.kinds) else _first_uses(schedule)
         self._made = bytearray(len(self.ends) * self._many)
         for content, stage, microbatch, to in given:
             self._made[first[End(content, stage, to)] + microbatch] = 1
@@ -107,7 +107,7 @@ class Order:
         if (holder := holders[microbatch % len(holders)]) != rank:
             raise ScheduleError(f"rank {rank}: {action} belongs on rank {holder}, which holds its stage; see verify()")
         needs, makes = [first + microbatch for first in numbers[0]], [first + microbatch for first in numbers[1]]
-        if self._first_uses[rank] and (value := self._first_uses[rank].get(action)):
+        if self._first_uses and (value := self._first_uses.get((rank, action))):
             number = self._first[End(value.content, stage)] + value.microbatch
             needs.append(number)
             makes.append(number)  # it leaves it to the actions after it
@@ -130,6 +130,6 @@ class Order:
         return self.ends[index].of(microbatch)
 
 
-def _first_uses(schedule: Schedule, rank: int) -> dict[Action, Value]:
-    kinds = (entry.kind for entry in schedule.rows[rank] if isinstance(entry, Action))
-    return {} if HANDLING.isdisjoint(kinds) else first_uses(schedule.actions(rank))
+def _first_uses(schedule: Schedule) -> dict[tuple[int, Action], Value]:
+    ranks = range(len(schedule.rows))
+    return {(rank, action): value for rank in ranks for action, value in first_uses(schedule.actions(rank)).items()}

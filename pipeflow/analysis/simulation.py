@@ -74,8 +74,7 @@ def run(schedule: Schedule, cost: CostModel, processors: float = inf) -> tuple[t
 
 def _waits_for_joint(schedule: Schedule) -> bool:
     """Whether a computation waits for what a joint action on another stream makes."""
-    kinds = {action.kind for rank in range(len(schedule.rows)) for action in schedule.actions(rank)}
-    flows = [DATAFLOW[kind] for kind in kinds]
+    flows = [DATAFLOW[kind] for kind in schedule.kinds]
     made = {content for flow in flows if flow.joint for content, _ in flow.makes}
     return any(content in made for flow in flows if flow.stream is Stream.COMPUTE for content, _ in flow.needs)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from pipeflow.core.action import Action, Entry, Kind, actions_of
-from pipeflow.core.dataflow import SEVERAL, Content, Stream, stream_of
+from pipeflow.core.dataflow import DATAFLOW, SEVERAL, Content, Stream
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.lasting import handles
 from pipeflow.core.notebook import Shown
@@ -16,7 +17,7 @@ from pipeflow.core.reductions import is_reduction, reduced
 from pipeflow.core.table_cells import cells, is_communication, parse_cell
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, repr=False)  # no slots: `kinds` is kept
 class Schedule(Shown):
     """An order of actions for each rank. A schedule is immutable and compared by content.
 
@@ -61,10 +62,15 @@ class Schedule(Shown):
         """Whether every action is a forward."""
         return all(action.kind is Kind.F for rank in range(len(self.rows)) for action in self.actions(rank))
 
+    @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of its actions."""
+        return frozenset(action.kind for row in self.rows for entry in row for action in actions_of(entry))
+
     @property
     def streams(self) -> frozenset[Stream]:
         """The streams that its actions run on."""
-        return frozenset(stream_of(entry) for row in self.rows for entry in row)
+        return frozenset(DATAFLOW[kind].stream for kind in self.kinds)
 
     def forward_only(self) -> Schedule:
         """The same schedule without backwards, for evaluation. It is sound if this schedule is, since a forward needs

@@ -148,7 +148,7 @@ class Programs:
         """The schedule with the reductions that the step needs."""
         if schedule.is_forward_only:
             raise UsageError(f"schedule {schedule.name!r} has no backwards: pass forward_only=True")
-        steps = any(action.kind is Kind.S for rank in range(len(schedule.rows)) for action in schedule.actions(rank))
+        steps = Kind.S in schedule.kinds
         if steps and self.confirmation.stepper is None:
             raise UsageError(
                 f"schedule {schedule.name!r} steps the optimizer (S), but the Pipeline has none: make a "

@@ -18,10 +18,9 @@ def wrong_lasting(schedule: Schedule) -> Iterator[Violation]:
     at a time, and what makes it is ended by the action of its number. If a row makes the value for a stage, all actions
     that can run within it do so: others would need it twice.
     """
-    for rank, row in enumerate(schedule.rows):
-        if not HANDLING.isdisjoint(entry.kind for entry in row if isinstance(entry, Action)):
-            actions = [(position, action) for position, entry in enumerate(row) for action in actions_of(entry)]
-            yield from _Row(rank, actions).violations()
+    for rank, row in enumerate(() if HANDLING.isdisjoint(schedule.kinds) else schedule.rows):
+        actions = [(position, action) for position, entry in enumerate(row) for action in actions_of(entry)]
+        yield from _Row(rank, actions).violations()
 
 
 class _Row:
