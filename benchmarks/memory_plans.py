@@ -124,10 +124,11 @@ def _measure(label: str, found: dict[str, pipeflow.Schedule], rounds: int, times
     batch = torch.ones(schedule.num_microbatches, 16)
     traced = {use: Traced(model, batch, each) for use, each in found.items()}
     with slow_copies(COPY / share):
-        for use, each in traced.items():
-            both = alternate({"untraced": each.untraced, "traced": each.traced}, rounds)
-            times[f"{label}: {use}"] = both["untraced"]
-            plans[f"{label}: {use}"] = each.planned[-rounds:]
+        untraced = {use: each.untraced for use, each in traced.items()}
+        measured = alternate(untraced | {f"{use}, traced": each.traced for use, each in traced.items()}, rounds)
+    for use, each in traced.items():
+        times[f"{label}: {use}"] = measured[use]
+        plans[f"{label}: {use}"] = each.planned[-rounds:]
 
 
 class Traced:
