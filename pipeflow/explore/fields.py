@@ -7,9 +7,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
+from pipeflow.core.action import Kind as ActionKind
+from pipeflow.core.cost import BYTES, TIMES
+from pipeflow.core.dataflow import DATAFLOW
 from pipeflow.core.even_costs import EVEN_COSTS, EvenCost
 from pipeflow.core.placement import Placement
 from pipeflow.draw.page.block_colours import MODES
+from pipeflow.explore.names import FILE
 from pipeflow.planning.catalog import MODELS
 from pipeflow.planning.device import DEVICES
 from pipeflow.planning.setup import CHECKPOINTS, PRECISIONS
@@ -33,7 +37,7 @@ class Field(NamedTuple):
         least, most, step: the range of its slider; `most` 0: no slider. A link may go beyond `most`.
         absent: what holds while it is empty, in a word.
         choices: the words that it takes.
-        takers: the schedules that it applies to; empty: all.
+        takers: the schedules that it applies to, `FILE` for files; empty: all.
         model: whether it describes the costs of a model (True) or costs by hand (False); None: neither. The page shows
             the controls that apply.
         shown: whether it says how the timelines are shown, so that it changes none of them.
@@ -72,7 +76,7 @@ COST_LABELS = {
     "backward_weight": "weight half (W)",
     "overlap": "pair overlap",
     "reduce": "reduction",
-    "optimizer": "optimizer step (S)",
+    "optimizer": "optimizer (S)",
 }
 SENT = {  # what is sent, in bytes; the command has only the latency
     "activation_bytes": EvenCost("bytes of a microbatch's activation between ranks", unit="bytes"),
@@ -115,6 +119,17 @@ def _costs() -> Iterator[Field]:
             yield from (_cost(name, cost) for name, cost in SENT.items())
 
 
+_NAMED = (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
+
+
+def _takers(name: str, cost: EvenCost) -> tuple[str, ...]:
+    """Named schedules have forwards, backwards, and what costs add to them. Other actions come from a table."""
+    of = cost.of or TIMES.get(name) or BYTES.get(name)
+    named = {kind: flow for kind, flow in DATAFLOW.items() if kind in _NAMED or flow.joint}
+    is_theirs = of is None or of in named or any((of, 0) in flow.makes for flow in named.values())
+    return () if is_theirs else (CUSTOM, FILE)
+
+
 def _cost(name: str, cost: EvenCost) -> Field:
     most, step = (MOST.get(name, 4), 0.05) if cost.unit != "bytes" else (64, 1)
     help_ = f"{cost.meaning}, in units of time" if cost.unit == "time" else cost.meaning
@@ -124,7 +139,8 @@ def _cost(name: str, cost: EvenCost) -> Field:
         return Field(
             name, "number", "Costs", label, f"{help_}; empty: no limit", "", 1, most, step, "no limit", model=False
         )
-    return Field(name, "number", "Costs", label, help_, str(cost.default), 0, most, step, model=False)
+    takers = _takers(name, cost)
+    return Field(name, "number", "Costs", label, help_, str(cost.default), 0, most, step, takers=takers, model=False)
 
 
 def _size(name: str, label: str, help_: str, default: str, most: float) -> Field:

@@ -224,3 +224,17 @@ def test_keys_within_controls_are_theirs(explorer: Explorer) -> None:
     box = explorer.open().find("#field-microbatches")
     box.send_keys(Keys.BACKSPACE, "10", Keys.TAB)
     assert explorer.settled().fields == {"microbatches": "10"}
+
+
+def test_costs_of_actions_that_named_schedules_lack_are_shown_with_a_table(explorer: Explorer) -> None:
+    def shown() -> list[bool]:
+        return [bool(explorer.find(f"#field-{name}").is_displayed()) for name in ("offload", "saved_bytes")]
+
+    explorer.open(schedule="zb-v")
+    assert shown() == [False, True]
+    drop(explorer, long_csv=make_schedule("gpipe", ranks=16, microbatches=80, recompute=True).to_csv())
+    until(explorer, lambda: len(chips(explorer)) == 2)
+    assert explorer.fields["schedule"] == "zb-v,file:long.csv"
+    assert shown() == [True, True]
+    explorer.open(schedule="custom", edit=1, rows="0F0 0B0")
+    assert shown() == [True, True]

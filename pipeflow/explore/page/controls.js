@@ -67,7 +67,8 @@ export function makeControls({table, link}) {
     return {field, ...control};
   });
   link.listen(() => {
-    const names = link.get("schedule").split(",").filter((name) => !name.includes(":"));
+    const kindOf = (name) => name.startsWith("file:") ? "file" : name;
+    const names = link.get("schedule").split(",").map(kindOf).filter((name) => !name.includes(":"));
     const modelled = link.get("model") !== "";
     for (const {field, row, show} of controls) {
       const applies = field.model === null || field.model === modelled;
