@@ -64,11 +64,11 @@ Step = tuple[
     int,
     tuple[tuple[float, int], ...],
     tuple[int, ...],
-    tuple[tuple[int, float, float], ...],
+    tuple[tuple[int, int, float, float], ...],
 ]
 """An entry of a row: its rank; the time of its action at factor 1, and its microbatch; the same of the other action of
-a pair; the values that it waits for from other ranks; and those that other ranks wait for, each with its latency and
-its time on the link. Plain tuples of numbers, which the garbage collector need not walk through.
+a pair; the values that it waits for from other ranks; and those that other ranks wait for, each with its microbatch,
+its latency and its time on the link. Plain tuples of numbers, which the garbage collector need not walk through.
 """
 
 
@@ -84,7 +84,7 @@ class Rerun:
         order = Order(schedule)
         moved = transfers(schedule, cost, order)
         passes = [move.link[0] != move.link[1] for move in moved]
-        self._values = len(moved)
+        self._values, many = len(moved), schedule.num_microbatches
         rows = map(schedule.actions, range(len(schedule.rows)))
         self.kept = max(max(accumulate(ACTIVATIONS[action.kind] for action in row)) for row in rows)
         self._steps: list[Step] = [
@@ -94,7 +94,9 @@ class Rerun:
                 actions[0].microbatch,
                 tuple((cost.duration(action.kind, action.stage), action.microbatch) for action in actions[1:]),
                 tuple(value for value in needs if passes[value]),
-                tuple((value, moved[value].latency, moved[value].held) for value in makes if passes[value]),
+                tuple(
+                    (value, value % many, moved[value].latency, moved[value].held) for value in makes if passes[value]
+                ),
             )
             for rank, actions, needs, makes in order
         ]
@@ -114,8 +116,8 @@ class Rerun:
             for other, its in others:
                 took += other * factors[its] - self._overlap * min(took, other * factors[its])
             free[rank] = end = end + took
-            for value, latency, held in makes:
-                there[value] = end + held * factors[microbatch] + latency
+            for value, its, latency, held in makes:
+                there[value] = end + held * factors[its] + latency
         return max(free)
 
 
