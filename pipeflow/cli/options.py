@@ -22,6 +22,12 @@ from pipeflow.schedules.options import Option, family_options
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction["Parser"]
 
+MEMORY_KINDS = {
+    "recompute": "compute again what its forwards save",
+    "offload": "move it to the host and back",
+    "unshard": "gather weights under fully_shard ahead",
+}
+"""The options of make_schedule that save memory on some stages, each with what it does."""
 PLACEMENTS = ("linear", "looped", "vee", "bidirectional")
 
 
@@ -108,10 +114,7 @@ def schedule_options() -> Parser:
         help="placement of the stages of a CSV file (default: read from its lines)",
     )
     group.add_argument("--forward-only", action="store_true", help="leave out the backwards, as in evaluation")
-    for kind, what in (
-        ("recompute", "compute again what its forwards save"),
-        ("offload", "move it to the host and back"),
-    ):
+    for kind, what in MEMORY_KINDS.items():
         group.add_argument(
             f"--{kind}-stages", type=_stages, metavar="STAGES", help=f"{what}, on these stages: all, or such as 0,2-3"
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from pipeflow.cli.costs import Costs
-from pipeflow.cli.options import flag
+from pipeflow.cli.options import MEMORY_KINDS, flag
 from pipeflow.core.errors import UsageError
 from pipeflow.schedules import SCHEDULES, options_of
 from pipeflow.schedules.options import family_options
@@ -25,7 +25,7 @@ class Request:
         options: the options of the schedule, as (name, value).
         placement: the name of a placement for a CSV file.
         forward_only: whether to leave out backwards.
-        recompute, offload: the stages to recompute and to offload; True: all, False: none.
+        memory: the stages of each option that saves memory, as (option of make_schedule, stages); True: all.
     """
 
     costs: Costs
@@ -34,8 +34,7 @@ class Request:
     options: tuple[tuple[str, object], ...] = ()
     placement: str | None = None
     forward_only: bool = False
-    recompute: bool | tuple[int, ...] = False
-    offload: bool | tuple[int, ...] = False
+    memory: tuple[tuple[str, bool | tuple[int, ...]], ...] = ()
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Request:
@@ -48,8 +47,7 @@ class Request:
             tuple((name, value) for name, value in given if value is not None),
             arguments.placement,
             arguments.forward_only,
-            arguments.recompute_stages or False,
-            arguments.offload_stages or False,
+            tuple((kind, stages) for kind in MEMORY_KINDS if (stages := getattr(arguments, f"{kind}_stages"))),
         )
 
     def among(self, names: list[str]) -> dict[str, Request]:

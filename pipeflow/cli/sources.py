@@ -87,7 +87,7 @@ def violations_of(
 def source(name: str, request: Request) -> ScheduleSource:
     """The schedule behind an argument. Raises UsageError with the part of the request that does not fit it."""
     found = _from_file(name, request) if is_file(name) else ScheduleSource(_from_name(name, request))
-    if request.recompute or request.offload:
+    if request.memory:
         found = replace(found, schedule=_with_memory_kinds(found, request))
     if request.costs.reduce and found.measured is None:
         found = replace(found, schedule=found.schedule.with_reductions())
@@ -97,12 +97,11 @@ def source(name: str, request: Request) -> ScheduleSource:
 
 
 def _with_memory_kinds(found: ScheduleSource, request: Request) -> Schedule:
-    schedule = found.schedule
+    schedule, stages = found.schedule, dict(request.memory)
     if found.measured is not None:
-        option = flag("recompute_stages" if request.recompute else "offload_stages")
-        raise UsageError(f"{option} is for schedules; a timeline shows what ran")
-    cost = request.costs.model(schedule.placement) if request.offload else None
-    return with_memory_kinds(schedule, recompute=request.recompute, offload=request.offload, cost=cost)
+        raise UsageError(f"{flag(f'{next(iter(stages))}_stages')} is for schedules; a timeline shows what ran")
+    cost = request.costs.model(schedule.placement) if "offload" in stages else None
+    return with_memory_kinds(schedule, **stages, cost=cost)
 
 
 def _from_name(name: str, request: Request) -> Schedule:

@@ -1,5 +1,5 @@
-"""Memory: a schedule with the recomputations and offloads that options ask for. Must not contain: where in a row they
-go.
+"""Memory: a schedule with the recomputations, unshards and offloads that options ask for. Must not contain: where in a
+row they go.
 """
 
 from __future__ import annotations
@@ -12,10 +12,15 @@ from pipeflow.core.schedule import Schedule
 
 
 def with_memory_kinds(
-    schedule: Schedule, *, recompute: object = False, offload: object = False, cost: CostModel | None = None
+    schedule: Schedule,
+    *,
+    recompute: object = False,
+    unshard: object = False,
+    offload: object = False,
+    cost: CostModel | None = None,
 ) -> Schedule:
-    """`schedule` as `with_recompute` and then `with_offload` make it for these stages: True for all, False for none.
-    `cost` is for offloads.
+    """`schedule` as `with_recompute`, then `with_unshard` and then `with_offload` make it for these stages: True for
+    all, False for none. `cost` is for offloads.
 
     Raises UsageError as they do, for an offload without costs, and for stages that are neither a bool nor numbers.
     """
@@ -23,6 +28,10 @@ def with_memory_kinds(
         from pipeflow.orders.memory.recomputation import with_recompute  # simulates: the command lists without it
 
         schedule = with_recompute(schedule, _stages("recompute", recompute))
+    if unshard is not False:
+        from pipeflow.orders.memory.unsharding import with_unshard
+
+        schedule = with_unshard(schedule, _stages("unshard", unshard))
     if offload is False:
         return schedule
     if cost is None:

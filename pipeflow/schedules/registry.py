@@ -38,7 +38,14 @@ def is_searched(name: str) -> bool:
 
 
 def make_schedule(
-    name: str, *, ranks: int, microbatches: int, recompute: object = False, offload: object = False, **options: object
+    name: str,
+    *,
+    ranks: int,
+    microbatches: int,
+    recompute: object = False,
+    unshard: object = False,
+    offload: object = False,
+    **options: object,
 ) -> Schedule:
     """Makes a schedule by its name.
 
@@ -47,6 +54,7 @@ def make_schedule(
         ranks: number of pipeline ranks. Schedules in two directions need an even number.
         microbatches: number of microbatches per step; any number is allowed.
         recompute: True, or a list of stages, to recompute what their forwards save, as `with_recompute` does.
+        unshard: True, or a list of stages under fully_shard, to gather their weights ahead, as `with_unshard` does.
         offload: True, or a list of stages, to offload what their forwards save, as `with_offload` does. It needs
             `cost=`, a CostModel with the time of a copy.
         **options: options of the schedule, such as `chunks=2` for "interleaved-1f1b"; see `options_of`.
@@ -68,7 +76,7 @@ def make_schedule(
         takes = f"its options are {', '.join(known)}" if known else "it has no options"
         raise UsageError(f"schedule {name!r} does not take {', '.join(others)}; {takes}")
     made = SCHEDULES[name](ranks, microbatches, **options)
-    return with_memory_kinds(made, recompute=recompute, offload=offload, cost=_model(cost))
+    return with_memory_kinds(made, recompute=recompute, unshard=unshard, offload=offload, cost=_model(cost))
 
 
 def _model(cost: object) -> CostModel | None:

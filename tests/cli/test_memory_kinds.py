@@ -1,13 +1,15 @@
-"""Recomputation and offload as options of the command."""
+"""Recomputation, offload and unshards as options of the command."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeflow import CostModel, Schedule, make_schedule, simulate
+from pipeflow.core.dataflow import Content
 from tests.cli.run import error, out
 
 SIZES = ["--ranks", 2, "--microbatches", 4]
@@ -29,6 +31,18 @@ def test_each_command_takes_stages(capsys: pytest.CaptureFixture[str], tmp_path:
     assert compared["schedules"]["gpipe"]["makespan"] > simulate(plain).makespan
 
 
+def test_weights_are_gathered_ahead(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["looped-bfs", *SIZES, "--chunks", 2, "--unshard-stages", "0-1"]
+    words += ["--unshard", 1, "--saved-bytes", 8, "--whole-weights-bytes", 64]
+    assert "gathers of weights" in out(capsys, "draw", *words)
+    made = make_schedule("looped-bfs", ranks=2, microbatches=4, chunks=2, unshard=[0, 1])
+    even = CostModel.even(made.placement, unshard=1, saved_bytes=8)
+    timeline = simulate(made, replace(even, kept_bytes={Content.WEIGHTS: (32,) * 4}))
+    found = json.loads(out(capsys, "simulate", *words, "--json"))
+    assert (found["makespan"], found["peak_bytes"]) == (timeline.makespan, list(timeline.peak_bytes))
+    assert timeline.peak_bytes == (64, 64)
+
+
 def test_a_file_takes_stages_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "plain.csv"
     path.write_text(make_schedule("gpipe", ranks=2, microbatches=3).to_csv())
@@ -36,6 +50,8 @@ def test_a_file_takes_stages_too(capsys: pytest.CaptureFixture[str], tmp_path: P
     path.write_text(simulate(make_schedule("gpipe", ranks=2, microbatches=3)).to_json())
     told = error(capsys, "draw", path, "--recompute-stages", "1")
     assert told == "--recompute-stages is for schedules; a timeline shows what ran"
+    told = error(capsys, "draw", path, "--unshard-stages", "1")
+    assert told == "--unshard-stages is for schedules; a timeline shows what ran"
 
 
 def test_ranks_that_share_a_link_are_in_the_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -57,6 +73,7 @@ def test_ranks_that_share_a_link_are_in_the_costs(capsys: pytest.CaptureFixture[
     ("words", "message"),
     [
         (["--offload-stages", "all"], "the costs have no time of a copy to the host: give CostModel(offload=) per"),
+        (["--unshard-stages", "2"], "there is no stage 2: the schedule has stages 0 to 1"),
         (["--recompute-stages", "5"], "there is no stage 5: the schedule has stages 0 to 1"),
         (["--recompute-stages", "1f1b"], "it must be all, or stages such as 0,2-3, got '1f1b'"),
         (["--offload-stages"], "expected one argument"),

@@ -1,4 +1,4 @@
-"""Recomputation and offload as options of make_schedule."""
+"""Recomputation, offload and unshards as options of make_schedule."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from pipeflow import SCHEDULES, CostModel, UsageError, make_schedule, with_offload, with_recompute
+from pipeflow import SCHEDULES, CostModel, UsageError, make_schedule, verify, with_offload, with_recompute, with_unshard
 from tests.families import make_near
 
 
-def test_every_schedule_takes_both() -> None:
+def test_every_schedule_takes_them() -> None:
     for name in SCHEDULES:
         plain = make_near(name, ranks=4, microbatches=4)
         cost = CostModel.even(plain.placement, offload=0.1)
@@ -21,6 +21,10 @@ def test_every_schedule_takes_both() -> None:
         assert make_schedule(name, **sizes, cost=cost, offload=range(2)) == with_offload(plain, cost, [0, 1])
         both = make_schedule(name, **sizes, cost=cost, offload=[0], recompute=iter([1]))
         assert both == with_offload(with_recompute(plain, [1]), cost, [0])
+        assert make_schedule(name, **sizes, **costs, unshard=True) == with_unshard(plain)
+        every = make_schedule(name, **sizes, cost=cost, offload=[0], unshard=[1], recompute=[1])
+        assert every == with_offload(with_unshard(with_recompute(plain, [1]), [1]), cost, [0])
+        assert verify(every) == []
 
 
 @pytest.mark.parametrize(
@@ -30,6 +34,7 @@ def test_every_schedule_takes_both() -> None:
         ({"offload": [0], "cost": 3}, "cost must be a CostModel, got 3"),
         ({"recompute": 1}, r"recompute is True, for all stages, or a list of stages such as \[0, 1\], got 1"),
         ({"recompute": "all"}, "recompute is True, for all stages, or a list"),
+        ({"unshard": 0}, r"unshard is True, for all stages, or a list of stages such as \[0, 1\], got 0"),
         ({"recompute": [2]}, "there is no stage 2: the schedule has stages 0 to 1"),
         ({"cost": 3}, "schedule '1f1b' does not take cost"),
     ],
