@@ -100,6 +100,7 @@ def _of_operations(measured: Measured) -> Cluster:
             host_bandwidth=max((each.size / each.seconds for each in measured.host), default=0.0),
         ),
         devices_per_node=measured.devices_per_node,
+        devices_per_nic=1,
         link_bandwidth=best,
         link_latency=latency,
         **_network(measured, efficiency),

@@ -27,9 +27,10 @@ def rate(text: str) -> float:
 
 
 _NUMBERS: dict[str, tuple[Callable[[str], float], str, str]] = {
-    "devices_per_node": (int, "N", "devices that share a node (default: 8)"),
+    "devices_per_node": (int, "N", "devices that share a node (default: 72 for gb200 and gb300, else 8)"),
     "link_bandwidth": (rate, "X", "bytes/s of a device inside a node, one way (default: the device's)"),
     "network_bandwidth": (rate, "X", "bytes/s of a device between nodes, one way (default: 25e9)"),
+    "devices_per_nic": (int, "N", "devices that share a network card: one that sends alone has it all (default: 1)"),
 }
 
 

@@ -14,7 +14,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.files import read_text, replacing
 from pipeflow.core.json_values import is_number, parse
 from pipeflow.core.placement import require_positive
-from pipeflow.planning.device import DEVICES, LINK_BANDWIDTHS, Device, require_bandwidth, require_between
+from pipeflow.planning.device import DEVICES, LINK_BANDWIDTHS, NODE_SIZES, Device, require_bandwidth, require_between
 
 UNITS = {
     "flops": "FLOP/s",
@@ -43,6 +43,8 @@ class Cluster:
         link_bandwidth: bytes/s that one device sends to others of its node. It may receive as many at the same time.
         link_latency: seconds until the first byte of such a transfer arrives.
         network_bandwidth, network_latency: the same between nodes, for one device while all devices of its node send.
+        devices_per_nic: devices of a node that share one network card. While only one of them sends, it has the
+            bandwidth of all.
         sharing: ranks that share one processor, such as 2 for 4 processes on 2 cores. The device's rates are then those
             while all these ranks compute; while some wait, the others are faster. 1 if each rank has its own device.
         efficiency: measured coefficients of a cost model, by name.
@@ -60,11 +62,17 @@ class Cluster:
     link_latency: float = 5e-6
     network_bandwidth: float = 25e9
     network_latency: float = 1e-5
+    devices_per_nic: int = 1
     sharing: float = 1.0
     efficiency: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        require_positive(devices_per_node=self.devices_per_node)
+        require_positive(devices_per_node=self.devices_per_node, devices_per_nic=self.devices_per_nic)
+        if self.devices_per_node % self.devices_per_nic:
+            raise UsageError(
+                f"{self.devices_per_nic} devices per network card do not divide {self.devices_per_node} of a node: use "
+                f"{' or '.join(map(str, _divisors(self.devices_per_node)))}"
+            )
         for name in ("link_bandwidth", "network_bandwidth"):
             require_bandwidth(name, getattr(self, name))
         for name in ("link_latency", "network_latency"):
@@ -79,9 +87,9 @@ class Cluster:
 
     @classmethod
     def of(cls, device: str | Device, **given: Any) -> Cluster:
-        """Makes a cluster of a device, by its name in DEVICES or as a `Device`. It has the link that the device is sold
-        with, and a network of 200 Gbit/s (25e9 bytes/s) per device. `given` sets other attributes; None stands for the
-        usual value.
+        """Makes a cluster of a device, by its name in DEVICES or USUAL, or as a `Device`. It has the link and the nodes
+        that the device is sold with, and a network of 200 Gbit/s (25e9 bytes/s) per device. `given` sets other
+        attributes; None stands for the usual value.
 
         Raises UsageError for an unknown device, and for a device that is not in DEVICES without `link_bandwidth`.
         """
@@ -93,12 +101,13 @@ class Cluster:
                     f"device {known.name!r} has no usual link: give link_bandwidth in bytes/s, in one direction"
                 )
             given["link_bandwidth"] = LINK_BANDWIDTHS[known.name]
+        given.setdefault("devices_per_node", NODE_SIZES.get(known.name, 8))
         return cls(known, **given)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
-        """Reads the cluster that `save` wrote, or one written by hand. `efficiency`, `sharing`, `units` and the
-        device's `runs_ahead`, `like` and `host_bandwidth` may be missing.
+        """Reads the cluster that `save` wrote, or one written by hand. `efficiency`, `sharing`, `devices_per_nic`,
+        `units` and the device's `runs_ahead`, `like`, `host_bandwidth` and `limit` may be missing.
 
         Raises UsageError, which names the file, if it cannot be read or is not JSON. Also raises it for missing or
         unknown keys, other units, and impossible values.
@@ -121,14 +130,17 @@ class Cluster:
             raise UsageError(f"{os.fspath(path)}: {error.strerror}") from None
 
 
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
 def _from_json(text: str) -> Cluster:
     content = parse(text)
     known = {each.name for each in fields(Cluster)}
-    cluster = _keys(content, "a cluster", known, optional={"efficiency", "sharing", "units"})
+    cluster = _keys(content, "a cluster", known, optional={"efficiency", "sharing", "devices_per_nic", "units"})
     known = {each.name for each in fields(Device)}
-    device = _keys(
-        cluster["device"], "the device of a cluster", known, optional={"runs_ahead", "like", "host_bandwidth"}
-    )
+    named = {"runs_ahead", "like", "host_bandwidth", "limit"}
+    device = _keys(cluster["device"], "the device of a cluster", known, optional=named)
     units = cluster.pop("units", UNITS)
     if not isinstance(units, dict):
         raise UsageError(f"units must be an object of names and units, got {units!r}")
@@ -145,6 +157,7 @@ def _from_json(text: str) -> Cluster:
     if device["name"] in DEVICES:  # files of earlier versions leave it to the name
         device.setdefault("like", DEVICES[device["name"]].like)
         device.setdefault("host_bandwidth", DEVICES[device["name"]].host_bandwidth)
+        device.setdefault("limit", DEVICES[device["name"]].limit)
     return Cluster(**cluster | {"device": Device(**device)})
 
 

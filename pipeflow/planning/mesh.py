@@ -39,5 +39,13 @@ class Mesh:
         stride = self.tensor * (1 if self.inner == "pipeline" else self.data)
         return one * stride // self.per_node != other * stride // self.per_node
 
+    @property
+    def senders(self) -> int:
+        """How many devices of a node send at the same time, when a pipeline rank sends to one in another node."""
+        if self.inner == "data":
+            return min(self.tensor * self.data, self.per_node)
+        replicas = max(1, self.per_node // (self.tensor * self.pipeline))
+        return min(self.tensor * min(replicas, self.data), self.per_node)
+
     def _in_node(self, ranks: int, stride: int) -> int:
         return max(1, min(ranks, self.per_node // stride))

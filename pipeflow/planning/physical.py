@@ -238,10 +238,12 @@ def _holders(placement: Placement, mesh: Mesh, stage: int) -> RankGroup:
 
 
 def _links(placement: Placement, mesh: Mesh, cluster: Cluster, rates: Rates) -> dict[tuple[int, int], Link]:
-    """The links between pipeline ranks in different nodes."""
+    """The links between pipeline ranks in different nodes. Those who share a card and do not send leave their part."""
+    cards = cluster.devices_per_node // cluster.devices_per_nic
+    network = cluster.network_bandwidth * cluster.devices_per_nic / max(1.0, mesh.senders / cards)
     far = Link(
         rates.efficiency.transfer_start + cluster.network_latency,
-        min(cluster.network_bandwidth * rates.efficiency.network, cluster.link_bandwidth * rates.efficiency.transfer),
+        min(network * rates.efficiency.network, cluster.link_bandwidth * rates.efficiency.transfer),
     )
     pairs = {pair for path in placement.paths for pair in pairwise(path)}
     return {ends: far for one, other in pairs for ends in ((one, other), (other, one)) if mesh.crosses(one, other)}

@@ -12,7 +12,7 @@ import pytest
 
 from pipeflow import UsageError
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.device import DEVICES, LINK_BANDWIDTHS, Device
+from pipeflow.planning.device import DEVICES, LINK_BANDWIDTHS, USUAL, Device
 
 A100 = Cluster.of("a100-80gb")
 
@@ -22,7 +22,8 @@ def test_rates_are_in_the_order_that_hardware_has_them(name: str) -> None:
     """A narrower type is never slower, float8 is twice as fast as 16 bits, TF32 half as fast, all to a rounding."""
     device = Device.named(name.upper())
     flops = device.flops
-    assert set(flops) <= {"fp16", "bf16", "fp8", "tf32", "float32"}
+    assert set(flops) <= {"fp16", "bf16", "fp8", "fp4", "tf32", "float32"}
+    assert flops.get("fp4", 2 * flops.get("fp8", 0)) >= 1.99 * flops.get("fp8", 0)
     assert flops["float32"] <= flops.get("tf32", 0.5 * flops["fp16"]) < flops["fp16"]
     assert flops.get("bf16", flops["fp16"]) == flops["fp16"]
     for wide, narrow in (("tf32", "fp16"), ("fp16", "fp8")):
@@ -31,7 +32,7 @@ def test_rates_are_in_the_order_that_hardware_has_them(name: str) -> None:
     assert 30 < flops["fp16"] / device.memory_bandwidth < 450  # operations per byte
     assert LINK_BANDWIDTHS[name] < device.memory_bandwidth / 4
     assert device.host_bandwidth <= LINK_BANDWIDTHS[name]
-    assert device.host_bandwidth in (16e9, 32e9, 36e9, 64e9, 225e9)  # PCIe 3, 4 and 5; Infinity Fabric; NVLink-C2C
+    assert device.host_bandwidth in (16e9, 32e9, 36e9, 64e9, 128e9, 225e9)  # PCIe 3 to 6; Infinity Fabric; NVLink-C2C
 
 
 def test_published_numbers_of_the_a100() -> None:
@@ -41,6 +42,7 @@ def test_published_numbers_of_the_a100() -> None:
         memory_bytes=80 * 2**30,
         memory_bandwidth=2039e9,
         host_bandwidth=32e9,
+        limit="units",
     )
     assert (A100.devices_per_node, A100.link_bandwidth, A100.network_bandwidth) == (8, 300e9, 25e9)
 
@@ -63,6 +65,7 @@ def test_a_file_keeps_everything(tmp_path: Path) -> None:
         link_latency=2e-5,
         network_bandwidth=1.25e8,
         network_latency=3e-4,
+        devices_per_nic=3,
         efficiency={"products": 0.7},
     )
     for each in (A100, cluster):
@@ -71,7 +74,7 @@ def test_a_file_keeps_everything(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["cluster.json"]
     content = json.loads(path.read_text())
     assert content["units"]["network_bandwidth"] == "bytes/s per device, one way"
-    del content["efficiency"], content["units"]
+    del content["efficiency"], content["units"], content["device"]["limit"]
     path.write_text(json.dumps(content))
     assert Cluster.load(path) == replace(cluster, efficiency={})
 
@@ -94,7 +97,7 @@ def test_a_save_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda it: it.pop("link_latency"), "a cluster lacks link_latency; its keys are device, devices_per_node, eff"),
+        (lambda it: it.pop("link_latency"), "a cluster lacks link_latency; its keys are device, devices_per_nic, dev"),
         (
             lambda it: it["device"].pop("flops"),
             "the device of a cluster lacks flops; its keys are flops, host_bandwidth, ",
@@ -146,13 +149,26 @@ def test_names_of_devices_are_read_as_people_write_them() -> None:
     assert Device.named(" A100_80GB ") == Device.named("A100 80GB") == Device.named("a100-80gb")
 
 
+@pytest.mark.parametrize("series", ["v100", "a100", "h100", "h200", "b200", "b300", "gb200", "gb300", "mi300x"])
+def test_a_series_stands_for_its_usual_device(series: str) -> None:
+    assert Device.named(series).name.startswith(series)
+    assert Cluster.of(series).devices_per_node == (72 if series.startswith("gb") else 8)
+
+
+def test_names_without_a_size_are_no_other_devices() -> None:
+    assert not set(USUAL) & set(DEVICES)
+    assert all(name in DEVICES and name.startswith(short.removesuffix("-sxm")) for short, name in USUAL.items())
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Device.named("a100"), "unknown device 'a100'; did you mean a100-40gb or a100-80gb or a100-pcie"),
+        (lambda: Device.named("a100-"), "unknown device 'a100-'; did you mean a100-40gb or a100-80gb or a100-pcie"),
         (lambda: Device.named("h1oo"), "unknown device 'h1oo'; did you mean h100-80gb or h100-96gb or h100-pcie or "),
         (lambda: Device.named("tpu-v5"), "unknown device 'tpu-v5'; known: v100-16gb, .* any other one in a cluster f"),
         (lambda: Cluster.of(Device("own", {"bf16": 1e12}, 1e9, 1e10)), "'own' has no usual link: give link_bandwidth"),
+        (lambda: replace(A100.device, limit="heat"), "limit must be 'power', 'units' or '' .* got 'heat'"),
+        (lambda: Cluster.of("t4", devices_per_nic=3), "3 devices per network .* 8 of a node: use 1 or 2 or 4 or 8"),
         (lambda: Cluster.of("t4", link_bandwidth=32), "link_bandwidth is 32, less than 1e\\+06"),
         (lambda: Cluster.load("no such file"), "no such file: No such file or directory"),
         (lambda: A100.save("/no such folder/file"), "/no such folder/file: No such file or directory"),

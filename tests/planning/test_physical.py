@@ -114,6 +114,20 @@ def test_transfers_between_nodes_use_the_network() -> None:
     assert near.activation_bytes == (2 * 1024 * 1024,) * 2  # a microbatch of 1 x 1024 tokens in bf16
 
 
+def test_a_device_that_sends_alone_has_the_whole_network_card_of_its_node() -> None:
+    def bandwidth(mesh: Mesh, per_nic: int) -> float:
+        cluster = Cluster.of("v100-32gb", network_bandwidth=1.5e9, devices_per_nic=per_nic)
+        half = Setup(tensor=mesh.tensor, data=mesh.data, precision=PRECISIONS["fp16"])
+        cost = physical_costs(replace(SMALL, layers=16), Placement.linear(mesh.pipeline), half, mesh, cluster).cost
+        return min(link.bandwidth for link in cost.links.values()) / (1.5e9 * PUBLISHED.network)
+
+    assert bandwidth(Mesh(1, 16, 1, 8), 8) == 8  # one of the node's eight is the last stage of the node
+    assert bandwidth(Mesh(2, 8, 1, 8), 8) == 4
+    assert bandwidth(Mesh(8, 2, 1, 8), 8) == bandwidth(Mesh(1, 2, 8, 8, "data"), 8) == 1
+    assert bandwidth(Mesh(2, 8, 1, 8), 4) == 4  # two senders, two cards
+    assert bandwidth(Mesh(2, 8, 1, 8), 1) == 1
+
+
 def test_free_communication_takes_no_time() -> None:
     schedule = make_schedule("1f1b", ranks=4, microbatches=8)
     found = plan(GPT.named("gpt3-175b"), schedule, Setup(tensor=8, data=2), cluster=FREE)
@@ -233,7 +247,7 @@ def test_devices_have_shares_of_their_own() -> None:
         assert known, like
         assert all(any(precision in device.flops for device in known) for precision in shares)
     assert {name for name, device in DEVICES.items() if device.like == "h100"} == {
-        *("h100-80gb", "h100-96gb", "h100-pcie", "h100-nvl", "h800", "h200", "b200", "gb200")
+        *("h100-80gb", "h100-96gb", "h100-pcie", "h100-nvl", "h800", "h200", "b200", "b300", "gb200", "gb300")
     }
 
 
