@@ -33,6 +33,7 @@ from pipeflow.planning.transformer_costs import (
 )
 from pipeflow.planning.work import embedding_work, head_work, layer_work
 
+FREE_LAUNCHES = {"forward_launch": 0.0, "backward_launch": 0.0, "sync": 0.0}
 WEIGHT_LAUNCHES = 0.4  # of a backward's launches, those of weight gradients: about their share of its computations
 
 
@@ -104,15 +105,22 @@ class Physical:
 
 
 def physical_costs(
-    model: Transformer, placement: Placement, setup: Setup, mesh: Mesh, cluster: Cluster, *, cut: Cut = "uniform"
+    model: Transformer,
+    placement: Placement,
+    setup: Setup,
+    mesh: Mesh,
+    cluster: Cluster,
+    *,
+    cut: Cut = "uniform",
+    free: frozenset[str] = frozenset(),
 ) -> Physical:
     """The costs of `model`, with the layers of `stage_layers` on each stage. `cluster.efficiency` may replace
-    coefficients of `PUBLISHED`.
+    coefficients of `PUBLISHED`. What is in `free`, some of `rates.KINDS`, takes no time.
 
     Raises UsageError for a model that the setup does not fit, a precision that the device does not have, and unknown
     coefficients.
     """
-    rates = rates_of(cluster, setup)
+    rates = rates_of(cluster, setup, free)
     memory = stage_costs(model, placement, setup, cut=cut)  # its bytes; its times are in forwards of a layer
     parts = stage_layers(model, placement, cut)
     times = for_shares(parts, lambda share: _stage_times(model, setup, mesh, rates, share))
@@ -131,19 +139,20 @@ def physical_costs(
     return physical_of(stages, placement, setup, mesh, rates, most=most, tied=tied)
 
 
-def rates_of(cluster: Cluster, setup: Setup) -> Rates:
+def rates_of(cluster: Cluster, setup: Setup, free: frozenset[str] = frozenset()) -> Rates:
     """The rates of a cluster in the precision of a setup. Raises UsageError as `physical_costs` does."""
-    return _rates_in(cluster, setup.precision.products)
+    return _rates_in(cluster, setup.precision.products, free)
 
 
 def head_rates(rates: Rates) -> Rates:
     """The rates of the head, which fp8 leaves in 16 bits."""
     is_apart = rates.precision == "fp8" and "bf16" in rates.cluster.device.flops
-    return _rates_in(rates.cluster, "bf16") if is_apart else rates
+    return _rates_in(rates.cluster, "bf16", rates.free) if is_apart else rates
 
 
-def _rates_in(cluster: Cluster, precision: str) -> Rates:
-    return Rates(cluster, Efficiency.of(cluster.efficiency, cluster.device.like, precision), precision)
+def _rates_in(cluster: Cluster, precision: str, free: frozenset[str]) -> Rates:
+    given = {**cluster.efficiency, **(FREE_LAUNCHES if "launches" in free else {})}
+    return Rates(cluster, Efficiency.of(given, cluster.device.like, precision), precision, free)
 
 
 def physical_of(
@@ -211,6 +220,7 @@ def layer_times(
         launches: the number of transformer layers that take as long to launch as this layer.
     """
     known, runs_ahead = rates.efficiency, rates.cluster.device.runs_ahead
+    checkpoint = "none" if "recomputation" in rates.free else checkpoint
     waiting = 2 * sync if runs_ahead else 0.0  # else `collective` has it
 
     def taken(computed: float, launch: float) -> float:

@@ -30,9 +30,14 @@ class Seconds(NamedTuple):
     scores: float
 
 
+KINDS = ("products", "attention", "elementwise", "recomputation", "launches", "tensor")
+"""What the time of a stage's actions consists of. A breakdown frees one after the other, from the last to the first."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The rates of a cluster in one precision, as `efficiency` lowers them.
+    """The rates of a cluster in one precision, as `efficiency` lowers them. What is in `free`, some of KINDS, takes no
+    time, so that a breakdown can tell what it adds.
 
     Raises UsageError for a precision that the device has no units for.
     """
@@ -40,6 +45,7 @@ class Rates:
     cluster: Cluster
     efficiency: Efficiency
     precision: str
+    free: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         device = self.cluster.device
@@ -64,13 +70,16 @@ class Rates:
         short dimensions.
         """
         known = self.efficiency
-        if not product.flops:
+        if not product.flops or "products" in self.free:
             return 0.0
         depth = 1 + known.depth / min(product.columns, product.depth)
         return product.flops / (self.peak * known.products) * depth * (1 + known.rows / product.rows)
 
     def moving(self, count: float) -> float:
         """Seconds to read and write so many bytes of memory."""
+        return 0.0 if "elementwise" in self.free else self._moved(count)
+
+    def _moved(self, count: float) -> float:
         return count / (self.cluster.device.memory_bandwidth * self.efficiency.memory)
 
     def stepping(self, count: float) -> float:
@@ -84,8 +93,9 @@ class Rates:
         what the work says.
         """
         products = sum(map(self.product, work.products))
-        attention = self.attention_peak * self.efficiency.attention
-        scores = work.attention_flops / attention + self.moving(work.score_bytes)
+        attention = math.inf if "attention" in self.free else self.attention_peak * self.efficiency.attention
+        stored = 0.0 if "attention" in self.free else self._moved(work.score_bytes)
+        scores = work.attention_flops / attention + stored
         forward = products + scores + self.moving(work.moved_bytes)
         backward = self.efficiency.backward / 2
         again = work.again_flops / attention
@@ -109,6 +119,8 @@ class Rates:
         """Seconds of a tensor-parallel all-reduce, or of the all-gather and reduce-scatter that sequence parallelism
         has in its place. Where the host runs ahead, it does not wait for the others.
         """
+        if "tensor" in self.free:
+            return 0.0
         known = self.efficiency
         waiting = 0.0 if self.cluster.device.runs_ahead else known.sync * (group.ranks - 1)
         return waiting + self.all_reduce(group, count, known.link, known.network)
