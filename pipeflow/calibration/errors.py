@@ -39,7 +39,7 @@ def pairs(measured: Measured, cluster: Cluster) -> Iterator[TimePair]:
         if moving.of == "layer":
             yield TimePair("elementwise", rates.moving(moving.size), moving.seconds)
     for attended in measured.attention:
-        yield TimePair("attention", attended.flops / (rates.peak * known.attention), attended.seconds)
+        yield TimePair("attention", attended.flops / rates.attention(None)[0], attended.seconds)
     for layer in measured.layers:
         forward, backward, _ = layer_times(rates.seconds(layer_work(layer.model, layer.setup)), rates, "none")
         yield TimePair("layers, forward", forward, layer.forward)

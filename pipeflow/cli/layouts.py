@@ -127,6 +127,7 @@ def _wanted(arguments: argparse.Namespace, model: Model) -> Wanted:
             precision=PRECISIONS[arguments.precision],
             sequence_parallel=arguments.sequence_parallel,
             keep_scores=arguments.keep_scores,
+            attention=arguments.attention,
         ),
         schedules=schedules_of(arguments, SEARCHED) if arguments.schedule is None else (arguments.schedule,),
         kinds=arguments.kinds or "none",

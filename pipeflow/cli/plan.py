@@ -26,6 +26,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import Cut
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
+from pipeflow.planning.attention import KERNELS
 from pipeflow.planning.catalog import MODELS, Model, model_named
 from pipeflow.planning.estimate import plan
 from pipeflow.planning.mesh import Mesh
@@ -151,6 +152,8 @@ def _add_layout(command: Parser) -> None:
     add("--checkpoint", choices=CHECKPOINTS, nargs="?", const="full", help=checkpoint)
     add("--sequence-parallel", action="store_true", help="also split the activations of norms over the tensor ranks")
     add("--keep-scores", action="store_true", help="keep attention scores, as without scaled_dot_product_attention")
+    kernel = "kernel of attention: unfused stores its scores, flash1 to flash3 are FlashAttention 1, 2, 3 or cuDNN"
+    add("--attention", choices=KERNELS, help=kernel)
     cut = "layers per stage: even, cost (balanced by what they take), or numbers such as 13,12,12,11 (default: even)"
     add("--cut", type=cut_text, metavar="CUT", help=cut)
     add_layout_string(group)
@@ -248,7 +251,8 @@ def _for_programs(found: Plan) -> dict[str, Any]:
         "parameters_total": found.parameters_total,
         "schedule": found.schedule.name,
         "microbatches": found.schedule.num_microbatches,
-        "layout": asdict(found.setup) | {"pipeline": len(found.ranks), "sequence": found.sequence},
+        "layout": asdict(found.setup)
+        | {"pipeline": len(found.ranks), "sequence": found.sequence, "attention": found.setup.kernel},
         "layout_string": found.layout_string,
         "devices": found.devices,
         "ranks": [asdict(rank) | {name: getattr(rank, name) for name in derived} for rank in found.ranks],

@@ -21,7 +21,6 @@ class Efficiency:
         products: share of the peak FLOP/s that large matrix products reach.
         depth: a product whose smaller weight dimension has this length takes twice as long.
         rows: a product with this many rows (tokens) takes twice as long.
-        attention: share of the peak FLOP/s that attention's products reach.
         memory: share of the memory bandwidth that elementwise operations reach.
         forward_launch: time in which the host launches the forward of one layer. A layer takes at least this time. On a
             device that does not run ahead, the time of its computations is added.
@@ -37,6 +36,9 @@ class Efficiency:
         backward: the time of a backward's computations, without recomputed attention, relative to those of its forward.
         gradients: share of the bandwidth inside a node that gradient reductions reach; as `link` unless given.
         optimizer: share of the memory bandwidth that the optimizer's step reaches; as `memory` unless given.
+        attention: share of the peak FLOP/s that attention's products reach, whatever their shape; by the kernel and the
+            shape (`planning/attention.py`) unless given.
+        fused: rate of fused attention, relative to that of its papers.
 
     Raises UsageError for coefficients that are negative or not finite, and for shares of 0.
     """
@@ -44,7 +46,6 @@ class Efficiency:
     products: float
     depth: float
     rows: float
-    attention: float
     memory: float
     forward_launch: float
     backward_launch: float
@@ -58,6 +59,8 @@ class Efficiency:
     backward: float = 2.0
     gradients: float | None = None
     optimizer: float | None = None
+    attention: float | None = None
+    fused: float = 1.0
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -80,7 +83,7 @@ class Efficiency:
         return cls(**numbers)
 
 
-_LIMITED = {"products": 0.7, "attention": 0.34}  # by its power: the more so, the more units compute
+_LIMITED = {"products": 0.7}  # by its power: the more so, the more units compute
 
 
 def _in_half(shares: Mapping[str, float]) -> dict[str, Mapping[str, float]]:
@@ -100,7 +103,6 @@ REACHES: Mapping[str, Mapping[str, Mapping[str, float]]] = {
 - H100 in 16 bits: MPT models of 0.8 to 70 billion parameters, trained by the same program on A100 and H100
   (llm-foundry), are planned with the same error on both with 0.7. Products alone reach 0.8 (ml-engineering's maximum
   achievable FLOP/s, where A100 reaches 0.87, A100 PCIe 0.81, MI250X 0.77 and MI300X 0.6).
-- Attention on H100: FlashAttention-2 reaches 335 of 989 TFLOP/s (arXiv 2307.08691). In fp8, too, it runs in 16 bits.
 - fp8: operands are scaled first. With 0.54, the plans of GPT3-5B, LLAMA2-7B and LLAMA2-13B on H100 without tensor ranks
   are near the times that NeMo 24.07 published. H20 has fewer units in the same power, so only this concerns it.
 """
@@ -109,6 +111,7 @@ SHARES = frozenset(
     {
         "products",
         "attention",
+        "fused",
         "memory",
         "link",
         "network",
@@ -124,7 +127,6 @@ PUBLISHED = Efficiency(
     products=0.874,
     depth=124.0,
     rows=214.0,
-    attention=0.468,
     memory=0.866,
     forward_launch=0.00152,
     backward_launch=0.000329,

@@ -122,7 +122,9 @@ class Wanted:
             )
         if saving and "zb-auto" not in self.schedules:
             object.__setattr__(self, "schedules", (*self.schedules, "zb-auto"))
-        replace(self.setup, checkpoint=self.checkpoint or "none", zero=self.zero or 0)
+        fixed = replace(self.setup, checkpoint=self.checkpoint or "none", zero=self.zero or 0)
+        if not fixed.stores_scores:  # the same kernel in all layouts, whatever they shard
+            object.__setattr__(self, "setup", replace(self.setup, attention=fixed.kernel))
 
     @property
     def without_kinds(self) -> Wanted:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeflow.core.errors import UsageError
+from pipeflow.planning.attention import Scores, fused_shares, unaligned
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.efficiency import Efficiency
 from pipeflow.planning.work import DeviceWork, MatrixProduct
@@ -32,6 +33,8 @@ class Seconds(NamedTuple):
 
 KINDS = ("products", "attention", "elementwise", "recomputation", "launches", "tensor")
 """What the time of a stage's actions consists of. A breakdown frees one after the other, from the last to the first."""
+
+_LONG = Scores("flash2", math.inf, 128, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +95,27 @@ class Rates:
         """The times of the work. The backward has two products for each one, moves twice as much, and computes again
         what the work says.
         """
-        products = sum(map(self.product, work.products))
-        attention = math.inf if "attention" in self.free else self.attention_peak * self.efficiency.attention
+        products, moved = sum(map(self.product, work.products)), self.moving(work.moved_bytes)
         stored = 0.0 if "attention" in self.free else self._moved(work.score_bytes)
-        scores = work.attention_flops / attention + stored
-        forward = products + scores + self.moving(work.moved_bytes)
-        backward = self.efficiency.backward / 2
-        again = work.again_flops / attention
-        return Seconds(forward, backward * (2 * forward + again), backward * products, scores)
+        rate, back = self.attention(work.scores)
+        scores = work.attention_flops / rate + stored
+        again = (2 * work.attention_flops + work.again_flops) / back + 2 * stored
+        backward, rest = self.efficiency.backward / 2, products + moved
+        return Seconds(rest + scores, backward * (2 * rest + again), backward * products, scores)
+
+    def attention(self, scores: Scores | None) -> tuple[float, float]:
+        """FLOP/s of attention in a forward and in a backward. Without a fused kernel it is two products for each head,
+        which are as short as the head is wide. A measured `efficiency.attention` holds for every shape.
+        """
+        known, peak = self.efficiency, math.inf if "attention" in self.free else self.attention_peak
+        if known.attention is not None:
+            return peak * known.attention, peak * known.attention
+        scores = _LONG if scores is None else scores
+        if scores.kernel == "unfused":
+            longer = (1 + known.depth / scores.head) * (1 + known.rows / scores.tokens) * unaligned(scores.head)
+            return peak * known.products / longer, peak * known.products / longer
+        shares = fused_shares(scores, self.cluster.device.like)
+        return peak * known.fused * shares.forward, peak * known.fused * shares.backward
 
     def all_reduce(self, group: RankGroup, count: float, link: float, network: float) -> float:
         """Seconds to sum so many bytes over a group by a ring. Between nodes, the ring uses the network of all ranks of

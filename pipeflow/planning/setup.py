@@ -11,6 +11,7 @@ from typing import Literal
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import require_positive
+from pipeflow.planning.attention import KERNELS, Kernel
 
 Checkpoint = Literal["none", "full", "selective"]
 CHECKPOINTS: tuple[Checkpoint, ...] = ("none", "full", "selective")
@@ -72,8 +73,10 @@ class Setup:
             2205.05198, section 4.2.2).
         keep_scores: attention writes its scores to memory, as without torch's scaled_dot_product_attention or
             FlashAttention (arXiv 2205.14135), and keeps them unless they are recomputed. See `stores_scores`.
+        attention: the kernel that computes attention, of `attention.KERNELS`; that of `kernel` unless given.
 
-    Raises UsageError for sizes below 1, and for an unknown `zero` or `checkpoint`.
+    Raises UsageError for sizes below 1, for an unknown `zero`, `checkpoint` or `attention`, and for a fused kernel that
+    should keep scores or recompute them.
     """
 
     tensor: int = 1
@@ -85,6 +88,7 @@ class Setup:
     checkpoint: Checkpoint | bool = "none"
     sequence_parallel: bool = False
     keep_scores: bool = False
+    attention: Kernel | None = None
 
     def __post_init__(self) -> None:
         require_positive(tensor=self.tensor, data=self.data, microbatch_size=self.microbatch_size)
@@ -94,13 +98,36 @@ class Setup:
             raise UsageError(f"zero must be 0 or 1, got {self.zero!r}: ZeRO-2 and ZeRO-3 are not planned")
         if not isinstance(self.checkpoint, bool) and self.checkpoint not in CHECKPOINTS:
             raise UsageError(f"checkpoint must be one of {', '.join(CHECKPOINTS)}; got {self.checkpoint!r}")
+        self._require_kernel()
         object.__setattr__(self, "zero", int(self.zero))
         if isinstance(self.checkpoint, bool):
             object.__setattr__(self, "checkpoint", "full" if self.checkpoint else "none")
 
+    def _require_kernel(self) -> None:
+        if self.attention is None or self.attention == "unfused":
+            return
+        if self.attention not in KERNELS:
+            raise UsageError(f"attention must be one of {', '.join(KERNELS)}; got {self.attention!r}")
+        if self.keep_scores or self.checkpoint == "selective":
+            what = "keep_scores" if self.keep_scores else "checkpoint 'selective'"
+            raise UsageError(
+                f"{what} is for attention that stores its scores, and {self.attention} does not: use 'unfused'"
+            )
+
     @property
     def stores_scores(self) -> bool:
-        """Whether attention writes its scores to memory. It does so with `keep_scores`, with selective checkpoints,
-        which recompute only the scores, and in fp16, since programs that train in fp16 have no fused attention.
+        """Whether attention writes its scores to memory, as it does without a fused kernel."""
+        return self.kernel == "unfused"
+
+    @property
+    def kernel(self) -> Kernel:
+        """The kernel that computes attention. Unless `attention` says it, scores are stored with `keep_scores`, with
+        selective checkpoints, which recompute only the scores, and in fp16, since programs that train in fp16 have no
+        fused attention. Programs that shard weights (`zero` 3) are those of plain PyTorch, whose published runs reach
+        what flash1 does. Others have the fastest kernel of the device.
         """
-        return self.keep_scores or self.checkpoint == "selective" or self.precision.products == "fp16"
+        if self.attention is not None:
+            return self.attention
+        if self.keep_scores or self.checkpoint == "selective" or self.precision.products == "fp16":
+            return "unfused"
+        return "flash1" if self.zero == 3 and self.precision.products == "bf16" else "flash3"

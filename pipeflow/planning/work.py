@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from pipeflow.planning.attention import FUSED_BACKWARD, Scores
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer import GPT
@@ -14,7 +15,7 @@ from pipeflow.planning.transformer_costs import sequence_of
 
 SCORE_BYTES = 13  # per attention score in half precision: written, masked and normalised, dropped out, read again
 WHOLE_VALUES = 11  # per token and `hidden`: two norms, two sums with a residual and their dropouts
-ATTENTION_AGAIN = 0.5  # of the products of fused attention, that its backward computes again: one of the two
+ATTENTION_AGAIN = FUSED_BACKWARD - 2  # of the products of fused attention, that its backward computes again
 ROUTED_VALUES = (
     4  # per expert of a token and `hidden`: read and written on the way to it, read and added on the way back
 )
@@ -46,6 +47,7 @@ class DeviceWork(NamedTuple):
             2205.14135) keeps no scores, so its backward has five products for two.
         moved_bytes: bytes that elementwise operations read and write; the backward moves twice as many.
         score_bytes: the same for attention scores, if they are stored.
+        scores: the shape of attention. None: that of a fused kernel whose sequences are long.
     """
 
     products: tuple[MatrixProduct, ...]
@@ -53,6 +55,7 @@ class DeviceWork(NamedTuple):
     again_flops: float = 0.0
     moved_bytes: float = 0.0
     score_bytes: float = 0.0
+    scores: Scores | None = None
 
 
 def layer_work(model: Transformer, setup: Setup) -> DeviceWork:
@@ -60,8 +63,8 @@ def layer_work(model: Transformer, setup: Setup) -> DeviceWork:
     sequence, tensor = sequence_of(model, setup), setup.tensor
     tokens, hidden, width = setup.microbatch_size * sequence, model.hidden, setup.precision.weight
     inner, keys = model.query_width / tensor, model.key_width / tensor
-    is_stored = setup.stores_scores
-    is_skipped = isinstance(model, GPT) and not is_stored  # fused attention skips what the causal mask leaves out
+    is_stored, is_causal = setup.stores_scores, isinstance(model, GPT)
+    is_skipped = is_causal and not is_stored  # fused attention skips what the causal mask leaves out
     attention = tokens * model.attention_flops(sequence) / tensor / (2 if is_skipped else 1)
     values = 2 * inner + 2 * keys + (3 if model.gated else 2) * model.active_experts * model.wide / tensor
     whole = hidden / tensor if setup.sequence_parallel else hidden
@@ -76,6 +79,7 @@ def layer_work(model: Transformer, setup: Setup) -> DeviceWork:
         again_flops=0.0 if is_stored else attention * ATTENTION_AGAIN,
         moved_bytes=width * tokens * (WHOLE_VALUES * whole + values + routed),
         score_bytes=tokens * sequence * model.heads / tensor * SCORE_BYTES * width / 2 if is_stored else 0.0,
+        scores=Scores(setup.kernel, sequence, model.head_width, is_causal),
     )
 
 
