@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pipeflow.cli.options import even_cost_options, schedule_name, size_options
 from pipeflow.core.errors import UsageError, unknown
 from pipeflow.schedules import SCHEDULES
+from pipeflow.schedules.memory import STAGE_OPTIONS
 from pipeflow.schedules.options import family_options
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def fields(arguments: argparse.Namespace) -> dict[str, str]:
     """The fields of the link that opens. Raises UsageError for what a link cannot have."""
-    from pipeflow.explore.fields import EVEN
+    from pipeflow.explore.fields import EVEN, option_text
     from pipeflow.explore.state import State
 
     for name in arguments.schedules:
@@ -80,11 +81,11 @@ def fields(arguments: argparse.Namespace) -> dict[str, str]:
         found |= _linked(arguments.link)
     if arguments.schedules:
         found["schedule"] = ",".join(arguments.schedules)
-    options = {name: name for name in ("ranks", "microbatches", *family_options())}
+    options = {name: name for name in ("ranks", "microbatches", *family_options(), *STAGE_OPTIONS)}
     for field, option in {**options, **EVEN}.items():
         value = getattr(arguments, option)
         if value is not None:
-            found[field] = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            found[field] = option_text(value)
     State.of(found)
     return found
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import re
 from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,17 +16,12 @@ from pipeflow.core.errors import UsageError, closest, nearest
 from pipeflow.core.even_costs import EVEN_COSTS
 from pipeflow.draw.times import PER_SECOND
 from pipeflow.schedules import SCHEDULES
+from pipeflow.schedules.memory import STAGE_OPTIONS, stages_in
 from pipeflow.schedules.options import Option, family_options
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction["Parser"]
 
-MEMORY_KINDS = {
-    "recompute": "compute again what its forwards save",
-    "offload": "move it to the host and back",
-    "unshard": "gather weights under fully_shard ahead",
-}
-"""The options of make_schedule that save memory on some stages, each with what it does."""
 PLACEMENTS = ("linear", "looped", "vee", "bidirectional")
 
 
@@ -114,10 +108,6 @@ def schedule_options() -> Parser:
         help="placement of the stages of a CSV file (default: read from its lines)",
     )
     group.add_argument("--forward-only", action="store_true", help="leave out the backwards, as in evaluation")
-    for kind, what in MEMORY_KINDS.items():
-        group.add_argument(
-            f"--{kind}-stages", type=_stages, metavar="STAGES", help=f"{what}, on these stages: all, or such as 0,2-3"
-        )
     return parser
 
 
@@ -127,6 +117,8 @@ def _add_sizes(group: argparse._ArgumentGroup, microbatches: str) -> None:
         "--microbatches", type=_whole, metavar="N", help=f"number of microbatches (default: {microbatches})"
     )
     add_family_options(group)
+    for option, meaning in STAGE_OPTIONS.items():
+        group.add_argument(flag(option), type=_stages, metavar="STAGES", help=meaning)
 
 
 @cache
@@ -173,16 +165,11 @@ def unit_options() -> Parser:
 
 
 def _stages(text: str) -> bool | tuple[int, ...]:
-    """True for all stages, or numbers and ranges with commas between."""
-    if text == "all":
-        return True
-    if not _STAGES.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"it must be all, or stages such as 0,2-3, got {text!r}")
-    ends = [part.partition("-") for part in text.split(",")]
-    return tuple(stage for first, _, last in ends for stage in range(int(first), int(last or first) + 1))
-
-
-_STAGES = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", re.ASCII)
+    """As `stages_in`, for an argument."""
+    try:
+        return stages_in(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _whole(text: str) -> int:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from pipeflow.cli.costs import Costs
-from pipeflow.cli.options import MEMORY_KINDS, flag
+from pipeflow.cli.options import flag
 from pipeflow.core.errors import UsageError
 from pipeflow.schedules import SCHEDULES, options_of
+from pipeflow.schedules.memory import STAGE_OPTIONS
 from pipeflow.schedules.options import family_options
 
 
@@ -47,7 +48,9 @@ class Request:
             tuple((name, value) for name, value in given if value is not None),
             arguments.placement,
             arguments.forward_only,
-            tuple((kind, stages) for kind in MEMORY_KINDS if (stages := getattr(arguments, f"{kind}_stages"))),
+            tuple(
+                (name.removesuffix("_stages"), stages) for name in STAGE_OPTIONS if (stages := getattr(arguments, name))
+            ),
         )
 
     def among(self, names: list[str]) -> dict[str, Request]:

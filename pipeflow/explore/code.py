@@ -16,7 +16,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.even_costs import EVEN_COSTS
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.explore.fields import CUSTOM, EVEN, FIELDS
+from pipeflow.explore.fields import CUSTOM, EVEN, FIELDS, option_text
 from pipeflow.explore.names import file_of, split
 from pipeflow.explore.schedule_cache import schedule
 from pipeflow.explore.state import State
@@ -30,23 +30,24 @@ def python(state: State, name: str) -> str:
     if (file := state.files.get(file_of(name) or "")) is not None and file.measured is not None:
         raise UsageError("there is no code for a measured timeline: save its times")
     made = schedule(state, name)
-    searched = is_searched(split(name)[0])  # its costs come first
-    if searched or _by_stage(state) or any(EVEN_COSTS[cost].of for _, cost in _given(state)):
+    planned = is_searched(split(name)[0]) or "offload_stages" in state.options_for(name)  # its costs come first
+    if planned or _by_stage(state) or any(EVEN_COSTS[cost].of for _, cost in _given(state)):
         cost = _call("pipeflow.CostModel", [*_per_stage(state.cost_model(made.placement))])
     else:
         cost = _call("pipeflow.CostModel.even", ["schedule.placement", *_even(state)])
-    maker = _table(made) if name == CUSTOM or file is not None else _named(state, name, searched=searched)
+    maker = _table(made) if name == CUSTOM or file is not None else _named(state, name, planned=planned)
     lines = [f"schedule = {maker}", f"cost = {cost}"]
     last = "timeline = pipeflow.simulate(schedule, cost)\n"
-    return "\n".join(["import pipeflow\n", *(reversed(lines) if searched else lines), last])
+    return "\n".join(["import pipeflow\n", *(reversed(lines) if planned else lines), last])
 
 
-def _named(state: State, name: str, *, searched: bool) -> str:
-    options = {"ranks": state.ranks, "microbatches": state.microbatches, **state.options_for(name)}
+def _named(state: State, name: str, *, planned: bool) -> str:
+    given = {option.removesuffix("_stages"): value for option, value in state.options_for(name).items()}
+    options = {"ranks": state.ranks, "microbatches": state.microbatches, **given}
     words = [
         repr(split(name)[0]),
         *(f"{option}={value!r}" for option, value in options.items()),
-        *["cost=cost"] * searched,
+        *["cost=cost"] * planned,
     ]
     made = _call("pipeflow.make_schedule", words) + ".with_reductions()" * state.reduces
     return _call("pipeflow.with_optimizer_step", [made]) if state.steps else made
@@ -71,8 +72,7 @@ def command(state: State, name: str) -> str | None:
     options |= {argument: state.costs[field] for field, argument in _given(state)}
     words = ["pipeflow", "draw", split(name)[0]]
     for option, value in options.items():
-        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        words += [f"--{option.replace('_', '-')}", text]
+        words += [f"--{option.replace('_', '-')}", option_text(value)]
     return shlex.join(words)
 
 

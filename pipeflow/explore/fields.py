@@ -18,10 +18,11 @@ from pipeflow.planning.catalog import MODELS
 from pipeflow.planning.device import DEVICES
 from pipeflow.planning.setup import CHECKPOINTS, PRECISIONS
 from pipeflow.schedules import SCHEDULES
+from pipeflow.schedules.memory import STAGE_OPTIONS
 from pipeflow.schedules.options import Option, family_options
 
 CUSTOM = "custom"  # the name of the schedule that the reader builds
-Kind = Literal["names", "whole", "number", "numbers", "choice", "flag", "text"]
+Kind = Literal["names", "whole", "number", "numbers", "stages", "choice", "flag", "text"]
 
 
 class Field(NamedTuple):
@@ -29,8 +30,8 @@ class Field(NamedTuple):
 
     Attributes:
         name: its name in the link.
-        kind: the values that it takes: names of schedules, a whole number, a number, numbers with commas between, one
-            of `choices`, a flag that is "1" when set, or other text.
+        kind: the values that it takes: names of schedules, a whole number, a number, numbers with commas between, the
+            stages that `stages_in` reads, one of `choices`, a flag that is "1" when set, or other text.
         group: the group of controls that it stands in; empty: it has no control.
         label, help: what the page calls it, and one sentence about it.
         default: its value where a link does not set it; empty: none.
@@ -38,6 +39,7 @@ class Field(NamedTuple):
         absent: what holds while it is empty, in a word.
         choices: the words that it takes.
         takers: the schedules that it applies to, `FILE` for files; empty: all.
+        beside: a field that, if it is set, makes this one apply to all schedules.
         model: whether it describes the costs of a model (True) or costs by hand (False); None: neither. The page shows
             the controls that apply.
         shown: whether it says how the timelines are shown, so that it changes none of them.
@@ -55,6 +57,7 @@ class Field(NamedTuple):
     absent: str = ""
     choices: tuple[str, ...] = ()
     takers: tuple[str, ...] = ()
+    beside: str = ""
     model: bool | None = None
     shown: bool = False
 
@@ -82,7 +85,14 @@ SENT = {  # what is sent, in bytes; the command has only the latency
     "activation_bytes": EvenCost("bytes of a microbatch's activation between ranks", unit="bytes"),
     "bandwidth": EvenCost("bytes per unit of time between two ranks", unit="bytes"),
 }
-LABELS = {"extra_warmup": "extra warm-up", "memory_cap": "memory cap", "bytes_cap": "memory cap in bytes"}
+LABELS = {
+    "extra_warmup": "extra warm-up",
+    "memory_cap": "memory cap",
+    "bytes_cap": "memory cap in bytes",
+    "recompute_stages": "recomputed",
+    "unshard_stages": "unsharded",
+    "offload_stages": "offloaded",
+}
 
 
 def _option(name: str) -> Field:
@@ -112,6 +122,12 @@ def _schedule_size(name: str, help_: str, default: str, most: float) -> Field:
     return Field(name, "whole", "Schedule", name, help_, default, 1, most, takers=tuple(SCHEDULES))
 
 
+def _stages(name: str, meaning: str) -> Field:
+    """A choice of stages; the reader's own schedule has what its rows have."""
+    label = LABELS[name]
+    return Field(name, "stages", "Schedule", label, meaning, absent="none", takers=(*SCHEDULES, FILE))
+
+
 def _costs() -> Iterator[Field]:
     for name, cost in EVEN.items():
         yield _cost(name, EVEN_COSTS[cost])
@@ -120,10 +136,18 @@ def _costs() -> Iterator[Field]:
 
 
 _NAMED = (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
+_BESIDE = {
+    "recompute": "recompute_stages",
+    "input_bytes": "recompute_stages",
+    "unshard": "unshard_stages",
+    "whole_weights_bytes": "unshard_stages",
+    "offload": "offload_stages",
+}
+"""The costs of kinds that a schedule has on given stages, and the field of these."""
 
 
 def _takers(name: str, cost: EvenCost) -> tuple[str, ...]:
-    """Named schedules have forwards, backwards, and what costs add to them. Other actions come from a table."""
+    """Named schedules have forwards, backwards, and what costs add to them. Others come from tables or `_BESIDE`."""
     of = cost.of or TIMES.get(name) or BYTES.get(name)
     named = {kind: flow for kind, flow in DATAFLOW.items() if kind in _NAMED or flow.joint}
     is_theirs = of is None or of in named or any((of, 0) in flow.makes for flow in named.values())
@@ -140,7 +164,10 @@ def _cost(name: str, cost: EvenCost) -> Field:
             name, "number", "Costs", label, f"{help_}; empty: no limit", "", 1, most, step, "no limit", model=False
         )
     takers = _takers(name, cost)
-    return Field(name, "number", "Costs", label, help_, str(cost.default), 0, most, step, takers=takers, model=False)
+    default, beside = str(cost.default), _BESIDE.get(name, "")
+    return Field(
+        name, "number", "Costs", label, help_, default, 0, most, step, takers=takers, beside=beside, model=False
+    )
 
 
 def _size(name: str, label: str, help_: str, default: str, most: float) -> Field:
@@ -206,6 +233,7 @@ ALL: tuple[Field, ...] = (
     _schedule_size("ranks", "number of pipeline ranks", "4", 32),
     _schedule_size("microbatches", "number of microbatches per step", "8", 128),
     *map(_option, family_options()),
+    *(_stages(name, meaning) for name, meaning in STAGE_OPTIONS.items()),
     *MODEL,
     *_costs(),
     Field(
@@ -230,6 +258,13 @@ ALL: tuple[Field, ...] = (
 """Every field."""
 
 FIELDS = {field.name: field for field in ALL}
+
+
+def option_text(value: object) -> str:
+    """The value of an option of schedules, as a link and a command have it."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return "all" if value is True else str(value)
 
 
 def placement_text(placement: Placement) -> str:

@@ -10,7 +10,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.schedules import make_schedule, options_of
 
 LARGEST = 65_536  # stages times microbatches, over all schedules of a request
-SEARCH = 4  # how many times as long a schedule takes that is searched for
+SEARCH = 4  # how many times as long a schedule takes that is searched for, or offloads
 MOST_STAGES = 4_096
 MOST_RANKS = 256  # tables and drawings have a row per rank
 MOST_CELLS = 65_536  # of a table
@@ -32,9 +32,10 @@ def require_size(families: Families, ranks: int, microbatches: int, largest: int
     if size > largest:
         asked = f"{ranks:,} ranks x {microbatches:,} microbatches"
         many = f" for {len(families)} schedules together" if len(families) > 1 else ""
+        planned = any(_planned(*family) for family in families)
         raise UsageError(
             f"{asked} is too large for the page: stages times microbatches may be at most {largest:,}{many}"
-            f"{f'; a search counts {SEARCH} times' if any(_searched(name) for name, _ in families) else ''}"
+            f"{f'; a search or an offload counts {SEARCH} times' if planned else ''}"
         )
 
 
@@ -60,15 +61,16 @@ def require_length(name: str, text: str) -> None:
 
 
 def _weight(name: str, options: Mapping[str, Any]) -> int:
-    """The cost of a schedule per rank and microbatch: its stages per rank; more for one that is searched for."""
-    weight = _stages(name, None) * (SEARCH if _searched(name) else 1)
+    """The cost of a schedule per rank and microbatch: its stages per rank; more for one that is planned."""
+    weight = _stages(name, None)
     for option in set(PER_RANK) & set(options_of(name)) & set(options):
         weight = _stages(name, option) * max(int(options[option]), 1)
-    return weight
+    return weight * (SEARCH if _planned(name, options) else 1)
 
 
-def _searched(name: str) -> bool:
-    return "cost" in options_of(name)
+def _planned(name: str, options: Mapping[str, Any]) -> bool:
+    """Whether it is made for costs."""
+    return "cost" in options_of(name) or "offload_stages" in options
 
 
 @cache

@@ -20,15 +20,17 @@ FILE = "file"
 
 
 def split(text: str) -> tuple[str, dict[str, str] | None]:
-    """A name without its own options, and these as texts. None: it has none of its own, and takes those of the link."""
+    """A name without its own options, and these as texts. None: it has none of its own, and takes those of the link.
+    Names have commas between, so values have underscores instead.
+    """
     name, colon, rest = text.partition(":")
     options = (each.partition("=") for each in rest.split(":") if each)
-    return name, {option: value for option, _, value in options} if colon else None
+    return name, {option: value.replace("_", ",") for option, _, value in options} if colon else None
 
 
-def joined(name: str, options: Mapping[str, object]) -> str:
+def joined(name: str, options: Mapping[str, str]) -> str:
     """The name with its own options, which `split` reads."""
-    return f"{name}:" + ":".join(f"{option}={value}" for option, value in options.items())
+    return f"{name}:" + ":".join(f"{option}={value.replace(',', '_')}" for option, value in options.items())
 
 
 def file_of(text: str) -> str | None:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from pipeflow.analysis.memory_cap import MemoryCap
-from pipeflow.core.action import Pair
+from pipeflow.core.action import Kind, Pair
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
@@ -16,6 +16,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.text import percent
 from pipeflow.explore.state import State
 from pipeflow.orders.lower_bounds import bounds
+from pipeflow.orders.memory.storage import MemoryKind
 from pipeflow.orders.problem import make_problem
 
 LARGEST = 16_384  # stages times microbatches, so that the bound takes no second
@@ -26,7 +27,7 @@ def par(state: State, made: Schedule, makespan: float | None) -> dict[str, Any]:
     bound. `bound_text`: why there is none, else what it says.
     """
     cost, unit = state.cost_model(made.placement), state.unit
-    caps = state.memory_cap, state.options.get("bytes_cap")
+    caps = (None, None) if saving(made) else (state.memory_cap, state.options.get("bytes_cap"))
     if cost.overlap and any(isinstance(entry, Pair) for row in made.rows for entry in row):
         return _none("no lower bound is known for pairs that overlap")
     if makespan is not None and made.is_forward_only:
@@ -44,6 +45,12 @@ def par(state: State, made: Schedule, makespan: float | None) -> dict[str, Any]:
         best = gap < 1e-9
         text += "; this one is proved best" if best else f"; this one takes {percent(gap)} longer"
     return {"bound": {"makespan": least, "gap": gap, "text": text}, "bound_text": text}
+
+
+def saving(made: Schedule) -> tuple[MemoryKind, ...]:
+    """The ways to save memory that a schedule uses: with them, a cap bounds no order."""
+    ways: tuple[tuple[MemoryKind, Kind], ...] = (("offload", Kind.O), ("recompute", Kind.C))
+    return tuple(way for way, kind in ways if kind in made.kinds)
 
 
 def _none(why: str) -> dict[str, Any]:

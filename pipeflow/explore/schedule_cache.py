@@ -18,6 +18,7 @@ from pipeflow.explore.rows import read_rows
 from pipeflow.explore.state import State
 from pipeflow.orders.optimizer_steps import with_optimizer_step
 from pipeflow.schedules import SCHEDULES, make_schedule
+from pipeflow.schedules.memory import STAGE_OPTIONS, with_memory_kinds
 from pipeflow.schedules.registry import is_searched
 
 MOST = 500_000  # entries of all schedules that are kept, and spans of all timelines: some 200 MB
@@ -61,10 +62,12 @@ def _key(state: State, name: str, candidates: int | None) -> Hashable:
     added = state.reduces, state.steps
     if name == CUSTOM:
         return name, added, state.rows, state.placement, state.rows_microbatches
+    options = state.options_for(name)
+    costs = _costs(state) if is_searched(split(name)[0]) or "offload_stages" in options else None
+    made_with = added, tuple(options.items()), costs, candidates
     if (file := file_of(name)) is not None:
-        return state.files[file].source, added
-    costs = (_costs(state), candidates) if is_searched(split(name)[0]) else None
-    return name, added, state.ranks, state.microbatches, tuple(state.options_for(name).items()), costs
+        return state.files[file].source, made_with
+    return name, state.ranks, state.microbatches, made_with
 
 
 def _costs(state: State) -> Hashable:
@@ -73,15 +76,25 @@ def _costs(state: State) -> Hashable:
 
 
 def _made(state: State, name: str, candidates: int | None) -> Schedule:
+    if name == CUSTOM:
+        return completed(state, _custom(state))
     if (file := file_of(name)) is None:
-        made = _custom(state) if name == CUSTOM else _named(state, name, candidates)
+        made = _named(state, name, candidates)
     else:
         made = state.files[file].schedule
         if state.files[file].measured is not None:
             return made  # as it ran
         if state.files[file].problem:
             raise UsageError(state.files[file].problem)
-    return completed(state, made)
+    return completed(state, _saving(state, name, made))
+
+
+def _saving(state: State, name: str, schedule: Schedule) -> Schedule:
+    """A schedule with the recomputations, unshards and offloads that the state says."""
+    options = state.options_for(name)
+    stages = {option.removesuffix("_stages"): options[option] for option in STAGE_OPTIONS if option in options}
+    cost = state.cost_model(schedule.placement) if "offload" in stages else None
+    return with_memory_kinds(schedule, **stages, cost=cost)
 
 
 def completed(state: State, schedule: Schedule) -> Schedule:
@@ -101,7 +114,8 @@ def drafted(state: State) -> Draft:
 
 
 def _named(state: State, name: str, candidates: int | None) -> Schedule:
-    family, options = split(name)[0], state.options_for(name)
+    family, given = split(name)[0], state.options_for(name)
+    options = {option: value for option, value in given.items() if option not in STAGE_OPTIONS}
     if is_searched(family):  # it is made for given costs, which are per stage
         options["cost"] = state.cost_model(make_schedule(family, ranks=state.ranks, microbatches=1).placement)
     if is_searched(family) and candidates is not None:

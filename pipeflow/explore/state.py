@@ -17,12 +17,13 @@ from pipeflow.core.even_costs import even_model
 from pipeflow.core.placement import Placement
 from pipeflow.draw.times import Unit
 from pipeflow.explore.depth import mean
-from pipeflow.explore.fields import CUSTOM, EVEN, FIELDS, Field
+from pipeflow.explore.fields import CUSTOM, EVEN, FIELDS, Field, option_text
 from pipeflow.explore.limits import require_length, require_size, require_table
 from pipeflow.explore.model_costs import Modelled
 from pipeflow.explore.names import FILE, file_of, is_file, joined, split
 from pipeflow.explore.reader_file import Opened, opened
 from pipeflow.schedules import SCHEDULES, options_of
+from pipeflow.schedules.memory import STAGE_OPTIONS, stages_in
 
 MOST_SHOWN = 8  # schedules side by side
 
@@ -122,8 +123,8 @@ class State:
         return replace(self, schedules=(schedule,))
 
     def options_for(self, name: str) -> dict[str, Any]:
-        """The given options that the schedule `name` has: its own, or those of the link."""
-        known = options_of(split(name)[0])
+        """The given options that the schedule `name` has: its own, or those of the link. Files have only stages."""
+        known = _known_options(split(name)[0])
         return {option: value for option, value in self.own.get(name, self.options).items() if option in known}
 
     def families(self, names: Iterable[str]) -> list[tuple[str, dict[str, Any]]]:
@@ -134,8 +135,7 @@ class State:
         """The name with the options that it has now as its own. Files and the reader's own schedule have none."""
         if split(name)[0] not in SCHEDULES or name in self.own:
             return name
-        given = self.options_for(name).items()
-        return joined(name, {option: value for option, value in given if not isinstance(value, tuple)})
+        return joined(name, {option: option_text(value) for option, value in self.options_for(name).items()})
 
     def cost_model(self, placement: Placement) -> CostModel:
         """The costs for the stages of `placement`. Raises UsageError for a model that does not fit them."""
@@ -200,11 +200,20 @@ def _value(field: Field, text: str) -> Any:
             return tuple(_number(field, part) for part in text.split(","))
         case "numbers":
             return _number(field, text)
+        case "stages":
+            return _stages(field, text)
         case "flag" if text != "1":
             raise UsageError(f"{field.name} is 1 or left out, got {text[:40]!r}")
         case "choice" if text not in field.choices:
             raise UsageError(f"{field.name} must be one of {', '.join(field.choices)}, got {text[:40]!r}")
     return text
+
+
+def _stages(field: Field, text: str) -> bool | tuple[int, ...]:
+    try:
+        return stages_in(text)
+    except UsageError as error:
+        raise UsageError(f"{field.name}: {error}") from None
 
 
 def _whole(field: Field, text: str) -> int:
@@ -241,9 +250,14 @@ def _own_options(text: str) -> dict[str, Any] | None:
     if name not in SCHEDULES:
         raise unknown("schedule", name[:40], SCHEDULES)
     for option in options or ():
-        if option not in options_of(name) or option not in FIELDS:
+        if option not in _known_options(name) or option not in FIELDS:
             raise UsageError(f"schedule {name!r} does not take {option[:40]!r}")
     return options and {option: _value(FIELDS[option], value) for option, value in options.items()}
+
+
+def _known_options(name: str) -> tuple[str, ...]:
+    """The options that a schedule of the registry has, or a file."""
+    return (*(options_of(name) if name in SCHEDULES else ()), *STAGE_OPTIONS)
 
 
 def _file_name(text: str) -> str:

@@ -63,7 +63,9 @@ def name(fields: Fields) -> str:
     names = values.get("schedule", FIELDS["schedule"].default).split(",")
     given = (each for each in ASKED if values.get(each.name, each.default) != each.default)
     return "&".join(
-        f"{each.name}={values[each.name]}" for each in given if not each.takers or {*each.takers} & {*names}
+        f"{each.name}={values[each.name]}"
+        for each in given
+        if not each.takers or {*each.takers} & {*names} or values.get(each.beside)
     )
 
 

@@ -4,11 +4,19 @@ row they go.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
+
+STAGE_OPTIONS = {
+    "recompute_stages": "compute again what forwards save, on these stages: all, or such as 0,2-3",
+    "unshard_stages": "gather weights under fully_shard ahead, on these stages: all, or such as 0,2-3",
+    "offload_stages": "move what forwards save to the host and back, on these stages: all, or such as 0,2-3",
+}
+"""The options of users for `recompute`, `unshard` and `offload`, and what they mean."""
 
 
 def with_memory_kinds(
@@ -42,6 +50,24 @@ def with_memory_kinds(
     from pipeflow.orders.memory.offloading import with_offload
 
     return with_offload(schedule, cost, _stages("offload", offload))
+
+
+def stages_in(text: str) -> bool | tuple[int, ...]:
+    """The stages that a text names: True for "all", or numbers and ranges with commas between. Raises UsageError for
+    other texts.
+
+    >>> stages_in("0,2-3")
+    (0, 2, 3)
+    """
+    if text == "all":
+        return True
+    if not _STAGES.fullmatch(text):
+        raise UsageError(f"it must be all, or stages such as 0,2-3, got {text[:40]!r}")
+    ends = [part.partition("-") for part in text.split(",")]
+    return tuple(stage for first, _, last in ends for stage in range(int(first), int(last or first) + 1))
+
+
+_STAGES = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", re.ASCII)
 
 
 def _stages(option: str, given: object) -> tuple[int, ...] | None:

@@ -44,6 +44,13 @@ def test_options_are_fields_of_the_link() -> None:
         "reduce": "1.5",
         "overlap": "0",
     }
+    words = "gpipe --recompute-stages 0,2-3 --offload-stages all --offload 0.5"
+    assert fields(*words.split()) == {
+        "schedule": "gpipe",
+        "recompute_stages": "0,2,3",
+        "offload_stages": "all",
+        "offload": "0.5",
+    }
     assert fields("zb-auto", "--memory-cap", "4,3,2,1.5")["memory_cap"] == "4,3,2,1.5"
 
 

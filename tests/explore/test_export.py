@@ -59,6 +59,22 @@ def test_every_option_has_a_value_here() -> None:
     assert set(OPTIONS) == set(family_options())
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"recompute_stages": "0,2"},
+        {"unshard_stages": "0-1", "unshard": "2"},
+        {"offload_stages": "all", "offload": "0.5"},
+    ],
+)
+def test_stages_are_in_the_code(given: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {"schedule": "gpipe", **given}
+    answer, made = code(fields), timeline(State.of(fields), "gpipe")
+    assert evaluated(answer["python"]) == made
+    assert main([*shlex.split(answer["command"])[1:], "--svg", "-"]) == 0
+    assert capsys.readouterr().out == drawn(made)
+
+
 @pytest.mark.parametrize(("name", "option"), [(name, option) for name in SCHEDULES for option in options_of(name)])
 def test_options_are_in_the_code(name: str, option: str) -> None:
     if option == "cost":

@@ -59,6 +59,17 @@ def test_arrow_keys_in_a_box_are_a_movement_of_its_slider(explorer: Explorer) ->
     assert explorer.settled().fields["bandwidth"] == "63"
 
 
+def test_costs_of_recomputation_appear_with_its_stages(explorer: Explorer) -> None:
+    explorer.open()
+    costs = [explorer.find(f"#field-{name}") for name in ("recompute", "input_bytes", "unshard", "offload")]
+    assert not any(cost.is_displayed() for cost in costs)
+    explorer.set("recompute_stages", "0-1")
+    assert [cost.is_displayed() for cost in costs] == [True, True, False, False]
+    assert "1f1b with recompute" in explorer.text("#charts")
+    explorer.set("model", "gpt3-175b")
+    assert not any(cost.is_displayed() for cost in costs)
+
+
 def test_every_control_says_what_it_does(explorer: Explorer) -> None:
     for fields in ({}, {"model": "gpt3-175b"}, {"edit": "1", "schedule": "custom", "rows": "0F0 0B0"}, {"tour": "1"}):
         explorer.open(**fields)

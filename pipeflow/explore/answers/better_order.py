@@ -10,6 +10,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.text import percent
 from pipeflow.explore.fields import CUSTOM
+from pipeflow.explore.proved_bound import saving
 from pipeflow.explore.rows import custom_fields
 from pipeflow.explore.schedule_cache import completed, schedule
 from pipeflow.explore.state import State
@@ -29,7 +30,8 @@ def search(fields: Mapping[str, str]) -> dict[str, Any]:
     - before: the makespan of the one that is shown; None if the search could not begin with it.
     - text: what came of it, in a sentence or two.
 
-    The search splits backwards into halves, and runs pairs one action after the other.
+    The search splits backwards into halves, runs pairs one action after the other, and saves memory in the ways that
+    the schedule does.
 
     Raises UsageError for fields that are wrong, for several schedules, and for what no search takes: placements in two
     directions, more than `LARGEST` stages times microbatches, and a memory cap that no order keeps.
@@ -49,7 +51,8 @@ def search(fields: Mapping[str, str]) -> dict[str, Any]:
         made.num_microbatches,
         cost,
         memory_cap=state.memory_cap,
-        bytes_cap=state.options.get("bytes_cap"),
+        bytes_cap=state.bytes_cap,
+        kinds=saving(made),
         budget=BUDGET,
         start=[] if wrong else [without_optimizer_step(made.without_reductions())],
         name=CUSTOM,

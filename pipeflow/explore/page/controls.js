@@ -33,7 +33,7 @@ function makeControl(field, link) {
     tick.addEventListener("change", () => set(tick.checked ? "1" : ""));
     return {row: make("div", {className: "control"}, label, tick), show: (value) => { tick.checked = value === "1"; }};
   }
-  const inputMode = field.kind === "numbers" ? "text" : "decimal";
+  const inputMode = ["numbers", "stages"].includes(field.kind) ? "text" : "decimal";
   const box = make("input", {id, title, type: "text", inputMode, placeholder: field.absent});
   box.addEventListener("change", () => set(box.value.trim()));
   if (!field.most) {
@@ -72,7 +72,8 @@ export function makeControls({table, link}) {
     const modelled = link.get("model") !== "";
     for (const {field, row, show} of controls) {
       const applies = field.model === null || field.model === modelled;
-      row.hidden = !applies || (field.takers.length > 0 && !names.some((name) => field.takers.includes(name)));
+      const taken = !field.takers.length || names.some((name) => field.takers.includes(name)) || link.fields[field.beside];
+      row.hidden = !(applies && taken);
       show(link.get(field.name));
     }
   });

@@ -20,7 +20,7 @@ export class Server {
   #name(fields) {
     const value = (field) => fields[field.name] || field.default;
     const names = value(this.#table.find((field) => field.name === "schedule")).split(",");
-    const applies = ({takers}) => !takers.length || names.some((name) => takers.includes(name));
+    const applies = ({takers, beside}) => !takers.length || names.some((name) => takers.includes(name)) || fields[beside];
     const given = this.#table.filter((field) => value(field) !== field.default && applies(field));
     return given.map((field) => `${field.name}=${value(field)}`).join("&");
   }
