@@ -1,4 +1,6 @@
-"""`pipeflow diff`: two schedules, or a plan and a measured step: the moves, the measures, and both drawn."""
+"""`pipeflow diff`: two schedules, or a simulated and a measured step: the moves, the measures, and both drawn. Two
+plans of `pipeflow plan --json`: where their time and their memory differ.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,10 @@ from pipeflow.cli.beside import ComparedSchedules
 from pipeflow.cli.differences import difference_lines
 from pipeflow.cli.options import cost_options, schedule_name, schedule_options, unit_options
 from pipeflow.cli.outputs import add_outputs, files_named, show, write_drawings
+from pipeflow.cli.plan_diff import is_plan, run_plans
 from pipeflow.cli.request import Request
 from pipeflow.cli.sources import ScheduleSource
+from pipeflow.core.errors import UsageError
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.columns import changes
 
@@ -28,12 +32,15 @@ def add_to(commands: Commands) -> None:
     """Adds the command and its options."""
     parents = [schedule_options(), cost_options(), unit_options()]
     command = commands.add_parser(
-        "diff", help="show how two schedules differ, or a plan and a measured step", parents=parents
+        "diff", help="show how two schedules differ, a plan and a measured step, or two plans", parents=parents
     )
-    which = "a name from `pipeflow list`, a CSV file, or a timeline in a JSON file"
+    which = (
+        "a name from `pipeflow list`, a CSV file, or in a JSON file a timeline or what `pipeflow plan --json` printed"
+    )
     command.add_argument("first", type=schedule_name, metavar="A", help=which)
     command.add_argument("second", type=schedule_name, metavar="B", help="the schedule or timeline to compare it with")
     add_outputs(command, *FORMATS)
+    command.add_argument("--svg", metavar="FILE", help="of two plans: write where the time of their steps goes as bars")
     command.set_defaults(run=run)
 
 
@@ -41,6 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the differences, then both timelines on one time scale."""
     paths = files_named(arguments, *FORMATS)
     names = [arguments.first, arguments.second]
+    if (plans := [*map(is_plan, names)]) == [True, True]:
+        if paths:
+            raise UsageError(f"--{min(paths)} draws schedules, not two plans: use --svg")
+        return run_plans(names, arguments.svg)
+    _require_schedules(names, plans, arguments.svg)
     request = Request.of(arguments)
     beside = ComparedSchedules.of(names, request)
     sources = [beside.source(name) for name in names]
@@ -61,6 +73,13 @@ def run(arguments: argparse.Namespace) -> int:
     picture = Comparison(timelines[0], timelines[1], unit, factor, titles, arguments.memory)
     show(*lines, "", table, *_ratio(timelines, measured), "", picture)
     return 0
+
+
+def _require_schedules(names: list[str], plans: list[bool], svg: str | None) -> None:
+    if any(plans):
+        raise UsageError(f"{names[plans.index(True)]} is a plan: compare it with another one of pipeflow plan --json")
+    if svg is not None:
+        raise UsageError("--svg is for two plans; for schedules there are --html and --perfetto")
 
 
 def _table(names: list[str], sources: list[ScheduleSource], timelines: list[Timeline], unit: Unit) -> Table:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from pipeflow.cli.breakdowns import beside_each_other, breakdown_svg, for_programs
 from pipeflow.cli.clusters import cluster_of
 from pipeflow.cli.files import STANDARD_OUTPUT, write
 from pipeflow.cli.layout_strings import said_layout
@@ -17,6 +18,7 @@ from pipeflow.cli.outputs import show, wrapped
 from pipeflow.cli.progress import doing
 from pipeflow.core.errors import UsageError
 from pipeflow.core.text import bytes_text, number, seconds_text
+from pipeflow.planning.breakdown import breakdown
 from pipeflow.planning.catalog import Model
 from pipeflow.planning.cuts import even_cut
 from pipeflow.planning.layout import SEARCHED, Layout, Wanted
@@ -60,7 +62,7 @@ def add_search(command: Parser) -> None:
     limit = "memory of a device that may be used, such as 80GiB or 80e9 (default: the device's, less 4%%)"
     add("--memory", type=memory_size, metavar="BYTES", help=limit)
     add("--top", type=int, metavar="K", help="number of layouts to list (default: 5)")
-    add("--svg", metavar="FILE", help="write a plot of step time against memory as SVG (-: standard output)")
+    add("--svg", metavar="FILE", help="write a plot of step time against memory as SVG, or with --breakdown bars")
 
 
 def memory_size(text: str) -> float:
@@ -77,7 +79,8 @@ def memory_size(text: str) -> float:
 
 def require_search(arguments: argparse.Namespace) -> None:
     """Raises UsageError for options of the search without --devices."""
-    given = [flag(name) for name in ("batch", "memory", "top", "svg") if getattr(arguments, name) is not None]
+    alone = ("svg",) if not arguments.breakdown else ()
+    given = [flag(name) for name in ("batch", "memory", "top", *alone) if getattr(arguments, name) is not None]
     if given:
         raise UsageError(f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} for a search: give --devices too")
 
@@ -92,16 +95,18 @@ def run(arguments: argparse.Namespace, model: Model) -> int:
     with doing("searching for layouts") as progress:
         found = find_layouts(wanted, top=top, progress=progress)
     if arguments.svg is not None:
-        write({arguments.svg: _plot(found)})
+        write({arguments.svg: _bars(found) if arguments.breakdown else _plot(found)})
     if arguments.library is not None:
         print_options(arguments, *(each.plan for each in found.ranked))
     elif arguments.json:
         import json
 
-        print(json.dumps(_for_programs(found)))
+        print(json.dumps(_search_for_programs(found)))
     elif arguments.svg != STANDARD_OUTPUT:
         layout = said_layout(arguments, found.ranked[0].plan)
-        show(*_heading(arguments.model, found), "", _table(found), "", _parts(found), "", *_notes(found), *layout)
+        plans = [each.plan for each in found.ranked]
+        parts = beside_each_other(plans) if arguments.breakdown else _parts(found)
+        show(*_heading(arguments.model, found), "", _table(found), "", parts, "", *_notes(found), *layout)
     return 0
 
 
@@ -135,7 +140,7 @@ def _wanted(arguments: argparse.Namespace, model: Model) -> Wanted:
     )
 
 
-def _for_programs(found: Layouts) -> dict[str, Any]:
+def _search_for_programs(found: Layouts) -> dict[str, Any]:
     wanted, best = found.wanted, found.ranked[0]
     return {
         "model": asdict(wanted.model),
@@ -156,6 +161,7 @@ def _for_programs(found: Layouts) -> dict[str, Any]:
                 "peak_parts": each.plan.peak_parts,
                 "rank_bytes": [rank.peak_bytes for rank in each.plan.ranks],
                 "step_parts": each.parts._asdict(),
+                "breakdown": for_programs(each.plan),
                 "more_than_first": each.grown(best),
             }
             for each in found.ranked
@@ -273,13 +279,18 @@ def _plot(found: Layouts) -> str:
     from pipeflow.draw import Axis, Point, scatter_svg
 
     points = [
-        Point(
-            f"{place}: {schedule_text(each.layout)} {each.layout.tensor}x{each.layout.pipeline}x{each.layout.data}",
-            each.plan.peak_bytes,
-            each.step_seconds,
-        )
+        Point(_named(place, each), each.plan.peak_bytes, each.step_seconds)
         for place, each in enumerate(found.ranked, start=1)
     ]
     return scatter_svg(
         points, Axis("memory of the fullest device", bytes_text, 1024), Axis("time of a step (s)", number)
     )
+
+
+def _bars(found: Layouts) -> str:
+    named = [(_named(place, each), breakdown(each.plan)) for place, each in enumerate(found.ranked, start=1)]
+    return breakdown_svg(named)
+
+
+def _named(place: int, each: Ranked) -> str:
+    return f"{place}: {schedule_text(each.layout)} {each.layout.tensor}x{each.layout.pipeline}x{each.layout.data}"

@@ -8,9 +8,11 @@ from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
+from pipeflow.cli.breakdowns import add_breakdown, breakdown_svg, breakdown_table, for_programs, require_seconds
 from pipeflow.cli.clusters import add_cluster, cluster_of
 from pipeflow.cli.costs import Costs
 from pipeflow.cli.cuts import cut_of, cut_text
+from pipeflow.cli.files import STANDARD_OUTPUT, write
 from pipeflow.cli.layout_strings import add_layout_string, layout_of, placed, said_layout, with_chunks
 from pipeflow.cli.layouts import add_search, require_search
 from pipeflow.cli.layouts import run as run_search
@@ -27,6 +29,7 @@ from pipeflow.core.partition import Cut
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.attention import KERNELS
+from pipeflow.planning.breakdown import breakdown
 from pipeflow.planning.catalog import MODELS, Model, model_named
 from pipeflow.planning.estimate import plan
 from pipeflow.planning.mesh import Mesh
@@ -86,6 +89,8 @@ examples:
   a cluster that was measured, or slower links than usual:
     pipeflow plan gpt2-xl --pipeline 4 --cluster cluster.json
     pipeflow plan gpt2-xl --pipeline 16 --device v100-32gb --precision fp16 --network-bandwidth 1.25e9
+  where the time of a step goes, as a table and as a picture:
+    pipeflow plan llama3-8b --pipeline 4 --device h100 --breakdown --svg step.svg
   after a step was measured: what other schedules would gain:
     pipeflow plan --measured run.json
 """
@@ -110,6 +115,7 @@ def add_to(commands: Commands) -> None:
     help_ = "FLOP/s of one device; gives times in seconds without communication"
     command.add_argument("--flops", type=float, metavar="X", help=help_)
     command.add_argument("--json", action="store_true", help="print JSON")
+    add_breakdown(command)
     add_library(command)
     again = command.add_argument_group("replanning", "instead of MODEL, after a step was measured")
     help_ = "timeline of a traced step (JSON): compare schedules under its costs"
@@ -173,6 +179,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.devices is not None:
         return run_search(arguments, model)
     require_search(arguments)
+    require_seconds(arguments)
     require_one_output(arguments)
     options = {name: value for name in LAYOUT if (value := getattr(arguments, name)) is not None}
     setup = Setup(**options | {"precision": PRECISIONS[arguments.precision]})
@@ -181,15 +188,18 @@ def run(arguments: argparse.Namespace) -> int:
         cut = _cuts(arguments, model, setup, cluster)
         schedule = _schedule(arguments, model, setup, cut, cluster)
         found = plan(model, schedule, setup, flops=arguments.flops, cluster=cluster, cut=cut(schedule.placement))
+    if arguments.svg is not None:
+        write({arguments.svg: breakdown_svg([(found.schedule.name, breakdown(found))])})
     if arguments.library is not None:
         print_options(arguments, found)
     elif arguments.json:
         import json
 
         print(json.dumps(_for_programs(found)))
-    else:
+    elif arguments.svg != STANDARD_OUTPUT:
         heading = [*_heading(arguments.model, found), *said_layout(arguments, found)]
-        show(*heading, "", _table(found), "", *found.totals(), *_notes(found))
+        parts = ["", *breakdown_table(found)] if arguments.breakdown else []
+        show(*heading, "", _table(found), "", *found.totals(), *parts, *_notes(found))
     return 0
 
 
@@ -263,6 +273,7 @@ def _for_programs(found: Plan) -> dict[str, Any]:
         "unit": "s" if found.has_seconds else "layer forwards",
         "step_seconds": found.step_seconds,
         "step_parts": None if found.step_parts is None else found.step_parts._asdict(),
+        "breakdown": for_programs(found),
         "peak_bytes": found.peak_bytes,
         "peak_parts": found.peak_parts,
         "fits": found.fits,

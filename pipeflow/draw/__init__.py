@@ -1,6 +1,6 @@
 """Drawings of timelines, planned or measured: `Gantt`, `Comparison` and `CriticalPath` for a terminal, `picture` for
 docstrings, `svg`, `html` and `perfetto` for files. Drawings of measures: `Table` and `Scatter` for a terminal,
-`scatter_svg` for files.
+`scatter_svg` and `bars_svg` for files.
 
 Each is loaded when it is first used, since those for a terminal need rich.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pipeflow.draw.files.svg_bars import Bar, bars_svg
     from pipeflow.draw.files.svg_scatter import scatter_svg
     from pipeflow.draw.files.svg_timeline import svg
     from pipeflow.draw.files.trace_events import perfetto
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
 
 _LATER = {
     "Axis": "plane",
+    "Bar": "files.svg_bars",
     "Comparison": "terminal.comparison",
     "CriticalPath": "terminal.path",
     "Gantt": "terminal.gantt",
     "Point": "plane",
     "Scatter": "terminal.scatter",
     "Table": "terminal.table",
+    "bars_svg": "files.svg_bars",
     "html": "page.timeline_page",
     "perfetto": "files.trace_events",
     "picture": "terminal.text",
@@ -39,12 +42,14 @@ _LATER = {
 
 __all__ = [
     "Axis",
+    "Bar",
     "Comparison",
     "CriticalPath",
     "Gantt",
     "Point",
     "Scatter",
     "Table",
+    "bars_svg",
     "html",
     "perfetto",
     "picture",

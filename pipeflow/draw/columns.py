@@ -87,13 +87,21 @@ def changes(first: Measures, second: Measures, unit: Unit) -> dict[str, MeasureC
 
 
 def _change(name: str, before: float, after: float, text: Callable[[float], str]) -> tuple[str, str]:
-    difference = after - before
-    if abs(difference) <= 1e-9 * max(abs(before), abs(after)):
+    if name in RATIOS and not _is_same(before, after):
+        return f"{100 * (after - before):+.1f} points", ""
+    return difference_text(before, after, text)
+
+
+def difference_text(before: float, after: float, text: Callable[[float], str]) -> tuple[str, str]:
+    """The difference of two numbers, and the same as a part of the first; empty where that says nothing."""
+    if _is_same(before, after):
         return "same", ""
-    if name in RATIOS:
-        return f"{100 * difference:+.1f} points", ""
-    sign = "+" if difference > 0 else "-"
-    return sign + text(abs(difference)), f"{difference / before:+.1%}" if before else ""
+    sign = "+" if after > before else "-"
+    return sign + text(abs(after - before)), f"{(after - before) / before:+.1%}" if before else ""
+
+
+def _is_same(before: float, after: float) -> bool:
+    return abs(after - before) <= 1e-9 * max(abs(before), abs(after))
 
 
 class Plot(NamedTuple):

@@ -33,6 +33,7 @@ MEANINGS = {
 """The parts of a breakdown, in their order."""
 AROUND = ("transfer", "bubble", "reduction", "optimizer")  # parts of a step besides what its busiest rank computes
 LEAST = 1e-9  # parts under this share of a step are roundings
+NOTED = 1e-4  # hidden time is told from this share on
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,9 @@ def breakdown(found: Plan) -> Breakdown:
     tiny = LEAST * found.step_seconds
     named = {name: parts[name] for name in MEANINGS if abs(parts.get(name, 0.0)) > tiny}
     hidden = _in_all(found, costs[-1], runs, rank)
-    beside = {name: all_ - parts[name] for name, all_ in hidden.items() if all_ - parts[name] > tiny}
+    beside = {
+        name: all_ - parts[name] for name, all_ in hidden.items() if all_ - parts[name] > NOTED * found.step_seconds
+    }
     return Breakdown(named, beside, rank)
 
 
