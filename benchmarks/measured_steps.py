@@ -69,7 +69,7 @@ class Row:
 
     def _costs(self, efficiency: Mapping[str, float]) -> Physical:
         cluster = Cluster.of("a100-80gb", network_bandwidth=NETWORK[self.source], efficiency=efficiency)
-        mesh = Mesh(self.setup.tensor, self.pipeline, self.setup.data, cluster.devices_per_node, "data")
+        mesh = Mesh.of(self.setup, self.pipeline, cluster.devices_per_node, "data")
         placement = _schedule(self.pipeline, self.chunks, self.pipeline).placement
         return physical_costs(self.model, placement, self.setup, mesh, cluster)
 

@@ -23,7 +23,7 @@ from pipeflow.planning.catalog import Model
 from pipeflow.planning.cuts import even_cut
 from pipeflow.planning.layout import SEARCHED, Layout, Wanted
 from pipeflow.planning.layouts import TIE, Layouts, Ranked, find_layouts
-from pipeflow.planning.omissions import uncounted
+from pipeflow.planning.omissions import uncounted, unpriced
 from pipeflow.planning.setup import PRECISIONS, Setup
 from pipeflow.schedules.options import family_options
 
@@ -50,6 +50,11 @@ REFUSED = {
     "flops": "times are those of --device",
     "cut": "cuts are searched, too",
     "layout": "cuts are searched, too",
+    "context": "context ranks are not searched",
+    "context_kind": "context ranks are not searched",
+    "expert": "expert ranks are not searched",
+    "expert_tensor": "expert ranks are not searched",
+    "imbalance": "expert ranks are not searched",
 }
 
 
@@ -146,6 +151,7 @@ def _search_for_programs(found: Layouts) -> dict[str, Any]:
         "model": asdict(wanted.model),
         "cluster": asdict(wanted.cluster),
         "not_counted": uncounted(wanted.model, wanted.cluster),
+        "not_priced": unpriced(wanted.model, found.ranked[0].layout.setup),
         "devices": wanted.devices,
         "batch": wanted.batch,
         "memory_bytes": wanted.limit,
@@ -260,6 +266,8 @@ def _notes(found: Layouts) -> Iterator[str]:
         if first.plan.has_uneven_layout:
             yield f"layout: {first.plan.layout_string}"
     yield from wrapped(f"not counted: {'; '.join(uncounted(wanted.model, wanted.cluster))}")
+    if missing := unpriced(wanted.model, first.layout.setup):
+        yield from wrapped(f"not priced: {'; '.join(missing)}")
 
 
 def _why(place: int, each: Ranked, first: Ranked) -> str:

@@ -33,9 +33,9 @@ from pipeflow.planning.breakdown import breakdown
 from pipeflow.planning.catalog import MODELS, Model, model_named
 from pipeflow.planning.estimate import plan
 from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.omissions import uncounted
+from pipeflow.planning.omissions import uncounted, unpriced
 from pipeflow.planning.physical import physical_costs
-from pipeflow.planning.setup import CHECKPOINTS, PRECISIONS, Setup
+from pipeflow.planning.setup import CHECKPOINTS, CONTEXT_KINDS, PRECISIONS, Setup
 from pipeflow.planning.step_plan import TITLES, Plan
 from pipeflow.planning.transformer import GPT
 from pipeflow.planning.transformer_costs import stage_costs
@@ -64,6 +64,15 @@ MEANINGS = {  # help for sizes
     "norm": "LayerNorm or RMSNorm",
     "head_norms": "norms of query and key heads",
     "dropout": "keep masks of dropouts",
+    "kv_rank": "size of the latent vector of key and value (MLA)",
+    "q_rank": "size of the latent vector of the query (MLA)",
+    "rope_size": "part of a head that has positions (MLA)",
+    "value_size": "size of a head of value",
+    "window": "tokens that a query sees",
+    "full_every": "each so-many-th layer sees all tokens in spite of --window",
+    "parallel_block": "attention and MLP read the same norm",
+    "dense_layers": "number of first layers that have one MLP instead of experts",
+    "dense_ffn": "size of that MLP",
     "positions": "most tokens per sequence",
     "vocabulary": "number of tokens in the vocabulary",
     "mlp_ratio": "size of the MLP, as a multiple of the hidden size",
@@ -160,6 +169,14 @@ def _add_layout(command: Parser) -> None:
     add("--keep-scores", action="store_true", help="keep attention scores, as without scaled_dot_product_attention")
     kernel = "kernel of attention: unfused stores its scores, flash1 to flash3 are FlashAttention 1, 2, 3 or cuDNN"
     add("--attention", choices=KERNELS, help=kernel)
+    add("--context", type=int, metavar="C", help="number of context ranks, which share each sequence (default: 1)")
+    kinds = "how attention sees tokens of other context ranks (default: ring)"
+    add("--context-kind", choices=CONTEXT_KINDS, help=kinds)
+    ranks = "number of expert ranks, among the devices of a stage (default: 1)"
+    add("--expert", type=int, metavar="E", help=ranks)
+    add("--expert-tensor", type=int, metavar="T", help="devices that share each expert (default: as --tensor)")
+    fullest = "tokens of the fullest expert rank, as a multiple of the mean (default: 1)"
+    add("--imbalance", type=float, metavar="X", help=fullest)
     cut = "layers per stage: even, cost (balanced by what they take), or numbers such as 13,12,12,11 (default: even)"
     add("--cut", type=cut_text, metavar="CUT", help=cut)
     add_layout_string(group)
@@ -250,7 +267,7 @@ def _costs(model: Model, placement: Placement, setup: Setup, cluster: Cluster | 
     """The costs that an order is made for: in seconds, with copies to the host, if the cluster is known."""
     if cluster is None:
         return stage_costs(model, placement, setup, cut=cut)
-    mesh = Mesh(setup.tensor, placement.num_ranks, setup.data, cluster.devices_per_node)
+    mesh = Mesh.of(setup, placement.num_ranks, cluster.devices_per_node)
     return physical_costs(model, placement, setup, mesh, cluster, cut=cut).cost
 
 
@@ -278,6 +295,7 @@ def _for_programs(found: Plan) -> dict[str, Any]:
         "peak_parts": found.peak_parts,
         "fits": found.fits,
         "not_counted": uncounted(found.model, found.cluster),
+        "not_priced": unpriced(found.model, found.setup),
         "cluster": None if found.cluster is None else asdict(found.cluster),
         "tokens": found.tokens,
         "tokens_per_second": found.tokens_per_second,
@@ -302,3 +320,5 @@ def _notes(found: Plan) -> Iterator[str]:
     if not found.setup.stores_scores:
         yield "activations: without attention scores (--keep-scores adds them)"
     yield from wrapped(f"not counted: {'; '.join(uncounted(found.model, found.cluster))}")
+    if missing := unpriced(found.model, found.setup):
+        yield from wrapped(f"not priced: {'; '.join(missing)}")

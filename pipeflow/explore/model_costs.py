@@ -74,5 +74,5 @@ class Modelled:
 
 @lru_cache(64)
 def _cost_model(modelled: Modelled, placement: Placement) -> CostModel:
-    mesh = Mesh(modelled.setup.tensor, placement.num_ranks, modelled.setup.data, modelled.cluster.devices_per_node)
+    mesh = Mesh.of(modelled.setup, placement.num_ranks, modelled.cluster.devices_per_node)
     return physical_costs(modelled.model, placement, modelled.setup, mesh, modelled.cluster).cost

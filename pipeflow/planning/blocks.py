@@ -5,7 +5,9 @@ A block is norm, attention, norm, MLP (pre-LN). Attention is one linear for quer
 The MLP is a wide linear and an output linear. With `gated` it has two wide linears whose outputs are multiplied
 (SwiGLU, arXiv 2002.05202). With `kv_heads`, groups of query heads share a head of key and value (arXiv 2305.13245).
 With `experts`, the router, a linear without bias, sends each token to `experts_per_token` of the MLPs (arXiv
-2401.04088). `shared_experts` are further MLPs that get all tokens (arXiv 2401.06066).
+2401.04088). `shared_experts` are further MLPs that get all tokens (arXiv 2401.06066). With `dense_layers`, the first
+layers have one MLP instead. In parallel blocks, one norm feeds both attention and MLP (arXiv 2204.02311). The kinds
+of attention are described in `linears.py`.
 
 A tensor split by t cuts the query-key-value and wide linears by columns (weight and bias / t). It cuts the two output
 linears by rows (weight / t, the bias on every rank). Norms and router are whole on every rank. If there are fewer heads
@@ -17,11 +19,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Literal, Self
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import require_at_least, require_positive
+from pipeflow.planning.linears import attention_linears, latent_norms
 
 Part = tuple[int, int]  # layers [start, end)
 Biases = Literal["all", "qkv", "none"]
@@ -44,9 +47,19 @@ class Transformer(ABC):
         norm: LayerNorm, with a bias, or RMSNorm, without.
         head_norms: query and key have a norm each over `head_size`.
         dropout: attention and the MLP end in one, and so does the embedding; its masks are kept in training.
+        kv_rank, q_rank: sizes of the latent vectors of latent attention; None for usual attention, and for none of the
+            query.
+        rope_size: the part of `head_size` that has positions, in latent attention.
+        value_size: width of a head of value; as wide as a head of query unless given.
+        window: the tokens that a query sees, its own included; all before it unless given.
+        full_every: in each so-many-th layer, a query sees all tokens in spite of `window`; 0 for no such layer.
+        parallel_block: attention and the MLP of a block read the same norm.
+        dense_layers: how many of the first layers have no experts but one MLP.
+        dense_ffn: width of that MLP; that of all experts that a token uses unless given.
 
     Raises UsageError for sizes below 1, and for sizes that do not divide: `heads` into `hidden` where no `head_size` is
-    given, `kv_heads` into `heads`.
+    given, `kv_heads` into `heads`. Also for sizes that belong to others: `q_rank` without `kv_rank`, `dense_layers`
+    without experts, `full_every` without a window.
     """
 
     layers: int
@@ -64,13 +77,27 @@ class Transformer(ABC):
     norm: Norm = "layer"
     head_norms: bool = False
     dropout: bool = True
+    kv_rank: int | None = None
+    q_rank: int | None = None
+    rope_size: int = 0
+    value_size: int | None = None
+    window: int | None = None
+    full_every: int = 0
+    parallel_block: bool = False
+    dense_layers: int = 0
+    dense_ffn: int | None = None
 
     def __post_init__(self) -> None:
-        optional = {"kv_heads": self.kv_heads, "head_size": self.head_size, "ffn": self.ffn}
-        given = {name: size for name, size in optional.items() if size is not None}
+        given = {name: size for name in OPTIONAL if (size := getattr(self, name)) is not None}
         require_positive(layers=self.layers, hidden=self.hidden, heads=self.heads, **given)
         require_positive(experts=self.experts, experts_per_token=self.experts_per_token)
-        require_at_least(0, shared_experts=self.shared_experts)
+        require_at_least(
+            0,
+            shared_experts=self.shared_experts,
+            rope_size=self.rope_size,
+            full_every=self.full_every,
+            dense_layers=self.dense_layers,
+        )
         if self.head_size is None and self.hidden % self.heads:
             near = near_divisors(self.hidden, self.heads)
             raise UsageError(f"hidden {self.hidden} does not divide into {self.heads} heads: {near}")
@@ -81,9 +108,35 @@ class Transformer(ABC):
             raise UsageError(f"experts_per_token={self.experts_per_token} is more than experts={self.experts}")
         if self.shared_experts and self.experts == 1:
             raise UsageError(f"shared_experts={self.shared_experts} need other experts, too: set experts to at least 2")
+        self._require_owners()
         for name, value, known in (("biases", self.biases, ("all", "qkv", "none")), ("norm", self.norm, NORMS)):
             if value not in known:
                 raise UsageError(f"{name} must be one of {', '.join(known)}; got {value!r}")
+
+    def _require_owners(self) -> None:
+        """Raises UsageError for sizes that say nothing without another one."""
+        owned = {
+            "q_rank": (self.q_rank is not None, self.kv_rank is not None, "kv_rank"),
+            "rope_size": (self.rope_size > 0, self.kv_rank is not None, "kv_rank"),
+            "full_every": (self.full_every > 0, self.window is not None, "window"),
+            "dense_layers": (self.dense_layers > 0, self.experts > 1, "experts of at least 2"),
+            "dense_ffn": (self.dense_ffn is not None, self.dense_layers > 0, "dense_layers"),
+        }
+        for name, (is_given, has_owner, owner) in owned.items():
+            if is_given and not has_owner:
+                raise UsageError(f"{name}={getattr(self, name)} needs {owner}: give it too, or leave out {name}")
+        if self.dense_layers >= self.layers > 1 and self.experts > 1:
+            raise UsageError(f"dense_layers={self.dense_layers} leave no layer of {self.layers} with experts")
+        if self.kv_rank is not None and self.head_width <= self.rope_size:
+            raise UsageError(f"rope_size={self.rope_size} must be less than head_size={self.head_width}")
+
+    @property
+    def dense(self) -> Self:
+        """The model if all its layers were as its first `dense_layers`."""
+        wide = self.active_experts * self.wide if self.dense_ffn is None else self.dense_ffn
+        plain = {"experts": 1, "experts_per_token": 1, "shared_experts": 0, "dense_layers": 0, "dense_ffn": None}
+        sizes: dict[str, Any] = {"ffn": wide, **plain}
+        return replace(self, **sizes)
 
     @property
     def wide(self) -> int:
@@ -109,6 +162,11 @@ class Transformer(ABC):
     def key_width(self) -> int:
         """Width of all key heads together."""
         return self.key_heads * self.head_width
+
+    @property
+    def value_width(self) -> int:
+        """The width of one head of value, in elements."""
+        return self.head_width if self.value_size is None else self.value_size
 
     @property
     def active_experts(self) -> int:
@@ -151,7 +209,7 @@ class Transformer(ABC):
     def active_parameters(self) -> int:
         """The parameters that one token uses: all of them but those of the experts that it is not sent to."""
         idle = self.experts - self.experts_per_token
-        return self.parameters - idle * self.layers * (self._expert(1) + self._expert_biases)
+        return self.parameters - idle * (self.layers - self.dense_layers) * self._mlps(1, 1)
 
     def parameters_of(self, parts: Iterable[Part], tensor: int = 1) -> int:
         """Parameters of one of `tensor` ranks that together hold the stages with layers [start, end) of `parts`: a word
@@ -165,14 +223,38 @@ class Transformer(ABC):
                 f"layers {wrong[0]} are not a part of {self.layers} layers: give (start, end), end excluded"
             )
         first, last = any(start == 0 for start, _ in parts), any(end == self.layers for _, end in parts)
-        return self.parameters_held(sum(end - start for start, end in parts), tensor, first=first, last=last)
+        layers, dense = sum(end - start for start, end in parts), sum(map(self.dense_of, parts))
+        ends = self.parameters_held(layers, tensor, first=first, last=last, dense=dense)
+        return ends + (layers - dense) * self.expert_parameters(1, tensor)
 
-    def parameters_held(self, layers: int, tensor: int, *, first: bool, last: bool) -> int:
-        """Parameters of one of `tensor` ranks that holds `layers` layers. With `first` and `last`, it also holds the
-        parts before and after the layers. Raises UsageError as `require_tensor` does.
+    def dense_of(self, part: Part) -> int:
+        """The number of layers [start, end) that are among the first `dense_layers`."""
+        return max(0, min(part[1], self.dense_layers) - part[0])
+
+    def parameters_held(self, layers: int, tensor: int, *, first: bool, last: bool, dense: int = 0) -> int:
+        """Parameters of one of `tensor` ranks that holds `layers` layers, of which `dense` are among the first, without
+        those of experts that tokens are sent to. With `first` and `last`, it also holds the parts before and after the
+        layers. Raises UsageError as `require_tensor` does.
         """
         self.require_tensor(tensor)
-        return layers * self._block(tensor) + self._ends(tensor, first=first, last=last)
+        dense_block = self.dense._block(tensor) if dense else 0
+        return (layers - dense) * self._block(tensor) + dense * dense_block + self._ends(tensor, first=first, last=last)
+
+    def expert_parameters(self, expert: int, split: int) -> int:
+        """Parameters of a layer's experts, without the shared ones, on one of `expert` ranks of `split` devices. Raises
+        UsageError if the experts, or their widths, do not divide.
+        """
+        if self.experts == 1:
+            if expert > 1:
+                raise UsageError(f"a model without experts cannot have {expert} expert ranks: leave them out")
+            return 0
+        if self.experts % expert:
+            near = near_divisors(self.experts, expert)
+            raise UsageError(f"expert={expert} does not divide {self.experts} experts: {near}")
+        if self.wide % split:
+            near = near_divisors(self.wide, split)
+            raise UsageError(f"expert_tensor={split} does not divide an expert's width of {self.wide}: {near}")
+        return self._mlps(self.experts // expert, split)
 
     @property
     def linear_flops(self) -> int:
@@ -185,7 +267,7 @@ class Transformer(ABC):
         """Operations per token in the forward of one layer's scores and of their product with the values: 4sh. What a
         causal mask or a window leaves out is counted, too.
         """
-        return 4 * sequence * self.query_width
+        return 2 * sequence * self.heads * (self.head_width + self.value_width)
 
     def flops_per_sample(self, sequence: int | None = None) -> int:
         """Floating-point operations of the forward and the backward of one sequence, by default of `tokens` tokens,
@@ -193,7 +275,8 @@ class Transformer(ABC):
         images, whose backward has one half.
         """
         tokens = self.tokens if sequence is None else sequence
-        layers = self.layers * (self.linear_flops + self.attention_flops(tokens))
+        dense = self.dense_layers * (self.dense.linear_flops - self.linear_flops) if self.dense_layers else 0
+        layers = self.layers * (self.linear_flops + self.attention_flops(tokens)) + dense
         return round(tokens * (3 * (layers + self.head_flops) + 2 * self.embedding_flops))
 
     def require_tensor(self, tensor: int) -> None:
@@ -209,7 +292,7 @@ class Transformer(ABC):
             raise UsageError(
                 f"tensor={tensor} neither divides {self.key_heads} heads of key and value nor is a multiple of that"
             )
-        if self.wide % tensor:
+        if self.experts == 1 and self.wide % tensor:
             near = near_divisors(self.wide, tensor)
             raise UsageError(f"tensor={tensor} does not divide the MLP width of {self.wide}: {near}")
 
@@ -220,7 +303,7 @@ class Transformer(ABC):
 
     @property
     def _attention(self) -> int:
-        return self.hidden * (2 * self.query_width + 2 * self.key_width)
+        return sum(linear.weights for linear in attention_linears(self))
 
     @property
     def _router(self) -> int:
@@ -230,25 +313,27 @@ class Transformer(ABC):
         """Weights of one MLP on one of `tensor` ranks."""
         return (3 if self.gated else 2) * self.hidden * self.wide // tensor
 
-    @property
-    def _expert_biases(self) -> int:
-        return (2 * self.wide if self.gated else self.wide) + self.hidden if self.biases == "all" else 0
+    def _mlps(self, count: int, tensor: int) -> int:
+        """Parameters of `count` MLPs on one of `tensor` ranks, which have the output's bias whole."""
+        inner = (2 if self.gated else 1) * self.wide if self.biases == "all" else 0
+        return count * (self._expert(1) + inner) // tensor + (count * self.hidden if self.biases == "all" else 0)
 
     def _block(self, tensor: int) -> int:
-        experts = self.experts + self.shared_experts
-        split = self._attention + experts * self._expert(1)
-        whole = self._router + 2 * self.norm_parameters
+        """Parameters of a layer on one of `tensor` ranks, without experts that tokens are sent to."""
+        latent = sum(linear.weights for linear in attention_linears(self) if linear.split == "none")
+        split = self._attention - latent
+        whole = self._router + (1 if self.parallel_block else 2) * self.norm_parameters + latent + latent_norms(self)
         if self.head_norms:
             whole += 2 * self.norm_parameters // self.hidden * self.head_width
         if self.biases != "none":
             split += self.query_width + 2 * self.key_width
         if self.biases == "all":
-            split += experts * (self._expert_biases - self.hidden)
-            whole += (1 + experts) * self.hidden
-        return split // tensor + whole
+            whole += self.hidden
+        return split // tensor + whole + self._mlps(self.shared_experts + (self.experts == 1), tensor)
 
 
 NORMS = ("layer", "rms")
+OPTIONAL = ("kv_heads", "head_size", "ffn", "kv_rank", "q_rank", "value_size", "window", "dense_ffn")
 
 
 def near_divisors(whole: int, part: int) -> str:

@@ -23,6 +23,8 @@ MEANINGS = {
     "recomputation": "what backwards compute again",
     "launches": "waiting for the host to launch operations",
     "tensor": "communication of tensor ranks",
+    "experts": "tokens on their way to experts and back",
+    "context": "waiting for keys and values of other context ranks",
     "processors": "waiting for a processor that ranks share",
     "sharding": "gathers and reductions of divided weights and gradients",
     "transfer": "waiting for activations and gradients on their way",
@@ -82,7 +84,7 @@ def _without(found: Plan, free: Sequence[str]) -> Physical:
     """The costs of a plan if these kinds of work were free."""
     assert found.cluster is not None
     placement, setup = found.schedule.placement, found.setup
-    mesh = Mesh(setup.tensor, placement.num_ranks, setup.data, found.cluster.devices_per_node)
+    mesh = Mesh.of(setup, placement.num_ranks, found.cluster.devices_per_node)
     return physical_costs(found.model, placement, setup, mesh, found.cluster, cut=found.cut, free=frozenset(free))
 
 

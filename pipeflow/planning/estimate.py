@@ -61,7 +61,7 @@ def plan(
     elif flops is not None:
         raise UsageError("flops and cluster both give the speed of a device: pass only one of them")
     else:
-        mesh = Mesh(setup.tensor, len(schedule.rows), setup.data, cluster.devices_per_node)
+        mesh = Mesh.of(setup, len(schedule.rows), cluster.devices_per_node)
         physical = physical_costs(model, schedule.placement, setup, mesh, cluster, cut=cut)
         cost = physical.cost
     cost = replace(cost, microbatch_factors=microbatch_factors)

@@ -260,7 +260,7 @@ class _Costs(NamedTuple):
 def _costs(wanted: Wanted, cell: Cell, placement: Placement, limit: float) -> Iterator[_Costs]:
     """With layers cut evenly, and by what they cost."""
     model, setup = wanted.model, cell.setup
-    mesh = Mesh(setup.tensor, cell.pipeline, setup.data, wanted.cluster.devices_per_node)
+    mesh = Mesh.of(setup, cell.pipeline, wanted.cluster.devices_per_node)
     weights = _profile(wanted, _of_one_replica(setup))
     by_load = cut_by_load(model.layers, placement, weights.first, weights.last)
     for cut in dict.fromkeys((even_cut(model.layers, placement.num_stages), by_load)):
@@ -289,8 +289,8 @@ def _profile(wanted: Wanted, setup: Setup) -> Profile:
 
 
 def _of_one_replica(setup: Setup) -> Setup:
-    """The key of `_profile`, which does not depend on the replicas."""
-    return replace(setup, data=1, zero=0)
+    """The key of `_profile`, which depends on the replicas only where they exchange tokens."""
+    return replace(setup, data=setup.data if setup.expert > 1 else 1, zero=0)
 
 
 def least_seconds(wanted: Wanted, cell: Cell) -> float:

@@ -66,7 +66,7 @@ def smallest(wanted: Wanted, enough: float = 0.0) -> tuple[Layout, float]:
 def _least(wanted: Wanted, cell: Cell) -> float:
     """A lower bound on the bytes of the fullest device of a cell: its share of the weights, gradients and optimizer."""
     setup, precision = cell.setup, cell.setup.precision
-    optimizer = (precision.master + precision.moments) / (setup.data if setup.zero else 1)
+    optimizer = (precision.master + precision.moments) / (setup.replicas if setup.zero else 1)
     share = wanted.model.parameters / (setup.tensor * cell.pipeline)
     return share * (precision.weight + precision.gradient + optimizer)
 

@@ -17,6 +17,7 @@ from pipeflow.planning.rank_memory import Held, transferred
 from pipeflow.planning.rates import RankGroup, Rates
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.step_plan import StepPlan
+from pipeflow.planning.transformer_costs import Parameters
 from pipeflow.planning.work import DeviceWork
 
 LAYER_OPERATIONS = 16
@@ -81,7 +82,7 @@ def counted_plan(
 ) -> StepPlan:
     """The plan of a module with these stages. `far` has the bytes on each route."""
     placement, rates = schedule.placement, rates_of(cluster, setup)
-    mesh = Mesh(setup.tensor, len(schedule.rows), setup.data, cluster.devices_per_node)
+    mesh = Mesh.of(setup, len(schedule.rows), cluster.devices_per_node)
     costs = [_stage_costs(stage, rates, str(setup.checkpoint)) for stage in stages]
     held = []
     for rank in range(len(schedule.rows)):
@@ -92,7 +93,7 @@ def counted_plan(
         received = transferred(placement, rank, [stage.sent_bytes for stage in stages])
         held.append(Held(parts, sum(names.values()), again if setup.checkpoint == "full" else 0, received))
     tied = _tied(stages, schedule, setup, mesh, rates)
-    most = max(each.parameters for each in held)
+    most = Parameters(max(each.parameters for each in held), 0)
     physical = physical_of(costs, placement, setup, mesh, rates, most=most, tied=tied)
     physical = replace(physical, cost=replace(physical.cost, route_bytes=dict(far)))
     return step_plan(schedule, setup, physical.cost, held, cluster, physical)
@@ -111,7 +112,7 @@ def _stage_costs(stage: CountedStage, rates: Rates, checkpoint: str) -> StageCos
         sum(saved.values()),
         sum(deferred.values()),
         stage.sent_bytes,
-        sum(stage.parameters.values()),
+        Parameters(sum(stage.parameters.values()), 0),
     )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.setup import Setup
 
-EXPERTS = (
-    "expert parallelism (each tensor rank has a part of every expert, and gets every token: if experts lie on ranks of "
-    "their own, add the all-to-all that sends tokens to them and back), and routers that send some experts more tokens "
-    "than others"
+ROUTED = "routers that send some experts more tokens than others (--imbalance)"
+WHOLE_EXPERTS = (
+    "experts on ranks of their own: each tensor rank has a part of every expert, so no token is sent (--expert)"
 )
+HIDDEN = "all-to-all of experts that is hidden behind other computation"
 
 
 def uncounted(model: Transformer, cluster: Cluster | None) -> tuple[str, ...]:
@@ -17,6 +18,16 @@ def uncounted(model: Transformer, cluster: Cluster | None) -> tuple[str, ...]:
     found = {
         "communication between devices": cluster is None,
         "temporary buffers of operations": True,
-        EXPERTS: model.experts > 1,
+    }
+    return tuple(text for text, is_left_out in found.items() if is_left_out)
+
+
+def unpriced(model: Transformer, setup: Setup) -> tuple[str, ...]:
+    """What of a model's and a layout's own physics no time has, each in one line. Empty if all of it is in."""
+    is_mixture = model.experts > 1
+    found = {
+        WHOLE_EXPERTS: is_mixture and setup.expert == 1,
+        ROUTED: is_mixture and setup.expert > 1 and setup.imbalance == 1,
+        HIDDEN: is_mixture and setup.expert > 1,
     }
     return tuple(text for text, is_left_out in found.items() if is_left_out)

@@ -17,19 +17,21 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.efficiency import Efficiency
+from pipeflow.planning.exchanges import NOTHING, Exchanged, layer_exchanges
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.rates import RankGroup, Rates, Seconds
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer import GPT
 from pipeflow.planning.transformer_costs import (
+    Parameters,
     Share,
     for_shares,
     parameters_of,
     passed_bytes,
-    sequence_of,
     shares_of,
     stage_costs,
     stage_layers,
+    tokens_of,
 )
 from pipeflow.planning.work import embedding_work, head_work, layer_work
 
@@ -61,14 +63,14 @@ class StageCosts:
         saved_bytes: bytes that are kept from a forward to its backward.
         deferred_bytes: bytes that are kept between the two halves of a backward.
         activation_bytes: bytes that are sent to the next stage.
-        parameters: number of parameters that the device holds.
+        parameters: how many parameters the device holds.
     """
 
     times: StageTimes
     saved_bytes: float
     deferred_bytes: float
     activation_bytes: float
-    parameters: int
+    parameters: Parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,18 +125,16 @@ def physical_costs(
     rates = rates_of(cluster, setup, free)
     memory = stage_costs(model, placement, setup, cut=cut)  # its bytes; its times are in forwards of a layer
     parts = stage_layers(model, placement, cut)
-    times = for_shares(parts, lambda share: _stage_times(model, setup, mesh, rates, share))
-    shares = shares_of(parts)
-    held = for_shares(parts, lambda share: parameters_of(model, [share], setup.tensor))
+    times = for_shares(model, parts, lambda share: _stage_times(model, setup, mesh, rates, share))
+    shares = shares_of(model, parts)
+    held = for_shares(model, parts, lambda share: parameters_of(model, [share], setup))
     activation = passed_bytes(model, setup)
     stages = [
         StageCosts(times[stage], memory.saved_bytes[stage], memory.deferred_bytes[stage], activation, held[stage])
         for stage in range(len(parts))
     ]
-    most = max(
-        parameters_of(model, [shares[stage] for stage in placement.stages_of(rank)], setup.tensor)
-        for rank in range(placement.num_ranks)
-    )
+    ranks = [[shares[stage] for stage in placement.stages_of(rank)] for rank in range(placement.num_ranks)]
+    most = max((parameters_of(model, own, setup) for own in ranks), key=lambda each: each.total)
     tied = _tied(model, placement, setup, mesh, rates)
     return physical_of(stages, placement, setup, mesh, rates, most=most, tied=tied)
 
@@ -162,11 +162,11 @@ def physical_of(
     mesh: Mesh,
     rates: Rates,
     *,
-    most: int,
+    most: Parameters,
     tied: float,
 ) -> Physical:
-    """The costs of a layout whose stages have these costs. `most` is the number of parameters on the device that holds
-    most, and `tied` are the seconds of summing gradients that several stages share.
+    """The costs of a layout whose stages have these costs. `most` are the parameters of the device that holds most,
+    and `tied` are the seconds of summing gradients that several stages share.
     """
     cluster, times = rates.cluster, [each.times for each in stages]
     near = cluster.link_bandwidth * rates.efficiency.transfer
@@ -184,8 +184,7 @@ def physical_of(
         bandwidth=near,
         links=_links(placement, mesh, cluster, rates),
         reduce=tuple(
-            rates.gradient_sum(_holders(placement, mesh, stage), setup.precision.gradient * each.parameters)
-            / cluster.sharing
+            _reduction(placement, setup, mesh, rates, stage, each.parameters) / cluster.sharing
             for stage, each in enumerate(stages)
         ),
         unit="s",
@@ -204,7 +203,13 @@ def _processors(mesh: Mesh, cluster: Cluster) -> float:
 
 
 def layer_times(
-    layer: Seconds, rates: Rates, checkpoint: str, *, collective: float = 0.0, sync: float = 0.0, launches: float = 1.0
+    layer: Seconds,
+    rates: Rates,
+    checkpoint: str,
+    *,
+    exchanged: Exchanged = NOTHING,
+    sync: float = 0.0,
+    launches: float = 1.0,
 ) -> tuple[float, float, float]:
     """Seconds of a layer's forward, of its whole backward including recomputation, and of the weight gradients in the
     backward. They are at least the times to launch `launches` transformer layers. If the device launches operations
@@ -215,36 +220,41 @@ def layer_times(
         layer: its computations.
         rates: of the cluster.
         checkpoint: what the backward recomputes.
-        collective: seconds of one collective of tensor ranks; there are two in a forward and two in a backward.
-        sync: seconds that each collective adds to a launch.
+        exchanged: its communication.
+        sync: seconds that each collective of tensor ranks adds to a launch.
         launches: the number of transformer layers that take as long to launch as this layer.
     """
     known, runs_ahead = rates.efficiency, rates.cluster.device.runs_ahead
     checkpoint = "none" if "recomputation" in rates.free else checkpoint
-    waiting = 2 * sync if runs_ahead else 0.0  # else `collective` has it
+    waiting = exchanged.sums * sync if runs_ahead else 0.0  # else `exchanged` has it
 
     def taken(computed: float, launch: float) -> float:
         return max(computed, launch) if runs_ahead else computed + launch
 
-    forward = taken(layer.forward + 2 * collective, launches * known.forward_launch + waiting)
-    again = {"full": layer.forward + 2 * collective, "selective": layer.scores}.get(checkpoint, 0.0)
+    forward = taken(layer.forward + exchanged.forward, launches * known.forward_launch + waiting)
+    again = {"full": layer.forward + exchanged.forward, "selective": layer.scores}.get(checkpoint, 0.0)
     relaunch = launches * known.forward_launch + waiting if checkpoint == "full" else 0.0
     for_weights = WEIGHT_LAUNCHES * launches * known.backward_launch if layer.weight else 0.0
     rest = launches * known.backward_launch - for_weights + relaunch
-    inputs = taken(layer.backward - layer.weight + again + 2 * collective, rest + waiting)
+    inputs = taken(layer.backward - layer.weight + again + exchanged.backward, rest + waiting)
     weights = taken(layer.weight, for_weights)
     return forward, inputs + weights, weights
 
 
-def _holders(placement: Placement, mesh: Mesh, stage: int) -> RankGroup:
-    """The devices that sum the gradients of a stage: its replicas, and both copies in each replica of a bidirectional
-    schedule.
+def _reduction(
+    placement: Placement, setup: Setup, mesh: Mesh, rates: Rates, stage: int, parameters: Parameters
+) -> float:
+    """Seconds to sum the gradients of a stage over the devices that hold the same weights: replicas, and both copies in
+    each replica of a bidirectional schedule. Those of experts have fewer such devices.
     """
-    copies = placement.ranks_of(stage)
-    if len(copies) == 1:
-        return mesh.data_group
-    near = 1 if mesh.crosses(*copies) else 2
-    return RankGroup(2 * mesh.data, near * mesh.data_group.in_node)
+    copies, width = placement.ranks_of(stage), setup.precision.gradient
+    times = 1 if len(copies) == 1 else 2
+    near = 1 if times == 1 or mesh.crosses(*copies) else 2
+    groups = (mesh.data_group, parameters.others), (mesh.expert_data_group, parameters.experts)
+    return sum(
+        rates.gradient_sum(RankGroup(times * group.ranks, near * group.in_node), width * count)
+        for group, count in groups
+    )
 
 
 def _links(placement: Placement, mesh: Mesh, cluster: Cluster, rates: Rates) -> dict[tuple[int, int], Link]:
@@ -260,30 +270,36 @@ def _links(placement: Placement, mesh: Mesh, cluster: Cluster, rates: Rates) -> 
 
 
 def _stage_times(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, share: Share) -> StageTimes:
-    known, group = rates.efficiency, mesh.tensor_group
-    layers, layer = share.layers, rates.seconds(layer_work(model, setup))
-    summed = setup.microbatch_size * sequence_of(model, setup) * model.hidden * setup.precision.weight
-    collective = rates.tensor_sum(group, summed)
-    sync = known.sync * (group.ranks - 1)
-    forward, backward, weight = layer_times(layer, rates, str(setup.checkpoint), collective=collective, sync=sync)
+    collective = rates.tensor_sum(mesh.tensor_group, tokens_of(model, setup) * model.hidden * setup.precision.weight)
+    parts = [(count, _layer_times(kind, setup, mesh, rates)) for count, kind in share.kinds(model)]
+    forward, backward, weight, communication = (sum(count * times[i] for count, times in parts) for i in range(4))
     ends: list[Seconds] = []
-    sums = layers * (4 + (2 if setup.checkpoint == "full" else 0))
     if share.first:
         each = rates.seconds(embedding_work(model, setup))
         ends.append(Seconds(each.forward + collective, each.backward + collective, each.weight, 0.0))
-        sums += 2
+        communication += 2 * collective
     if share.last:
         work = head_work(model, setup)
         each = head_rates(rates).seconds(work)
         moved = rates.moving(work.moved_bytes)
         ends.append(Seconds(each.forward, each.backward - moved + collective, each.weight, 0.0))
-        sums += 1
+        communication += collective
     return StageTimes(
-        layers * forward + sum(each.forward for each in ends),
-        layers * (backward - weight) + sum(each.backward - each.weight for each in ends),
-        layers * weight + sum(each.weight for each in ends),
-        sums * collective,
+        forward + sum(each.forward for each in ends),
+        backward - weight + sum(each.backward - each.weight for each in ends),
+        weight + sum(each.weight for each in ends),
+        communication,
     )
+
+
+def _layer_times(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates) -> tuple[float, float, float, float]:
+    """As `layer_times`, and the seconds of communication in it."""
+    layer = rates.seconds(layer_work(model, setup))
+    exchanged = layer_exchanges(model, setup, mesh, rates, layer)
+    sync = rates.efficiency.sync * (mesh.tensor - 1)
+    again = exchanged.forward if setup.checkpoint == "full" else 0.0
+    times = layer_times(layer, rates, str(setup.checkpoint), exchanged=exchanged, sync=sync)
+    return *times, exchanged.forward + exchanged.backward + again
 
 
 def _tied(model: Transformer, placement: Placement, setup: Setup, mesh: Mesh, rates: Rates) -> float:
@@ -294,11 +310,11 @@ def _tied(model: Transformer, placement: Placement, setup: Setup, mesh: Mesh, ra
     return rates.gradient_sum(RankGroup(2, 1 if mesh.crosses(first, last) else 2), setup.precision.gradient * table)
 
 
-def _optimizer(most: int, setup: Setup, rates: Rates) -> float:
+def _optimizer(most: Parameters, setup: Setup, rates: Rates) -> float:
     """Reads and writes the optimizer's state once, the gradients three times (unscaling, norm, step), and writes the
     weights.
     """
     precision = setup.precision
     state, others = 2 * (precision.master + precision.moments), 3 * precision.gradient + precision.weight
-    per_parameter = state / (setup.data if setup.zero else 1) + others
-    return rates.stepping(most * per_parameter)
+    parts = (most.others, setup.replicas), (most.experts, setup.expert_replicas)
+    return rates.stepping(sum(count * (state / (ranks if setup.zero else 1) + others) for count, ranks in parts))

@@ -31,13 +31,13 @@ def profile(model: Transformer, setup: Setup, cluster: Cluster | None) -> Profil
     """The profile under a setup: in seconds on a cluster, else in forwards of a layer, with communication free. Raises
     UsageError for a model that the setup does not fit, and as `physical_costs`.
     """
-    layers, setup = model.layers, replace(setup, data=1)
+    layers, setup = model.layers, setup if setup.expert > 1 else replace(setup, data=1)
     cut = list(pairwise(sorted({0, 1, max(layers - 1, 1), layers})))
     placement = Placement.linear(len(cut))
     if cluster is None:
         cost = stage_costs(model, placement, setup, cut=cut)
     else:
-        mesh = Mesh(setup.tensor, len(cut), 1, cluster.devices_per_node)
+        mesh = Mesh.of(setup, len(cut), cluster.devices_per_node)
         cost = physical_costs(model, placement, setup, mesh, cluster, cut=cut).cost
     times = [sum(each) for each in zip(cost.forward, cost.backward_input, cost.backward_weight, strict=True)]
     layer = times[1] / (layers - 2) if layers > 2 else min(times)

@@ -96,12 +96,15 @@ class RankPlan:
 
 
 class Held(NamedTuple):
-    """The memory of one device of a pipeline rank, besides activations: see RankPlan."""
+    """The memory of one device of a pipeline rank, besides activations: see RankPlan. `experts` are the parameters of
+    experts that tokens are sent to.
+    """
 
     parts: tuple[Part, ...]
     parameters: int
     recomputed_bytes: int
     transfer_bytes: float
+    experts: int = 0
 
 
 def state_bytes(model: Transformer, setup: Setup, placement: Placement, parts: Sequence[Part]) -> tuple[float, ...]:
@@ -109,7 +112,7 @@ def state_bytes(model: Transformer, setup: Setup, placement: Placement, parts: S
     stages. Ranks that hold and send the same amounts are computed once.
     """
     found: dict[object, float] = {}
-    needed, shares = [], shares_of(parts)
+    needed, shares = [], shares_of(model, parts)
     for rank, borders in enumerate(_borders(placement)):
         kind = (len(borders), *(shares[stage] for stage in placement.stages_of(rank)))
         if kind not in found:
@@ -122,10 +125,11 @@ def state_bytes(model: Transformer, setup: Setup, placement: Placement, parts: S
 def held_by(model: Transformer, setup: Setup, placement: Placement, parts: Sequence[Part], rank: int) -> Held:
     """The memory of one device of a pipeline rank, besides activations. `parts` are the layers of all stages."""
     stages = placement.stages_of(rank)
-    own = [shares_of(parts)[stage] for stage in stages]
+    own = [shares_of(model, parts)[stage] for stage in stages]
     again = recomputed_bytes(model, setup) if any(share.layers for share in own) else 0
     received = transferred(placement, rank, [float(passed_bytes(model, setup))] * len(parts))
-    return Held(tuple(parts[stage] for stage in stages), parameters_of(model, own, setup.tensor), again, received)
+    held = parameters_of(model, own, setup)
+    return Held(tuple(parts[stage] for stage in stages), held.total, again, received, held.experts)
 
 
 def transferred(placement: Placement, rank: int, sent: Sequence[float]) -> float:
@@ -148,7 +152,9 @@ def _borders(placement: Placement) -> tuple[tuple[int, ...], ...]:
 def rank_plan(setup: Setup, placement: Placement, rank: int, held: Held, *, kept: float, idle: float) -> RankPlan:
     """The plan of a rank that keeps at most `kept` bytes of activations and is idle for the part `idle` of the step."""
     stages, parameters, precision = placement.stages_of(rank), held.parameters, setup.precision
-    optimized = -(-parameters // setup.data) if setup.zero else parameters
+    others = parameters - held.experts
+    divided = -(-others // setup.replicas) - (-held.experts // setup.expert_replicas)
+    optimized = divided if setup.zero else parameters
     return RankPlan(
         rank,
         stages,

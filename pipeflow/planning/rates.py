@@ -22,16 +22,18 @@ class RankGroup(NamedTuple):
 
 class Seconds(NamedTuple):
     """Times of a part of the model on one device, without communication and launches. They are the times of its
-    forward, its whole backward, the weight gradients in its backward, and the recomputation of attention scores.
+    forward, its whole backward, the weight gradients in its backward, and of attention scores in the forward and in the
+    backward.
     """
 
     forward: float
     backward: float
     weight: float
     scores: float
+    scores_backward: float = 0.0
 
 
-KINDS = ("products", "attention", "elementwise", "recomputation", "launches", "tensor")
+KINDS = ("products", "attention", "elementwise", "recomputation", "launches", "context", "experts", "tensor")
 """What the time of a stage's actions consists of. A breakdown frees one after the other, from the last to the first."""
 
 _LONG = Scores("flash2", math.inf, 128, True)
@@ -101,7 +103,7 @@ class Rates:
         scores = work.attention_flops / rate + stored
         again = (2 * work.attention_flops + work.again_flops) / back + 2 * stored
         backward, rest = self.efficiency.backward / 2, products + moved
-        return Seconds(rest + scores, backward * (2 * rest + again), backward * products, scores)
+        return Seconds(rest + scores, backward * (2 * rest + again), backward * products, scores, backward * again)
 
     def attention(self, scores: Scores | None) -> tuple[float, float]:
         """FLOP/s of attention in a forward and in a backward. Without a fused kernel it is two products for each head,
@@ -140,6 +142,25 @@ class Rates:
         known = self.efficiency
         waiting = 0.0 if self.cluster.device.runs_ahead else known.sync * (group.ranks - 1)
         return waiting + self.all_reduce(group, count, known.link, known.network)
+
+    def all_to_all(self, group: RankGroup, count: float) -> float:
+        """Seconds in which each rank of a group sends so many bytes, an equal part to each of them. Parts to ranks of
+        the same node go over its links, while the others go over the network.
+        """
+        if group.ranks == 1 or not count:
+            return 0.0
+        known, cluster, part = self.efficiency, self.cluster, count / group.ranks
+        inside = (group.in_node - 1) * part / (cluster.link_bandwidth * known.link)
+        outside = (group.ranks - group.in_node) * part / (cluster.network_bandwidth * known.network)
+        latency = cluster.network_latency if outside else cluster.link_latency
+        return known.collective + latency + max(inside, outside)
+
+    def pass_on(self, group: RankGroup, count: float) -> float:
+        """Seconds in which each rank of a ring passes so many bytes to the next one."""
+        known, cluster = self.efficiency, self.cluster
+        if group.ranks > group.in_node:
+            return cluster.network_latency + count / (cluster.network_bandwidth * known.network)
+        return cluster.link_latency + count / (cluster.link_bandwidth * known.link)
 
     def gradient_sum(self, group: RankGroup, count: float) -> float:
         """Seconds to reduce gradients of so many bytes over the replicas."""

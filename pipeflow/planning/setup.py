@@ -15,6 +15,8 @@ from pipeflow.planning.attention import KERNELS, Kernel
 
 Checkpoint = Literal["none", "full", "selective"]
 CHECKPOINTS: tuple[Checkpoint, ...] = ("none", "full", "selective")
+ContextKind = Literal["ring", "all-to-all"]
+CONTEXT_KINDS: tuple[ContextKind, ...] = ("ring", "all-to-all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +76,17 @@ class Setup:
         keep_scores: attention writes its scores to memory, as without torch's scaled_dot_product_attention or
             FlashAttention (arXiv 2205.14135), and keeps them unless they are recomputed. See `stores_scores`.
         attention: the kernel that computes attention, of `attention.KERNELS`; that of `kernel` unless given.
+        context: devices that share the tokens of each sequence; each has all weights of its stage.
+        context_kind: how attention sees the tokens of other context ranks. "ring": keys and values go around, hidden
+            behind attention (arXiv 2310.01889). "all-to-all": each rank has some heads of all tokens (arXiv 2309.14509).
+        expert: ranks among which the experts of a layer are divided. They are some of the `tensor` x `context` x `data`
+            devices of a stage (arXiv 2504.14960), which exchange tokens twice in a forward.
+        expert_tensor: devices that share each expert; as many as `tensor` unless given.
+        imbalance: tokens of the fullest expert rank, as a multiple of the mean. 1 where the router is forced to send
+            equally many, as in most benchmarks; auxiliary losses leave more (arXiv 2408.15664, table 2).
 
-    Raises UsageError for sizes below 1, for an unknown `zero`, `checkpoint` or `attention`, and for a fused kernel that
-    should keep scores or recompute them.
+    Raises UsageError for sizes below 1 or that do not divide, for an unknown `zero`, `checkpoint`, `attention` or
+    `context_kind`, and for a fused kernel that should keep scores or recompute them.
     """
 
     tensor: int = 1
@@ -89,9 +99,27 @@ class Setup:
     sequence_parallel: bool = False
     keep_scores: bool = False
     attention: Kernel | None = None
+    context: int = 1
+    context_kind: ContextKind = "ring"
+    expert: int = 1
+    expert_tensor: int | None = None
+    imbalance: float = 1.0
 
     def __post_init__(self) -> None:
         require_positive(tensor=self.tensor, data=self.data, microbatch_size=self.microbatch_size)
+        require_positive(context=self.context, expert=self.expert, expert_tensor=self.expert_split)
+        if self.context_kind not in CONTEXT_KINDS:
+            raise UsageError(f"context_kind must be one of {', '.join(CONTEXT_KINDS)}; got {self.context_kind!r}")
+        if not 1 <= self.imbalance <= self.expert:
+            raise UsageError(
+                f"imbalance must be between 1 and the number of expert ranks, {self.expert}; got {self.imbalance!r}"
+            )
+        devices, asked = self.tensor * self.replicas, self.expert * self.expert_split
+        if devices % asked:
+            raise UsageError(
+                f"{self.expert} expert ranks of {self.expert_split} devices do not divide the {devices} devices of a "
+                f"stage (tensor {self.tensor} x context {self.context} x data {self.data}): use sizes that do"
+            )
         if self.sequence is not None:
             require_positive(sequence=self.sequence)
         if self.zero not in (0, 1):
@@ -131,3 +159,18 @@ class Setup:
         if self.keep_scores or self.checkpoint == "selective" or self.precision.products == "fp16":
             return "unfused"
         return "flash1" if self.zero == 3 and self.precision.products == "bf16" else "flash3"
+
+    @property
+    def replicas(self) -> int:
+        """The devices that hold the same weights, but for experts: `data` x `context`."""
+        return self.data * self.context
+
+    @property
+    def expert_split(self) -> int:
+        """The devices that share an expert."""
+        return self.tensor if self.expert_tensor is None else self.expert_tensor
+
+    @property
+    def expert_replicas(self) -> int:
+        """The devices that hold the same experts."""
+        return self.tensor * self.replicas // (self.expert * self.expert_split)

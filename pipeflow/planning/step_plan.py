@@ -103,7 +103,7 @@ class StepPlan:
     @property
     def devices(self) -> int:
         """The number of devices in all replicas."""
-        return len(self.ranks) * self.setup.tensor * self.setup.data
+        return len(self.ranks) * self.setup.tensor * self.setup.replicas
 
     def __str__(self) -> str:
         """The plan as `pipeflow plan` prints it."""
@@ -121,13 +121,15 @@ class StepPlan:
         """Lines on what is planned: the layout, and the bytes of a parameter."""
         setup, precision = self.setup, self.setup.precision
         split = f"pipeline {len(self.ranks)} x tensor {setup.tensor} x data {setup.data}"
+        if setup.context > 1:
+            split += f" x context {setup.context} ({setup.context_kind})"
         yield f"{self.schedule.name} on {self.devices} devices: {split}"
         yield self._batch()
         states = {"master weight": precision.master, "moments": precision.moments}
         parts = {"weight": precision.weight, "gradient": precision.gradient} | states
         yield f"{precision.name}: {', '.join(f'{part} {of}' for part, of in parts.items() if of)} bytes a parameter"
-        if setup.zero and setup.data > 1:
-            yield f"ZeRO-1: the optimizer state is split over {setup.data} replicas"
+        if setup.zero and setup.replicas > 1:
+            yield f"ZeRO-1: the optimizer state is split over {setup.replicas} replicas"
 
     def rows(self) -> list[list[str]]:
         """The table of ranks, as text. The columns are TITLES."""
@@ -258,7 +260,8 @@ class Plan(StepPlan):
         yield f"{self.parameters_total:,} parameters, {model.layers} layers, hidden {model.hidden}, {model.heads} heads"
         if model.experts > 1:
             active = count_text(model.active_parameters)
-            yield f"{model.experts} experts: a token uses {model.active_experts}, {active} parameters"
+            divided = f"; {self.setup.expert} expert ranks" if self.setup.expert > 1 else ""
+            yield f"{model.experts} experts: a token uses {model.active_experts}, {active} parameters{divided}"
         yield from super(Plan, self).heading()
         if self.has_uneven_layout:
             yield f"layout: {self.layout_string}"

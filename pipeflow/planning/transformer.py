@@ -48,6 +48,10 @@ class GPT(Transformer):
         norm: "layer" (LayerNorm, with a bias) or "rms" (RMSNorm, without).
         head_norms: whether query and key have a norm over `head_size`.
         dropout: whether there is dropout, whose masks are kept in training.
+        kv_rank, q_rank, rope_size, value_size, window, full_every: sizes of latent attention and of windows, as in
+            `linears.py`; by default there are none.
+        parallel_block: whether attention and the MLP of a block read the same norm.
+        dense_layers, dense_ffn: how many of the first layers have one MLP instead of experts, and its width.
         positions: tokens per sequence; with a position table, the most that there can be.
         vocabulary: number of tokens in the vocabulary.
         mlp_ratio: width of a layer's MLP, as a multiple of `hidden`, unless `ffn` is given.

@@ -20,7 +20,8 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import Cut, stage_parts
 from pipeflow.core.placement import Placement
-from pipeflow.planning.blocks import Part, Transformer
+from pipeflow.planning.blocks import Part, Transformer, near_divisors
+from pipeflow.planning.linears import latent_values
 from pipeflow.planning.setup import Setup
 
 T = TypeVar("T")
@@ -33,11 +34,18 @@ class Share(NamedTuple):
         layers: number of layers.
         first: whether the part before the layers belongs to it.
         last: whether the part after the layers belongs to it.
+        dense: the number of its layers that are without experts in a model that has some.
     """
 
     layers: int
     first: bool
     last: bool
+    dense: int = 0
+
+    def kinds(self, model: Transformer) -> list[tuple[int, Transformer]]:
+        """How many of its layers are as those of which model."""
+        found: list[tuple[int, Transformer]] = [(self.layers - self.dense, model)]
+        return [*found, (self.dense, model.dense)] if self.dense else found
 
 
 def stage_layers(model: Transformer, placement: Placement, cut: Cut = "uniform") -> list[Part]:
@@ -70,21 +78,37 @@ def _covering(cut: Sequence[float] | Sequence[Part], layers: int) -> list[Part]:
     return parts if len(parts) == len(cut) and follows and all(start <= end for start, end in parts) else []
 
 
-def shares_of(parts: Sequence[Part]) -> list[Share]:
+def shares_of(model: Transformer, parts: Sequence[Part]) -> list[Share]:
     """Per stage its share. `parts` are the layers of all stages."""
     last = len(parts) - 1
-    return [Share(end - start, stage == 0, stage == last) for stage, (start, end) in enumerate(parts)]
+    return [
+        Share(part[1] - part[0], stage == 0, stage == last, model.dense_of(part)) for stage, part in enumerate(parts)
+    ]
 
 
-def parameters_of(model: Transformer, shares: Iterable[Share], tensor: int) -> int:
-    """Parameters of one of `tensor` ranks that hold these shares together."""
-    layers, firsts, lasts = zip(*shares, strict=True)
-    return model.parameters_held(sum(layers), tensor, first=any(firsts), last=any(lasts))
+class Parameters(NamedTuple):
+    """How many parameters a device has: `experts` are those of experts that tokens are sent to, `others` the rest."""
+
+    others: int
+    experts: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.others + self.experts
 
 
-def for_shares(parts: Sequence[Part], of: Callable[[Share], T]) -> list[T]:
+def parameters_of(model: Transformer, shares: Iterable[Share], setup: Setup) -> Parameters:
+    """Parameters of a device that holds these shares together."""
+    layers, firsts, lasts, denses = zip(*shares, strict=True)
+    others = model.parameters_held(sum(layers), setup.tensor, first=any(firsts), last=any(lasts), dense=sum(denses))
+    each = model.expert_parameters(setup.expert, setup.expert_split)
+    return Parameters(others, (sum(layers) - sum(denses)) * each)
+
+
+def for_shares(model: Transformer, parts: Sequence[Part], of: Callable[[Share], T]) -> list[T]:
     """`of` the share of each stage, computed once for each that differs."""
-    shares = shares_of(parts)
+    shares = shares_of(model, parts)
     found = {share: of(share) for share in set(shares)}
     return [found[share] for share in shares]
 
@@ -98,18 +122,18 @@ def stage_costs(
 
     Raises UsageError for a model that the setup does not fit.
     """
-    tokens = setup.microbatch_size * sequence_of(model, setup)
+    tokens = tokens_of(model, setup)
     if flops is not None and not (math.isfinite(flops) and flops > 0):
         raise UsageError(f"flops must be positive and finite, got {flops}: operations per second of one device")
     parts = stage_layers(model, placement, cut)
-    work = for_shares(parts, lambda share: _operations(model, setup, share))
+    work = for_shares(model, parts, lambda share: _operations(model, setup, share))
     unit = layer_forward(model, setup) if flops is None else flops * setup.tensor / tokens
     return CostModel(
         forward=tuple(forward / unit for forward, _, _ in work),
         backward_input=tuple(backward / unit for _, backward, _ in work),
         backward_weight=tuple(weight / unit for _, _, weight in work),
-        saved_bytes=tuple(for_shares(parts, lambda share: tokens * _saved(model, setup, share))),
-        deferred_bytes=tuple(for_shares(parts, lambda share: tokens * _deferred(model, setup, share))),
+        saved_bytes=tuple(for_shares(model, parts, lambda share: tokens * _saved(model, setup, share))),
+        deferred_bytes=tuple(for_shares(model, parts, lambda share: tokens * _deferred(model, setup, share))),
         unit="" if flops is None else "s",
     )
 
@@ -128,7 +152,7 @@ def recomputed_bytes(model: Transformer, setup: Setup) -> int:
     """Bytes that the backward of one layer recomputes while it runs: with "full" recomputation everything that the
     layer needs except its input. With "selective" recomputation its scores, if they are stored. Otherwise 0.
     """
-    tokens = setup.microbatch_size * sequence_of(model, setup)
+    tokens = tokens_of(model, setup)
     if setup.checkpoint == "full":
         return tokens * (_layer_bytes(model, setup) - setup.precision.weight * _whole(model, setup))
     return tokens * _score_bytes(model, setup) if setup.checkpoint == "selective" else 0
@@ -139,14 +163,24 @@ def sequence_of(model: Transformer, setup: Setup) -> int:
     sequence = model.tokens if setup.sequence is None else setup.sequence
     model.require_tensor(setup.tensor)
     model.require_sequence(sequence)
-    if setup.sequence_parallel and sequence % setup.tensor:
-        raise UsageError(f"a sequence of {sequence} tokens does not divide into {setup.tensor} parts: use a multiple")
+    parts = setup.context * (setup.tensor if setup.sequence_parallel else 1)
+    if sequence % parts:
+        raise UsageError(f"a sequence of {sequence} tokens does not divide into {parts} parts: use a multiple")
+    heads = model.heads // setup.tensor
+    if setup.context_kind == "all-to-all" and heads % setup.context:
+        near = near_divisors(heads, setup.context)
+        raise UsageError(f"context={setup.context} ranks do not divide the {heads} heads of a tensor rank: {near}")
     return sequence
+
+
+def tokens_of(model: Transformer, setup: Setup) -> int:
+    """Tokens of a microbatch on one device: its context ranks share them. Raises UsageError as `sequence_of`."""
+    return setup.microbatch_size * sequence_of(model, setup) // setup.context
 
 
 def passed_bytes(model: Transformer, setup: Setup) -> int:
     """Bytes of what a stage passes to the next one for a microbatch; its gradient has as many."""
-    return setup.microbatch_size * sequence_of(model, setup) * _whole(model, setup) * setup.precision.weight
+    return tokens_of(model, setup) * _whole(model, setup) * setup.precision.weight
 
 
 def _operations(model: Transformer, setup: Setup, share: Share) -> tuple[float, float, float]:
@@ -154,13 +188,13 @@ def _operations(model: Transformer, setup: Setup, share: Share) -> tuple[float, 
     backward is all in I and costs twice its forward (arXiv 2401.10241, table 1). Recomputation, which layers alone
     have, is a part of I. A linear that reads the batch needs no I.
     """
-    layers, linears = share.layers, model.linear_flops
-    attention = model.attention_flops(sequence_of(model, setup))
+    linears = sum(layers * kind.linear_flops for layers, kind in share.kinds(model))
+    attention = share.layers * model.attention_flops(sequence_of(model, setup))
     first = model.embedding_flops if share.first else 0
     last = head_forward(model) if share.last else 0
-    again = layers * {"none": 0, "selective": attention, "full": linears + attention}[str(setup.checkpoint)]
-    forward = first + layers * (linears + attention) + last
-    return forward, layers * (linears + 2 * attention) + last + again, first + layers * linears + last
+    again = {"none": 0, "selective": attention, "full": linears + attention}[str(setup.checkpoint)]
+    forward = first + linears + attention + last
+    return forward, linears + 2 * attention + last + again, first + linears + last
 
 
 def _whole(model: Transformer, setup: Setup) -> int:
@@ -174,13 +208,23 @@ def _split(model: Transformer, setup: Setup) -> int:
     linear after them. W needs these numbers or their gradients. Every rank has at least one head of key and value. A
     gated MLP counts as fused: its activation is recomputed.
 
-    Experts add the inputs that the router sends to each and their outputs, which are not split, and one number per
-    expert.
+    Latent attention makes a key and a value for every head, from latent vectors that are whole on every tensor rank.
+
+    Experts add the inputs that the router sends to each and their outputs, and one number per expert. The ranks of an
+    expert have all tokens that are sent to it, and divide its width; ranks that have whole experts get as many tokens
+    as they send, which with sequence parallelism are a part.
     """
-    key = 2 * max(model.key_width // setup.tensor, model.head_width)
-    mlp = (3 if model.gated else 2) * model.wide // setup.tensor
-    routed = 2 * model.experts_per_token * model.hidden + model.experts if model.experts > 1 else 0
-    return 2 * model.query_width // setup.tensor + key + model.active_experts * mlp + routed
+    heads, tensor = model.heads // setup.tensor, setup.tensor
+    query = heads * (model.head_width + model.value_width)
+    key = query if model.kv_rank is not None else 2 * max(model.key_width // tensor, model.head_width)
+    latent = latent_values(model) // (tensor if setup.sequence_parallel else 1)
+    mlp, shared = (3 if model.gated else 2) * model.wide, model.active_experts
+    if model.experts == 1:
+        return query + key + latent + mlp // tensor
+    shared -= model.experts_per_token
+    sent = model.experts_per_token * setup.expert_split  # numbers of a token, in parts of all tensor ranks
+    routed = sent * (2 * model.hidden + mlp // setup.expert_split) // tensor + model.experts
+    return query + key + latent + shared * mlp // tensor + routed
 
 
 def _score_bytes(model: Transformer, setup: Setup) -> int:
@@ -208,17 +252,20 @@ def _saved(model: Transformer, setup: Setup, share: Share) -> float:
     The last stage keeps the inputs of its norm and its head, and the logits in float32 (section 4.3).
     """
     width, whole = setup.precision.weight, _whole(model, setup)
-    layer = {
-        "none": _layer_bytes(model, setup),
-        "selective": _layer_bytes(model, setup) - _score_bytes(model, setup),
-        "full": width * whole,
-    }[str(setup.checkpoint)]
-    kept: float = share.layers * layer
+    kept: float = sum(layers * _layer_kept(kind, setup) for layers, kind in share.kinds(model))
     if share.first:
         kept += whole * model.dropout
     if share.last:
         kept += 2 * width * whole + 4 * model.head_outputs(setup.tensor)
     return kept
+
+
+def _layer_kept(model: Transformer, setup: Setup) -> int:
+    """Bytes per token that a layer keeps from its forward to its backward."""
+    if setup.checkpoint == "full":
+        return setup.precision.weight * _whole(model, setup)
+    scores = _score_bytes(model, setup) if setup.checkpoint == "selective" else 0
+    return _layer_bytes(model, setup) - scores
 
 
 def _deferred(model: Transformer, setup: Setup, share: Share) -> float:
@@ -231,7 +278,7 @@ def _deferred(model: Transformer, setup: Setup, share: Share) -> float:
     rank.
     """
     width, whole = setup.precision.weight, _whole(model, setup)
-    values: float = share.layers * (4 * whole + _split(model, setup))
+    values: float = sum(layers * (4 * whole + _split(kind, setup)) for layers, kind in share.kinds(model))
     if share.first:
         values += whole
     if share.last:

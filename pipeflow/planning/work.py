@@ -9,13 +9,15 @@ from typing import NamedTuple
 
 from pipeflow.planning.attention import FUSED_BACKWARD, Scores
 from pipeflow.planning.blocks import Transformer
+from pipeflow.planning.linears import Linear, attention_linears, latent_values, seen
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer import GPT
-from pipeflow.planning.transformer_costs import sequence_of
+from pipeflow.planning.transformer_costs import sequence_of, tokens_of
 
 SCORE_BYTES = 13  # per attention score in half precision: written, masked and normalised, dropped out, read again
 WHOLE_VALUES = 11  # per token and `hidden`: two norms, two sums with a residual and their dropouts
 ATTENTION_AGAIN = FUSED_BACKWARD - 2  # of the products of fused attention, that its backward computes again
+PARALLEL_VALUES = 4  # fewer in a parallel block: it has one norm and one sum with the residual less
 ROUTED_VALUES = (
     4  # per expert of a token and `hidden`: read and written on the way to it, read and added on the way back
 )
@@ -61,42 +63,77 @@ class DeviceWork(NamedTuple):
 def layer_work(model: Transformer, setup: Setup) -> DeviceWork:
     """The forward of one transformer layer, for one microbatch, on one of its tensor ranks."""
     sequence, tensor = sequence_of(model, setup), setup.tensor
-    tokens, hidden, width = setup.microbatch_size * sequence, model.hidden, setup.precision.weight
-    inner, keys = model.query_width / tensor, model.key_width / tensor
-    is_stored, is_causal = setup.stores_scores, isinstance(model, GPT)
+    tokens, hidden, width = tokens_of(model, setup), model.hidden, setup.precision.weight
+    linears, is_stored, is_causal = attention_linears(model), setup.stores_scores, isinstance(model, GPT)
     is_skipped = is_causal and not is_stored  # fused attention skips what the causal mask leaves out
-    attention = tokens * model.attention_flops(sequence) / tensor / (2 if is_skipped else 1)
-    values = 2 * inner + 2 * keys + (3 if model.gated else 2) * model.active_experts * model.wide / tensor
-    whole = hidden / tensor if setup.sequence_parallel else hidden
-    routed = ROUTED_VALUES * model.experts_per_token * hidden if model.experts > 1 else 0
+    attention = tokens * model.attention_flops(sequence) / tensor
+    if is_skipped:
+        attention *= seen(model, sequence) / 2
+    values = sum({"outputs": each.outputs, "inputs": each.inputs, "none": 0}[each.split] for each in linears) / tensor
+    values += (3 if model.gated else 2) * model.active_experts * model.wide / tensor
+    parted = tensor if setup.sequence_parallel else 1
+    whole = (WHOLE_VALUES - PARALLEL_VALUES * model.parallel_block) * hidden / parted + latent_values(model) / parted
+    routed = ROUTED_VALUES * model.experts_per_token * hidden * setup.expert_split / tensor if model.experts > 1 else 0
     return DeviceWork(
         (
-            MatrixProduct(tokens, inner + 2 * keys, hidden),
-            MatrixProduct(tokens, hidden, inner),
-            *_perceptrons(model, tokens, tensor),
+            *(_product(linear, tokens, setup) for linear in linears),
+            *_perceptrons(model, tokens, setup),
         ),
         attention_flops=attention,
         again_flops=0.0 if is_stored else attention * ATTENTION_AGAIN,
-        moved_bytes=width * tokens * (WHOLE_VALUES * whole + values + routed),
+        moved_bytes=width * tokens * (whole + values + routed) + _merged_bytes(model, setup),
         score_bytes=tokens * sequence * model.heads / tensor * SCORE_BYTES * width / 2 if is_stored else 0.0,
-        scores=Scores(setup.kernel, sequence, model.head_width, is_causal),
+        scores=Scores(setup.kernel, _keys_at_once(model, setup), (model.head_width + model.value_width) / 2, is_causal),
     )
 
 
-def _perceptrons(model: Transformer, tokens: float, tensor: int) -> Iterator[MatrixProduct]:
-    wide, matrices, hidden = model.wide / tensor, 2 if model.gated else 1, model.hidden
+def _keys_at_once(model: Transformer, setup: Setup) -> float:
+    """The keys that a query meets in one call of attention: in a ring, those of one rank."""
+    keys = sequence_of(model, setup)
+    if setup.context_kind == "ring":
+        keys //= setup.context
+    return keys if model.window is None or model.full_every else min(keys, model.window)
+
+
+def _product(linear: Linear, tokens: float, setup: Setup) -> MatrixProduct:
+    """The product of a linear on one tensor rank. One that is whole gets the rank's own tokens."""
+    if linear.split == "none":
+        return MatrixProduct(tokens / (setup.tensor if setup.sequence_parallel else 1), linear.outputs, linear.inputs)
+    inputs, outputs = linear.inputs, linear.outputs
+    if linear.split == "inputs":
+        return MatrixProduct(tokens, outputs, inputs / setup.tensor)
+    return MatrixProduct(tokens, outputs / setup.tensor, inputs)
+
+
+def _merged_bytes(model: Transformer, setup: Setup) -> float:
+    """Bytes in which a ring of context ranks adds up the outputs of attention: each step reads one, and reads and
+    writes the sum.
+    """
+    if setup.context == 1 or setup.context_kind != "ring":
+        return 0.0
+    output = tokens_of(model, setup) * model.heads * model.value_width / setup.tensor
+    return (setup.context - 1) * output * (setup.precision.weight + 2 * 4)
+
+
+def _perceptrons(model: Transformer, tokens: float, setup: Setup) -> Iterator[MatrixProduct]:
+    """The products of MLPs. The devices of an expert rank have all tokens that are sent to its experts: as many in all
+    as their own tokens have uses of experts.
+    """
+    wide, matrices, hidden, split = model.wide, 2 if model.gated else 1, model.hidden, setup.expert_split
     if model.experts > 1:
         yield MatrixProduct(tokens, model.experts, hidden)  # the router
-    routed = tokens * model.experts_per_token / model.experts
-    for rows, count in ((routed, model.experts), (tokens, model.shared_experts)):
-        if count:
-            yield MatrixProduct(rows, matrices * wide, hidden, count)
-            yield MatrixProduct(rows, hidden, wide, count)
+        own = model.experts / setup.expert
+        rows = setup.imbalance * tokens * model.experts_per_token * split / setup.tensor / own
+        yield MatrixProduct(rows, matrices * wide / split, hidden, own)
+        yield MatrixProduct(rows, hidden, wide / split, own)
+    if always := model.shared_experts if model.experts > 1 else 1:
+        yield MatrixProduct(tokens, matrices * always * wide / setup.tensor, hidden)
+        yield MatrixProduct(tokens, hidden, always * wide / setup.tensor)
 
 
 def embedding_work(model: Transformer, setup: Setup) -> DeviceWork:
     """The forward of the part before the layers."""
-    tokens = setup.microbatch_size * sequence_of(model, setup)
+    tokens = tokens_of(model, setup)
     reading = MatrixProduct(tokens, model.hidden, model.embedding_flops / (2 * model.hidden))
     moved = EMBEDDING_PASSES * setup.precision.weight * tokens * model.hidden
     return DeviceWork((reading,) if reading.flops else (), moved_bytes=moved)
@@ -104,5 +141,5 @@ def embedding_work(model: Transformer, setup: Setup) -> DeviceWork:
 
 def head_work(model: Transformer, setup: Setup) -> DeviceWork:
     """The forward of the head and the loss, whose backward moves as much as its forward."""
-    tokens, outputs = setup.microbatch_size * sequence_of(model, setup), model.head_outputs(setup.tensor)
+    tokens, outputs = tokens_of(model, setup), model.head_outputs(setup.tensor)
     return DeviceWork((MatrixProduct(tokens, outputs, model.hidden),), moved_bytes=LOSS_PASSES * 4.0 * tokens * outputs)

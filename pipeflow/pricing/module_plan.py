@@ -165,6 +165,8 @@ def _require_plain(setup: Setup) -> None:
             f"plan_module plans modules that are not split over tensor ranks, got tensor={setup.tensor}: use tensor=1, "
             "or plan a GPT or ViT of these sizes with plan"
         )
+    if setup.context > 1 or setup.expert > 1:
+        raise UsageError("plan_module plans no context or expert ranks: use context=1 and expert=1, or plan a GPT")
     if setup.checkpoint == "selective" or setup.keep_scores:
         raise UsageError(
             "the module's own forward decides what attention keeps: use checkpoint 'none' or 'full', and no keep_scores"

@@ -15,7 +15,14 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeflow.core.errors import UsageError
-from pipeflow.planning.libraries.library import Library, LibraryOptions, has_order, no_schedule, order_of_ranks
+from pipeflow.planning.libraries.library import (
+    Library,
+    LibraryOptions,
+    has_order,
+    no_schedule,
+    order_of_ranks,
+    require_plain_stages,
+)
 from pipeflow.planning.step_plan import Plan
 
 NAME = "DeepSpeed"
@@ -33,6 +40,7 @@ PRECISION: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 def options(found: Plan) -> LibraryOptions:
     """The configuration of a plan. Raises UsageError for what DeepSpeed cannot do."""
     _require(found)
+    require_plain_stages(NAME, found)
     setup, pipeline, many = found.setup, len(found.ranks), found.schedule.num_microbatches
     config: dict[str, Any] = {
         "train_batch_size": many * setup.microbatch_size * setup.data,

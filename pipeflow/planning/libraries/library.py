@@ -73,6 +73,13 @@ def require_language_model(library: str, found: Plan) -> None:
         raise UsageError(f"the options of {library} are written for language models, and this model is none")
 
 
+def require_plain_stages(library: str, found: Plan) -> None:
+    """Raises UsageError for context and expert ranks."""
+    for name in ("context", "expert"):
+        if getattr(found.setup, name) > 1:
+            raise UsageError(f"options with {name} ranks are written for Megatron-LM, not for {library}: use 1")
+
+
 def order_of_ranks(library: str, found: Plan) -> tuple[str, ...]:
     """The note on a library that puts replicas next to each other, if they are in several nodes."""
     many = min(found.setup.data, len(found.ranks)) > 1

@@ -20,6 +20,7 @@ from pipeflow.planning.libraries.library import (
     require_language_model,
     stages_per_rank,
 )
+from pipeflow.planning.setup import Setup
 from pipeflow.planning.step_plan import Plan
 
 NAME = "Megatron-LM"
@@ -62,7 +63,8 @@ def _flags(found: Plan) -> Iterator[str]:
     yield f"--tensor-model-parallel-size {setup.tensor}"
     yield f"--pipeline-model-parallel-size {pipeline}"
     yield from _stages(found)
-    if pipeline > 1 and setup.data > 1:
+    yield from _ranks_in_stages(setup)
+    if pipeline > 1 and setup.data > 1 and setup.expert == 1:
         yield "--use-tp-pp-dp-mapping"
     yield f"--micro-batch-size {setup.microbatch_size}"
     yield f"--global-batch-size {found.schedule.num_microbatches * setup.microbatch_size * setup.data}"
@@ -74,6 +76,17 @@ def _flags(found: Plan) -> Iterator[str]:
     if setup.zero:
         yield "--use-distributed-optimizer"
     yield from PRECISION[setup.precision.name]
+
+
+def _ranks_in_stages(setup: Setup) -> Iterator[str]:
+    """The flags for context and expert ranks."""
+    if setup.context > 1:
+        kind = {"ring": "p2p", "all-to-all": "a2a"}[setup.context_kind]
+        yield f"--context-parallel-size {setup.context}"
+        yield f"--cp-comm-type {kind}"
+    if setup.expert > 1:
+        yield f"--expert-model-parallel-size {setup.expert}"
+        yield f"--expert-tensor-parallel-size {setup.expert_split}"
 
 
 def _stages(found: Plan) -> Iterator[str]:

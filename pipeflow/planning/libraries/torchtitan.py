@@ -27,6 +27,7 @@ from pipeflow.planning.libraries.library import (
     no_schedule,
     order_of_ranks,
     require_language_model,
+    require_plain_stages,
     stages_per_rank,
 )
 from pipeflow.planning.step_plan import Plan
@@ -48,6 +49,7 @@ IN_GROUPS = ("interleaved-1f1b", "interleaved-zb")  # torch divides their microb
 def options(found: Plan) -> LibraryOptions:
     """The sections of a plan. Raises UsageError for what torchtitan cannot do."""
     require_language_model(NAME, found)
+    require_plain_stages(NAME, found)
     schedule = _schedule(found.schedule)
     _require_modules(found)
     _require_setup(found)

@@ -1,0 +1,75 @@
+"""Exchanges: the time in which a layer communicates inside its stage: sums of tensor ranks, tokens that go to experts
+and back, and keys and values of context ranks. Must not contain: what the layer computes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pipeflow.planning.blocks import Transformer
+from pipeflow.planning.mesh import Mesh
+from pipeflow.planning.rates import Rates, Seconds
+from pipeflow.planning.setup import Setup
+from pipeflow.planning.transformer_costs import tokens_of
+
+RING_AGAIN = 2  # times as much as in the forward goes around in the backward: keys and values, and their gradients
+
+
+class Exchanged(NamedTuple):
+    """Seconds in which a layer communicates in its forward, and in its backward. `sums` are the collectives of tensor
+    ranks in each.
+    """
+
+    forward: float
+    backward: float
+    sums: int
+
+
+NOTHING = Exchanged(0.0, 0.0, 0)
+
+
+def layer_exchanges(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, layer: Seconds) -> Exchanged:
+    """The communication of one layer whose computations take the seconds of `layer`."""
+    summed = tokens_of(model, setup) * model.hidden * setup.precision.weight
+    is_routed = model.experts > 1 and setup.expert > 1
+    sums = 1 if model.parallel_block or (is_routed and not model.shared_experts) else 2
+    each = sums * rates.tensor_sum(mesh.tensor_group, summed)
+    if is_routed and "experts" not in rates.free:
+        each += _experts(model, setup, mesh, rates)
+    forward, backward = _context(model, setup, mesh, rates, layer)
+    return Exchanged(each + forward, each + backward, sums)
+
+
+def _experts(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates) -> float:
+    """Seconds in which tokens go to their experts and back. Each device sends its own part of the tokens, once for each
+    expert. Devices that share an expert then gather what each of them got, and sum its outputs. Shared experts
+    have a sum of tensor ranks as any MLP.
+    """
+    tokens, row = tokens_of(model, setup), model.hidden * setup.precision.weight
+    sent = tokens / setup.tensor * model.experts_per_token * row
+    gathered = rates.tensor_sum(mesh.expert_tensor_group, sent * setup.expert_split)
+    return setup.imbalance * (2 * rates.all_to_all(mesh.expert_group, sent) + gathered)
+
+
+def _context(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, layer: Seconds) -> tuple[float, float]:
+    """Seconds of a forward and of a backward in which context ranks exchange what attention needs.
+
+    In a ring, keys and values of one rank after the other arrive while attention computes with those before (arXiv
+    2310.01889); what takes longer than that computation is not hidden. With "all-to-all", each rank sends its tokens'
+    heads to the ranks of these heads, and gets the output back (arXiv 2309.14509).
+    """
+    ranks = setup.context
+    if ranks == 1 or "context" in rates.free:
+        return 0.0, 0.0
+    tokens, width, heads = tokens_of(model, setup), setup.precision.weight, model.heads // setup.tensor
+    pair = model.head_width + model.value_width
+    key_heads = heads if model.kv_rank is not None else max(1, model.key_heads // setup.tensor)
+    if setup.context_kind == "all-to-all":
+        sent = tokens * width * (heads + max(key_heads, ranks)) * pair
+        both = rates.all_to_all(mesh.context_group, sent)
+        return both, both
+    sent = tokens * width * key_heads * pair
+    passed = rates.pass_on(mesh.context_group, sent)
+    again = rates.pass_on(mesh.context_group, RING_AGAIN * sent)
+    forward, backward = layer.scores / ranks, layer.scores_backward / ranks
+    return (ranks - 1) * max(0.0, passed - forward), (ranks - 1) * max(0.0, again - backward)
