@@ -82,7 +82,9 @@ class Mesh:
         """Every `stride`th device of a stage, `ranks` of them. Where pipeline ranks come before replicas, a stage has a
         block of neighbours in each replica.
         """
-        block = self.tensor * self.context * (1 if self.inner == "pipeline" else self.data)
+        block = self.tensor * self.context
+        if self.inner == "data":
+            return RankGroup(ranks, self._in_node(ranks, stride))
         near = min(ranks, max(1, block // stride))
         inside = self._in_node(near, stride)
         apart = max(stride, block) * self.pipeline

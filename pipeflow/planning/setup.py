@@ -78,7 +78,7 @@ class Setup:
         attention: the kernel that computes attention, of `attention.KERNELS`; that of `kernel` unless given.
         context: devices that share the tokens of each sequence; each has all weights of its stage.
         context_kind: how attention sees the tokens of other context ranks. "ring": keys and values go around, hidden
-            behind attention (arXiv 2310.01889). "all-to-all": each rank has some heads of all tokens (arXiv 2309.14509).
+            behind attention (arXiv 2310.01889). "all-to-all": a rank has some heads of all tokens (arXiv 2309.14509).
         expert: ranks among which the experts of a layer are divided. They are some of the `tensor` x `context` x `data`
             devices of a stage (arXiv 2504.14960), which exchange tokens twice in a forward.
         expert_tensor: devices that share each expert; as many as `tensor` unless given.

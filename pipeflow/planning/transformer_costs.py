@@ -94,7 +94,7 @@ class Parameters(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """How many there are of both kinds."""
         return self.others + self.experts
 
 

@@ -105,14 +105,26 @@ def test_all_models_are_planned_and_their_sizes_are_options(capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("more", [["--device", "h100-80gb"], ["--devices", 8, "--batch", 64, "--device", "h100-80gb"]])
-def test_a_mixture_says_that_expert_parallelism_is_not_counted(
+def test_a_mixture_without_expert_ranks_says_what_no_time_has(
     capsys: pytest.CaptureFixture[str], more: list[object]
 ) -> None:
     sizes = ["--experts", 4, "--experts-per-token", 2, "--gated"]
-    said = "expert parallelism (each tensor rank has a part of every expert, and gets every token"
-    assert any(said in each for each in read(capsys, "tiny", *sizes, *more)["not_counted"])
+    said = "each tensor rank has a part of every expert, so no token is sent (--expert)"
+    assert any(said in each for each in read(capsys, "tiny", *sizes, *more)["not_priced"])
     assert said in " ".join(out(capsys, "plan", "tiny", *map(str, [*sizes, *more])).split())
-    assert not any("expert" in each for each in read(capsys, "tiny", *more)["not_counted"])
+    assert read(capsys, "tiny", *more)["not_priced"] == []
+
+
+def test_ranks_that_share_sequences_and_experts_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--experts", 4, "--experts-per-token", 2, "--gated", "--biases", "none", "--device", "h100-80gb"]
+    sizes += ["--data", 4]
+    whole = read(capsys, "tiny", *sizes)
+    shared = read(capsys, "tiny", *sizes, "--context", 2, "--expert", 4, "--expert-tensor", 1, "--imbalance", 1.1)
+    assert (shared["layout"]["context"], shared["layout"]["expert"]) == (2, 4)
+    assert (whole["devices"], shared["devices"]) == (16, 32)
+    experts = 2 * 3 * 3 * 128 * 512  # of each rank's two layers, three of four experts less
+    assert whole["ranks"][1]["parameters"] - shared["ranks"][1]["parameters"] == experts
+    assert not any("imbalance" in each for each in shared["not_priced"])
 
 
 def test_recomputation_and_zero_are_choices_and_alone_what_they_were(capsys: pytest.CaptureFixture[str]) -> None:

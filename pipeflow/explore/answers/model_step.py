@@ -13,7 +13,7 @@ from pipeflow.draw.page.tables import table
 from pipeflow.explore.memory_fit import above_device
 from pipeflow.explore.schedule_cache import schedule
 from pipeflow.explore.state import State
-from pipeflow.planning.omissions import EXPERTS
+from pipeflow.planning.omissions import unpriced
 from pipeflow.planning.rank_memory import RankPlan
 from pipeflow.planning.step_plan import Plan
 
@@ -39,8 +39,8 @@ def model(fields: Mapping[str, str]) -> dict[str, Any]:
 def _times(plans: list[Plan], device: str) -> str:
     head = ("step", "seconds", *PARTS, "tokens/s")
     caption = f"Time of a step on {plans[0].devices} x {device}, by what it is made of"
-    if plans[0].model.experts > 1:
-        caption += f"; not counted: {EXPERTS}"
+    if missing := unpriced(plans[0].model, plans[0].setup):
+        caption += f"; not priced: {'; '.join(missing)}"
     return table(caption, head, [[*_time(each)] for each in plans])
 
 
