@@ -55,11 +55,12 @@ if TYPE_CHECKING:
     from pipeflow.planning.layer_costs import LayerCosts
     from pipeflow.planning.layout import Layout, Wanted
     from pipeflow.planning.layouts import Layouts, Ranked, find_layouts
+    from pipeflow.planning.presets import GPT_PRESETS
     from pipeflow.planning.rank_memory import RankPlan
     from pipeflow.planning.replanning import Candidate, Replan, replan
     from pipeflow.planning.setup import PRECISIONS, Precision, Setup
     from pipeflow.planning.step_plan import Plan, StepParts
-    from pipeflow.planning.transformer import GPT, GPT_PRESETS
+    from pipeflow.planning.transformer import GPT
     from pipeflow.planning.vit import VIT_PRESETS, ViT
     from pipeflow.pricing.module_layouts import ModuleLayout, find_module_layouts
     from pipeflow.pricing.module_plan import ModulePlan, plan_module
@@ -94,7 +95,7 @@ _LATER = {
     "Explanation": "traces.explanation",
     "Found": "orders.search",
     "GPT": "planning.transformer",
-    "GPT_PRESETS": "planning.transformer",
+    "GPT_PRESETS": "planning.presets",
     "LayerCosts": "planning.layer_costs",
     "Layout": "planning.layout",
     "Layouts": "planning.layouts",

@@ -5,21 +5,41 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from pipeflow.core.errors import unknown
-from pipeflow.planning.transformer import GPT, GPT_PRESETS
+from pipeflow.core.errors import UsageError, unknown
+from pipeflow.planning.presets import GPT_PRESETS
+from pipeflow.planning.transformer import GPT
 from pipeflow.planning.vit import VIT_PRESETS, ViT
 
 Model = GPT | ViT
 MODELS: Mapping[str, Model] = MappingProxyType({**GPT_PRESETS, **VIT_PRESETS})
 """The models of GPT_PRESETS and of VIT_PRESETS."""
 
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "mamba": "its layers are state spaces",
+        "nemotron-h": "most of its layers are state spaces (Mamba-2)",
+        "nemotron3": "most of its layers are state spaces (Mamba-2)",
+        "jamba": "most of its layers are state spaces (Mamba)",
+        "qwen3-next": "three of four layers have linear attention (Gated DeltaNet)",
+        "kimi-linear": "three of four layers have linear attention",
+        "minimax-text": "seven of eight layers have linear attention",
+        "rwkv": "its layers have no attention",
+        "llama4-maverick": "every second layer has experts, and only first layers can be planned without",
+    }
+)
+"""By the beginning of a name: why models that are called so cannot be planned."""
+
 
 def model_named(name: str) -> Model:
-    """The model `name` of MODELS. Raises UsageError for an unknown name, with the nearest known one.
+    """The model `name` of MODELS. Raises UsageError for an unknown name, with the nearest known one, and for a model
+    that cannot be planned, with the reason.
 
     >>> model_named("vit-b16").tokens
     197
     """
+    for start, why in REFUSED.items():
+        if name.lower().startswith(start):
+            raise UsageError(f"{name} cannot be planned: {why}. A plan counts attention and MLPs alone")
     if name not in MODELS:
         raise unknown("model", name, MODELS)
     return MODELS[name]

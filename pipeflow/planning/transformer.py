@@ -1,5 +1,5 @@
 """GPT: the sizes of a decoder-only transformer, and what precedes and follows its layers. Must not contain: bytes,
-times and layouts; `blocks.py` has the layers.
+times and layouts; `blocks.py` has the layers, `presets.py` the models that have names.
 
 Before the blocks there are a word table and, unless positions are rotary, a position table. After the blocks there are
 a last norm and the head. With `tied`, the head has the weight of the word table.
@@ -11,10 +11,7 @@ table by hidden is pipeflow's own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, replace
-from types import MappingProxyType
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
 
 from pipeflow.core.errors import UsageError, unknown
 from pipeflow.core.placement import require_positive
@@ -73,6 +70,8 @@ class GPT(Transformer):
     @classmethod
     def named(cls, name: str) -> GPT:
         """The model `name` of GPT_PRESETS. Raises UsageError for an unknown name, with the nearest known one."""
+        from pipeflow.planning.presets import GPT_PRESETS  # which are made of this class
+
         if name not in GPT_PRESETS:
             raise unknown("model", name, GPT_PRESETS)
         return GPT_PRESETS[name]
@@ -115,57 +114,3 @@ class GPT(Transformer):
         tables = max(first, last) if self.tied else first + last
         positions = self.positions * self.hidden // tensor if first and self.position_table else 0
         return tables * table + positions + last * self.norm_parameters
-
-
-def _llama(layers: int, hidden: int, heads: int, ffn: int, positions: int, vocabulary: int, **given: Any) -> GPT:
-    """The shape that LLaMA, Mistral and Qwen have in common: arXiv 2307.09288, 2407.21783, 2310.06825, 2412.15115."""
-    usual: dict[str, Any] = {"gated": True, "biases": "none", "norm": "rms", "dropout": False, "tied": False}
-    return GPT(layers, hidden, heads, positions, vocabulary, ffn=ffn, position_table=False, **usual | given)
-
-
-_TINY = GPT(layers=8, hidden=128, heads=4, positions=256, vocabulary=2048)
-_GPT3 = GPT(layers=96, hidden=12288, heads=96, positions=2048)
-_MEGATRON = replace(_GPT3, vocabulary=51200)
-_MISTRAL = _llama(32, 4096, 32, 14336, 8192, 32000, kv_heads=8)
-
-GPT_PRESETS: Mapping[str, GPT] = MappingProxyType(
-    {
-        "tiny": _TINY,
-        "gpt2-small": GPT(layers=12, hidden=768, heads=12),
-        "gpt2-medium": GPT(layers=24, hidden=1024, heads=16),
-        "gpt2-large": GPT(layers=36, hidden=1280, heads=20),
-        "gpt2-xl": GPT(layers=48, hidden=1600, heads=32),
-        "gpt2-8b": GPT(layers=72, hidden=3072, heads=24),
-        "gpt2-10b": GPT(layers=50, hidden=4096, heads=16),
-        "gpt3-1.3b": replace(_GPT3, layers=24, hidden=2048, heads=16),
-        "gpt3-2.7b": replace(_GPT3, layers=32, hidden=2560, heads=32),
-        "gpt3-6.7b": replace(_GPT3, layers=32, hidden=4096, heads=32),
-        "gpt3-13b": replace(_GPT3, layers=40, hidden=5120, heads=40),
-        "gpt3-175b": _GPT3,
-        "gpt3": _GPT3,
-        "megatron-22b": replace(_MEGATRON, layers=48, hidden=6144, heads=64),
-        "turing-530b": replace(_MEGATRON, layers=105, hidden=20480, heads=128),
-        "megatron-1t": replace(_MEGATRON, layers=128, hidden=25600, heads=160),
-        "llama2-7b": _llama(32, 4096, 32, 11008, 4096, 32000),
-        "llama2-13b": _llama(40, 5120, 40, 13824, 4096, 32000),
-        "llama2-70b": _llama(80, 8192, 64, 28672, 4096, 32000, kv_heads=8),
-        "llama3-8b": _llama(32, 4096, 32, 14336, 8192, 128256, kv_heads=8),
-        "llama3-70b": _llama(80, 8192, 64, 28672, 8192, 128256, kv_heads=8),
-        "llama3.1-405b": _llama(126, 16384, 128, 53248, 8192, 128256, kv_heads=8),
-        "mistral-7b": _MISTRAL,
-        "mixtral-8x7b": replace(_MISTRAL, experts=8, experts_per_token=2),
-        "qwen2.5-7b": _llama(28, 3584, 28, 18944, 4096, 152064, kv_heads=4, biases="qkv"),
-        "qwen2.5-32b": _llama(64, 5120, 40, 27648, 4096, 152064, kv_heads=8, biases="qkv"),
-        "qwen3-30b-a3b": _llama(
-            *(48, 2048, 32, 768, 4096, 151936),
-            kv_heads=4,
-            head_size=128,
-            head_norms=True,
-            experts=128,
-            experts_per_token=8,
-        ),
-    }
-)
-"""Models by name, with `positions` that they are mostly trained with. The GPT-3 of 1.3 billion parameters has 16 heads,
-which make its width; its paper (arXiv 2005.14165, table 2.1) prints 24, and 5140 for the width of 13 billion.
-"""

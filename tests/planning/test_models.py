@@ -34,6 +34,37 @@ MIXTURE = replace(LLAMA, experts=5, experts_per_token=2)
         ("qwen2.5-7b", 7_615_616_512),
         ("qwen2.5-32b", 32_763_876_352),
         ("qwen3-30b-a3b", 30_532_122_624),
+        ("llama3.2-1b", 1_235_814_400),
+        ("llama3.2-3b", 3_212_749_824),
+        ("tinyllama-1.1b", 1_100_048_384),
+        ("codellama-34b", 33_743_970_304),
+        ("yi-34b", 34_388_917_248),
+        ("ministral-8b", 8_019_808_256),
+        ("mistral-nemo-12b", 12_247_782_400),
+        ("mistral-small-24b", 23_572_403_200),
+        ("mistral-large-123b", 122_610_069_504),
+        ("mixtral-8x22b", 140_630_071_296),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-3b", 3_085_938_688),
+        ("qwen2.5-14b", 14_770_033_664),
+        ("qwen2.5-72b", 72_706_203_648),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-1.7b", 1_720_574_976),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-14b", 14_768_307_200),
+        ("qwen3-32b", 32_762_123_264),
+        ("qwen3-235b-a22b", 235_093_634_560),
+        ("gemma-2b", 2_506_172_416),
+        ("gemma-7b", 8_537_680_896),
+        ("phi3-mini-4b", 3_821_079_552),
+        ("phi3-medium-14b", 13_960_238_080),
+        ("phi4-14b", 14_659_507_200),
+        ("command-r-35b", 34_980_831_232),
+        ("falcon-7b", 6_921_720_704),
+        ("deepseek-v2-lite", 15_706_484_224),
+        ("deepseek-v2", 235_741_434_880),
         ("vit-b16", 86_567_656),
         ("vit-b32", 88_224_232),
         ("vit-l16", 304_326_632),
@@ -43,6 +74,64 @@ MIXTURE = replace(LLAMA, experts=5, experts_per_token=2)
 def test_parameters_are_those_of_the_published_weights(name: str, parameters: int) -> None:
     """Of the checkpoints on Hugging Face, and of torchvision's vision transformers."""
     assert model_named(name).parameters == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("bloom-176b", 176_247_271_424),  # a norm after the embedding
+        ("gpt-j-6b", 6_053_381_344),  # no biases in attention, one in the head
+        ("gpt-neox-20b", 20_554_567_680),  # two norms in a block
+        ("palm-540b", 540_350_000_000),
+        ("nemotron4-15b", 15_600_000_000),
+        ("nemotron4-340b", 341_000_000_000),
+        ("phi-2", 2_779_683_840),  # a bias in the head
+        ("gemma2-2b", 2_614_341_888),  # four norms in a block
+        ("gemma2-9b", 9_241_705_984),
+        ("gemma2-27b", 27_227_128_320),
+        ("gemma3-12b", 11_800_000_000),  # the language model alone
+        ("gemma3-27b", 27_000_000_000),
+        ("dbrx-132b", 131_596_523_520),
+        ("phi3.5-moe-42b", 41_873_153_344),
+        ("qwen2-57b-a14b", 57_400_000_000),
+        ("llama4-scout-17b-16e", 107_800_000_000),  # the language model alone
+        ("gpt-oss-20b", 20_914_757_184),  # sinks of attention, biases of routers
+        ("gpt-oss-120b", 116_829_156_672),
+        ("glm4.5-355b", 352_800_000_000),  # without the layer that predicts further tokens
+        ("glm4.5-air-106b", 106_850_000_000),
+        ("deepseek-v3", 671_026_419_200),  # biases of routers; without the layer that predicts further tokens
+        ("moonlight-16b-a3b", 15_960_000_000),
+        ("kimi-k2", 1_026_408_232_448),
+    ],
+)
+def test_parameters_are_near_those_of_models_that_have_small_parts_more(name: str, parameters: int) -> None:
+    assert model_named(name).parameters == pytest.approx(parameters, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("mixtral-8x22b", 39),
+        ("qwen3-235b-a22b", 22),
+        ("deepseek-v3", 37),
+        ("deepseek-v2", 21),
+        ("kimi-k2", 32),
+        ("gpt-oss-120b", 5.1),
+        ("gpt-oss-20b", 3.6),
+        ("llama4-scout-17b-16e", 17),
+    ],
+)
+def test_a_token_uses_as_many_parameters_as_models_print(name: str, billions: float) -> None:
+    """Some count the word table and the head, gpt-oss the head alone; the numbers are rounded."""
+    model = GPT.named(name)
+    table = model.vocabulary * model.hidden / 1e9 if name.startswith("gpt-oss") else 0.0
+    assert model.active_parameters / 1e9 - table == pytest.approx(billions, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["nemotron-h-56b", "Qwen3-Next-80B-A3B", "jamba-1.5", "nemotron3-nano"])
+def test_models_that_are_no_transformers_are_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name} cannot be planned: .*(linear attention|state spaces)"):
+        model_named(name)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +157,24 @@ def test_a_token_uses_a_part_of_a_mixture() -> None:
     assert model_named("mixtral-8x7b").active_parameters / 1e9 == pytest.approx(12.9, abs=0.05)
     assert model_named("qwen3-30b-a3b").active_parameters / 1e9 == pytest.approx(3.3, abs=0.06)
     assert model_named("llama3-8b").active_parameters == model_named("llama3-8b").parameters
+
+
+LATENT = {  # as transformers calls these sizes
+    "num_key_value_heads": 6,
+    "intermediate_size": 80,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 
 
 def of_transformers(name: str, **sizes: Any) -> int:
@@ -106,12 +213,30 @@ def sizes_of(model: GPT) -> dict[str, Any]:
             {"num_experts": 5, "moe_intermediate_size": 80, "head_dim": 12},
         ),
         (
+            "deepseek_v3",
+            replace(
+                MIXTURE,
+                kv_heads=None,
+                head_size=12,
+                rope_size=4,
+                value_size=8,
+                kv_rank=10,
+                q_rank=14,
+                experts=6,
+                shared_experts=1,
+                ffn=20,
+                dense_layers=1,
+                dense_ffn=80,
+            ),
+            LATENT,
+        ),
+        (
             "gpt2",
             GPT(3, 48, 6, 32, 101, ffn=70),
             {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 32, "n_inner": 70},
         ),
     ],
-    ids=["llama", "llama-tied", "mistral", "qwen2", "mixtral", "qwen3_moe", "gpt2"],
+    ids=["llama", "llama-tied", "mistral", "qwen2", "mixtral", "qwen3_moe", "deepseek_v3", "gpt2"],
 )
 def test_parameters_are_those_of_transformers(name: str, model: GPT, more: dict[str, Any]) -> None:
     sizes = {"vocab_size": model.vocabulary} if name == "gpt2" else sizes_of(model)
@@ -135,9 +260,14 @@ def test_operations_of_linears_are_two_for_each_weight_that_a_token_uses(name: s
     model = model_named(name)
     inner = replace(model, biases="none", norm="rms", head_norms=False)
     idle = (inner.experts - inner.experts_per_token) * (3 if inner.gated else 2) * inner.hidden * inner.wide
-    weights = inner.parameters_of([(1, 2)]) - 2 * inner.hidden - idle
+    norms = (2 - inner.parallel_block) * inner.hidden + (inner.kv_rank or 0) + (inner.q_rank or 0)
+    last = inner.layers - 1
+    weights = inner.parameters_of([(last - 1, last)]) - norms - idle
     assert model.linear_flops == 2 * weights
-    layers = model.layers * (2 * weights + 4 * model.tokens * model.query_width)
+    dense = inner.parameters_of([(0, last)]) - inner.parameters_of([(1, last)]) - norms if model.dense_layers else 0
+    dense -= model.vocabulary * model.hidden if isinstance(model, GPT) and model.dense_layers else 0
+    linears = model.dense_layers * 2 * dense + (model.layers - model.dense_layers) * 2 * weights
+    layers = linears + model.layers * 2 * model.tokens * model.heads * (model.head_width + model.value_width)
     ends = model.tokens * (3 * model.head_flops + 2 * model.embedding_flops)
     assert model.flops_per_sample() == pytest.approx(3 * model.tokens * layers + ends, rel=1e-12)
 
