@@ -47,6 +47,7 @@ MADE_FOR = (
 REFUSED = {
     "data": "it follows from the other sizes",
     "microbatches": "they follow from --batch",
+    "shard_ranks": "replicas are searched, and --zero splits over all of them",
     "flops": "times are those of --device",
     "cut": "cuts are searched, too",
     "layout": "cuts are searched, too",
@@ -138,6 +139,7 @@ def _wanted(arguments: argparse.Namespace, model: Model) -> Wanted:
             sequence_parallel=arguments.sequence_parallel,
             keep_scores=arguments.keep_scores,
             attention=arguments.attention,
+            overlap=arguments.overlap,
         ),
         schedules=schedules_of(arguments, SEARCHED) if arguments.schedule is None else (arguments.schedule,),
         kinds=arguments.kinds or "none",
@@ -258,7 +260,7 @@ def _notes(found: Layouts) -> Iterator[str]:
         yield "Each row has other sizes; --tensor and --pipeline together compare schedules."
     if any("chunks" in each.layout.options for each in found.ranked):
         yield "x2: two stages per rank, and so on."
-    if any(each.layout.zero for each in found.ranked) and wanted.zero is None:
+    if any(each.layout.zero == 1 for each in found.ranked) and wanted.zero is None:
         yield "ZeRO-1 splits the optimizer state wherever there are replicas."
     cut = first.layout.cut
     if cut != even_cut(wanted.model.layers, len(cut)):

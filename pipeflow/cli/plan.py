@@ -35,7 +35,7 @@ from pipeflow.planning.estimate import plan
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.omissions import uncounted, unpriced
 from pipeflow.planning.physical import physical_costs
-from pipeflow.planning.setup import CHECKPOINTS, CONTEXT_KINDS, PRECISIONS, Setup
+from pipeflow.planning.setup import CHECKPOINTS, CONTEXT_KINDS, PRECISIONS, ZERO, Setup
 from pipeflow.planning.step_plan import TITLES, Plan
 from pipeflow.planning.transformer import GPT
 from pipeflow.planning.transformer_costs import stage_costs
@@ -161,8 +161,12 @@ def _add_layout(command: Parser) -> None:
     add("--microbatch-size", type=int, metavar="B", help="sequences per microbatch (default: 1)")
     add("--sequence", type=int, metavar="S", help="tokens per sequence (default: the model's positions)")
     add("--precision", choices=PRECISIONS, default="bf16", help="types of weights and states (default: %(default)s)")
-    zero = "1 (or no value): split the optimizer's state over the replicas (ZeRO-1); default: 0"
-    add("--zero", type=int, choices=(0, 1), nargs="?", const=1, help=zero)
+    zero = "split over the replicas: 1 (or no value) the optimizer's state, 2 gradients, too, 3 weights, too (FSDP)"
+    add("--zero", type=int, choices=ZERO, nargs="?", const=1, help=f"{zero}; default: 0")
+    shards = "split what --zero says over N replicas, such as those of a node, not over all of them"
+    add("--shard-ranks", type=int, metavar="N", help=shards)
+    overlap = "reduce gradients and gather weights while layers compute (default: only with --zero 3)"
+    add("--overlap", action=argparse.BooleanOptionalAction, help=overlap)
     checkpoint = "full (or no value): keep only each layer's input and recompute the layer; selective: recompute scores"
     add("--checkpoint", choices=CHECKPOINTS, nargs="?", const="full", help=checkpoint)
     add("--sequence-parallel", action="store_true", help="also split the activations of norms over the tensor ranks")

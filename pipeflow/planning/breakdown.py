@@ -7,13 +7,14 @@ So a kind has the time that it adds: what hides behind other work adds nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeflow.core.action import Kind
 from pipeflow.core.errors import UsageError
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import Physical, physical_costs
 from pipeflow.planning.rates import KINDS
+from pipeflow.planning.setup import Setup
 from pipeflow.planning.step_plan import Plan
 
 MEANINGS = {
@@ -33,7 +34,13 @@ MEANINGS = {
     "optimizer": "the optimizer's step",
 }
 """The parts of a breakdown, in their order."""
-AROUND = ("transfer", "bubble", "reduction", "optimizer")  # parts of a step besides what its busiest rank computes
+AROUND = (
+    "sharding",
+    "transfer",
+    "bubble",
+    "reduction",
+    "optimizer",
+)  # parts of a step besides what its busiest rank computes
 LEAST = 1e-9  # parts under this share of a step are roundings
 NOTED = 1e-4  # hidden time is told from this share on
 
@@ -65,25 +72,26 @@ def breakdown(found: Plan) -> Breakdown:
         raise UsageError("a plan without a device has no seconds to break down: say which one, with --device")
     rank = min(found.ranks, key=lambda each: each.idle).rank
     runs = _runs(found, rank)
-    costs = [_without(found, KINDS[present:]) for present in range(len(KINDS) + 1)]
+    alone = replace(found.setup, zero=0, shard_ranks=None, attention=found.setup.kernel)  # without hidden gathers
+    costs = [_without(found, alone, KINDS[present:]) for present in range(len(KINDS) + 1)]
     computed = [_computed(each, runs) for each in costs]
     parts = {kind: computed[place + 1] - computed[place] for place, kind in enumerate(KINDS)}
     parts["recomputation"] += _again(found, rank)
     parts |= {name: seconds for name, seconds in found.step_parts._asdict().items() if name in AROUND}
-    parts["processors" if found.cluster.sharing > 1 else "sharding"] = found.step_seconds - sum(parts.values())
+    parts["processors"] = found.step_seconds - sum(parts.values())
     tiny = LEAST * found.step_seconds
     named = {name: parts[name] for name in MEANINGS if abs(parts.get(name, 0.0)) > tiny}
-    hidden = _in_all(found, costs[-1], runs, rank)
+    hidden = _in_all(found, _without(found, found.setup, ()), runs, rank)
     beside = {
         name: all_ - parts[name] for name, all_ in hidden.items() if all_ - parts[name] > NOTED * found.step_seconds
     }
     return Breakdown(named, beside, rank)
 
 
-def _without(found: Plan, free: Sequence[str]) -> Physical:
-    """The costs of a plan if these kinds of work were free."""
+def _without(found: Plan, setup: Setup, free: Sequence[str]) -> Physical:
+    """The costs of a plan in a `setup`, if these kinds of work were free."""
     assert found.cluster is not None
-    placement, setup = found.schedule.placement, found.setup
+    placement = found.schedule.placement
     mesh = Mesh.of(setup, placement.num_ranks, found.cluster.devices_per_node)
     return physical_costs(found.model, placement, setup, mesh, found.cluster, cut=found.cut, free=frozenset(free))
 

@@ -39,6 +39,8 @@ class Efficiency:
         attention: share of the peak FLOP/s that attention's products reach, whatever their shape; by the kernel and the
             shape (`planning/attention.py`) unless given.
         fused: rate of fused attention, relative to that of its papers.
+        contention: share of the device that a collective takes from the computations beside it. NCCL runs a ring inside
+            a node on 16 of the 108 multiprocessors of an A100.
 
     Raises UsageError for coefficients that are negative or not finite, and for shares of 0.
     """
@@ -61,6 +63,7 @@ class Efficiency:
     optimizer: float | None = None
     attention: float | None = None
     fused: float = 1.0
+    contention: float = 0.15
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -21,6 +21,7 @@ from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import Physical, physical_costs
 from pipeflow.planning.rank_memory import Held, held_by, rank_plan
 from pipeflow.planning.setup import Setup
+from pipeflow.planning.sharding import require_pipeline
 from pipeflow.planning.step_plan import Plan, StepParts, StepPlan
 from pipeflow.planning.transformer_costs import (
     stage_costs,
@@ -53,7 +54,7 @@ def plan(
     (2799335424, 0.096, 0.099)
 
     Raises UsageError for a model that does not fit the setup or the schedule's stages, for a precision that the device
-    does not have, and for both `flops` and `cluster`.
+    does not have, for ZeRO-2 on several pipeline ranks, and for both `flops` and `cluster`.
     """
     setup, physical = Setup() if setup is None else setup, None
     if cluster is None:
@@ -84,6 +85,7 @@ def step_plan(
     """The step of `schedule` at the costs of the stages, whose ranks hold `held`. `physical` are the same costs with
     what else a step takes on a `cluster`.
     """
+    require_pipeline(setup.zero, len(schedule.rows))
     timeline = simulate(schedule, cost) if physical is None else physical.timeline(schedule, cost)
     computing = [sum(each.end - each.start for each in row) for row in timeline.on(Stream.COMPUTE)]
     idle = [1 - time / timeline.makespan for time in computing]
@@ -97,18 +99,25 @@ def step_plan(
 
 def _step_parts(schedule: Schedule, physical: Physical, timeline: Timeline, computing: list[float]) -> StepParts:
     cost, busiest = physical.cost, max(range(len(computing)), key=computing.__getitem__)
-    free = physical.timeline(schedule, replace(cost, latency=0.0, bandwidth=math.inf, links={}))
-    fastest = min(free.makespan, timeline.makespan)  # ranks that share processors may get out of each other's way
+    whole = replace(cost, unshard=())
+    gathered = physical.timeline(schedule, whole) if cost.unshard else timeline
+    free = physical.timeline(schedule, replace(whole, latency=0.0, bandwidth=math.inf, links={}))
+    fastest = min(free.makespan, gathered.makespan)  # ranks that share processors may get out of each other's way
     reduced = physical.timeline(schedule.with_reductions())
-    forwards = (action for action in schedule.actions(busiest) if action.kind is Kind.F)
+    forwards = [action for action in schedule.actions(busiest) if action.kind is Kind.F]
     factors = cost.microbatch_factors or (1,) * schedule.num_microbatches
-    communicating = sum(physical.communication[each.stage] * factors[each.microbatch] for each in forwards)
-    tensor = min(computing[busiest], communicating)
+
+    def of_all(seconds: Sequence[float]) -> float:
+        return sum(seconds[each.stage] * factors[each.microbatch] for each in forwards)
+
+    tensor = min(computing[busiest], of_all(physical.communication))
+    sharding = min(computing[busiest] - tensor, of_all(physical.sharding))
     return StepParts(
-        compute=computing[busiest] - tensor,
+        compute=computing[busiest] - tensor - sharding,
         tensor=tensor,
+        sharding=sharding + max(0.0, timeline.makespan - gathered.makespan),
         bubble=fastest - computing[busiest],
-        transfer=timeline.makespan - fastest,
+        transfer=gathered.makespan - fastest,
         reduction=max(0.0, reduced.makespan - timeline.makespan) + physical.tied,
         optimizer=physical.optimizer,
     )

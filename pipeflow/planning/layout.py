@@ -14,6 +14,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.setup import CHECKPOINTS, Checkpoint, Setup
+from pipeflow.planning.sharding import require_pipeline
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.schedules.registry import COMPARED, is_searched
 from pipeflow.schedules.zb_auto import kinds_named
@@ -114,6 +115,7 @@ class Wanted:
         for name in self.schedules:
             if name not in SCHEDULES:
                 raise unknown("schedule", name, SCHEDULES)
+        require_pipeline(self.zero, self.pipeline)
         saving = kinds_named(self.kinds)
         if "offload" in saving and not self.cluster.device.host_bandwidth:
             raise UsageError(

@@ -187,6 +187,8 @@ class LayoutTrial:
 def cells(wanted: Wanted) -> Iterator[Cell]:
     """All combinations of sizes, microbatches and recomputation that `wanted` allows."""
     for sizes in meshes(wanted):
+        if wanted.zero == 2 and sizes.pipeline > 1:
+            continue
         for size in microbatch_sizes(wanted, sizes):
             many = wanted.batch // (sizes.data * size)
             for checkpoint in wanted.checkpoints:
@@ -290,7 +292,7 @@ def _profile(wanted: Wanted, setup: Setup) -> Profile:
 
 def _of_one_replica(setup: Setup) -> Setup:
     """The key of `_profile`, which depends on the replicas only where they exchange tokens."""
-    return replace(setup, data=setup.data if setup.expert > 1 else 1, zero=0)
+    return replace(setup, data=setup.data if setup.expert > 1 else 1, zero=0, shard_ranks=None)
 
 
 def least_seconds(wanted: Wanted, cell: Cell) -> float:

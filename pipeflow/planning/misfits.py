@@ -31,7 +31,7 @@ def no_room(wanted: Wanted) -> UsageError:
 def described(layout: Layout) -> str:
     """The layout in a few words."""
     kept = {"none": "without recomputation", "full": "recomputing layers", "selective": "recomputing scores"}
-    zero = ", ZeRO-1" if layout.zero else ""
+    zero = f", ZeRO-{layout.zero}" if layout.zero else ""
     sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
     return (
         f"{sizes} with {layout.schedule} and microbatches of {layout.microbatch_size}, {kept[layout.checkpoint]}{zero}"
@@ -66,9 +66,12 @@ def smallest(wanted: Wanted, enough: float = 0.0) -> tuple[Layout, float]:
 def _least(wanted: Wanted, cell: Cell) -> float:
     """A lower bound on the bytes of the fullest device of a cell: its share of the weights, gradients and optimizer."""
     setup, precision = cell.setup, cell.setup.precision
-    optimizer = (precision.master + precision.moments) / (setup.replicas if setup.zero else 1)
+    weight, gradient = (
+        of / (setup.shards if setup.zero > least else 1)
+        for of, least in ((precision.weight, 2), (precision.gradient, 1))
+    )
     share = wanted.model.parameters / (setup.tensor * cell.pipeline)
-    return share * (precision.weight + precision.gradient + optimizer)
+    return share * (weight + gradient + (precision.master + precision.moments) / setup.shards)
 
 
 def _advice(wanted: Wanted) -> str:

@@ -16,6 +16,7 @@ from pipeflow.planning.physical import StageCosts, StageTimes, layer_times, phys
 from pipeflow.planning.rank_memory import Held, transferred
 from pipeflow.planning.rates import RankGroup, Rates
 from pipeflow.planning.setup import Setup
+from pipeflow.planning.sharding import LayerCosts
 from pipeflow.planning.step_plan import StepPlan
 from pipeflow.planning.transformer_costs import Parameters
 from pipeflow.planning.work import DeviceWork
@@ -91,9 +92,13 @@ def counted_plan(
         again = max((_again(piece) for stage in own for piece in stage.pieces), default=0)
         parts = tuple(stage.blocks for stage in own)
         received = transferred(placement, rank, [stage.sent_bytes for stage in stages])
-        held.append(Held(parts, sum(names.values()), again if setup.checkpoint == "full" else 0, received))
+        sizes = tuple(sum(stage.parameters.values()) for stage in own)
+        unit = max(size // max(1, end - start) for size, (start, end) in zip(sizes, parts, strict=True))
+        kept = again if setup.checkpoint == "full" else 0
+        counts = Parameters(sum(names.values()), 0), Parameters(unit, 0), Parameters(0, 0)
+        held.append(Held(parts, kept, received, tuple(Parameters(size, 0) for size in sizes), *counts))
     tied = _tied(stages, schedule, setup, mesh, rates)
-    most = Parameters(max(each.parameters for each in held), 0)
+    most = max((each.whole for each in held), key=lambda each: each.total)
     physical = physical_of(costs, placement, setup, mesh, rates, most=most, tied=tied)
     physical = replace(physical, cost=replace(physical.cost, route_bytes=dict(far)))
     return step_plan(schedule, setup, physical.cost, held, cluster, physical)
@@ -107,12 +112,14 @@ def _stage_costs(stage: CountedStage, rates: Rates, checkpoint: str) -> StageCos
     for piece in stage.pieces:
         saved |= piece.given if checkpoint == "full" and piece.is_block else piece.saved
         deferred |= piece.deferred
+    held, blocks = sum(stage.parameters.values()), max(1, stage.blocks[1] - stage.blocks[0])
     return StageCosts(
         StageTimes(forward, backward - weight, weight, 0.0),
         sum(saved.values()),
         sum(deferred.values()),
         stage.sent_bytes,
-        Parameters(sum(stage.parameters.values()), 0),
+        Parameters(held, 0),
+        LayerCosts(blocks, Parameters(held // blocks, 0), Parameters(0, 0), forward / blocks, backward / blocks),
     )
 
 

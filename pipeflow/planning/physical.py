@@ -10,10 +10,12 @@ from itertools import pairwise
 
 from pipeflow.analysis.simulation import simulate, simulate_shared
 from pipeflow.core.cost import CostModel, Link
+from pipeflow.core.dataflow import Stream
 from pipeflow.core.partition import Cut
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
+from pipeflow.orders.memory.unsharding import with_unshard
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.efficiency import Efficiency
@@ -21,6 +23,7 @@ from pipeflow.planning.exchanges import NOTHING, Exchanged, layer_exchanges
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.rates import RankGroup, Rates, Seconds
 from pipeflow.planning.setup import Setup
+from pipeflow.planning.sharding import LayerCosts, Sharding, holders_of
 from pipeflow.planning.transformer import GPT
 from pipeflow.planning.transformer_costs import (
     Parameters,
@@ -64,6 +67,7 @@ class StageCosts:
         deferred_bytes: bytes that are kept between the two halves of a backward.
         activation_bytes: bytes that are sent to the next stage.
         parameters: how many parameters the device holds.
+        layers: its layers.
     """
 
     times: StageTimes
@@ -71,6 +75,7 @@ class StageCosts:
     deferred_bytes: float
     activation_bytes: float
     parameters: Parameters
+    layers: LayerCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,8 @@ class Physical:
         optimizer: seconds of the optimizer's step, on the rank where it takes longest.
         processors: number of processors that all pipeline ranks share, if they share any. The times of `cost` are then
             those of a rank that has one processor for itself.
+        sharding: per stage, the seconds that gathers and reductions of divided weights and gradients add to one
+            microbatch; `cost` counts them.
     """
 
     cost: CostModel
@@ -92,10 +99,15 @@ class Physical:
     tied: float
     optimizer: float
     processors: float | None = None
+    sharding: tuple[float, ...] = ()
 
     def timeline(self, schedule: Schedule, cost: CostModel | None = None) -> Timeline:
-        """The simulated timeline of `schedule` under these costs, or under `cost`."""
+        """The simulated timeline of `schedule` under these costs, or under `cost`. Stages are gathered where
+        torch.distributed.pipelining does so, unless the schedule says where.
+        """
         cost = self.cost if cost is None else cost
+        if cost.unshard and Stream.GATHER not in schedule.streams:
+            schedule = with_unshard(schedule)
         if self.processors is None:
             return simulate(schedule, cost)
         return simulate_shared(schedule, cost, self.processors)
@@ -128,9 +140,17 @@ def physical_costs(
     times = for_shares(model, parts, lambda share: _stage_times(model, setup, mesh, rates, share))
     shares = shares_of(model, parts)
     held = for_shares(model, parts, lambda share: parameters_of(model, [share], setup))
+    layers = for_shares(model, parts, lambda share: _layers(model, setup, mesh, rates, share))
     activation = passed_bytes(model, setup)
     stages = [
-        StageCosts(times[stage], memory.saved_bytes[stage], memory.deferred_bytes[stage], activation, held[stage])
+        StageCosts(
+            times[stage],
+            memory.saved_bytes[stage],
+            memory.deferred_bytes[stage],
+            activation,
+            held[stage],
+            layers[stage],
+        )
         for stage in range(len(parts))
     ]
     ranks = [[shares[stage] for stage in placement.stages_of(rank)] for rank in range(placement.num_ranks)]
@@ -169,11 +189,16 @@ def physical_of(
     and `tied` are the seconds of summing gradients that several stages share.
     """
     cluster, times = rates.cluster, [each.times for each in stages]
+    by_layer = placement.num_ranks == 1
+    sharding = [Sharding(setup, holders_of(placement, mesh, stage), rates, by_layer) for stage in range(len(stages))]
+    beyond = [own.beyond(each.layers) for own, each in zip(sharding, stages, strict=True)]
     near = cluster.link_bandwidth * rates.efficiency.transfer
     start = rates.efficiency.transfer_start
     cost = CostModel(
-        forward=tuple(each.forward / cluster.sharing for each in times),
-        backward_input=tuple(each.backward_input / cluster.sharing for each in times),
+        forward=tuple((each.forward + more) / cluster.sharing for each, (more, _) in zip(times, beyond, strict=True)),
+        backward_input=tuple(
+            (each.backward_input + more) / cluster.sharing for each, (_, more) in zip(times, beyond, strict=True)
+        ),
         backward_weight=tuple(each.backward_weight / cluster.sharing for each in times),
         saved_bytes=tuple(each.saved_bytes for each in stages),
         deferred_bytes=tuple(each.deferred_bytes for each in stages),
@@ -184,14 +209,17 @@ def physical_of(
         bandwidth=near,
         links=_links(placement, mesh, cluster, rates),
         reduce=tuple(
-            _reduction(placement, setup, mesh, rates, stage, each.parameters) / cluster.sharing
-            for stage, each in enumerate(stages)
+            own.once(each.parameters, each.layers) / cluster.sharing for own, each in zip(sharding, stages, strict=True)
         ),
+        unshard=tuple(own.gather(each.parameters) / cluster.sharing for own, each in zip(sharding, stages, strict=True))
+        if setup.zero == 3 and not by_layer
+        else (),
         unit="s",
     )
     communication = tuple(each.communication / cluster.sharing for each in times)
     processors = _processors(mesh, cluster) if cluster.sharing > 1 else None
-    return Physical(cost, communication, tied, _optimizer(most, setup, rates), processors)
+    added = tuple(sum(each) / cluster.sharing for each in beyond)
+    return Physical(cost, communication, tied, _optimizer(most, setup, rates), processors, added)
 
 
 def _processors(mesh: Mesh, cluster: Cluster) -> float:
@@ -241,22 +269,6 @@ def layer_times(
     return forward, inputs + weights, weights
 
 
-def _reduction(
-    placement: Placement, setup: Setup, mesh: Mesh, rates: Rates, stage: int, parameters: Parameters
-) -> float:
-    """Seconds to sum the gradients of a stage over the devices that hold the same weights: replicas, and both copies in
-    each replica of a bidirectional schedule. Those of experts have fewer such devices.
-    """
-    copies, width = placement.ranks_of(stage), setup.precision.gradient
-    times = 1 if len(copies) == 1 else 2
-    near = 1 if times == 1 or mesh.crosses(*copies) else 2
-    groups = (mesh.data_group, parameters.others), (mesh.expert_data_group, parameters.experts)
-    return sum(
-        rates.gradient_sum(RankGroup(times * group.ranks, near * group.in_node), width * count)
-        for group, count in groups
-    )
-
-
 def _links(placement: Placement, mesh: Mesh, cluster: Cluster, rates: Rates) -> dict[tuple[int, int], Link]:
     """The links between pipeline ranks in different nodes. Those who share a card and do not send leave their part."""
     cards = cluster.devices_per_node // cluster.devices_per_nic
@@ -292,6 +304,17 @@ def _stage_times(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, sha
     )
 
 
+def _layers(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, share: Share) -> LayerCosts:
+    """The layers of a share, and what is in none of them."""
+    whole = parameters_of(model, [share], setup)
+    ends = parameters_of(model, [share._replace(layers=0, dense=0)], setup)
+    number = max(1, share.layers)
+    times = [(count, _layer_times(kind, setup, mesh, rates)) for count, kind in share.kinds(model)]
+    forward, backward = (sum(count * each[place] for count, each in times) / number for place in (0, 1))
+    each = Parameters((whole.others - ends.others) // number, whole.experts // number)
+    return LayerCosts(share.layers, each, ends, forward, backward)
+
+
 def _layer_times(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates) -> tuple[float, float, float, float]:
     """As `layer_times`, and the seconds of communication in it."""
     layer = rates.seconds(layer_work(model, setup))
@@ -316,5 +339,7 @@ def _optimizer(most: Parameters, setup: Setup, rates: Rates) -> float:
     """
     precision = setup.precision
     state, others = 2 * (precision.master + precision.moments), 3 * precision.gradient + precision.weight
-    parts = (most.others, setup.replicas), (most.experts, setup.expert_replicas)
-    return rates.stepping(sum(count * (state / (ranks if setup.zero else 1) + others) for count, ranks in parts))
+    parts = (most.others, setup.shards), (most.experts, setup.expert_shards)
+    return rates.stepping(
+        sum(count * (state / shards + others / (shards if setup.zero > 1 else 1)) for count, shards in parts)
+    )

@@ -12,6 +12,8 @@ from pipeflow.core.placement import Placement
 from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer_costs import (
+    Parameters,
+    Share,
     parameters_of,
     passed_bytes,
     recomputed_bytes,
@@ -22,6 +24,9 @@ ALLOCATOR = 0.04
 """What torch's caching allocator takes from the device beyond what it hands out, as a share of that: the median of 11
 logs of Megatron-LM jobs that print both, at peaks of 41 to 136 GB (0.8 % to 14 %; benchmarks/data has them).
 """
+
+WHOLE = 3
+"""The most stages of a pipeline rank whose weights are whole at the same time: what `with_unshard` and torch allow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,8 @@ class RankPlan:
         master_bytes, moment_bytes: bytes of the optimizer's master weights, and of Adam's two moments.
         activation_bytes: the most bytes that the schedule keeps at once for backwards.
         recomputed_bytes: additional bytes that the backward of one layer recomputes.
+        gathered_bytes: bytes of weights that are whole only while they are used, and of gradients before each device
+            has its part.
         transfer_bytes: bytes of received activations and gradients that no computation has taken yet. This is one
             activation for each stage whose previous stage is on another rank, and one gradient for each stage whose
             next stage is.
@@ -53,6 +60,7 @@ class RankPlan:
     moment_bytes: int
     activation_bytes: float
     recomputed_bytes: int
+    gathered_bytes: int
     transfer_bytes: float
     idle: float
 
@@ -69,7 +77,7 @@ class RankPlan:
     @property
     def _used_bytes(self) -> float:
         state = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
-        return state + self.activation_bytes + self.recomputed_bytes + self.transfer_bytes
+        return state + self.activation_bytes + self.recomputed_bytes + self.gathered_bytes + self.transfer_bytes
 
     @property
     def peak_parts(self) -> dict[str, float]:
@@ -80,6 +88,7 @@ class RankPlan:
             "optimizer": self.optimizer_bytes,
             "activations": self.activation_bytes,
             "recomputed": self.recomputed_bytes,
+            "gathered": self.gathered_bytes,
             "transfers": self.transfer_bytes,
             "allocator": self.allocator_bytes,
         }
@@ -96,15 +105,22 @@ class RankPlan:
 
 
 class Held(NamedTuple):
-    """The memory of one device of a pipeline rank, besides activations: see RankPlan. `experts` are the parameters of
-    experts that tokens are sent to.
+    """The memory of one device of a pipeline rank, besides activations: see RankPlan.
+
+    Attributes:
+        parts, recomputed_bytes, transfer_bytes: as in RankPlan.
+        stages: parameters of each of its stages.
+        whole: parameters of all of them. A word table that is also the head counts once.
+        layer, ends: of these, those of one layer, and those in no layer.
     """
 
     parts: tuple[Part, ...]
-    parameters: int
     recomputed_bytes: int
     transfer_bytes: float
-    experts: int = 0
+    stages: tuple[Parameters, ...]
+    whole: Parameters
+    layer: Parameters
+    ends: Parameters
 
 
 def state_bytes(model: Transformer, setup: Setup, placement: Placement, parts: Sequence[Part]) -> tuple[float, ...]:
@@ -128,8 +144,16 @@ def held_by(model: Transformer, setup: Setup, placement: Placement, parts: Seque
     own = [shares_of(model, parts)[stage] for stage in stages]
     again = recomputed_bytes(model, setup) if any(share.layers for share in own) else 0
     received = transferred(placement, rank, [float(passed_bytes(model, setup))] * len(parts))
-    held = parameters_of(model, own, setup)
-    return Held(tuple(parts[stage] for stage in stages), held.total, again, received, held.experts)
+    layer = parameters_of(model, [Share(min(1, sum(share.layers for share in own)), first=False, last=False)], setup)
+    return Held(
+        tuple(parts[stage] for stage in stages),
+        again,
+        received,
+        tuple(parameters_of(model, [share], setup) for share in own),
+        parameters_of(model, own, setup),
+        layer,
+        parameters_of(model, [share._replace(layers=0, dense=0) for share in own], setup),
+    )
 
 
 def transferred(placement: Placement, rank: int, sent: Sequence[float]) -> float:
@@ -151,21 +175,41 @@ def _borders(placement: Placement) -> tuple[tuple[int, ...], ...]:
 
 def rank_plan(setup: Setup, placement: Placement, rank: int, held: Held, *, kept: float, idle: float) -> RankPlan:
     """The plan of a rank that keeps at most `kept` bytes of activations and is idle for the part `idle` of the step."""
-    stages, parameters, precision = placement.stages_of(rank), held.parameters, setup.precision
-    others = parameters - held.experts
-    divided = -(-others // setup.replicas) - (-held.experts // setup.expert_replicas)
-    optimized = divided if setup.zero else parameters
+    precision, zero, by_layer = setup.precision, setup.zero, placement.num_ranks == 1
+    parameters = held.whole.total
+    part = -(-held.whole.others // setup.shards) - (-held.whole.experts // setup.expert_shards)
     return RankPlan(
         rank,
-        stages,
+        placement.stages_of(rank),
         held.parts,
         parameters,
-        weight_bytes=parameters * precision.weight,
-        gradient_bytes=parameters * precision.gradient,
-        master_bytes=optimized * precision.master,
-        moment_bytes=optimized * precision.moments,
+        weight_bytes=(part if zero == 3 else parameters) * precision.weight,
+        gradient_bytes=(part if zero > 1 and by_layer else parameters) * precision.gradient,
+        master_bytes=part * precision.master,
+        moment_bytes=part * precision.moments,
         activation_bytes=kept,
         recomputed_bytes=held.recomputed_bytes,
+        gathered_bytes=_gathered(setup, held, by_layer=by_layer),
         transfer_bytes=held.transfer_bytes,
         idle=idle,
     )
+
+
+def _gathered(setup: Setup, held: Held, *, by_layer: bool) -> int:
+    """The `gathered_bytes` of a rank. Of layers, two are whole at a time, the one that computes and the next one; so
+    are their gradients. What is in no layer is whole all the time. A pipeline rank has WHOLE of its stages whole.
+    """
+    precision = setup.precision
+    if setup.zero < 2:
+        return 0
+    if not by_layer:
+        sizes = sorted(_divided(setup, each) for each in held.stages)
+        return precision.weight * sum(sizes[-WHOLE:]) if setup.zero == 3 else 0
+    units = 2 * _divided(setup, held.layer) + _divided(setup, held.ends)
+    return units * (precision.gradient + (precision.weight if setup.zero == 3 else 0))
+
+
+def _divided(setup: Setup, parameters: Parameters) -> int:
+    """The parameters that several devices hold together."""
+    others, experts = parameters
+    return (others if setup.shards > 1 else 0) + (experts if setup.expert_shards > 1 else 0)

@@ -162,6 +162,12 @@ class Rates:
             return cluster.network_latency + count / (cluster.network_bandwidth * known.network)
         return cluster.link_latency + count / (cluster.link_bandwidth * known.link)
 
+    def data_gather(self, group: RankGroup, count: float) -> float:
+        """Seconds to gather so many bytes from data ranks, or to reduce them so that each has its part: one of the two
+        rounds of a sum.
+        """
+        return self.gradient_sum(group, count) / 2
+
     def gradient_sum(self, group: RankGroup, count: float) -> float:
         """Seconds to reduce gradients of so many bytes over the replicas."""
         known = self.efficiency

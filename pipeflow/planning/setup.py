@@ -4,6 +4,7 @@ that costs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -12,11 +13,13 @@ from typing import Literal
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import require_positive
 from pipeflow.planning.attention import KERNELS, Kernel
+from pipeflow.planning.blocks import near_divisors
 
 Checkpoint = Literal["none", "full", "selective"]
 CHECKPOINTS: tuple[Checkpoint, ...] = ("none", "full", "selective")
 ContextKind = Literal["ring", "all-to-all"]
 CONTEXT_KINDS: tuple[ContextKind, ...] = ("ring", "all-to-all")
+ZERO = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +69,13 @@ class Setup:
         microbatch_size: sequences per microbatch.
         sequence: tokens per sequence; the model's `positions` unless given.
         precision: of weights, gradients, optimizer and activations.
-        zero: with 1, master weights and moments are divided among the `data` ranks (ZeRO-1, arXiv 1910.02054); with 0,
-            each has all of them. True and False stand for 1 and 0.
+        zero: what is divided among the `replicas` (ZeRO, arXiv 1910.02054). 1: master weights and
+            moments; 2: gradients, too; 3: weights, too, which are gathered before they are used (FSDP, arXiv
+            2304.11277). 0: nothing. True and False stand for 1 and 0.
+        shard_ranks: the replicas that together hold what `zero` divides; other groups of as many hold copies of it
+            (hybrid sharding). By default all of them.
+        overlap: gradients are reduced, and weights gathered, while layers compute. By default only with `zero` 3, as
+            in DeepSpeed and torch.
         checkpoint: what a layer's backward recomputes. "full": the whole layer, which keeps only its input.
             "selective": attention's scores, which are not kept (arXiv 2205.05198, section 5). "none": nothing. True and
             False stand for "full" and "none".
@@ -86,7 +94,8 @@ class Setup:
             equally many, as in most benchmarks; auxiliary losses leave more (arXiv 2408.15664, table 2).
 
     Raises UsageError for sizes below 1 or that do not divide, for an unknown `zero`, `checkpoint`, `attention` or
-    `context_kind`, and for a fused kernel that should keep scores or recompute them.
+    `context_kind`, and for a fused kernel that should keep scores or recompute them. Also raises it for `shard_ranks`
+    without `zero`.
     """
 
     tensor: int = 1
@@ -104,6 +113,8 @@ class Setup:
     expert: int = 1
     expert_tensor: int | None = None
     imbalance: float = 1.0
+    shard_ranks: int | None = None
+    overlap: bool | None = None
 
     def __post_init__(self) -> None:
         require_positive(tensor=self.tensor, data=self.data, microbatch_size=self.microbatch_size)
@@ -122,8 +133,11 @@ class Setup:
             )
         if self.sequence is not None:
             require_positive(sequence=self.sequence)
-        if self.zero not in (0, 1):
-            raise UsageError(f"zero must be 0 or 1, got {self.zero!r}: ZeRO-2 and ZeRO-3 are not planned")
+        if self.zero not in ZERO:
+            raise UsageError(f"zero must be one of {', '.join(map(str, ZERO))}; got {self.zero!r}")
+        if self.shard_ranks is not None:
+            require_positive(shard_ranks=self.shard_ranks)
+            self._require_shards(self.shard_ranks)
         if not isinstance(self.checkpoint, bool) and self.checkpoint not in CHECKPOINTS:
             raise UsageError(f"checkpoint must be one of {', '.join(CHECKPOINTS)}; got {self.checkpoint!r}")
         self._require_kernel()
@@ -141,6 +155,28 @@ class Setup:
             raise UsageError(
                 f"{what} is for attention that stores its scores, and {self.attention} does not: use 'unfused'"
             )
+
+    def _require_shards(self, ranks: int) -> None:
+        if not self.zero:
+            raise UsageError(f"shard_ranks={ranks} divides nothing with zero=0: give zero 1, 2 or 3, too")
+        if self.replicas % ranks:
+            near = near_divisors(self.replicas, ranks)
+            raise UsageError(f"shard_ranks={ranks} does not divide the {self.replicas} replicas: {near}")
+
+    @property
+    def shards(self) -> int:
+        """The number of parts of what `zero` divides, but for experts."""
+        return (self.shard_ranks or self.replicas) if self.zero else 1
+
+    @property
+    def expert_shards(self) -> int:
+        """The number of parts of experts that `zero` divides."""
+        return math.gcd(self.shards, self.expert_replicas) if self.zero else 1
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether reductions and gathers run while layers compute."""
+        return self.zero == 3 if self.overlap is None else self.overlap
 
     @property
     def stores_scores(self) -> bool:

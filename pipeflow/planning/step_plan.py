@@ -22,6 +22,11 @@ from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer_costs import head_forward, layer_forward, sequence_of
 
 TITLES = ("rank", "layers", "parameters", "weights +\ngradients", "optimizer", "activations", "peak", "idle")
+DIVIDED = {
+    1: "the optimizer state is",
+    2: "gradients and the optimizer state are",
+    3: "weights, gradients and the optimizer state are",
+}
 
 
 class StepParts(NamedTuple):
@@ -31,6 +36,8 @@ class StepParts(NamedTuple):
         compute: the busiest rank's computations, without the parts below. If ranks of the cluster share processors,
             this includes the time in which it waits for a processor.
         tensor: communication of its tensor ranks.
+        sharding: the time that gathers of divided weights, and reductions of divided gradients, add to its
+            microbatches.
         bubble: its idle time if transfers were free.
         transfer: the time that transfers between stages add.
         reduction: the time that the reductions of gradients over the replicas add, and those of a word table on two
@@ -40,6 +47,7 @@ class StepParts(NamedTuple):
 
     compute: float
     tensor: float
+    sharding: float
     bubble: float
     transfer: float
     reduction: float
@@ -128,8 +136,8 @@ class StepPlan:
         states = {"master weight": precision.master, "moments": precision.moments}
         parts = {"weight": precision.weight, "gradient": precision.gradient} | states
         yield f"{precision.name}: {', '.join(f'{part} {of}' for part, of in parts.items() if of)} bytes a parameter"
-        if setup.zero and setup.replicas > 1:
-            yield f"ZeRO-1: the optimizer state is split over {setup.replicas} replicas"
+        if setup.zero and setup.shards > 1:
+            yield f"ZeRO-{setup.zero}: {DIVIDED[setup.zero]} split over {setup.shards} of {setup.replicas} replicas"
 
     def rows(self) -> list[list[str]]:
         """The table of ranks, as text. The columns are TITLES."""

@@ -186,7 +186,8 @@ def test_within_a_tie_less_recomputation_is_picked() -> None:
         ({"schedules": ()}, "name at least one"),
         ({"memory": 0}, "memory must be a positive number"),
         ({"batch": 0}, "batch must be an integer of at least 1"),
-        ({"zero": 3}, "zero must be 0 or 1"),
+        ({"zero": 4}, "zero must be one of 0, 1, 2, 3; got 4"),
+        ({"zero": 2, "pipeline": 2}, "zero=2 needs one pipeline rank, got 2"),
     ],
 )
 def test_what_cannot_be_searched_is_refused(given: dict[str, Any], said: str) -> None:

@@ -95,6 +95,39 @@ def toml(found: Plan) -> dict[str, Any]:
     return read
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"ranks": 1, "zero": 3}, ("always", 1, 8)),
+        ({"ranks": 1, "zero": 3, "shard_ranks": 4}, ("always", 2, 4)),
+        ({"ranks": 1, "zero": 2}, ("never", 1, 8)),
+        ({"zero": 3}, ("never", 1, 8)),  # torch's schedules gather and reshard stages
+    ],
+)
+def test_torchtitan_shards_weights(given: dict[str, Any], expected: tuple[str, int, int]) -> None:
+    read = tomllib.loads(LIBRARIES["torchtitan"].options(planned(data=8, **given)).text)["parallelism"]
+    names = ("fsdp_reshard_after_forward", "data_parallel_replicate_degree", "data_parallel_shard_degree")
+    assert tuple(read[name] for name in names) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"zero": 1, "overlap": True}, {}),
+        ({"zero": 2}, {"--data-parallel-sharding-strategy": "optim_grads"}),
+        ({"zero": 3, "overlap": False}, {"--data-parallel-sharding-strategy": "optim_grads_params"}),
+        ({"zero": 3, "shard_ranks": 2}, {"--num-distributed-optimizer-instances": "4"}),
+    ],
+)
+def test_megatron_divides_gradients_and_weights(given: dict[str, Any], expected: dict[str, str]) -> None:
+    found = flags(planned(ranks=1, data=8, **given))
+    assert expected.items() <= found.items()
+    assert "--use-distributed-optimizer" in found
+    assert ("--use-megatron-fsdp" in found) == (given["zero"] > 1)
+    overlaps = given.get("overlap", given["zero"] == 3)
+    assert ("--overlap-param-gather" in found) == ("--overlap-grad-reduce" in found) == overlaps
+
+
 def test_torchtitan_runs_1f1b() -> None:
     found = toml(planned(data=2, tensor=2, zero=1, microbatch_size=3, sequence_parallel=True, checkpoint="full"))
     stages = found["parallelism"].pop("module_fqns_per_model_part")
@@ -171,6 +204,16 @@ def test_torchtitan_accumulates_gradients_without_a_pipeline() -> None:
                 "data_types": {"grad_accum_dtype": "bf16"},
             },
         ),
+        (
+            {"ranks": 1, "data": 4, "zero": 3, "shard_ranks": 2, "overlap": False, "precision": "fp16", "many": 5},
+            {
+                "train_batch_size": 20,
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": 5,
+                "zero_optimization": {"stage": 3, "overlap_comm": False, "mics_shard_size": 2},
+                "fp16": {"enabled": True},
+            },
+        ),
     ],
 )
 def test_deepspeed_is_configured(given: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -184,6 +227,7 @@ def test_deepspeed_is_configured(given: dict[str, Any], expected: dict[str, Any]
         ("torchtitan", {"data": 2, "zero": 1, "precision": "bf16"}, "torchtitan adds up gradients in float32"),
         ("torchtitan", {"data": 2, "zero": 1}, "torchtitan puts replicas next to each other"),
         ("torchtitan", {"ranks": 1, "data": 2, "zero": 1}, "reduces gradients after each microbatch"),
+        ("torchtitan", {"data": 2, "zero": 1}, "reduces gradients while layers compute; --overlap plans that"),
         ("deepspeed", {"data": 2, "zero": 1}, "DeepSpeed puts replicas next to each other"),
         ("deepspeed", {}, "give PipelineModule num_stages=4 and partition_method='type:NAME'"),
         ("deepspeed", {"ranks": 1, "checkpoint": "full"}, "the model has to checkpoint each of them"),
@@ -225,6 +269,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepspeed", {"cut": [5, 4, 4, 3]}, "DeepSpeed divides layers itself and takes no numbers of layers"),
     ("deepspeed", {"precision": "fp16-mixed"}, "does not train in fp16-mixed as planned: the nearest .* fp16"),
     ("deepspeed", {"checkpoint": "selective"}, "recomputes whole layers only: the nearest is --checkpoint full"),
+    ("megatron", {"data": 2, "zero": 3}, "does not divide weights of pipeline ranks as planned: .* --zero 1"),
+    ("deepspeed", {"data": 2, "zero": 3}, "the pipeline of DeepSpeed has ZeRO-1 at most: .* --zero 1"),
+    ("deepspeed", {"ranks": 1, "data": 4, "zero": 2, "shard_ranks": 2}, "over some replicas only with ZeRO-3"),
     ("deepspeed", {"data": 2}, "splits the optimizer's state over the replicas in bf16 anyway: plan with --zero"),
 ]
 

@@ -367,7 +367,12 @@ def test_llama_405b_is_planned_as_it_was_trained() -> None:
         (lambda: SMALL.parameters_of([(3, 3)]), r"layers \(3, 3\) are not a part of 8 layers"),
         (lambda: SMALL.parameters_of([(0, 9)]), r"layers \(0, 9\) are not a part of 8 layers"),
         (lambda: Setup(tensor=0), "tensor must be an integer of at least 1, got 0"),
-        (lambda: Setup(zero=3), "zero must be 0 or 1, got 3: ZeRO-2 and ZeRO-3 are not planned"),
+        (lambda: Setup(zero=4), "zero must be one of 0, 1, 2, 3; got 4"),
+        (lambda: Setup(data=8, shard_ranks=4), "shard_ranks=4 divides nothing with zero=0: give zero 1, 2 or 3, too"),
+        (
+            lambda: Setup(data=8, zero=3, shard_ranks=3),
+            "does not divide the 8 replicas: the nearest that work are 2 and 4",
+        ),
         (lambda: Setup(checkpoint="some"), "checkpoint must be one of none, full, selective; got 'some'"),  # type: ignore[arg-type]  # so it is refused
         (lambda: Setup(sequence=0), "sequence must be an integer of at least 1, got 0"),
         (lambda: planned(setup=Setup(tensor=3)), "tensor=3 does not divide 4 heads and hidden 64: .* are 2 and 4"),

@@ -1,6 +1,6 @@
 """The options of DeepSpeed for a plan, as JSON. Must not contain: those of the model.
 
-Names and meanings are from deepspeedai/DeepSpeed: docs/_pages/config-json.md (batches, `zero_optimization`),
+Names and meanings are from deepspeedai/DeepSpeed: docs/_pages/config-json.md (batches, `zero_optimization`, MiCS),
 deepspeed/runtime/constants.py (`data_types`), deepspeed/runtime/config.py (`pipeline`) and
 deepspeed/runtime/precision_config.py (`bf16`, `fp16`). Its pipeline has 1F1B alone, in
 deepspeed/runtime/pipe/schedule.py, and divides layers itself, in deepspeed/runtime/pipe/module.py. In bf16 it splits
@@ -46,7 +46,7 @@ def options(found: Plan) -> LibraryOptions:
         "train_batch_size": many * setup.microbatch_size * setup.data,
         "train_micro_batch_size_per_gpu": setup.microbatch_size,
         "gradient_accumulation_steps": many,
-        "zero_optimization": {"stage": setup.zero},
+        "zero_optimization": _zero(found),
     }
     if pipeline > 1:
         config["pipeline"] = {"stages": pipeline, "activation_checkpoint_interval": int(setup.checkpoint == "full")}
@@ -55,6 +55,16 @@ def options(found: Plan) -> LibraryOptions:
 
 
 LIBRARY = Library(NAME, SCHEDULES, options)
+
+
+def _zero(found: Plan) -> dict[str, Any]:
+    setup = found.setup
+    chosen: dict[str, Any] = {"stage": setup.zero}
+    if setup.overlaps != (setup.zero == 3):  # as it is by default
+        chosen["overlap_comm"] = setup.overlaps
+    if setup.shards < setup.data and setup.zero:
+        chosen["mics_shard_size"] = setup.shards
+    return chosen
 
 
 def _notes(found: Plan) -> Iterator[str]:
@@ -85,5 +95,9 @@ def _require(found: Plan) -> None:
         raise UsageError(f"{NAME} does not train in {precision} as planned: the nearest is --precision {nearest}")
     if setup.checkpoint == "selective":
         raise UsageError(f"{NAME} recomputes whole layers only: the nearest is --checkpoint full")
+    if setup.zero > 1 and pipeline > 1:
+        raise UsageError(f"the pipeline of {NAME} has ZeRO-1 at most: the nearest is --zero 1, or --pipeline 1")
+    if 0 < setup.zero < 3 and setup.shards < setup.data:
+        raise UsageError(f"{NAME} splits over some replicas only with ZeRO-3 (MiCS): plan with --zero 3")
     if precision in {"bf16", "bf16-mixed"} and setup.data > 1 and not setup.zero:
         raise UsageError(f"{NAME} splits the optimizer's state over the replicas in bf16 anyway: plan with --zero")

@@ -2,7 +2,8 @@
 
 Names and meanings are from NVIDIA/Megatron-LM/megatron/training/arguments.py. The schedules, and which numbers of
 microbatches can be interleaved, are from NVIDIA/Megatron-LM/megatron/core/pipeline_parallel/schedules.py. The string of
-a layout is described in `LayoutString`.
+a layout is described in `LayoutString`. Its own FSDP divides gradients and weights (megatron/core/distributed/fsdp), in
+each microbatch and layer.
 """
 
 from __future__ import annotations
@@ -73,9 +74,28 @@ def _flags(found: Plan) -> Iterator[str]:
     yield from RECOMPUTATION[str(setup.checkpoint)]
     if setup.stores_scores:
         yield "--attention-backend unfused"
+    yield from _sharding(found)
+    yield from PRECISION[setup.precision.name]
+
+
+def _sharding(found: Plan) -> Iterator[str]:
+    """The flags for what data ranks divide. Raises UsageError for divided weights or gradients on pipeline ranks."""
+    setup = found.setup
+    if setup.zero > 1 and len(found.ranks) > 1:
+        raise UsageError(
+            f"{NAME} does not divide weights of pipeline ranks as planned: the nearest is --zero 1, or --pipeline 1"
+        )
     if setup.zero:
         yield "--use-distributed-optimizer"
-    yield from PRECISION[setup.precision.name]
+    if setup.zero > 1:
+        strategy = "optim_grads" if setup.zero == 2 else "optim_grads_params"
+        yield from ("--use-megatron-fsdp", f"--data-parallel-sharding-strategy {strategy}")
+        yield from ("--no-gradient-accumulation-fusion", "--ckpt-format fsdp_dtensor")
+    if setup.zero and setup.shards < setup.data:
+        yield f"--num-distributed-optimizer-instances {setup.data // setup.shards}"
+    if setup.overlaps and setup.data > 1:
+        yield "--overlap-grad-reduce"
+        yield from ["--overlap-param-gather"] * bool(setup.zero)
 
 
 def _ranks_in_stages(setup: Setup) -> Iterator[str]:

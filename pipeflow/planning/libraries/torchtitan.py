@@ -7,7 +7,8 @@ torchtitan/distributed/utils.py. The schedules are those of `get_schedule_class`
 pytorch/pytorch/torch/distributed/pipelining/schedules.py.
 
 FSDP without resharding after a forward is what a plan with ZeRO-1 counts: the gathered weights stay, gradients are
-reduced once after the pipeline's last backward, and each replica has its part of the optimizer's state.
+reduced once after the pipeline's last backward, and each replica has its part of the optimizer's state. A plan with
+ZeRO-3 counts stages that torch's schedules gather and reshard, and without a pipeline FSDP that reshards each layer.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ def _lines(found: Plan, schedule: str) -> Iterator[str]:
         yield from (f"    {json.dumps(names)}," for names in _modules(found))
         yield "]"
     yield f"tensor_parallel_degree = {setup.tensor}"
-    yield f"data_parallel_replicate_degree = {1 if setup.zero else setup.data}"
-    yield f"data_parallel_shard_degree = {setup.data if setup.zero else 1}"
-    yield 'fsdp_reshard_after_forward = "never"'
+    yield f"data_parallel_replicate_degree = {setup.data // setup.shards}"
+    yield f"data_parallel_shard_degree = {setup.shards}"
+    yield f'fsdp_reshard_after_forward = "{"always" if setup.zero == 3 and pipeline == 1 else "never"}"'
     yield "\n[training]"
     yield f"local_batch_size = {local}"
     yield f"global_batch_size = {found.schedule.num_microbatches * setup.microbatch_size * setup.data}"
@@ -97,7 +98,9 @@ def _notes(found: Plan) -> Iterator[str]:
     setup = found.setup
     if setup.precision.name == "bf16":
         yield f"{NAME} adds up gradients in float32; --precision bf16-mixed plans their bytes"
-    if setup.zero and setup.data > 1 and len(found.ranks) == 1 and found.schedule.num_microbatches > 1:
+    if setup.zero and setup.data > 1 and not setup.overlaps:
+        yield f"{NAME} reduces gradients while layers compute; --overlap plans that"
+    if setup.zero == 1 and setup.data > 1 and len(found.ranks) == 1 and found.schedule.num_microbatches > 1:
         yield f"without a pipeline, {NAME} reduces gradients after each microbatch; the plan reduces them once"
 
 

@@ -1,0 +1,158 @@
+"""Sharding: the collectives of data ranks that divide weights, gradients or states (ZeRO, FSDP), and what computations
+hide of them. Must not contain: work of a model, or memory.
+
+ZeRO-1 reduces gradients once per step, each rank its part of them, and gathers the weights that the ranks updated
+(arXiv 1910.02054, section 5). ZeRO-2 reduces the gradients of each microbatch. ZeRO-3 also gathers each layer before
+its forward and again before its backward (section 5.3, and arXiv 2304.11277, section 3). Ranks of a pipeline gather a
+stage for several microbatches and reduce its gradients once, as torch.distributed.pipelining does with FSDP2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
+from pipeflow.planning.mesh import Mesh
+from pipeflow.planning.rates import RankGroup, Rates
+from pipeflow.planning.setup import Setup
+from pipeflow.planning.transformer_costs import Parameters
+
+
+def require_pipeline(zero: int | None, ranks: int | None) -> None:
+    """Raises UsageError for ZeRO-2 on several pipeline ranks."""
+    if zero == 2 and ranks is not None and ranks > 1:
+        raise UsageError(
+            f"zero=2 needs one pipeline rank, got {ranks}: a stage adds up the whole gradients of all microbatches "
+            "before it reduces them; use zero 1 or 3"
+        )
+
+
+class LayerCosts(NamedTuple):
+    """The layers of a stage: how many there are, and what one of them has and takes, as a mean.
+
+    Attributes:
+        number: how many there are.
+        each: parameters of one on one device.
+        ends: parameters of the stage that are in no layer.
+        forward, backward: seconds of one layer's forward and whole backward, for one microbatch.
+    """
+
+    number: int
+    each: Parameters
+    ends: Parameters
+    forward: float
+    backward: float
+
+
+class Holders(NamedTuple):
+    """The devices that hold the same weights of a stage, and those that hold the same experts."""
+
+    others: RankGroup
+    experts: RankGroup
+
+
+def holders_of(placement: Placement, mesh: Mesh, stage: int) -> Holders:
+    """The devices that hold the same weights of a stage: replicas, and both copies in each replica of a bidirectional
+    schedule. Experts have fewer such devices.
+    """
+    copies = placement.ranks_of(stage)
+    times = 1 if len(copies) == 1 else 2
+    near = 1 if times == 1 or mesh.crosses(*copies) else 2
+    groups = (mesh.data_group, mesh.expert_data_group)
+    return Holders(*(RankGroup(times * group.ranks, near * group.in_node) for group in groups))
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """The collectives of the devices that hold one stage.
+
+    Attributes:
+        setup: says what is divided.
+        holders: the devices.
+        rates: of the cluster.
+        by_layer: whether each layer's collectives come with its computations in each microbatch, as without a
+            pipeline. Otherwise they come once per step, for the whole stage.
+    """
+
+    setup: Setup
+    holders: Holders
+    rates: Rates
+    by_layer: bool
+
+    def gather(self, parameters: Parameters) -> float:
+        """Seconds to gather the weights of so many parameters."""
+        width = self.setup.precision.weight
+        return sum(self.rates.data_gather(group, width * count) for count, group, _ in self._groups(parameters))
+
+    def scatter(self, parameters: Parameters) -> float:
+        """Seconds to reduce the gradients of so many parameters, each rank its part. Copies of a part are summed."""
+        width = self.setup.precision.gradient
+        return sum(
+            self.rates.data_gather(group, width * count) + self.rates.gradient_sum(copies, width * count / group.ranks)
+            for count, group, copies in self._groups(parameters)
+        )
+
+    def _groups(self, parameters: Parameters) -> Iterator[tuple[float, RankGroup, RankGroup]]:
+        """Numbers of parameters, with the ranks that hold them together, which are neighbours among the holders, and
+        the ranks that hold the same part.
+        """
+        given = self.setup.shard_ranks
+        for count, holders in zip(parameters, self.holders, strict=True):
+            ranks = math.gcd(given, holders.ranks) if given else holders.ranks
+            copies = RankGroup(holders.ranks // ranks, max(1, holders.in_node // ranks))
+            yield count, RankGroup(ranks, min(ranks, holders.in_node)), copies
+
+    def beyond(self, layers: LayerCosts) -> tuple[float, float]:
+        """Seconds that collectives add to a forward and a backward of one microbatch. The gather of the first layer,
+        the reduction of the last one, and those of what precedes and follows the layers are never hidden.
+        """
+        if not self.by_layer or self.setup.zero < 2:
+            return 0.0, 0.0
+        is_gathered = self.setup.zero == 3
+        first, last = self.gather(layers.ends) if is_gathered else 0.0, self.scatter(layers.ends)
+        if not layers.number:
+            return first, last
+        one, scatter = self.gather(layers.each) if is_gathered else 0.0, self.scatter(layers.each)
+        others = layers.number - 1
+        forward = others * self._added(layers.forward, one) + one
+        backward = others * self._added(layers.backward, one + scatter) + self._added(layers.backward, one) + scatter
+        return forward + first, backward + last
+
+    def once(self, parameters: Parameters, layers: LayerCosts) -> float:
+        """Seconds of collectives that come once per step beside a stage of so many `parameters` on one device: the
+        reduction of gradients after the last backward, and the gather of updated weights before the next forward.
+        """
+        zero, width = self.setup.zero, self.setup.precision.gradient
+        if not zero:
+            groups = zip(parameters, self.holders, strict=True)
+            summed = sum(self.rates.gradient_sum(group, width * count) for count, group in groups)
+            return self._rest(summed, layers.number, layers.backward)
+        reduced = 0.0
+        if not self.by_layer or zero == 1:
+            reduced = self._rest(self.scatter(parameters), layers.number, layers.backward)
+        return reduced if zero == 3 else reduced + self._rest(self.gather(parameters), layers.number, layers.forward)
+
+    def _added(self, computed: float, communicated: float) -> float:
+        """Seconds that collectives add to a computation."""
+        if not self.setup.overlaps:
+            return communicated
+        return hidden(computed, communicated, self.rates.efficiency.contention) - computed
+
+    def _rest(self, communicated: float, layers: int, computed: float) -> float:
+        """What is not hidden of a stage's collectives beside the computations of its layers, which take `computed`
+        each. Those of one layer are not hidden.
+        """
+        others = max(0, layers - 1)
+        each = communicated / (others + 1)
+        return others * self._added(computed, each) + each
+
+
+def hidden(computed: float, communicated: float, contention: float) -> float:
+    """Seconds of computations and collectives that run at the same time. While collectives run, they take the share
+    `contention` of the device from the computations.
+    """
+    return max(computed + contention * communicated, communicated)
