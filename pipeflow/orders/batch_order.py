@@ -11,29 +11,29 @@ from typing import NamedTuple
 
 from pipeflow.analysis.memory_cap import MemoryCap, cap_per_rank
 from pipeflow.analysis.simulation import simulate
-from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.orders.arrangement import Rerun, arrangements, balanced_groups, padded_groups, rearranged
-from pipeflow.orders.lower_bounds import bounds
-from pipeflow.orders.problem import ROUNDING, make_problem
+from pipeflow.orders.large_first import large_first
+from pipeflow.orders.lower_bounds import bounds, largest_microbatch
+from pipeflow.orders.problem import HALVES, ROUNDING, make_problem
 from pipeflow.orders.search import improved
 
 # Theory of operation
 #
 # All ranks must find the same order, and none waits for another one to find it. So a budget is no time: it is the
 # number of actions that a usual processor can try in that time, however fast this one is. Named schedules are tried
-# under a few arrangements of the microbatches, then places are exchanged, and a search is only begun where the bound
-# leaves room. In most batches it does not, and a named schedule needs to be compiled only once.
+# under a few arrangements of the microbatches, then places are exchanged. An order for these microbatches alone is only
+# made where the bound leaves room. In most batches it does not, and a named schedule needs to be compiled only once.
 
 RATE = 2_500_000  # actions of reruns in a second of budget
 CANDIDATE = 12  # how many reruns take as long as one candidate of a search
 BEGIN = 5  # how many candidates take as long as the begin and the end of a search
 NEAR = 1.001  # times the shortest makespan, up to which a schedule is chosen for what it keeps
-GAIN = 0.99  # times the makespan of a named schedule, below which a searched one is worth being compiled
+GAIN = 0.99  # times the makespan of a named schedule, below which one for this batch is worth being compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +86,13 @@ def ordered(
 
 
 def _bound(placement: Placement, cost: CostModel) -> float:
-    """A lower bound for any order of the microbatches; for two paths, that of the work alone."""
+    """A lower bound for any order of the microbatches; for two paths, that of the work and of the largest one."""
+    factors = cost.microbatch_factors
     if len(placement.paths) == 1:
-        return bounds(make_problem(placement, len(cost.microbatch_factors), cost)).objective
-    work = sum(cost.duration(kind, stage) for kind in (Kind.F, Kind.B) for stage in range(placement.num_stages))
-    return work * sum(cost.microbatch_factors) / placement.num_ranks
+        return bounds(make_problem(placement, len(factors), cost)).objective
+    durations = [cost.duration(kind, stage) for stage in range(placement.num_stages) for kind in HALVES]
+    work = sum(durations) * sum(factors) / placement.num_ranks
+    return max(work, largest_microbatch(durations, factors, len(factors) // 2 - 1))
 
 
 class _Choice(NamedTuple):
@@ -126,22 +128,41 @@ def _chosen(
     trials = [_Choice.of(rerun, order, cost) for rerun in reruns for order in plain]
     shortest = min(trial.makespan for trial in trials)
     trials.sort(key=lambda trial: (0, trial.rerun.kept) if trial.makespan <= NEAR * shortest else (1, trial.makespan))
-    searches = searches and len(trials[0].schedule.placement.paths) == 1
     best = next((trial for trial in trials if _keeps(trial, bytes_cap)), None)
     left = actions - sum(len(trial.rerun) for trial in trials)
-    if best is None and not searches:
+    if best is not None:
+        tries = int(left / 4 / len(best.rerun))
+        moved = _Choice.of(best.rerun, rearranged(best.rerun, cost.microbatch_factors, best.order, tries, bound), cost)
+        best = moved if _keeps(moved, bytes_cap) else best
+        if best.makespan * GAIN <= bound or not searches:
+            return best
+    found = _made(best or trials[0], cost, plain[:2], bytes_cap, left * 3 / 4) if searches else None
+    if found is not None and (best is None or found.makespan < best.makespan * GAIN):
+        return found
+    if best is None:
         least = min(max(simulate(each.schedule, each.cost).peak_bytes) for each in trials)
         raise UsageError(f"none of the schedules keeps bytes_cap: the least cap that one keeps is {least:g}")
-    if best is None:
-        return _searched(trials[0], bytes_cap, max(1, _candidates(trials[0], left)))
-    tries = int(left / 4 / len(best.rerun))
-    moved = _Choice.of(best.rerun, rearranged(best.rerun, cost.microbatch_factors, best.order, tries, bound), cost)
-    best = moved if _keeps(moved, bytes_cap) else best
-    candidates = _candidates(best, left * 3 / 4)
-    if best.makespan * GAIN <= bound or not searches or candidates < 1:
-        return best
-    found = _searched(best, bytes_cap, candidates)
-    return found if found.makespan < best.makespan * GAIN else best
+    return best
+
+
+def _made(
+    start: _Choice, cost: CostModel, orders: Sequence[list[int]], bytes_cap: MemoryCap | None, actions: float
+) -> _Choice | None:
+    """The best order that is made for these factors: large microbatches first or, where this keeps more than the cap,
+    what a search finds from `start`. None if nothing does for two paths.
+    """
+    placement = start.schedule.placement
+    put = [replace(cost, microbatch_factors=tuple(cost.microbatch_factors[each] for each in order)) for order in orders]
+    found = [
+        (*large_first(placement, its, forwards=forwards), order)
+        for its, order in zip(put, orders, strict=True)
+        for forwards in (True, False)
+    ]
+    _, schedule, order = min(found, key=lambda each: each[0])
+    choice = _Choice.of(Rerun(schedule, replace(cost, microbatch_factors=())), order, cost)
+    if _keeps(choice, bytes_cap):
+        return choice
+    return _searched(start, bytes_cap, max(1, _candidates(start, actions))) if len(placement.paths) == 1 else None
 
 
 def _candidates(start: _Choice, actions: float) -> int:

@@ -71,7 +71,8 @@ class Bounds(NamedTuple):
 
 
 def bounds(problem: Problem) -> Bounds:
-    """A lower bound on the objective of all orders of `problem`, from three arguments.
+    """A lower bound on the objective of all orders of `problem`, from three arguments, and that of
+    `largest_microbatch` for microbatches that differ.
 
     - Work: a rank's span is at least its work. A makespan is no shorter than a span.
     - Paths: the longest path through `arcs` to an action, the action, and the longest path from there to a rank's end.
@@ -95,6 +96,9 @@ def bounds(problem: Problem) -> Bounds:
         starts[rank] = heads[3 * stage][0]
     tails = _tails(problem, found, order, times, passing, starts)
     least = max(problem.work)
+    if problem.factors:
+        shortest_pass = min(passing) * sum(problem.delays)
+        least = max(least, largest_microbatch(problem.durations, problem.factors, len(factors) - 1) + shortest_pass)
     for stages in problem.stages:
         operations = [3 * stage + half for stage in stages for half in range(3)]
         jobs = chain.from_iterable(
@@ -102,6 +106,19 @@ def bounds(problem: Problem) -> Bounds:
         )
         least = max(least, _preemptive(sorted(jobs)))
     return Bounds(heads, tails, starts, least)
+
+
+def largest_microbatch(durations: Sequence[float], factors: Sequence[float], others: int) -> float:
+    """The least time on the rank of the first stage, if the microbatch with the largest of the `factors` takes its path
+    together with so many `others`, and `durations` has the times of F, I and W per stage.
+
+    The largest one passes all stages one after the other, and its gradient comes back. Each other one runs on the first
+    stage before it goes, or after it is back, or overtakes it on the way. In all three cases nothing hides the time of
+    an F or an I of the other one.
+    """
+    *rest, largest = sorted(factors)
+    way = [time for operation, time in enumerate(durations) if operation % 3 < 2]
+    return largest * (sum(way) + durations[2]) + min(way) * sum(rest[:others])
 
 
 def _topological(problem: Problem) -> list[int]:

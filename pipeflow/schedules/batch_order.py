@@ -34,8 +34,9 @@ def order_for(
     """Divides a batch into microbatches of like cost, puts them in order, and chooses the order of actions.
 
     A sample of length l costs l + `quadratic` l^2, and a microbatch the sum over its samples. The order of actions is
-    that of the best named schedule of the placement, or that of a search if it is shorter by more than 1 %. Of
-    schedules that take the same time, the one that keeps least is chosen.
+    that of the best named schedule of the placement, or one for this batch if it is shorter by more than 1 %: large
+    microbatches go first or, if this keeps more than `bytes_cap`, a search decides. Of named schedules that take the
+    same time, the one that keeps least is chosen.
 
     The result depends on the arguments alone. Every rank that has the same ones finds the same order.
 
@@ -50,7 +51,7 @@ def order_for(
         budget: seconds to plan on a usual processor. It is counted in actions that are tried, not in time.
         padded: whether the samples of a microbatch are padded to the longest. The cost of a microbatch is then that of
             its longest sample, times their number, and samples of like length come together.
-        among: the only schedules to choose from. None: the named ones of the placement, and a search.
+        among: the only schedules to choose from. None: the named ones of the placement, and orders for the batch.
 
     Raises UsageError for lengths that are not positive, for fewer samples than microbatches, for costs of another
     number of stages, and for a cap that no order keeps.

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations, product
 from random import Random
 
 import pytest
 
 from pipeflow.analysis.simulation import simulate
+from pipeflow.core.action import Action, Kind
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
 from pipeflow.orders.arrangement import Rerun, balanced_groups, padded_groups
 from pipeflow.orders.batch_order import BatchOrder
+from pipeflow.orders.large_first import large_first
+from pipeflow.orders.lower_bounds import largest_microbatch
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.schedules.batch_order import order_for
 from pipeflow.soundness.schedule import verify
@@ -81,6 +86,55 @@ def test_an_order_is_near_the_bound(seed: int) -> None:
     found = order_for(lengths, LINEAR, cost, 16)
     assert found.lower_bound >= 0.9 * found.timeline.makespan
     assert max(found.cost.microbatch_factors) > 1.5
+
+
+@pytest.mark.parametrize(("longest", "near"), [(6000, 0.93), (20_000, 0.86)])
+@pytest.mark.parametrize(
+    "placement", [LINEAR, Placement.linear(8), Placement.looped(4, 2), Placement.bidirectional(4)], ids=str
+)
+def test_an_order_is_near_the_bound_with_one_very_long_text(placement: Placement, longest: int, near: float) -> None:
+    cost = CostModel.even(placement)
+    found = order_for([*long_tailed(127, 0), longest], placement, cost, 16)
+    assert verify(found.schedule) == []
+    assert found.lower_bound >= near * found.timeline.makespan
+    cost = replace(cost, saved_bytes=(1.0,) * placement.num_stages)
+    cap = 0.9 * max(simulate(found.schedule, replace(found.cost, saved_bytes=cost.saved_bytes)).peak_bytes)
+    within = order_for([*long_tailed(127, 0), longest], placement, cost, 16, bytes_cap=cap)
+    assert max(within.timeline.peak_bytes) <= cap * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("forwards", [True, False])
+@pytest.mark.parametrize("placement", [Placement.zigzag(3, 1), Placement.bidirectional(4)], ids=str)
+def test_large_first_says_the_makespan_of_its_schedule(placement: Placement, forwards: bool) -> None:
+    bytes_ = (0.01,) * placement.num_stages
+    cost = replace(CostModel.even(placement, 1, 2, 0.5, transfer=0.1), activation_bytes=bytes_, bandwidth=1.0)
+    cost = replace(cost, microbatch_factors=(0.5, 0.7, 1, 3, 0.6, 0.2))
+    makespan, schedule = large_first(placement, cost, forwards=forwards)
+    assert verify(schedule) == []
+    assert makespan == pytest.approx(simulate(schedule, cost).makespan)
+
+
+@pytest.mark.parametrize("factors", [(1.0, 1.0), (0.5, 1.5), (0.1, 1.9), (1.9, 0.1)])
+def test_no_order_ends_before_the_bound_of_the_largest_microbatch(factors: tuple[float, float]) -> None:
+    """All orders of two stages and two microbatches, which may overtake each other."""
+    placement = Placement.linear(2)
+    cost = replace(CostModel.even(placement, 1, 0.8, 0.7), microbatch_factors=factors)
+    chains = [[Action(kind, 0, microbatch) for kind in (Kind.F, Kind.I, Kind.W)] for microbatch in range(2)]
+    rows = []
+    for places in combinations(range(6), 3):
+        left = [iter(chain) for chain in chains]
+        rows.append([next(left[place not in places]) for place in range(6)])
+    makespans = []
+    for one, other in product(rows, rows):
+        last = tuple(Action(action.kind, 1, action.microbatch) for action in other)
+        schedule = Schedule("", placement, 2, (tuple(one), last))
+        if not verify(schedule):
+            makespans.append(simulate(schedule, cost).makespan)
+    durations = [cost.duration(kind, stage) for stage in range(2) for kind in (Kind.F, Kind.I, Kind.W)]
+    bound = largest_microbatch(durations, factors, 1)
+    assert bound <= min(makespans) * (1 + 1e-9)
+    if max(factors) == 1.9:
+        assert bound == pytest.approx(min(makespans), rel=0.02)
 
 
 def test_large_microbatches_are_in_the_middle_where_others_would_wait_for_them() -> None:
