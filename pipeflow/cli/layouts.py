@@ -140,6 +140,7 @@ def _wanted(arguments: argparse.Namespace, model: Model) -> Wanted:
             keep_scores=arguments.keep_scores,
             attention=arguments.attention,
             overlap=arguments.overlap,
+            prefetch=arguments.prefetch,
         ),
         schedules=schedules_of(arguments, SEARCHED) if arguments.schedule is None else (arguments.schedule,),
         kinds=arguments.kinds or "none",

@@ -166,6 +166,8 @@ def _add_layout(command: Parser) -> None:
     shards = "split what --zero says over N replicas, such as those of a node, not over all of them"
     add("--shard-ranks", type=int, metavar="N", help=shards)
     overlap = "reduce gradients and gather weights while layers compute (default: only with --zero 3)"
+    prefetch = "with --zero 3, gather a layer while the backward before it computes"
+    add("--prefetch", action="store_true", help=prefetch)
     add("--overlap", action=argparse.BooleanOptionalAction, help=overlap)
     checkpoint = "full (or no value): keep only each layer's input and recompute the layer; selective: recompute scores"
     add("--checkpoint", choices=CHECKPOINTS, nargs="?", const="full", help=checkpoint)

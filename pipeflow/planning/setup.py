@@ -74,6 +74,9 @@ class Setup:
             2304.11277). 0: nothing. True and False stand for 1 and 0.
         shard_ranks: the replicas that together hold what `zero` divides; other groups of as many hold copies of it
             (hybrid sharding). By default all of them.
+        prefetch: with `zero` 3, a backward gathers each layer while it computes another one, as FSDP2 and BACKWARD_PRE
+            of FSDP do. Without, as with BACKWARD_POST, it gathers a layer after the one before has been computed.
+            Published runs of FSDP are nearer to this, so it is the default.
         overlap: gradients are reduced, and weights gathered, while layers compute. By default only with `zero` 3, as
             in DeepSpeed and torch.
         checkpoint: what a layer's backward recomputes. "full": the whole layer, which keeps only its input.
@@ -115,6 +118,7 @@ class Setup:
     imbalance: float = 1.0
     shard_ranks: int | None = None
     overlap: bool | None = None
+    prefetch: bool = False
 
     def __post_init__(self) -> None:
         require_positive(tensor=self.tensor, data=self.data, microbatch_size=self.microbatch_size)

@@ -109,6 +109,9 @@ class Sharding:
     def beyond(self, layers: LayerCosts) -> tuple[float, float]:
         """Seconds that collectives add to a forward and a backward of one microbatch. The gather of the first layer,
         the reduction of the last one, and those of what precedes and follows the layers are never hidden.
+
+        Without prefetch, a backward hides nothing. A layer's gather is launched after the backward of the layer before
+        it in time, and so after its reduction on the same communicator, which waits for that backward.
         """
         if not self.by_layer or self.setup.zero < 2:
             return 0.0, 0.0
@@ -119,6 +122,8 @@ class Sharding:
         one, scatter = self.gather(layers.each) if is_gathered else 0.0, self.scatter(layers.each)
         others = layers.number - 1
         forward = others * self._added(layers.forward, one) + one
+        if is_gathered and not self.setup.prefetch:
+            return forward + first, layers.number * (one + scatter) + last
         backward = others * self._added(layers.backward, one + scatter) + self._added(layers.backward, one) + scatter
         return forward + first, backward + last
 

@@ -228,6 +228,11 @@ def test_deepspeed_is_configured(given: dict[str, Any], expected: dict[str, Any]
         ("torchtitan", {"data": 2, "zero": 1}, "torchtitan puts replicas next to each other"),
         ("torchtitan", {"ranks": 1, "data": 2, "zero": 1}, "reduces gradients after each microbatch"),
         ("torchtitan", {"data": 2, "zero": 1}, "reduces gradients while layers compute; --overlap plans that"),
+        (
+            "deepspeed",
+            {"ranks": 1, "data": 2, "zero": 3},
+            "DeepSpeed gathers layers ahead in backwards, too; --prefetch",
+        ),
         ("deepspeed", {"data": 2, "zero": 1}, "DeepSpeed puts replicas next to each other"),
         ("deepspeed", {}, "give PipelineModule num_stages=4 and partition_method='type:NAME'"),
         ("deepspeed", {"ranks": 1, "checkpoint": "full"}, "the model has to checkpoint each of them"),

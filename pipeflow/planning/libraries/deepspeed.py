@@ -51,7 +51,9 @@ def options(found: Plan) -> LibraryOptions:
     if pipeline > 1:
         config["pipeline"] = {"stages": pipeline, "activation_checkpoint_interval": int(setup.checkpoint == "full")}
     config |= PRECISION[setup.precision.name]
-    return LibraryOptions(json.dumps(config, indent=2), (*_notes(found), *order_of_ranks(NAME, found)))
+    return LibraryOptions(
+        json.dumps(config, indent=2), (*_notes(found), *gathers_ahead(NAME, found), *order_of_ranks(NAME, found))
+    )
 
 
 LIBRARY = Library(NAME, SCHEDULES, options)

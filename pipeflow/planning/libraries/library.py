@@ -89,3 +89,10 @@ def order_of_ranks(library: str, found: Plan) -> tuple[str, ...]:
         f"{library} puts replicas next to each other and pipeline ranks apart; the plan has it the other way round, so "
         "transfers and reductions cross other links",
     )
+
+
+def gathers_ahead(library: str, found: Plan) -> tuple[str, ...]:
+    """The note on a library that gathers layers ahead in backwards, if the plan does not."""
+    if found.setup.zero < 3 or found.setup.prefetch or len(found.ranks) > 1:
+        return ()
+    return (f"{library} gathers layers ahead in backwards, too; --prefetch plans that",)

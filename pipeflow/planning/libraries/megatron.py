@@ -16,6 +16,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.planning.libraries.library import (
     Library,
     LibraryOptions,
+    gathers_ahead,
     has_order,
     no_schedule,
     require_language_model,
@@ -51,7 +52,7 @@ def options(found: Plan) -> LibraryOptions:
     """
     require_language_model(NAME, found)
     note = f"start {found.devices} processes: {NAME} makes replicas of all that the other sizes leave"
-    return LibraryOptions("\n".join(_flags(found)), (note,))
+    return LibraryOptions("\n".join(_flags(found)), (note, *gathers_ahead(NAME, found)))
 
 
 LIBRARY = Library(NAME, SCHEDULES, options)

@@ -24,6 +24,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.planning.libraries.library import (
     Library,
     LibraryOptions,
+    gathers_ahead,
     has_order,
     no_schedule,
     order_of_ranks,
@@ -54,7 +55,9 @@ def options(found: Plan) -> LibraryOptions:
     schedule = _schedule(found.schedule)
     _require_modules(found)
     _require_setup(found)
-    return LibraryOptions("\n".join(_lines(found, schedule)), (*_notes(found), *order_of_ranks(NAME, found)))
+    return LibraryOptions(
+        "\n".join(_lines(found, schedule)), (*_notes(found), *gathers_ahead(NAME, found), *order_of_ranks(NAME, found))
+    )
 
 
 LIBRARY = Library(NAME, SCHEDULES, options)
