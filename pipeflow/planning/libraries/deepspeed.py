@@ -18,6 +18,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.planning.libraries.library import (
     Library,
     LibraryOptions,
+    gathers_ahead,
     has_order,
     no_schedule,
     order_of_ranks,
