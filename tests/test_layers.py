@@ -28,7 +28,7 @@ LAYERS: dict[str, set[str]] = {
     "draw": {"core", "analysis", "rich"},
     "explore": {"core", "analysis", "soundness", "orders", "schedules", "planning", "draw", "traces"},
     "traces": {"core", "analysis", "soundness", "schedules", "planning"},
-    "cli": {"pipeflow", "rich", "shtab", "calibration", "explore", "traces", *PLANS},
+    "cli": {"pipeflow", "rich", "shtab", "calibration", "checking", "explore", "traces", *PLANS},
     "__main__": {"cli"},
     "parallel": {"core", "torch"},
     "deferral": {"core", "torch"},
@@ -55,6 +55,7 @@ LAYERS: dict[str, set[str]] = {
         "mlflow",
     },
     "models": {"core", "parallel", "tensor", "runtime", "torch"},
+    "checking": {"core", "pipeflow", "schedules", "parallel", "runtime", "checkpoint", "torch", "numpy"},
     "calibration": {"core", "planning", "schedules", "parallel", "runtime", "models", "torch", "numpy"},
     "huggingface": {
         "core",

@@ -30,12 +30,13 @@ examples:
   pipeflow plan gpt3-175b --devices 512 --batch 1536 --device a100-80gb
   pipeflow calibrate --output cluster.json
   pipeflow verify mine.csv
+  pipeflow check plain parallel
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 0; 1 for an unsound schedule; 2 for arguments that cannot work; 130
-    after an interrupt; 141 if the reader of the output went away.
+    """Runs one command and returns its exit status: 0; 1 for an unsound schedule, or runs that differ; 2 for arguments
+    that cannot work; 130 after an interrupt; 141 if the reader of the output went away.
 
     `argv` has the arguments after the command's name; None: those of the process.
     """
@@ -92,6 +93,7 @@ NAMES = (
     "verify",
     "export",
     "explain",
+    "check",
     "explore",
     "completion",
 )

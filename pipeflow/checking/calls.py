@@ -1,0 +1,229 @@
+"""Calls of modules: sketches of their outputs, of the batches that enter the outermost, and, if asked, how much each
+sample adds to the gradients of layers that are products.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from pipeflow.checking.parts import Part, own_values, plain
+from pipeflow.checking.sketch import exact, row_sketches, signs
+
+MOST_ROWS = 2048  # of one output; the rows of longer ones are added up
+MOST_TENSORS = 4  # of one output
+
+Note = Callable[..., None]
+
+
+def named_modules(
+    models: Sequence[nn.Module], names: Callable[[str], str] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a rank with their names in the whole model, without those of wrappers."""
+    seen: set[int] = set()
+    for model in models:
+        for root in _roots(model):
+            for own, module in root.named_modules():
+                if id(module) not in seen:
+                    seen.add(id(module))
+                    name = plain(own)
+                    yield name if names is None or not name else names(f"{name}.").removesuffix("."), module
+
+
+def _roots(model: nn.Module) -> Sequence[nn.Module]:
+    """The modules from which names count: the stages of a Pipeline."""
+    chunks = getattr(model, "chunks", None)
+    return list(chunks) if isinstance(chunks, nn.ModuleList) and hasattr(model, "schedule") else [model]
+
+
+class Calls:
+    """Hooks on all modules while the context lasts.
+
+    Args:
+        models: the modules of this rank.
+        parts: this rank's parts, which say where the outputs of divided layers lie.
+        names: as in `record`.
+        note: is called with each event.
+        began: is called when an outermost module is called.
+        samples: whether to record what each sample adds.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        parts: Sequence[Part],
+        names: Callable[[str], str] | None,
+        note: Note,
+        began: Callable[[], None],
+        samples: bool,
+    ) -> None:
+        self._models, self._names = models, names
+        self._note, self._began, self._samples = note, began, samples
+        self._by_tensor = {id(part.tensor): part for part in reversed(parts)}
+        self._handles: list[Any] = []
+        self._depth = 0
+        self._outermost = 0
+        self._counts: Counter[str] = Counter()
+
+    def __enter__(self) -> Self:
+        for name, module in named_modules(self._models, self._names):
+            own = {
+                key: self._by_tensor[id(each)]
+                for key, each in module._parameters.items()
+                if id(each) in self._by_tensor
+            }
+            self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
+            after = partial(self._after, name, _places(module, own), own)
+            self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._depth += 1
+        if self._depth > 1 or torch.compiler.is_compiling():
+            return
+        self._began()
+        given = [each for each in tree_leaves((arguments, named)) if isinstance(each, Tensor)]
+        fresh = [each for each in given if not each.requires_grad and each.dim() and each.dtype != torch.bool]
+        self._outermost += bool(fresh)
+        with torch.no_grad():
+            for place, each in enumerate(fresh[:MOST_TENSORS]):
+                values = own_values(each)
+                told = {"place": place, "shape": list(values.shape), "call": self._outermost}
+                self._note("batch", told, rows=_rows(values, (0,) * (values.dim() - 1)))
+
+    def _after(
+        self,
+        name: str,
+        places: list[tuple[int, int, int]] | None,
+        own: dict[str, Part],
+        module: nn.Module,
+        arguments: tuple[Any, ...],
+        named: dict[str, Any],
+        output: Any,
+    ) -> None:
+        self._depth = max(0, self._depth - 1)
+        if output is None or torch.compiler.is_compiling():
+            return
+        call = self._counts[name]
+        self._counts[name] += 1
+        found = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point()]
+        with torch.no_grad():
+            for place, each in enumerate(found[:MOST_TENSORS]):
+                self._output(name, call, place, each, places)
+        if own and found and found[0].requires_grad and self._samples:
+            watch_gradient(self._note, own, tree_leaves((arguments, named)), found[0], self._outermost)
+
+    def _output(
+        self, name: str, call: int, place: int, output: Tensor, places: list[tuple[int, int, int]] | None
+    ) -> None:
+        told: dict[str, object] = {"module": name, "call": call, "place": place, "dtype": str(output.dtype)}
+        values, offset, whole = own_values(output), [0] * max(0, output.dim() - 1), list(output.shape)
+        if isinstance(output, DTensor):
+            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+            told["partial"] = any(each.is_partial() for each in output.placements)
+            _, start = compute_local_shape_and_global_offset(output.shape, output.device_mesh, output.placements)
+            offset, places = list(start[1:]), None
+        elif places is not None and values.dim() > 1 and sum(length for _, length, _ in places) == values.shape[-1]:
+            rows = sum(
+                _rows(values[..., start : start + length], (*offset[:-1], there)) for start, length, there in places
+            )
+            told |= {"shape": list(values.shape), "begin": [*offset[:-1], places[0][2]], "known": True}
+            self._note("output", told, rows=rows)
+            return
+        told |= {"shape": list(values.shape), "begin": offset, "known": isinstance(output, DTensor), "whole": whole}
+        self._note("output", told, rows=_rows(values, offset))
+
+
+def _rows(values: Tensor, offset: Sequence[int]) -> Tensor:
+    found = row_sketches(values, tuple(offset))
+    return found if len(found) <= MOST_ROWS else found.sum(0, keepdim=True)
+
+
+def _places(module: nn.Module, own: dict[str, Part]) -> list[tuple[int, int, int]] | None:
+    """Where the last dimension of a layer's output lies in the whole: (start, length, offset) of each run. None if the
+    layer's weight is whole.
+    """
+    part = own.get("weight")
+    if part is None or len(part.shape) != 2 or tuple(part.tensor.shape) == part.shape:
+        return None
+    dim = 1 if isinstance(module, nn.Embedding) else 0
+    found, start = [], 0
+    for offset, shape in part.offsets:
+        if len(shape) != 2 or shape[1 - dim] != part.shape[1 - dim]:
+            return None
+        found.append((start, shape[dim], offset[dim]))
+        start += shape[dim]
+    return found
+
+
+def watch_gradient(note: Note, own: dict[str, Part], given: list[Any], output: Tensor, microbatch: int) -> None:
+    """Notes, when the gradient of a layer's output comes, how much each sample adds to the gradients of its weight and
+    bias, and how large the terms are that these gradients sum up, which bounds their rounding.
+    """
+    inputs = next((each for each in given if isinstance(each, Tensor)), None)
+    weight = own.get("weight")
+    factor = None
+    with torch.no_grad():
+        if inputs is not None and weight is not None and len(weight.shape) == 2:
+            factor = _factor(inputs, weight.shape, output)
+
+    def arrived(gradient: Tensor) -> None:
+        with torch.no_grad():
+            _note_samples(note, own, factor, exact(own_values(gradient)), microbatch)
+
+    output.register_hook(arrived)
+
+
+class _Factor(NamedTuple):
+    """What multiplies the gradient of an output in that of the weight, for each sample and token.
+
+    Attributes:
+        sketch: [rows, tokens, PROBES], over one dimension of the weight.
+        sizes: its squared norm, [rows, tokens].
+        dim: the weight's other dimension, that of the output.
+    """
+
+    sketch: Tensor
+    sizes: Tensor
+    dim: int
+
+
+def _factor(inputs: Tensor, shape: Sequence[int], output: Tensor) -> _Factor | None:
+    """The factor of an embedding or a linear layer whose weight has this shape; None for other layers."""
+    if not inputs.is_floating_point() and output.shape[:-1] == inputs.shape and output.shape[-1] == shape[1]:
+        rows = inputs.reshape(len(inputs), -1)
+        table = signs(0, 0, shape[0], torch.float32, inputs.device)
+        return _Factor(table[rows], torch.ones_like(rows, dtype=torch.float32), 1)
+    if inputs.is_floating_point() and inputs.dim() > 1 and (inputs.shape[-1], output.shape[-1]) == (shape[1], shape[0]):
+        values = exact(inputs).reshape(len(inputs), -1, shape[1])
+        sketch = values @ signs(1, 0, shape[1], values.dtype, values.device)
+        return _Factor(sketch, values.square().sum(-1), 0)
+    return None
+
+
+def _note_samples(note: Note, own: dict[str, Part], factor: _Factor | None, gradient: Tensor, microbatch: int) -> None:
+    rows = gradient.reshape(len(gradient), -1, gradient.shape[-1]) if gradient.dim() > 1 else gradient.reshape(1, 1, -1)
+    sizes = rows.square().sum(-1)
+    for key, part in own.items():
+        told = {"name": part.name, "microbatch": microbatch}
+        if key == "weight" and factor is not None and factor.sizes.shape == sizes.shape:
+            theirs = rows @ signs(factor.dim, 0, rows.shape[-1], rows.dtype, rows.device)
+            note("samples", told, rows=(theirs * factor.sketch).sum(1), mass=(sizes * factor.sizes).sum())
+        elif key == "bias" and part.shape == (rows.shape[-1],):
+            theirs = rows.sum(1) @ signs(0, 0, rows.shape[-1], rows.dtype, rows.device)
+            note("samples", told, rows=theirs, mass=sizes.sum())
+        else:
+            note("mass", told, mass=sizes.sum())

@@ -1,0 +1,81 @@
+"""The diagnosis: where two recorded runs differ, and why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeflow.checking.comparing import differences
+from pipeflow.checking.factors import told
+from pipeflow.checking.findings import Cause, Difference, Result
+from pipeflow.checking.gradient_causes import Gradients, norms, precision
+from pipeflow.checking.output_causes import Outputs, of_batch, of_weight
+from pipeflow.checking.runs import load, norm
+from pipeflow.checking.two_runs import TwoRuns
+
+
+def check(
+    reference: str | os.PathLike[str], candidate: str | os.PathLike[str], *, tolerance: float | None = None
+) -> Result:
+    """Compares two recordings: where the second differs from the first by more than rounding, and why.
+
+    Args:
+        reference: the folder of the plain run.
+        candidate: the folder of the run that is checked.
+        tolerance: relative difference to allow; by default one is derived for each value from sizes and dtypes.
+
+    Raises UsageError if a recording is damaged or cut off, or if the two are of different models or steps.
+    """
+    both = TwoRuns(load(Path(reference)), load(Path(candidate)), tolerance)
+    found = differences(both)
+    cause = _cause(both, found) if found else None
+    return Result(found, cause, both.notes, dict(both.compared), [*both.rounding.order])
+
+
+def _cause(both: TwoRuns, found: Sequence[Difference]) -> Cause:
+    first = found[0]
+    match first.what:
+        case "batch":
+            return of_batch(first, both)
+        case "weight":
+            return of_weight(first, both, "before")
+        case "buffer":
+            return Cause("stale", f"the buffer {first.parameter} has other values", "who updates this buffer, and when")
+        case "output":
+            return Outputs(both, first).cause()
+        case "norm":
+            return norms(both, first)
+        case "update":
+            return _of_update(both, first)
+        case _:
+            return _of_gradients(both, found)
+
+
+def _of_gradients(both: TwoRuns, found: Sequence[Difference]) -> Cause:
+    explained = Gradients(both, found).cause()
+    if explained is not None:
+        return explained
+    if found[0].what == "loss":
+        what, look = f"the loss is {found[0].error:.2%} off", "the loss: what it sums over, and over which ranks"
+        return Cause("unknown", f"all outputs are right, and {what}", look)
+    name = found[0].parameter
+    what = f"the gradient of {name} is {found[0].error:.1%} off, and all outputs are right"
+    return Cause("unknown", what, f"the backward from the loss to {name}")
+
+
+def _of_update(both: TwoRuns, first: Difference) -> Cause:
+    """Why an optimizer changed weights otherwise, although the gradients are right."""
+    whole, moved = both.changes(both.candidate, first.step)[first.parameter]
+    _, change = both.changes(both.reference, first.step)[first.parameter]
+    if norm(moved) < 0.01 * norm(change):
+        return Cause("stale", f"the step does not change {first.parameter}", "which parameters the optimizer has")
+    if whole.spread > 0.01 * norm(change):
+        listed = ", ".join(str(copy.rank) for copy in whole.copies)
+        what = f"after the step, {first.parameter} differs between ranks {listed}, which hold the same part"
+        return Cause("stale", what, "who gathers the new weights, and when")
+    if {copy.dtype for copy in whole.copies} != {"torch.float32"} and first.error < 0.3:
+        return precision(f"the new {first.parameter} is {first.error:.1%} of its change off")
+    factor = norm(moved) / norm(change)
+    what = f"the gradients are right, and the step changes {first.parameter} by {told(factor)} as much"
+    return Cause("unknown", what, "the learning rate, weight decay and the optimizer's state")

@@ -1,0 +1,294 @@
+"""Causes of wrong gradients: what the candidate's gradients are in terms of the reference's, of its samples, of the
+step before, and of each other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipeflow.checking.factors import NEAR, Fit, counts, fit, named, root_named, spread_of, told
+from pipeflow.checking.files import Array
+from pipeflow.checking.findings import Cause, Difference
+from pipeflow.checking.matching import wholes
+from pipeflow.checking.rounding import unit
+from pipeflow.checking.runs import Whole, norm
+from pipeflow.checking.two_runs import TwoRuns
+from pipeflow.checking.weighing import CLEAR, cause_of, listed, weights_of
+
+LESS_PRECISE = 0.08  # relative: errors below it may come from a dtype of 8 bits
+
+
+class Gradients:
+    """The gradients of a step in both runs.
+
+    Args:
+        both: the runs.
+        found: all differences of the step; the first of a gradient is explained.
+    """
+
+    def __init__(self, both: TwoRuns, found: Sequence[Difference]) -> None:
+        self.both = both
+        self.wrong = [each for each in found if each.what == "gradient"]
+        self.first = self.wrong[0]
+        self.step = self.first.step
+        self.kind = "unclipped" if self._differs("unclipped") else "gradient"
+        self.mine = wholes(both.reference, self.step, self.kind, None)
+        self.theirs = both.candidate_wholes(self.step, self.kind)
+        self.sizes = counts(both, self.step)
+
+    def cause(self) -> Cause | None:
+        """The first explanation that holds."""
+        for explain in (
+            self._absent,
+            self._copies,
+            self._stale,
+            self._one_factor,
+            self._samples,
+            self._factor,
+            self._places,
+            self._precision,
+        ):
+            found = explain()
+            if found is not None:
+                return found
+        return self._tie_alone()
+
+    @property
+    def name(self) -> str:
+        return self.first.parameter
+
+    def _absent(self) -> Cause | None:
+        if self.name in self.theirs:
+            return None
+        if self.name in self.both.names.ties:
+            return _tie(self.name, "the candidate has no gradient for it")
+        return Cause("unknown", f"{self.name} has no gradient in the candidate", "whether the loss reaches this module")
+
+    def _copies(self) -> Cause | None:
+        """Copies of one tensor with different gradients."""
+        whole, mine = self.theirs[self.name], self.mine[self.name]
+        if whole.spread <= max(self.first.allowed * mine.norm, CLEAR * mine.norm):
+            return None
+        names = {copy.name for copy in whole.copies}
+        stages = {self.both.stages.get(copy.rank) for copy in whole.copies}
+        ranks = ", ".join(str(copy.rank) for copy in whole.copies)
+        if len(names) > 1 or (len(stages) > 1 and self.name in self.both.names.ties):
+            both = " and ".join(sorted(names))
+            return _tie(self.name, f"its copies {both} on ranks {ranks} have different gradients")
+        total, best = self._of_copies(whole, mine)
+        how = f", and their {total} is {told(best.factor)} the reference's" if best.error < CLEAR else ""
+        alone = self._own_samples(whole)
+        if not how and alone:
+            how = f"; {alone}"
+        group = self._group_of(whole)
+        return Cause(
+            "missing_reduction",
+            f"the gradient of {self.name} differs between ranks {ranks}, which hold the same part{how}",
+            f"the all-reduce of this gradient over {group}",
+        )
+
+    def _of_copies(self, whole: Whole, mine: Whole) -> tuple[str, Fit]:
+        kinds: defaultdict[object, list[Array]] = defaultdict(list)
+        for copy in whole.copies:
+            kinds[copy.blocks].append(copy.sketch)
+        total = np.sum([np.sum(each, axis=0) for each in kinds.values()], axis=0)
+        found = fit(mine.sketch, total)
+        many = max(len(each) for each in kinds.values())
+        return (
+            ("mean", Fit(found.factor / many, found.error)) if abs(found.factor / many - 1) < NEAR else ("sum", found)
+        )
+
+    def _own_samples(self, whole: Whole) -> str:
+        """Whether a copy has the gradient of some samples alone."""
+        rows = self.samples([self.name])
+        if rows is None or whole.kinds > 1:
+            return ""
+        copy = whole.copies[0]
+        weights = weights_of(rows, copy.sketch[:, None].reshape(-1))
+        if weights is None:
+            return ""
+        kept = [index for index, weight in enumerate(weights) if abs(weight) > 0.1]
+        return f"rank {copy.rank} has the gradient of samples {listed(kept)} alone" if len(kept) < len(weights) else ""
+
+    def _group_of(self, whole: Whole) -> str:
+        many = len(whole.copies) // max(1, whole.kinds)
+        near = [name for name, size in self.both.candidate.sizes.items() if size == many]
+        return f"the group of {many} ranks{f' ({near[0]})' if len(near) == 1 else ''}"
+
+    def _stale(self) -> Cause | None:
+        """The gradient of the step before, alone or added."""
+        if not self.step:
+            return None
+        for run, names, whose in (
+            (self.both.reference, None, "reference"),
+            (self.both.candidate, self.both.names, "candidate"),
+        ):
+            before = wholes(run, self.step - 1, self.kind, names)
+            if self.name not in before:
+                continue
+            old, now, new = before[self.name].sketch, self.mine[self.name].sketch, self.theirs[self.name].sketch
+            same = norm(new - old) < CLEAR * norm(new)
+            if same or norm(new - old - now) < CLEAR * norm(new):
+                how = "is" if same else "has, besides its own,"
+                return Cause(
+                    "stale",
+                    f"the gradient of {self.name} {how} that of step {self.step - 1} in the {whose}",
+                    "zero_grad, and buffers that keep gradients between steps",
+                )
+        return None
+
+    def _one_factor(self) -> Cause | None:
+        """The same factor for all gradients that are wrong."""
+        return self._factor(same=True)
+
+    def _factor(self, same: bool = False) -> Cause | None:
+        """A factor for each gradient that is wrong; if `same`, one for all of them."""
+        fits = {each.parameter: self._fit(each.parameter) for each in self.wrong if each.parameter in self.theirs}
+        first = fits[self.name]
+        clear = max(CLEAR, min(0.1, self.first.allowed))
+        shares = [each.factor for each in fits.values() if each.error < 2 * clear]
+        alike = len(shares) == len(fits) and spread_of(shares) < max(NEAR, clear)
+        if first.error > clear or (same and not alike):
+            return None
+        count = (
+            "all gradients" if alike and len(fits) == len(self.mine) else f"{len(fits)} of {len(self.mine)} gradients"
+        )
+        count = count if len(fits) > 1 else f"the gradient of {self.name}"
+        verb = "are" if len(fits) > 1 else "is"
+        size = named(first.factor, self.sizes)
+        if alike and self._is_clipped():
+            root = root_named(first.factor, self.sizes)
+            return _norm(
+                f"all gradients are {told(first.factor)} the reference's{f', {root}' if root else ''}", first.factor
+            )
+        if abs(first.factor) < 1e-3:
+            return Cause("unknown", f"{count} {verb} zero", "whether the loss reaches this module")
+        why = f", {size}" if size else ""
+        where = "" if alike else f" ({self.name} first; factors differ)"
+        return Cause(
+            "scale",
+            f"{count} {verb} {told(first.factor)} the reference's{why}{where}",
+            "what the loss and its gradients are divided or multiplied by, and whether a sum is a mean",
+            round(first.factor, 6),
+        )
+
+    def _fit(self, name: str) -> Fit:
+        return fit(self.mine[name].sketch, self.theirs[name].sketch)
+
+    def _differs(self, kind: str) -> bool:
+        """Whether the first gradient differs, as it was before or after clipping."""
+        mine, theirs = wholes(self.both.reference, self.step, kind, None), self.both.candidate_wholes(self.step, kind)
+        if self.first.parameter not in mine or self.first.parameter not in theirs:
+            return False
+        one, other = mine[self.first.parameter], theirs[self.first.parameter]
+        return max(norm(one.sketch - other.sketch), other.spread) > self.first.allowed * one.norm
+
+    def _is_clipped(self) -> bool:
+        """Whether a run clipped the gradients, which differ only then."""
+        return self.kind == "gradient" and any(
+            float(event["value"].reshape(-1)[0]) > event["most"]
+            for run in (self.both.reference, self.both.candidate)
+            for _, event in run.events(self.step, "norm")
+        )
+
+    def samples(self, names: Sequence[str]) -> Array | None:
+        """What each sample of the reference adds to these gradients, [numbers, samples]; None if it was not recorded,
+        or does not add up to them.
+        """
+        first = self.both.names.first
+        found: list[Array] = []
+        for name in names:
+            by_batch: dict[int, Array] = {}
+            for _, event in self.both.reference.events(self.step, "samples"):
+                if first.get(event["name"]) == name:
+                    known = by_batch.get(event["microbatch"])
+                    fits = known is None or known.shape == event["rows"].shape
+                    if not fits:
+                        return None
+                    by_batch[event["microbatch"]] = event["rows"] if known is None else known + event["rows"]
+            if not by_batch:
+                continue
+            rows = np.concatenate([by_batch[index] for index in sorted(by_batch)])
+            whole = fit(rows.sum(axis=0), self.mine[name].sketch)
+            if whole.error < CLEAR:
+                found.append(rows * whole.factor)
+        if not found or len({each.shape for each in found}) > 1:
+            return None
+        return np.concatenate([rows.T for rows in found])
+
+    def _samples(self) -> Cause | None:
+        """Samples that count too much or too little."""
+        names = [each.parameter for each in self.wrong if each.parameter in self.theirs]
+        usable = [name for name in names if self.samples([name]) is not None]
+        rows = self.samples(usable)
+        if rows is None:
+            return None
+        weights = weights_of(rows, np.concatenate([self.theirs[name].sketch for name in usable]))
+        return None if weights is None else cause_of(weights, self.name)
+
+    def _places(self) -> Cause | None:
+        mine, theirs = self.mine[self.name], self.theirs[self.name]
+        if self.first.error < LESS_PRECISE or abs(theirs.square / max(mine.square, 1e-300) - 1.0) > 1e-4:
+            return None
+        return _sharding(f"the gradient of {self.name} has the reference's values, but at other places")
+
+    def _precision(self) -> Cause | None:
+        mine, theirs = self.mine[self.name], self.theirs[self.name]
+        coarse = max(unit(copy.dtype) for copy in theirs.copies)
+        if coarse > max(unit(copy.dtype) for copy in mine.copies):
+            dtypes = {copy.dtype.removeprefix("torch.") for copy in theirs.copies}
+            return precision(
+                f"the gradient of {self.name} is kept in {', '.join(dtypes)}, and {self.first.error:.1%} off"
+            )
+        if self.first.error < LESS_PRECISE:
+            return precision(
+                f"the gradient of {self.name} is {self.first.error:.2%} off, as if a dtype of fewer bits was used"
+            )
+        return None
+
+    def _tie_alone(self) -> Cause | None:
+        ties = self.both.names.ties
+        if self.name in ties:
+            return _tie(
+                self.name,
+                f"it is used as {' and '.join(ties[self.name])}, and its gradient is {self.first.error:.0%} off",
+            )
+        return None
+
+
+def _tie(name: str, evidence: str) -> Cause:
+    return Cause(
+        "missing_tie",
+        f"{name} is one weight with several uses, and {evidence}",
+        "the sum of the gradients of its copies",
+    )
+
+
+def _norm(evidence: str, factor: float | None = None) -> Cause:
+    look = "which parameters and ranks the norm for clipping sums over, and which it counts twice"
+    return Cause("norm", evidence, look, None if factor is None else round(factor, 6))
+
+
+def _sharding(evidence: str) -> Cause:
+    return Cause("sharding", evidence, "how parts are cut from the whole and put together, and which rank has which")
+
+
+def precision(evidence: str) -> Cause:
+    """The cause of an error that a coarser dtype explains."""
+    return Cause("precision", evidence, "casts, autocast, and the dtype in which sums are kept")
+
+
+def norms(both: TwoRuns, first: Difference) -> Cause:
+    """The cause of a wrong norm, of gradients that are right."""
+    values = [float(event["value"].reshape(-1)[0]) for _, event in both.reference.events(first.step, "norm")]
+    others = {rank: float(event["value"].reshape(-1)[0]) for rank, event in both.candidate.events(first.step, "norm")}
+    factor = others[first.ranks[0]] / values[0]
+    why = root_named(factor, counts(both, first.step))
+    apart = " and differs between ranks" if spread_of([*others.values()]) > 1e-3 else ""
+    return _norm(
+        f"the gradients are right, and their norm is {told(factor)} the reference's{f', {why}' if why else ''}{apart}",
+        factor,
+    )

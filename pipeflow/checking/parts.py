@@ -1,0 +1,255 @@
+"""Parts: which blocks of the whole model's tensors a rank holds, and under which names, for the engines that are known:
+DTensors (tensor parallelism and fully_shard), FullyShardedDataParallel, Megatron-LM, DeepSpeed and pipeflow. Everything
+else is whole, unless the caller's function says more.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeflow.checking.sketch import Block, flat_blocks
+from pipeflow.core.errors import UsageError
+
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
+"""Attributes in which wrappers keep the module that they wrap; `module` only at the start of a name."""
+
+Cut = Callable[[Tensor], list[Block]]
+Parts = Callable[[str, Tensor], object]
+
+
+def plain(name: str) -> str:
+    """The name of a tensor or module without those of wrappers.
+
+    >>> plain("module._fsdp_wrapped_module.layers.0._orig_mod.weight")
+    'layers.0.weight'
+    """
+    steps = [step for step in name.split(".") if step not in WRAPPERS[:-1]]
+    while steps and steps[0] == WRAPPERS[-1]:
+        del steps[0]
+    return ".".join(steps)
+
+
+@dataclass(slots=True)
+class Part:
+    """A rank's part of a tensor of the whole model.
+
+    Attributes:
+        name: the tensor's name in the whole model.
+        tensor: the rank's parameter or buffer.
+        shape: of the whole tensor.
+        cut: cuts a tensor of the local shape, such as a gradient, into blocks of the whole.
+        stage: index of its pipeline stage; None if the engine does not say.
+        gradient: returns the gradient that the optimizer will use; None if there is none.
+        offsets: where the blocks lie: (offset, shape) for each.
+    """
+
+    name: str
+    tensor: Tensor
+    shape: tuple[int, ...]
+    cut: Cut
+    stage: int | None = None
+    gradient: Callable[[], Tensor | None] | None = None
+
+    @property
+    def offsets(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        return [(block.offset, tuple(block.values.shape)) for block in self.cut(self.tensor)]
+
+
+def own_values(tensor: Tensor) -> Tensor:
+    """The rank's own values of a tensor."""
+    inner = getattr(tensor, "to_local", None)
+    found: Tensor = tensor if inner is None else inner()
+    return found.wait() if type(found).__name__ == "AsyncCollectiveTensor" else found  # type: ignore[attr-defined]  # it has it
+
+
+def parts_of(models: Sequence[nn.Module], given: Parts | None, names: Callable[[str], str] | None) -> list[Part]:
+    """This rank's parts of the parameters and buffers of its modules. A tensor with several names has one for each."""
+    found: list[Part] = []
+    for model in models:
+        known = _of_pipeflow(model) or _of_flat(model)
+        if known is None:
+            known = [_plain_part(name, tensor) for name, tensor in tensors_of(model)]
+        found.extend(known)
+    for part in found:
+        part.name = part.name if names is None else names(part.name)
+        if part.gradient is None:
+            part.gradient = _gradient_of(part.tensor)
+        if given is not None and (told := given(part.name, part.tensor)) is not None:
+            part.cut, part.shape = _told(part.name, part.tensor, told)
+    return found
+
+
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of a module by plain name; a tied tensor comes under each of its names."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield plain(name), parameter
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        yield plain(name), buffer
+
+
+def _gradient_of(parameter: Tensor) -> Callable[[], Tensor | None]:
+    def gradient() -> Tensor | None:
+        found = getattr(parameter, "main_grad", None)  # where Megatron-LM adds gradients up
+        return parameter.grad if found is None or parameter.grad is not None else found
+
+    return gradient
+
+
+def _plain_part(name: str, tensor: Tensor) -> Part:
+    if hasattr(tensor, "device_mesh"):
+        return _distributed(name, tensor)
+    if hasattr(tensor, "ds_id") or hasattr(tensor, "_hp_mapping"):
+        return _of_deepspeed(name, tensor)
+    if getattr(tensor, "tensor_model_parallel", False) and getattr(tensor, "partition_dim", -1) >= 0:
+        return _of_megatron(name, tensor)
+    return _whole(name, tensor)
+
+
+def _whole(name: str, tensor: Tensor) -> Part:
+    return Part(name, tensor, tuple(tensor.shape), lambda values: [Block(values, (0,) * values.dim())])
+
+
+def _distributed(name: str, tensor: Any) -> Part:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Part(name, tensor, tuple(tensor.shape), lambda values: [Block(own_values(values), tuple(offset))])
+
+
+def _of_megatron(name: str, tensor: Any) -> Part:
+    """A parameter with Megatron-LM's attributes: an even part along `partition_dim`."""
+    size, rank = _megatron_group()
+    dim, shape = tensor.partition_dim, list(tensor.shape)
+    offset = [0] * len(shape)
+    offset[dim] = rank * shape[dim]
+    shape[dim] *= size
+    return Part(name, tensor, tuple(shape), lambda values: [Block(values, tuple(offset))])
+
+
+def _megatron_group() -> tuple[int, int]:
+    """Size of Megatron-LM's tensor group, and the rank in it."""
+    known = (module for name, module in sys.modules.items() if name.endswith("megatron.core.parallel_state"))
+    state = next(known, None)
+    if state is None:
+        raise UsageError(
+            "a parameter has Megatron-LM's tensor_model_parallel, but megatron.core is not loaded: pass parts"
+        )
+    return state.get_tensor_model_parallel_world_size(), state.get_tensor_model_parallel_rank()
+
+
+def _of_deepspeed(name: str, tensor: Any) -> Part:
+    """A parameter of DeepSpeed's ZeRO: stages 1 and 2 keep a fragment of the gradient, stage 3 also of the weight."""
+    deepspeed: Any = sys.modules["deepspeed"]
+
+    if hasattr(tensor, "ds_shape"):
+        import torch.distributed as dist
+
+        shape, group = tuple(tensor.ds_shape), getattr(tensor, "ds_process_group", None)
+        each = -(-prod(shape) // dist.get_world_size(group))
+        start = min(each * dist.get_rank(group), prod(shape))
+
+        def cut(values: Tensor) -> list[Block]:
+            return list(flat_blocks(values.flatten()[: max(0, prod(shape) - start)], start, shape))
+
+        held = deepspeed.utils.safe_get_local_fp32_param(tensor)
+        return Part(name, held, shape, cut, None, lambda: deepspeed.utils.safe_get_local_grad(tensor))
+    shape, mapping = tuple(tensor.shape), tensor._hp_mapping
+    if mapping is None:
+        return Part(name, tensor.detach().flatten()[:0], shape, lambda _: [])
+    start = mapping.lp_fragment_address.start
+
+    def fragment(values: Tensor) -> list[Block]:
+        return list(flat_blocks(values.flatten(), start, shape))
+
+    weight = mapping.get_hp_fragment()
+    return Part(name, weight, shape, fragment, None, lambda: mapping.get_hp_grad_fragment())
+
+
+def _of_flat(model: nn.Module) -> list[Part] | None:
+    """The parts of a model with FullyShardedDataParallel in it, whose flat parameters are cut evenly."""
+    handles = [(name, each) for name, module in model.named_modules() if (each := getattr(module, "_handle", None))]
+    if not handles:
+        return None
+    found: list[Part] = []
+    for prefix, handle in handles:
+        flat = handle.flat_param
+        infos = zip(flat._fqns, flat._shapes, flat._shard_param_infos, flat._params or flat._fqns, strict=True)
+        offset_of = _starts(flat)
+        for number, (name, shape, info, own) in enumerate(infos):
+            full = plain(f"{prefix}.{name}")
+            found.append(_flat_part(full, tuple(shape), info, flat, own, offset_of[number]))
+    flat_names = {each.name for each in found}
+    rest = [(name, tensor) for name, tensor in tensors_of(model) if name.rpartition(".")[2] != "_flat_param"]
+    return found + [_whole(name, tensor) for name, tensor in rest if name not in flat_names]
+
+
+def _starts(flat: Any) -> list[int]:
+    """The offset of each parameter's part within the rank's flat shard."""
+    return [info.offset_in_shard or 0 for info in flat._shard_param_infos]
+
+
+def _flat_part(name: str, shape: tuple[int, ...], info: Any, flat: Any, own: object, start: int) -> Part:
+    numel = info.numel_in_shard or 0
+    begin = info.intra_param_start_idx or 0
+    held = flat._local_shard if getattr(flat, "_local_shard", None) is not None else flat
+
+    def cut(values: Tensor) -> list[Block]:
+        values = values.flatten()
+        return list(flat_blocks(values[:numel], begin, shape)) if numel else []
+
+    def gradient() -> Tensor | None:
+        if isinstance(own, Tensor) and own.grad is not None:
+            return own.grad
+        whole: Tensor | None = flat.grad
+        return None if whole is None else whole.flatten()[start : start + numel]
+
+    return Part(name, held.detach().flatten()[start : start + numel], shape, cut, None, gradient)
+
+
+def _of_pipeflow(model: nn.Module) -> list[Part] | None:
+    """The parts of a Pipeline, or of a module with tensor-parallel layers of pipeflow."""
+    if "pipeflow.runtime.pipeline" not in sys.modules:
+        return None
+    from pipeflow.checkpoint.pieces import Piece, context_of, local_tensors
+    from pipeflow.parallel.sharding import splits_of
+    from pipeflow.runtime.pipeline import Pipeline
+
+    if not isinstance(model, Pipeline) and not splits_of(model):
+        return None
+
+    def blocks(piece: Piece) -> list[Block]:
+        return [Block(each.tensor, tuple(each.offset)) for each in piece.blocks or (piece,)]
+
+    def part(own: Any) -> Part:
+        return Part(
+            own.name, own.tensor, tuple(own.piece.shape), lambda values: blocks(own.piece_of(values)), own.stage
+        )
+
+    return [part(each) for each in local_tensors(model, context_of(model), None)]
+
+
+def _told(name: str, tensor: Tensor, told: Any) -> tuple[Cut, tuple[int, ...]]:
+    """The cut and the whole shape from what the caller's function returned: (dim, index, count) for an even part, or
+    (shape, blocks) with blocks of (local slices, offset).
+
+    Raises UsageError for anything else.
+    """
+    match told:
+        case (int(dim), int(index), int(count)) if 0 <= index < count and -tensor.dim() <= dim < tensor.dim():
+            dim %= tensor.dim()
+            offset = tuple(index * size if each == dim else 0 for each, size in enumerate(tensor.shape))
+            whole = tuple(size * count if each == dim else size for each, size in enumerate(tensor.shape))
+            return lambda values: [Block(values, offset)], whole
+        case (shape, [*blocks]):
+            return lambda values: [Block(values[where], tuple(offset)) for where, offset in blocks], tuple(shape)
+        case _:
+            raise UsageError(
+                f"parts({name!r}, tensor) returned {told!r}: return None, (dim, index, count) for an even part, or "
+                "(shape of the whole, [(slices of the tensor, offset in the whole), ...])"
+            )

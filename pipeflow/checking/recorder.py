@@ -1,0 +1,281 @@
+"""Recording: what a training job computes, as sketches, one file a rank. Works with any engine: hooks of modules see
+the outputs, those of optimizers the gradients and the weights.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from hashlib import sha256
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from pipeflow.checking.calls import Calls
+from pipeflow.checking.files import FORMAT, file_of, line_of
+from pipeflow.checking.parts import Part, Parts, own_values, parts_of
+from pipeflow.checking.sketch import norm_squared, sketch
+from pipeflow.checking.watching import backwards_seen, clipping_seen, labels_seen, steps_seen
+from pipeflow.core.errors import UsageError
+
+Models = nn.Module | Sequence[nn.Module]
+
+
+def record(
+    folder: str | os.PathLike[str] | None,
+    model: Models,
+    optimizer: object = None,
+    *,
+    parts: Parts | None = None,
+    names: Callable[[str], str] | None = None,
+    samples: bool | None = None,
+) -> Recording:
+    """Records the steps of a training job that run in its `with` block, for `pipeflow check`. Every rank calls it.
+
+        with pipeflow.checking.record("plain", model, optimizer=optimizer):
+            train(steps=1)
+
+    Each rank writes one file in `folder`. It has digests, not values: linear sketches of the outputs of all modules, of
+    the batches, of the gradients when an optimizer steps, and of weights and buffers before and after. Files of an
+    earlier recording in the folder are replaced.
+
+    Args:
+        folder: where the files go; None records nothing, at no cost.
+        model: this rank's module, or its modules: a Pipeline, the stage of any pipeline, a model under fully_shard.
+        optimizer: the optimizer or optimizers, torch's or any object with a method `step`. By default all of torch's
+            are watched that step weights of the model.
+        parts: `parts(name, tensor)` says which part of the whole model's tensor a rank holds: (dim, index, count) for
+            an even part along a dimension, (shape, [(slices, offset), ...]) for others, None if pipeflow knows it.
+            It knows DTensors, FullyShardedDataParallel, DeepSpeed, Megatron-LM and itself.
+        names: `names(name)` returns the name in the whole model of what this rank calls `name`.
+        samples: also record how much each sample adds to the weight gradients of linear layers and embeddings, which
+            tells missing samples from wrong weights. By default in runs of one process.
+
+    Raises UsageError if the folder cannot be written.
+    """
+    return Recording(folder, model, optimizer, parts=parts, names=names, samples=samples)
+
+
+class Recording:
+    """A recording under way: the context manager that `record` returns, with its arguments."""
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None,
+        model: Models,
+        optimizer: object = None,
+        *,
+        parts: Parts | None = None,
+        names: Callable[[str], str] | None = None,
+        samples: bool | None = None,
+    ) -> None:
+        self.folder = None if folder is None else Path(folder)
+        self._models = [model] if isinstance(model, nn.Module) else list(model)
+        self._optimizers = _listed(optimizer)
+        self._given, self._names, self._samples = parts, names, samples
+        self._events: list[tuple[dict[str, object], dict[str, Tensor]]] = []
+        self._stack = ExitStack()
+        self._seen: set[str] = set()  # whose gradients of this step are recorded
+        self._clipped: set[str] = set()
+        self._has_stepped = False
+        self._thread = threading.get_ident()
+        self.step = 0
+
+    def __enter__(self) -> Self:
+        if self.folder is None:
+            return self
+        rank, world = _place()
+        self._begin(self.folder, rank, world)
+        self._parts = parts_of(self._models, self._given, self._names)
+        self._write_start(rank, world)
+        self._weights("before")
+        samples = world == 1 if self._samples is None else self._samples
+        calls = Calls(self._models, self._parts, self._names, self.event, self._called, samples)
+        self._stack.enter_context(calls)
+        self._stack.enter_context(backwards_seen(self._loss))
+        self._stack.enter_context(labels_seen(self._labels))
+        self._stack.enter_context(clipping_seen(self._on_clip))
+        self._stack.enter_context(steps_seen(self._optimizers, self._on_step))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if self.folder is None:
+            return
+        self._stack.close()
+        if kind is None:
+            if not self._has_stepped:
+                self._gradients("gradient", self._parts, self._seen)
+            self._finish()
+            self.event("end")
+            self._flush()
+        self._file.close()
+
+    @property
+    def done(self) -> int:
+        """How many steps optimizers have taken."""
+        return self.step + self._has_stepped
+
+    def loss(self, value: Tensor | float) -> None:
+        """Records a loss, for engines whose backward does not start at one on this rank."""
+        if self.folder is not None:
+            self.event("loss", value=torch.as_tensor(value).detach())
+
+    def event(self, kind: str, told: dict[str, object] | None = None, **arrays: Tensor) -> None:
+        """Notes an event of this step, with arrays that are still on their device."""
+        self._events.append(({"kind": kind, "step": self.step, **(told or {})}, arrays))
+
+    def _begin(self, folder: Path, rank: int, world: int) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if rank == 0:
+                for old in folder.glob("rank-*.jsonl"):
+                    if int(old.stem[5:]) >= world:
+                        old.unlink()
+            self._file = file_of(folder, rank).open("w", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"{folder} cannot be written: {error.strerror}") from error
+
+    def _write_start(self, rank: int, world: int) -> None:
+        tensors = [
+            {
+                "name": part.name,
+                "parameter": isinstance(part.tensor, nn.Parameter) or part.tensor.requires_grad,
+                "shape": part.shape,
+                "offsets": part.offsets,
+                "dtype": str(part.tensor.dtype),
+                "stage": part.stage,
+                "same": id(part.tensor),
+            }
+            for part in self._parts
+        ]
+        modules = [
+            {"name": name, "type": type(module).__name__, "leaf": not any(module.children()), "drops": _drops(module)}
+            for name, module in _modules(self._models, self._names)
+        ]
+        told = {"format": FORMAT, "rank": rank, "world": world, "tensors": tensors, "modules": modules}
+        self.event("start", {**told, "groups": _groups(), "torch": torch.__version__, "random": _random_state()})
+
+    def _weights(self, when: str) -> None:
+        for part in self._parts:
+            self._tensor(when, part, part.tensor)
+
+    def _tensor(self, kind: str, part: Part, values: Tensor) -> None:
+        blocks = part.cut(values)
+        if blocks:
+            found = torch.stack([sketch(block) for block in blocks]).sum(0)
+            norm = torch.stack([norm_squared(block.values) for block in blocks]).sum()
+            self.event(kind, {"name": part.name, "dtype": str(values.dtype)}, sketch=torch.cat([found, norm[None]]))
+
+    def _gradients(self, kind: str, parts: Iterable[Part], seen: set[str]) -> None:
+        for part in parts:
+            gradient = part.gradient() if part.gradient is not None else None
+            if gradient is not None and part.name not in seen:
+                seen.add(part.name)
+                self._tensor(kind, part, gradient)
+
+    def _mine(self, tensors: Iterable[Tensor]) -> list[Part]:
+        """The parts of these parameters; all if none of the model is among them, but copies of another precision."""
+        ids = {id(each) for each in tensors}
+        return [part for part in self._parts if id(part.tensor) in ids] or self._parts
+
+    def _on_step(self, parameters: Iterable[Tensor]) -> None:
+        self._gradients("gradient", self._mine(parameters), self._seen)
+        self._has_stepped = True
+
+    def _on_clip(self, parameters: Iterable[Tensor], most: float, norm: Tensor) -> None:
+        self._gradients("unclipped", self._mine(parameters), self._clipped)
+        self.event("norm", {"most": float(most)}, value=own_values(norm).detach())
+
+    def _loss(self, value: Tensor) -> None:
+        if threading.get_ident() == self._thread:
+            self.event("loss", value=value)
+
+    def _labels(self, rows: Tensor, valid: Tensor) -> None:
+        if threading.get_ident() == self._thread:
+            self.event("labels", rows=rows, valid=valid)
+
+    def _called(self) -> None:
+        """A forward begins: the step before it, if an optimizer stepped, is over."""
+        if self._has_stepped:
+            self._finish()
+
+    def _finish(self) -> None:
+        self._weights("after")
+        self.event("stepped", {"random": _random_state()})
+        self._flush()
+        self._has_stepped = False
+        self._seen.clear()
+        self._clipped.clear()
+        self.step += 1
+
+    def _flush(self) -> None:
+        """Writes the events; their arrays come from the device together."""
+        arrays = [array.to(torch.float64) for _, each in self._events for array in each.values()]
+        joined = torch.cat([array.flatten() for array in arrays]).cpu().numpy() if arrays else None
+        start, lines, shapes = 0, [], iter(arrays)
+        for event, named in self._events:
+            found = {}
+            for name in named:
+                shape = next(shapes).shape
+                assert joined is not None
+                found[name] = joined[start : start + shape.numel()].reshape(shape)
+                start += shape.numel()
+            lines.append(line_of(event, found))
+        self._file.writelines(lines)
+        self._file.flush()
+        self._events.clear()
+
+
+def _listed(optimizer: object) -> list[Any]:
+    if optimizer is None:
+        return []
+    return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+
+
+def _modules(models: Sequence[nn.Module], names: Callable[[str], str] | None) -> Iterator[tuple[str, nn.Module]]:
+    from pipeflow.checking.calls import named_modules
+
+    return named_modules(models, names)
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether the module drops values at random while it trains."""
+    given = (getattr(module, name, 0.0) for name in ("p", "dropout", "dropout_p", "attention_dropout", "attn_dropout"))
+    return module.training and any(isinstance(each, float) and each > 0 for each in given)
+
+
+def _place() -> tuple[int, int]:
+    """This process's rank, and how many there are."""
+    contexts = sys.modules.get("pipeflow.parallel.context")
+    if contexts is not None and (context := contexts.context_if_launched()) is not None:
+        return context.rank, context.world_size
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _groups() -> Counter[str] | dict[str, int]:
+    """The sizes of this process's groups, by their names."""
+    contexts = sys.modules.get("pipeflow.parallel.context")
+    if contexts is not None and (context := contexts.context_if_launched()) is not None:
+        layout = context.layout
+        return {"data": layout.data, "pipeline": layout.pipeline, "tensor": layout.tensor}
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return {}
+    world = torch.distributed.distributed_c10d._world
+    return {names: group.size() for group, names in world.pg_names.items()}
+
+
+def _random_state() -> str:
+    """A digest of the random states of this process."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return sha256(b"".join(bytes(state.numpy().data) for state in states)).hexdigest()[:16]

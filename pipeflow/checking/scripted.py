@@ -1,0 +1,92 @@
+"""Runs a script whose steps are recorded: `python -m pipeflow.checking.scripted SCRIPT ...`, which `scripts` calls."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pipeflow
+from pipeflow import schedules
+from pipeflow.checking.recorder import Recording
+from pipeflow.checking.scripts import VARIABLE, Changes
+from pipeflow.parallel import launcher
+from pipeflow.runtime import execution
+from pipeflow.schedules import registry
+
+
+class Recorded:
+    """Takes the places of pipeflow's functions that a script calls.
+
+    Args:
+        changes: what to do otherwise than the script says.
+    """
+
+    def __init__(self, changes: Changes) -> None:
+        self.changes = changes
+        self.recording: Recording | None = None
+        self._launch, self._make, self._execute = launcher.launch, registry.make_schedule, execution.execute_pipeline
+
+    def install(self) -> None:
+        """Lets modules that are imported from now on find these functions."""
+        places: dict[str, tuple[object, Callable[..., Any]]] = {
+            "launch": (self._launch, self.launch),
+            "make_schedule": (self._make, self.make_schedule),
+            "execute_pipeline": (self._execute, self.execute),
+        }
+        for name, (original, function) in places.items():
+            for owner in (pipeflow, launcher, registry, schedules, execution):
+                if owner is pipeflow or getattr(owner, name, None) is original:
+                    setattr(owner, name, function)
+
+    def launch(self, pipeline: int | None = None, tensor: int = 1, **named: Any) -> Any:
+        """One rank, or other tensor ranks than the script says."""
+        if self.changes.plain:
+            pipeline, tensor = 1, 1
+        elif self.changes.tensor is not None:
+            pipeline, tensor = None, self.changes.tensor
+        return self._launch(pipeline, tensor, **named)
+
+    def make_schedule(self, name: str, *, ranks: int, microbatches: int, **options: Any) -> Any:
+        """A schedule of one rank, or another one than the script says."""
+        if self.changes.plain:
+            return self._make("gpipe", ranks=1, microbatches=microbatches)
+        if self.changes.schedule is not None:
+            name, options = self.changes.schedule, {}
+        return self._make(name, ranks=ranks, microbatches=microbatches, **options)
+
+    def execute(self, data_iter: Any, model: Any, **named: Any) -> Any:
+        """Starts to record before the first step of training, and ends the script after the last."""
+        if not named.get("forward_only"):
+            if self.recording is None:
+                self.recording = Recording(self.changes.folder, model)
+                self.recording.__enter__()
+            elif self.recording.done >= self.changes.steps:
+                sys.exit(0)
+        return self._execute(data_iter, model, **named)
+
+    def end(self) -> None:
+        """Ends the recording, if one has begun."""
+        if self.recording is not None:
+            self.recording.__exit__(None, None, None)
+
+
+def main() -> None:
+    """Runs the script that the arguments name."""
+    recorded = Recorded(Changes(**json.loads(os.environ[VARIABLE])))
+    recorded.install()
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as error:
+        if error.code:
+            raise
+    recorded.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Watching what a training loop calls: backwards, losses over tokens, clipping, and steps of optimizers. Each function
+is a context manager that calls back, and leaves torch as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from pipeflow.checking.sketch import row_sketches
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, around: Callable[[Any], Any]) -> Iterator[None]:
+    """Puts `around(original)` in the place of a function, while the context lasts."""
+    original = getattr(owner, name)
+    replacement = wraps(original)(around(original))
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        if getattr(owner, name) is replacement:
+            setattr(owner, name, original)
+
+
+@contextmanager
+def backwards_seen(seen: Callable[[Tensor], None]) -> Iterator[None]:
+    """Calls `seen(loss)` with the value of each scalar at which a backward starts."""
+
+    def around(original: Any) -> Any:
+        def backward(tensors: Any, *arguments: Any, **named: Any) -> Any:
+            for each in [tensors] if isinstance(tensors, Tensor) else list(tensors):
+                if isinstance(each, Tensor) and each.numel() == 1 and each.is_floating_point():
+                    value = each.detach()
+                    seen(value.full_tensor() if hasattr(value, "full_tensor") else value)
+            return original(tensors, *arguments, **named)
+
+        return backward
+
+    with _replaced(torch.autograd, "backward", around):
+        yield
+
+
+@contextmanager
+def labels_seen(seen: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Calls `seen(rows, valid)` for each cross entropy: sketches of the labels, and how many of them count."""
+
+    def around(original: Any) -> Any:
+        def cross_entropy(input: Tensor, target: Tensor, *arguments: Any, **named: Any) -> Any:
+            if not target.is_floating_point() and not hasattr(target, "device_mesh"):
+                ignored = named.get("ignore_index", -100)
+                seen(row_sketches(target, (0,) * (target.dim() - 1)).sum(0), (target != ignored).sum())
+            return original(input, target, *arguments, **named)
+
+        return cross_entropy
+
+    with _replaced(torch.nn.functional, "cross_entropy", around):
+        yield
+
+
+@contextmanager
+def clipping_seen(seen: Callable[[Iterable[Tensor], float, Tensor], None]) -> Iterator[None]:
+    """Calls `seen(parameters, largest norm, norm)` before torch clips gradients."""
+    name = "_clip_grads_with_norm_"
+    if not hasattr(clip_grad, name):
+        yield
+        return
+
+    def around(original: Any) -> Any:
+        def clip(parameters: Any, max_norm: float, total_norm: Tensor, *arguments: Any, **named: Any) -> Any:
+            listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            norm = total_norm.full_tensor() if hasattr(total_norm, "full_tensor") else total_norm
+            seen(listed, max_norm, norm)
+            return original(listed, max_norm, total_norm, *arguments, **named)
+
+        return clip
+
+    with _replaced(clip_grad, name, around):
+        yield
+
+
+@contextmanager
+def steps_seen(optimizers: Sequence[Any], seen: Callable[[Iterable[Tensor]], None]) -> Iterator[None]:
+    """Calls `seen(parameters)` before an optimizer steps: one of these, or any of torch's if there are none."""
+
+    def before(optimizer: Any, *_: object) -> None:
+        groups = getattr(optimizer, "param_groups", [])
+        seen(parameter for group in groups for parameter in group["params"])
+
+    removers: list[Callable[[], None]] = []
+    for each in optimizers:
+        if isinstance(each, torch.optim.Optimizer):
+            removers.append(each.register_step_pre_hook(before).remove)
+        else:
+            removers.append(_step_wrapped(each, before))
+    if not optimizers:
+        removers.append(register_optimizer_step_pre_hook(before).remove)
+    try:
+        yield
+    finally:
+        for remove in removers:
+            remove()
+
+
+def _step_wrapped(optimizer: Any, before: Callable[[Any], None]) -> Callable[[], None]:
+    """Lets an object's `step` call `before` first; returns what undoes it."""
+    own = optimizer.step
+
+    @wraps(own)
+    def step(*arguments: Any, **named: Any) -> Any:
+        before(optimizer)
+        return own(*arguments, **named)
+
+    optimizer.step = step
+    return lambda: delattr(optimizer, "step")

@@ -1,0 +1,102 @@
+"""`pipeflow check`: two recorded runs of a training job compared: the first wrong value, and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from pipeflow.cli.files import write
+from pipeflow.cli.outputs import show, wrapped
+from pipeflow.cli.progress import doing
+from pipeflow.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from pipeflow.cli.options import Commands
+
+EXAMPLES = """\
+examples:
+  pipeflow check plain parallel
+  pipeflow check plain parallel --json
+  pipeflow check train.py --ranks 4 --tensor 2
+  pipeflow check train.py --ranks 2 --schedule zb-v -- --layers 2
+
+exit status: 0 alike, 1 different, 2 a recording cannot be read
+"""
+
+
+def add_to(commands: Commands) -> None:
+    """Adds the command and its options."""
+    command = commands.add_parser(
+        "check",
+        help="find the first wrong value of a parallel run, of any engine, and why it is wrong",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = command.add_argument
+    which = "folders of pipeflow.checking.record: the plain run, and the one to check; or a script, arguments after --"
+    add("what", nargs="+", metavar="RECORDING", help=which)
+    add("--tolerance", type=float, metavar="X", help="relative difference to allow (default: what rounding explains)")
+    add("--json", action="store_true", help="print JSON")
+    add("--html", metavar="FILE", help="write a page with the model as a tree")
+    group = command.add_argument_group("scripts that use pipeflow", "both runs are made")
+    group.add_argument("--ranks", type=int, metavar="N", help="ranks of the run to check")
+    group.add_argument("--tensor", type=int, metavar="N", help="tensor ranks (default: what the script says)")
+    group.add_argument("--schedule", metavar="NAME", help="schedule (default: what the script says)")
+    group.add_argument("--steps", type=int, metavar="N", help="steps to compare (default: 2)")
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the paragraph or the JSON, and returns 0 for runs that are alike, otherwise 1."""
+    if arguments.tolerance is not None and not arguments.tolerance > 0:
+        raise UsageError(f"--tolerance must be above 0, got {arguments.tolerance:g}")
+    first: str = arguments.what[0]
+    if first.endswith(".py"):
+        with TemporaryDirectory() as folder:
+            return _compare(arguments, *_recorded(arguments, Path(folder)))
+    given = [name for name in ("ranks", "tensor", "schedule", "steps") if getattr(arguments, name) is not None]
+    if given:
+        raise UsageError(f"--{given[0]} is for scripts: name a file that ends with .py")
+    if len(arguments.what) != 2:
+        raise UsageError(f"name two recordings, the plain run and the one to check, not {len(arguments.what)}")
+    return _compare(arguments, Path(first), Path(arguments.what[1]))
+
+
+def _recorded(arguments: argparse.Namespace, folder: Path) -> Sequence[Path]:
+    """Makes both runs of a script."""
+    from pipeflow.checking.scripts import run_both
+
+    if arguments.ranks is None or arguments.ranks < 1:
+        raise UsageError("--ranks is missing: on how many ranks shall the script run?")
+    script, *rest = arguments.what
+    with doing("running the script twice"):
+        return run_both(
+            Path(script),
+            rest,
+            folder,
+            ranks=arguments.ranks,
+            tensor=arguments.tensor,
+            schedule=arguments.schedule,
+            steps=arguments.steps or 2,
+        )
+
+
+def _compare(arguments: argparse.Namespace, reference: Path, candidate: Path) -> int:
+    from pipeflow.checking.diagnosis import check
+    from pipeflow.checking.page import page
+    from pipeflow.checking.telling import others, paragraph
+
+    with doing("comparing the runs"):
+        result = check(reference, candidate, tolerance=arguments.tolerance)
+    if arguments.html is not None:
+        write({arguments.html: page(result, reference.name, candidate.name)})
+    if arguments.json:
+        print(json.dumps(result.to_json()))
+    else:
+        notes = (line for note in result.notes for line in wrapped(f"note: {note}"))
+        show(*wrapped(paragraph(result)), *others(result), *notes)
+    return 0 if result.alike else 1

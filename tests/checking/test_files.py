@@ -1,0 +1,124 @@
+"""Files of recordings: what is damaged, cut off, forged, or of another job is one sentence, and nothing is run."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from pipeflow.checking import check, record
+from pipeflow.checking.files import file_of
+from pipeflow.checking.runs import load
+from pipeflow.core.errors import UsageError
+from tests.checking.jobs import GPT, train
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("plain"), steps=1)
+
+
+@pytest.fixture
+def other(plain: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(plain, tmp_path / "other"))
+
+
+def said(plain: Path, other: Path) -> str:
+    with pytest.raises(UsageError) as caught:
+        check(plain, other)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_recording_that_was_cut_off(plain: Path, other: Path) -> None:
+    path = file_of(other, 0)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]) + lines[-1][:5])
+    assert "was cut off after 1 whole steps" in said(plain, other)
+    path.write_text("".join(lines[:9]))
+    assert "was cut off after 0 whole steps" in said(plain, other)
+
+
+def test_a_run_that_failed_leaves_what_it_had(plain: Path, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="mine"), record(tmp_path, GPT()):
+        raise RuntimeError("mine")
+    assert "is no recording" in said(plain, tmp_path)
+
+
+def test_a_missing_rank(plain: Path, other: Path) -> None:
+    path = file_of(other, 0)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text(lines[0].replace('"world": 1', '"world": 3') + "".join(lines[1:]))
+    assert "lacks the files of ranks 1, 2 of 3" in said(plain, other)
+
+
+def test_no_recording(plain: Path, tmp_path: Path) -> None:
+    assert "has no recording" in said(plain, tmp_path)
+    assert "is no folder" in said(plain, tmp_path / "never")
+
+
+def test_other_steps(plain: Path, tmp_path: Path) -> None:
+    assert "has 1 steps" in said(plain, train(tmp_path, steps=2))
+
+
+def test_another_batch(plain: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = GPT()
+    with record(tmp_path, model):
+        model(torch.zeros(8, 10, dtype=torch.long)).sum().backward()
+    result = check(plain, tmp_path)
+    assert result.first is not None
+    assert result.cause is not None
+    assert (result.first.what, result.cause.name) == ("batch", "order")
+
+
+def test_another_model(plain: Path, tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    with record(tmp_path, model):
+        model(torch.ones(2, 3)).sum().backward()
+    assert "is a recording of another model" in said(plain, tmp_path)
+
+
+def test_forged_files_are_refused_or_compared(plain: Path, other: Path) -> None:
+    """Values of any type at any place: one sentence, or a result."""
+    path = file_of(other, 0)
+    lines = path.read_text().splitlines()
+    chosen = random.Random(0)
+    values: list[object] = [None, -1, 1e400, "x", [], {}, {"shape": [2**40], "float64": ""}, [[]], True]
+    for _ in range(150):
+        index = chosen.randrange(len(lines))
+        event = json.loads(lines[index])
+        event[chosen.choice([*event])] = chosen.choice(values)
+        path.write_text("\n".join([*lines[:index], json.dumps(event), *lines[index + 1 :]]) + "\n")
+        with suppress(UsageError):
+            check(plain, other)
+
+
+def test_other_texts_are_refused(plain: Path, other: Path) -> None:
+    path = file_of(other, 0)
+    first, *rest = path.read_text().splitlines(keepends=True)
+    texts = ("", "\n", "{}\n", "[1]\n", "\x80\n", "cos\nsystem\n", '{"kind": "start"}\n', first + "[" * 10**5 + "\n")
+    for text in texts:
+        path.write_bytes((text + "".join(rest)).encode("latin-1"))
+        said(plain, other)
+
+
+def test_nothing_is_recorded_without_a_folder() -> None:
+    model = GPT()
+    with record(None, model) as recording:
+        recording.loss(1.0)
+        assert not model._forward_hooks
+    assert recording.step == 0
+
+
+def test_files_of_an_earlier_recording_are_replaced(tmp_path: Path) -> None:
+    train(tmp_path, steps=1)
+    shutil.copy(file_of(tmp_path, 0), file_of(tmp_path, 1))
+    train(tmp_path, steps=1)
+    assert load(tmp_path).world == 1

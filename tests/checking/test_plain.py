@@ -1,0 +1,102 @@
+"""Plain loops: what differs by rounding is alike, and each fault is found, with its place and its cause."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeflow.checking import CAUSES, check, plant
+from pipeflow.core.errors import UsageError
+from tests.checking.jobs import GPT, train
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_microbatches_are_alike(plain: Path, tmp_path: Path, microbatches: int) -> None:
+    result = check(plain, train(tmp_path, microbatches=microbatches))
+    assert result.alike, result
+    assert {"batches", "weights", "outputs", "losses", "gradients", "updates"} <= set(result.compared)
+    assert result.to_json()["alike"] is True
+
+
+def test_bfloat16_and_ties_are_alike(tmp_path: Path) -> None:
+    one = train(tmp_path / "one", dtype=torch.bfloat16, tied=True)
+    assert check(one, train(tmp_path / "four", dtype=torch.bfloat16, tied=True, microbatches=4)).alike
+
+
+FAULTS: list[tuple[str, dict[str, Any], str, str, str]] = [
+    # what is planted, what is found first, in which module, and why
+    ("scale", {"factor": 4.0}, "gradient", "head", "scale"),
+    ("scale", {"name": "blocks.1.up", "factor": 0.5}, "gradient", "blocks.1.up", "scale"),
+    ("missing_microbatch", {"microbatch": 2}, "gradient", "head", "missing_microbatch"),
+    ("masked_tokens", {"factor": 1.5}, "gradient", "head", "masked_tokens"),
+    ("norm", {"name": "", "factor": 1.3}, "gradient", "head", "scale"),
+    ("dropout", {"name": "blocks.0.down"}, "output", "blocks.0.down", "dropout"),
+    ("precision", {"name": "blocks.1.up"}, "output", "blocks.1.up", "precision"),
+    ("sharding", {"name": "blocks.1.up.weight"}, "weight", "blocks.1.up", "sharding"),
+]
+
+
+@pytest.mark.parametrize(("fault", "options", "what", "module", "cause"), FAULTS)
+def test_faults_are_found(
+    plain: Path, tmp_path: Path, fault: str, options: dict[str, Any], what: str, module: str, cause: str
+) -> None:
+    result = check(plain, train(tmp_path, microbatches=4, fault=(fault, options)))
+    assert result.first is not None
+    assert result.cause is not None
+    assert (result.first.step, result.first.what, result.first.module) == (0, what, module), result
+    assert result.cause.name == cause, result.cause
+    assert result.cause.name in CAUSES
+
+
+def test_a_factor_is_a_number(plain: Path, tmp_path: Path) -> None:
+    told = check(plain, train(tmp_path, fault=("scale", {"factor": 4.0}))).to_json()
+    assert told["factor"] == pytest.approx(4.0)
+    assert set(told) >= {"alike", "first", "cause", "factor", "evidence"}
+    assert set(told["first"]) == {"step", "what", "module", "parameter", "stage", "rank"}
+
+
+def test_gradients_of_the_step_before(plain: Path, tmp_path: Path) -> None:
+    result = check(plain, train(tmp_path, fault=("stale", {})))
+    assert result.first is not None
+    assert result.cause is not None
+    assert (result.first.step, result.cause.name) == (1, "stale")
+    assert "step 0" in result.cause.evidence
+
+
+def test_a_norm_that_is_too_large(tmp_path: Path) -> None:
+    """Clipped gradients that are too small, all by one factor."""
+    one = train(tmp_path / "one", clip=0.01)
+    assert check(one, train(tmp_path / "four", clip=0.01, microbatches=4)).alike
+    other = train(tmp_path / "other", clip=0.01, fault=("norm", {"factor": 1.4}))
+    result = check(one, other)
+    assert result.cause is not None
+    assert result.cause.name == "norm"
+
+
+def test_another_order_of_samples_is_another_batch(plain: Path, tmp_path: Path) -> None:
+    """The rows are the same, so outputs are alike; the labels belong to others."""
+    result = check(plain, train(tmp_path, fault=("order", {})))
+    assert result.first is not None
+    assert result.first.what == "loss"
+
+
+def test_two_uses_of_one_weight(tmp_path: Path) -> None:
+    one = train(tmp_path / "one", tied=True)
+    result = check(one, train(tmp_path / "two", tied=True, fault=("scale", {"name": "embed", "factor": 3.0})))
+    assert result.first is not None
+    assert result.first.parameter == "embed.weight"
+
+
+def test_what_cannot_be_planted() -> None:
+    with pytest.raises(UsageError, match="did you mean 'scale'"), plant("scales", GPT()):
+        pass
+    with pytest.raises(UsageError, match="the model has no 'heads'"), plant("scale", GPT(), "heads"):
+        pass
