@@ -10,7 +10,7 @@ from pipeflow.calibration.fit import OPTIMIZED, step_seconds
 from pipeflow.calibration.machine_times import Measured
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.efficiency import Efficiency
-from pipeflow.planning.physical import layer_times
+from pipeflow.planning.layer_times import layer_times
 from pipeflow.planning.rates import Rates
 from pipeflow.planning.work import layer_work
 

@@ -35,7 +35,7 @@ from pipeflow.planning.estimate import plan
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.omissions import uncounted, unpriced
 from pipeflow.planning.physical import physical_costs
-from pipeflow.planning.setup import CHECKPOINTS, CONTEXT_KINDS, PRECISIONS, ZERO, Setup
+from pipeflow.planning.setup import CHECKPOINTS, CONTEXT_KINDS, DISPATCHERS, GRAPHS, MODULES, PRECISIONS, ZERO, Setup
 from pipeflow.planning.step_plan import TITLES, Plan
 from pipeflow.planning.transformer import GPT
 from pipeflow.planning.transformer_costs import stage_costs
@@ -183,9 +183,21 @@ def _add_layout(command: Parser) -> None:
     add("--expert-tensor", type=int, metavar="T", help="devices that share each expert (default: as --tensor)")
     fullest = "tokens of the fullest expert rank, as a multiple of the mean (default: 1)"
     add("--imbalance", type=float, metavar="X", help=fullest)
+    add("--dispatcher", choices=DISPATCHERS, help="how tokens go to experts (default: all-to-all)")
+    add("--overlap-experts", action="store_true", help="hide that behind computations of another microbatch")
+    modules = f"modules that backwards compute again, of {', '.join(MODULES)}"
+    add("--recompute-modules", type=words, metavar="M,...", help=modules)
+    add("--checkpoint-layers", type=int, metavar="N", help="layers of each stage that --checkpoint is for")
+    add("--offload-layers", type=int, metavar="N", help="layers of each stage whose activations go to the host")
+    add("--cuda-graphs", type=words, metavar="S,...", help=f"scopes of CUDA graphs, of {', '.join(GRAPHS)}")
     cut = "layers per stage: even, cost (balanced by what they take), or numbers such as 13,12,12,11 (default: even)"
     add("--cut", type=cut_text, metavar="CUT", help=cut)
     add_layout_string(group)
+
+
+def words(text: str) -> tuple[str, ...]:
+    """The words of a list with commas."""
+    return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 def run(arguments: argparse.Namespace) -> int:

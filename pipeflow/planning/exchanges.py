@@ -34,21 +34,36 @@ def layer_exchanges(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, 
     is_routed = model.experts > 1 and setup.expert > 1
     sums = 1 if model.parallel_block or (is_routed and not model.shared_experts) else 2
     each = sums * rates.tensor_sum(mesh.tensor_group, summed)
-    if is_routed and "experts" not in rates.free:
-        each += _experts(model, setup, mesh, rates)
     forward, backward = _context(model, setup, mesh, rates, layer)
-    return Exchanged(each + forward, each + backward, sums)
+    sent = expert_seconds(model, setup, mesh, rates)
+    if setup.overlap_experts:  # while another microbatch computes the other direction
+        there, back = max(0.0, sent - layer.backward), max(0.0, sent - layer.forward)
+    else:
+        there = back = sent
+    return Exchanged(each + forward + there, each + backward + back, sums)
 
 
-def _experts(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates) -> float:
+def expert_seconds(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates) -> float:
     """Seconds in which tokens go to their experts and back. Each device sends its own part of the tokens, once for each
     expert. Devices that share an expert then gather what each of them got, and sum its outputs. Shared experts
     have a sum of tensor ranks as any MLP.
     """
+    if model.experts == 1 or setup.expert == 1 or "experts" in rates.free:
+        return 0.0
     tokens, row = tokens_of(model, setup), model.hidden * setup.precision.weight
     sent = tokens / setup.tensor * model.experts_per_token * row
     gathered = rates.tensor_sum(mesh.expert_tensor_group, sent * setup.expert_split)
-    return setup.imbalance * (2 * rates.all_to_all(mesh.expert_group, sent) + gathered)
+    group = mesh.expert_group
+    if setup.dispatcher == "deepep":
+        own = tokens / setup.tensor * row
+        devices, nodes = (own * met(model.experts_per_token, parts) for parts in (group.ranks, group.nodes))
+        return setup.imbalance * (2 * rates.exchange(group, devices, nodes) + gathered)
+    return setup.imbalance * (2 * rates.exchange(group, sent, sent) + gathered)
+
+
+def met(experts: int, parts: int) -> float:
+    """How many of so many equal parts a token meets whose experts are in random ones."""
+    return parts * (1 - (1 - 1 / parts) ** experts)
 
 
 def _context(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, layer: Seconds) -> tuple[float, float]:
@@ -66,7 +81,7 @@ def _context(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, layer: 
     key_heads = heads if model.kv_rank is not None else max(1, model.key_heads // setup.tensor)
     if setup.context_kind == "all-to-all":
         sent = tokens * width * (heads + max(key_heads, ranks)) * pair
-        both = rates.all_to_all(mesh.context_group, sent)
+        both = rates.exchange(mesh.context_group, sent, sent)
         return both, both
     sent = tokens * width * key_heads * pair
     passed = rates.pass_on(mesh.context_group, sent)

@@ -11,8 +11,9 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.planning.blocks import Part
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.estimate import step_plan
+from pipeflow.planning.layer_times import layer_times
 from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.physical import StageCosts, StageTimes, layer_times, physical_of, rates_of
+from pipeflow.planning.physical import StageCosts, StageTimes, physical_of, rates_of
 from pipeflow.planning.rank_memory import Held, transferred
 from pipeflow.planning.rates import RankGroup, Rates
 from pipeflow.planning.setup import Setup

@@ -19,7 +19,7 @@ from pipeflow.orders.memory.unsharding import with_unshard
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.efficiency import Efficiency
-from pipeflow.planning.exchanges import NOTHING, Exchanged, layer_exchanges
+from pipeflow.planning.layer_times import model_layer_times
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.rates import RankGroup, Rates, Seconds
 from pipeflow.planning.setup import Setup
@@ -36,10 +36,9 @@ from pipeflow.planning.transformer_costs import (
     stage_layers,
     tokens_of,
 )
-from pipeflow.planning.work import embedding_work, head_work, layer_work
+from pipeflow.planning.work import embedding_work, head_work
 
 FREE_LAUNCHES = {"forward_launch": 0.0, "backward_launch": 0.0, "sync": 0.0}
-WEIGHT_LAUNCHES = 0.4  # of a backward's launches, those of weight gradients: about their share of its computations
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,45 +229,6 @@ def _processors(mesh: Mesh, cluster: Cluster) -> float:
     return mesh.pipeline * cluster.devices_per_node / cluster.sharing / min(ranks, cluster.devices_per_node)
 
 
-def layer_times(
-    layer: Seconds,
-    rates: Rates,
-    checkpoint: str,
-    *,
-    exchanged: Exchanged = NOTHING,
-    sync: float = 0.0,
-    launches: float = 1.0,
-) -> tuple[float, float, float]:
-    """Seconds of a layer's forward, of its whole backward including recomputation, and of the weight gradients in the
-    backward. They are at least the times to launch `launches` transformer layers. If the device launches operations
-    itself, these times are added. Each half of the backward has its own launches. If the launches were divided like the
-    computations, a faster chip could make one half longer.
-
-    Args:
-        layer: its computations.
-        rates: of the cluster.
-        checkpoint: what the backward recomputes.
-        exchanged: its communication.
-        sync: seconds that each collective of tensor ranks adds to a launch.
-        launches: the number of transformer layers that take as long to launch as this layer.
-    """
-    known, runs_ahead = rates.efficiency, rates.cluster.device.runs_ahead
-    checkpoint = "none" if "recomputation" in rates.free else checkpoint
-    waiting = exchanged.sums * sync if runs_ahead else 0.0  # else `exchanged` has it
-
-    def taken(computed: float, launch: float) -> float:
-        return max(computed, launch) if runs_ahead else computed + launch
-
-    forward = taken(layer.forward + exchanged.forward, launches * known.forward_launch + waiting)
-    again = {"full": layer.forward + exchanged.forward, "selective": layer.scores}.get(checkpoint, 0.0)
-    relaunch = launches * known.forward_launch + waiting if checkpoint == "full" else 0.0
-    for_weights = WEIGHT_LAUNCHES * launches * known.backward_launch if layer.weight else 0.0
-    rest = launches * known.backward_launch - for_weights + relaunch
-    inputs = taken(layer.backward - layer.weight + again + exchanged.backward, rest + waiting)
-    weights = taken(layer.weight, for_weights)
-    return forward, inputs + weights, weights
-
-
 def _links(placement: Placement, mesh: Mesh, cluster: Cluster, rates: Rates) -> dict[tuple[int, int], Link]:
     """The links between pipeline ranks in different nodes. Those who share a card and do not send leave their part."""
     cards = cluster.devices_per_node // cluster.devices_per_nic
@@ -283,7 +243,7 @@ def _links(placement: Placement, mesh: Mesh, cluster: Cluster, rates: Rates) -> 
 
 def _stage_times(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, share: Share) -> StageTimes:
     collective = rates.tensor_sum(mesh.tensor_group, tokens_of(model, setup) * model.hidden * setup.precision.weight)
-    parts = [(count, _layer_times(kind, setup, mesh, rates)) for count, kind in share.kinds(model)]
+    parts = [(count, model_layer_times(kind, each, mesh, rates)) for count, kind, each in share.kinds(model, setup)]
     forward, backward, weight, communication = (sum(count * times[i] for count, times in parts) for i in range(4))
     ends: list[Seconds] = []
     if share.first:
@@ -309,20 +269,10 @@ def _layers(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, share: S
     whole = parameters_of(model, [share], setup)
     ends = parameters_of(model, [share._replace(layers=0, dense=0)], setup)
     number = max(1, share.layers)
-    times = [(count, _layer_times(kind, setup, mesh, rates)) for count, kind in share.kinds(model)]
+    times = [(count, model_layer_times(kind, each, mesh, rates)) for count, kind, each in share.kinds(model, setup)]
     forward, backward = (sum(count * each[place] for count, each in times) / number for place in (0, 1))
     each = Parameters((whole.others - ends.others) // number, whole.experts // number)
     return LayerCosts(share.layers, each, ends, forward, backward)
-
-
-def _layer_times(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates) -> tuple[float, float, float, float]:
-    """As `layer_times`, and the seconds of communication in it."""
-    layer = rates.seconds(layer_work(model, setup))
-    exchanged = layer_exchanges(model, setup, mesh, rates, layer)
-    sync = rates.efficiency.sync * (mesh.tensor - 1)
-    again = exchanged.forward if setup.checkpoint == "full" else 0.0
-    times = layer_times(layer, rates, str(setup.checkpoint), exchanged=exchanged, sync=sync)
-    return *times, exchanged.forward + exchanged.backward + again
 
 
 def _tied(model: Transformer, placement: Placement, setup: Setup, mesh: Mesh, rates: Rates) -> float:

@@ -19,6 +19,11 @@ class RankGroup(NamedTuple):
     ranks: int
     in_node: int
 
+    @property
+    def nodes(self) -> int:
+        """The number of nodes that it lies in."""
+        return -(-self.ranks // self.in_node)
+
 
 class Seconds(NamedTuple):
     """Times of a part of the model on one device, without communication and launches. They are the times of its
@@ -143,15 +148,18 @@ class Rates:
         waiting = 0.0 if self.cluster.device.runs_ahead else known.sync * (group.ranks - 1)
         return waiting + self.all_reduce(group, count, known.link, known.network)
 
-    def all_to_all(self, group: RankGroup, count: float) -> float:
-        """Seconds in which each rank of a group sends so many bytes, an equal part to each of them. Parts to ranks of
-        the same node go over its links, while the others go over the network.
+    def exchange(self, group: RankGroup, count: float, across: float) -> float:
+        """Seconds of an all-to-all in which each rank of a group sends `count` bytes, an equal part to each of them. Of
+        `across` bytes, the parts for other nodes go over the network: as many, or fewer if a node gets them once for
+        several of its ranks, and passes them on. Parts for ranks of the same node go over its links meanwhile.
         """
         if group.ranks == 1 or not count:
             return 0.0
-        known, cluster, part = self.efficiency, self.cluster, count / group.ranks
-        inside = (group.in_node - 1) * part / (cluster.link_bandwidth * known.link)
-        outside = (group.ranks - group.in_node) * part / (cluster.network_bandwidth * known.network)
+        known, cluster = self.efficiency, self.cluster
+        away = (group.ranks - group.in_node) / group.ranks
+        passed_on = count * away if across < count else 0.0
+        inside = (count * (group.in_node - 1) / group.ranks + passed_on) / (cluster.link_bandwidth * known.link)
+        outside = across * away / (cluster.network_bandwidth * known.network)
         latency = cluster.network_latency if outside else cluster.link_latency
         return known.collective + latency + max(inside, outside)
 

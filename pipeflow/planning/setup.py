@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from pipeflow.core.errors import UsageError
-from pipeflow.core.placement import require_positive
+from pipeflow.core.placement import require_at_least, require_positive
 from pipeflow.planning.attention import KERNELS, Kernel
 from pipeflow.planning.blocks import near_divisors
 
@@ -20,6 +20,22 @@ CHECKPOINTS: tuple[Checkpoint, ...] = ("none", "full", "selective")
 ContextKind = Literal["ring", "all-to-all"]
 CONTEXT_KINDS: tuple[ContextKind, ...] = ("ring", "all-to-all")
 ZERO = (0, 1, 2, 3)
+Dispatcher = Literal["all-to-all", "deepep"]
+DISPATCHERS: tuple[Dispatcher, ...] = ("all-to-all", "deepep")
+MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+GRAPHS: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {
+        "attn": (0.5, 0.4),
+        "mlp": (0.5, 0.0),
+        "moe_router": (0.0, 0.15),
+        "moe_preprocess": (0.0, 0.15),
+        "moe": (0.0, 0.6),
+        "full_iteration": (1.0, 1.0),
+    }
+)
+"""By the scope of a CUDA graph, as Megatron-LM names it: the share of a layer's launches that are in it, without
+experts and with them. They are rough counts of kernels: layers with experts have routers and sort tokens besides.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +111,15 @@ class Setup:
         expert_tensor: devices that share each expert; as many as `tensor` unless given.
         imbalance: tokens of the fullest expert rank, as a multiple of the mean. 1 where the router is forced to send
             equally many, as in most benchmarks; auxiliary losses leave more (arXiv 2408.15664, table 2).
+        dispatcher: how tokens go to experts. "all-to-all": once for each expert. "deepep": once to each node of these
+            experts, and there over the node's links to each device, as DeepEP and HybridEP do.
+        overlap_experts: that way is hidden behind the computations of another microbatch, as with DualPipe (arXiv
+            2412.19437, section 3.2.1) or Megatron-LM's `--overlap-moe-expert-parallel-comm`.
+        recompute_modules: modules of a layer, of MODULES, that its backward computes again.
+        checkpoint_layers: with a `checkpoint`, how many layers of each stage have it; all unless given.
+        offload_layers: how many layers of each stage copy what they keep to the host. Two of them are on their way, so
+            they stay.
+        cuda_graphs: scopes of CUDA graphs, of GRAPHS; what is in them is not launched by the host.
 
     Raises UsageError for sizes below 1 or that do not divide, for an unknown `zero`, `checkpoint`, `attention` or
     `context_kind`, and for a fused kernel that should keep scores or recompute them. Also raises it for `shard_ranks`
@@ -119,6 +144,12 @@ class Setup:
     shard_ranks: int | None = None
     overlap: bool | None = None
     prefetch: bool = False
+    dispatcher: Dispatcher = "all-to-all"
+    overlap_experts: bool = False
+    recompute_modules: tuple[str, ...] = ()
+    checkpoint_layers: int | None = None
+    offload_layers: int = 0
+    cuda_graphs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require_positive(tensor=self.tensor, data=self.data, microbatch_size=self.microbatch_size)
@@ -129,6 +160,7 @@ class Setup:
             raise UsageError(
                 f"imbalance must be between 1 and the number of expert ranks, {self.expert}; got {self.imbalance!r}"
             )
+        self._require_named()
         devices, asked = self.tensor * self.replicas, self.expert * self.expert_split
         if devices % asked:
             raise UsageError(
@@ -148,6 +180,20 @@ class Setup:
         object.__setattr__(self, "zero", int(self.zero))
         if isinstance(self.checkpoint, bool):
             object.__setattr__(self, "checkpoint", "full" if self.checkpoint else "none")
+
+    def _require_named(self) -> None:
+        """Raises UsageError for unknown modules, scopes and dispatchers, and for layers of what there is none."""
+        known = {"recompute_modules": MODULES, "cuda_graphs": tuple(GRAPHS), "dispatcher": DISPATCHERS}
+        for name, words in known.items():
+            value = getattr(self, name)
+            for word in (value,) if isinstance(value, str) else value:
+                if word not in words:
+                    raise UsageError(f"{name} must be of {', '.join(words)}; got {word!r}")
+        require_at_least(0, offload_layers=self.offload_layers, checkpoint_layers=self.checkpoint_layers or 0)
+        if self.recompute_modules and self.checkpoint in (True, "full") and self.checkpoint_layers is None:
+            raise UsageError("checkpoint 'full' recomputes all modules of a layer: leave out recompute_modules")
+        if self.checkpoint_layers is not None and self.checkpoint in (False, "none"):
+            raise UsageError("checkpoint_layers says how many layers have a checkpoint: give checkpoint, too")
 
     def _require_kernel(self) -> None:
         if self.attention is None or self.attention == "unfused":

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from pipeflow.core.cost import CostModel
@@ -22,9 +24,11 @@ from pipeflow.core.partition import Cut, stage_parts
 from pipeflow.core.placement import Placement
 from pipeflow.planning.blocks import Part, Transformer, near_divisors
 from pipeflow.planning.linears import latent_values
+from pipeflow.planning.recomputation import freed_values, recomputed_flops
 from pipeflow.planning.setup import Setup
 
 T = TypeVar("T")
+ON_THEIR_WAY = 2  # offloaded layers whose values are on the device: one leaves it or comes back while one computes
 
 
 class Share(NamedTuple):
@@ -42,10 +46,21 @@ class Share(NamedTuple):
     last: bool
     dense: int = 0
 
-    def kinds(self, model: Transformer) -> list[tuple[int, Transformer]]:
-        """How many of its layers are as those of which model."""
-        found: list[tuple[int, Transformer]] = [(self.layers - self.dense, model)]
-        return [*found, (self.dense, model.dense)] if self.dense else found
+    def kinds(self, model: Transformer, setup: Setup) -> list[tuple[int, Transformer, Setup]]:
+        """How many of its layers are as those of which model and setup: in the latter, all layers have a checkpoint or
+        none has, and all of them are offloaded or none is.
+        """
+        checkpointed = self.layers if setup.checkpoint_layers is None else min(setup.checkpoint_layers, self.layers)
+        offloaded = min(max(0, setup.offload_layers - ON_THEIR_WAY), self.layers)
+        borders = sorted({0, self.dense, checkpointed, offloaded, self.layers})
+        found: list[tuple[int, Transformer, Setup]] = []
+        for start, end in pairwise(borders):
+            each = setup
+            if setup.checkpoint_layers is not None or setup.offload_layers:
+                kept = setup.checkpoint if start < checkpointed else "none"
+                each = replace(setup, checkpoint=kept, checkpoint_layers=None, offload_layers=int(start < offloaded))
+            found.append((end - start, model.dense if start < self.dense else model, each))
+        return found
 
 
 def stage_layers(model: Transformer, placement: Placement, cut: Cut = "uniform") -> list[Part]:
@@ -150,12 +165,14 @@ def head_forward(model: Transformer) -> float:
 
 def recomputed_bytes(model: Transformer, setup: Setup) -> int:
     """Bytes that the backward of one layer recomputes while it runs: with "full" recomputation everything that the
-    layer needs except its input. With "selective" recomputation its scores, if they are stored. Otherwise 0.
+    layer needs except its input. With "selective" recomputation its scores, if they are stored, and what its modules
+    make again.
     """
     tokens = tokens_of(model, setup)
     if setup.checkpoint == "full":
         return tokens * (_layer_bytes(model, setup) - setup.precision.weight * _whole(model, setup))
-    return tokens * _score_bytes(model, setup) if setup.checkpoint == "selective" else 0
+    scores = _score_bytes(model, setup) if setup.checkpoint == "selective" else 0
+    return tokens * (scores + setup.precision.weight * freed_values(model, setup))
 
 
 def sequence_of(model: Transformer, setup: Setup) -> int:
@@ -188,11 +205,15 @@ def _operations(model: Transformer, setup: Setup, share: Share) -> tuple[float, 
     backward is all in I and costs twice its forward (arXiv 2401.10241, table 1). Recomputation, which layers alone
     have, is a part of I. A linear that reads the batch needs no I.
     """
-    linears = sum(layers * kind.linear_flops for layers, kind in share.kinds(model))
-    attention = share.layers * model.attention_flops(sequence_of(model, setup))
+    kinds, linears, again = share.kinds(model, setup), 0, 0
+    attended = model.attention_flops(sequence_of(model, setup))
+    for layers, kind, each in kinds:
+        linears += layers * kind.linear_flops
+        kept = {"none": 0, "selective": attended, "full": kind.linear_flops + attended}[str(each.checkpoint)]
+        again += layers * (kept + recomputed_flops(kind, each, sequence_of(model, setup)))
+    attention = share.layers * attended
     first = model.embedding_flops if share.first else 0
     last = head_forward(model) if share.last else 0
-    again = {"none": 0, "selective": attention, "full": linears + attention}[str(setup.checkpoint)]
     forward = first + linears + attention + last
     return forward, linears + 2 * attention + last + again, first + linears + last
 
@@ -252,7 +273,7 @@ def _saved(model: Transformer, setup: Setup, share: Share) -> float:
     The last stage keeps the inputs of its norm and its head, and the logits in float32 (section 4.3).
     """
     width, whole = setup.precision.weight, _whole(model, setup)
-    kept: float = sum(layers * _layer_kept(kind, setup) for layers, kind in share.kinds(model))
+    kept: float = sum(layers * layer_kept(kind, each) for layers, kind, each in share.kinds(model, setup))
     if share.first:
         kept += whole * model.dropout
     if share.last:
@@ -260,12 +281,14 @@ def _saved(model: Transformer, setup: Setup, share: Share) -> float:
     return kept
 
 
-def _layer_kept(model: Transformer, setup: Setup) -> int:
-    """Bytes per token that a layer keeps from its forward to its backward."""
+def layer_kept(model: Transformer, setup: Setup) -> int:
+    """Bytes per token that a layer keeps on its device from its forward to its backward."""
+    if setup.offload_layers:
+        return 0
     if setup.checkpoint == "full":
         return setup.precision.weight * _whole(model, setup)
     scores = _score_bytes(model, setup) if setup.checkpoint == "selective" else 0
-    return _layer_bytes(model, setup) - scores
+    return _layer_bytes(model, setup) - scores - setup.precision.weight * freed_values(model, setup)
 
 
 def _deferred(model: Transformer, setup: Setup, share: Share) -> float:
@@ -278,7 +301,7 @@ def _deferred(model: Transformer, setup: Setup, share: Share) -> float:
     rank.
     """
     width, whole = setup.precision.weight, _whole(model, setup)
-    values: float = sum(layers * (4 * whole + _split(kind, setup)) for layers, kind in share.kinds(model))
+    values: float = sum(layers * (4 * whole + _split(kind, setup)) for layers, kind, _ in share.kinds(model, setup))
     if share.first:
         values += whole
     if share.last:

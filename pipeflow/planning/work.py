@@ -73,15 +73,14 @@ def layer_work(model: Transformer, setup: Setup) -> DeviceWork:
     values += (3 if model.gated else 2) * model.active_experts * model.wide / tensor
     parted = tensor if setup.sequence_parallel else 1
     whole = (WHOLE_VALUES - PARALLEL_VALUES * model.parallel_block) * hidden / parted + latent_values(model) / parted
-    routed = ROUTED_VALUES * model.experts_per_token * hidden * setup.expert_split / tensor if model.experts > 1 else 0
     return DeviceWork(
         (
-            *(_product(linear, tokens, setup) for linear in linears),
-            *_perceptrons(model, tokens, setup),
+            *(linear_product(linear, tokens, setup) for linear in linears),
+            *perceptrons(model, tokens, setup),
         ),
         attention_flops=attention,
         again_flops=0.0 if is_stored else attention * ATTENTION_AGAIN,
-        moved_bytes=width * tokens * (whole + values + routed) + _merged_bytes(model, setup),
+        moved_bytes=width * tokens * (whole + values + routed_values(model, setup)) + _merged_bytes(model, setup),
         score_bytes=tokens * sequence * model.heads / tensor * SCORE_BYTES * width / 2 if is_stored else 0.0,
         scores=Scores(setup.kernel, _keys_at_once(model, setup), (model.head_width + model.value_width) / 2, is_causal),
     )
@@ -95,7 +94,7 @@ def _keys_at_once(model: Transformer, setup: Setup) -> float:
     return keys if model.window is None or model.full_every else min(keys, model.window)
 
 
-def _product(linear: Linear, tokens: float, setup: Setup) -> MatrixProduct:
+def linear_product(linear: Linear, tokens: float, setup: Setup) -> MatrixProduct:
     """The product of a linear on one tensor rank. One that is whole gets the rank's own tokens."""
     if linear.split == "none":
         return MatrixProduct(tokens / (setup.tensor if setup.sequence_parallel else 1), linear.outputs, linear.inputs)
@@ -115,9 +114,16 @@ def _merged_bytes(model: Transformer, setup: Setup) -> float:
     return (setup.context - 1) * output * (setup.precision.weight + 2 * 4)
 
 
-def _perceptrons(model: Transformer, tokens: float, setup: Setup) -> Iterator[MatrixProduct]:
-    """The products of MLPs. The devices of an expert rank have all tokens that are sent to its experts: as many in all
-    as their own tokens have uses of experts.
+def routed_values(model: Transformer, setup: Setup) -> float:
+    """Numbers per token that are read and written where tokens are sorted by their experts, and added up again."""
+    if model.experts == 1:
+        return 0.0
+    return ROUTED_VALUES * model.experts_per_token * model.hidden * setup.expert_split / setup.tensor
+
+
+def perceptrons(model: Transformer, tokens: float, setup: Setup) -> Iterator[MatrixProduct]:
+    """The products of MLPs: router, experts, and last those of MLPs that every token uses. The devices of an expert
+    rank have all tokens that are sent to its experts: as many in all as their own tokens have uses of experts.
     """
     wide, matrices, hidden, split = model.wide, 2 if model.gated else 1, model.hidden, setup.expert_split
     if model.experts > 1:

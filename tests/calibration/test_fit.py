@@ -25,7 +25,7 @@ from pipeflow.calibration.machine_times import (
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.device import Device
 from pipeflow.planning.efficiency import Efficiency
-from pipeflow.planning.physical import layer_times
+from pipeflow.planning.layer_times import layer_times
 from pipeflow.planning.rates import RankGroup, Rates
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer import GPT

@@ -9,11 +9,12 @@ import pytest
 
 from pipeflow import GPT, Placement, Setup, UsageError, make_schedule, plan
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.exchanges import layer_exchanges
+from pipeflow.planning.exchanges import expert_seconds, layer_exchanges, met
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import physical_costs, rates_of
 from pipeflow.planning.rank_memory import held_by, rank_plan
 from pipeflow.planning.rates import RankGroup, Rates, Seconds
+from pipeflow.planning.setup import DISPATCHERS
 from pipeflow.planning.transformer_costs import stage_costs, stage_layers, tokens_of
 from pipeflow.planning.work import layer_work
 
@@ -94,8 +95,35 @@ def test_tokens_go_to_their_experts_and_back_in_both_directions() -> None:
     start = known.collective + H100.link_latency
     assert found.forward == found.backward == pytest.approx(2 * (start + 3 / 4 * sent / (450e9 * known.link)))
     setup = Setup(data=8, expert=8)
-    far = rates(setup).all_to_all(RankGroup(8, 4), 8e6)
+    far = rates(setup).exchange(RankGroup(8, 4), 8e6, 8e6)
     assert far == pytest.approx(known.collective + H100.network_latency + 4e6 / (50e9 * known.network))
+
+
+def test_deepep_sends_a_token_once_to_each_node() -> None:
+    """Two experts on random ones of two nodes: 1.5 nodes. On eight devices, 15/8 of them, half of which get the token
+    from another device of their node.
+    """
+    known = rates(Setup()).efficiency
+    assert (met(2, 2), met(2, 8)) == pytest.approx((1.5, 15 / 8))
+    away = 1.5 / 2 * 4e6 / (50e9 * known.network)
+    near = 15 / 8 * 4e6 * (3 / 8 + 1 / 2) / (450e9 * known.link)
+    start = known.collective + H100.network_latency
+    found = rates(Setup()).exchange(RankGroup(8, 4), 15 / 8 * 4e6, 1.5 * 4e6)
+    assert found == pytest.approx(start + max(away, near))
+    flat, once = (Setup(data=64, expert=16, dispatcher=each) for each in DISPATCHERS)
+    many = replace(MIXTURE, experts_per_token=8)
+    mesh = Mesh.of(flat, 1, 8)
+    assert expert_seconds(many, once, mesh, rates(once)) < expert_seconds(many, flat, mesh, rates(flat))
+
+
+def test_the_way_to_experts_may_hide_behind_another_microbatch() -> None:
+    shown, hidden = Setup(data=8, expert=8), Setup(data=8, expert=8, overlap_experts=True)
+    mesh, layer = Mesh.of(shown, 1, 8), seconds(MIXTURE, shown)
+    sent = expert_seconds(MIXTURE, shown, mesh, rates(shown))
+    assert layer_exchanges(MIXTURE, shown, mesh, rates(shown), layer).forward == sent
+    short = layer._replace(backward=sent / 4, forward=sent / 2)
+    found = layer_exchanges(MIXTURE, hidden, mesh, rates(hidden), short)
+    assert (found.forward, found.backward) == pytest.approx((sent * 3 / 4, sent / 2))
 
 
 def test_gradients_of_experts_are_summed_over_the_devices_that_have_them() -> None:
@@ -140,7 +168,7 @@ def test_an_all_to_all_of_heads_is_not_hidden() -> None:
         DENSE, setup, Mesh.of(setup, 1, 8), rates(setup), rates(setup).seconds(layer_work(DENSE, setup))
     )
     sent = 1024 * 2 * (16 + 4) * 128
-    assert found.forward == rates(setup).all_to_all(RankGroup(4, 4), sent)
+    assert found.forward == rates(setup).exchange(RankGroup(4, 4), sent, sent)
     assert found.backward == found.forward
 
 

@@ -74,10 +74,13 @@ def require_language_model(library: str, found: Plan) -> None:
 
 
 def require_plain_stages(library: str, found: Plan) -> None:
-    """Raises UsageError for context and expert ranks."""
+    """Raises UsageError for context and expert ranks, and for what Megatron-LM alone does with layers."""
     for name in ("context", "expert"):
         if getattr(found.setup, name) > 1:
             raise UsageError(f"options with {name} ranks are written for Megatron-LM, not for {library}: use 1")
+    for name in ("recompute_modules", "checkpoint_layers", "offload_layers", "cuda_graphs", "overlap_experts"):
+        if getattr(found.setup, name):
+            raise UsageError(f"options with {name} are written for Megatron-LM, not for {library}: leave it out")
 
 
 def order_of_ranks(library: str, found: Plan) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ def _flags(found: Plan) -> Iterator[str]:
     yield f"--global-batch-size {found.schedule.num_microbatches * setup.microbatch_size * setup.data}"
     if setup.sequence_parallel and setup.tensor > 1:
         yield "--sequence-parallel"
-    yield from RECOMPUTATION[str(setup.checkpoint)]
+    yield from _recomputation(setup)
     if setup.stores_scores:
         yield "--attention-backend unfused"
     yield from _sharding(found)
@@ -99,6 +99,19 @@ def _sharding(found: Plan) -> Iterator[str]:
         yield from ["--overlap-param-gather"] * bool(setup.zero)
 
 
+def _recomputation(setup: Setup) -> Iterator[str]:
+    """The flags for what backwards compute again, and for what goes to the host."""
+    if setup.checkpoint_layers is None and not setup.recompute_modules:
+        yield from RECOMPUTATION[str(setup.checkpoint)]
+    elif setup.checkpoint_layers is not None:
+        yield from ("--recompute-granularity full", "--recompute-method block")
+        yield f"--recompute-num-layers {setup.checkpoint_layers}"
+    else:
+        yield f"--recompute-granularity selective\n--recompute-modules {' '.join(setup.recompute_modules)}"
+    if setup.offload_layers:
+        yield f"--cpu-offloading-num-layers {setup.offload_layers}"
+
+
 def _ranks_in_stages(setup: Setup) -> Iterator[str]:
     """The flags for context and expert ranks."""
     if setup.context > 1:
@@ -108,6 +121,14 @@ def _ranks_in_stages(setup: Setup) -> Iterator[str]:
     if setup.expert > 1:
         yield f"--expert-model-parallel-size {setup.expert}"
         yield f"--expert-tensor-parallel-size {setup.expert_split}"
+        yield (
+            "--moe-token-dispatcher-type "
+            + {"all-to-all": "alltoall", "deepep": "flex --moe-enable-deepep"}[setup.dispatcher]
+        )
+    if setup.overlap_experts:
+        yield "--overlap-moe-expert-parallel-comm"
+    if setup.cuda_graphs:
+        yield f"--cuda-graph-scope {' '.join(setup.cuda_graphs)}"
 
 
 def _stages(found: Plan) -> Iterator[str]:

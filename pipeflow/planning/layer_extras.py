@@ -1,0 +1,49 @@
+"""Layer extras: the seconds of modules that a backward computes again, of copies to the host, and the launches that
+CUDA graphs save. Must not contain: what all layers have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pipeflow.core.errors import UsageError
+from pipeflow.planning.blocks import Transformer
+from pipeflow.planning.exchanges import expert_seconds
+from pipeflow.planning.mesh import Mesh
+from pipeflow.planning.rates import Rates
+from pipeflow.planning.recomputation import recomputed_modules
+from pipeflow.planning.recomputed_work import recomputed_work
+from pipeflow.planning.setup import GRAPHS, Setup
+from pipeflow.planning.transformer_costs import layer_kept, tokens_of
+
+
+def recomputed_seconds(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates) -> float:
+    """Seconds in which the backward of a layer computes its `recompute_modules` again, with their communication."""
+    modules = recomputed_modules(model, setup)
+    if not modules:
+        return 0.0
+    seconds = rates.seconds(recomputed_work(model, setup)).forward
+    if "mlp" in modules or "shared_experts" in modules:
+        summed = tokens_of(model, setup) * model.hidden * setup.precision.weight
+        seconds += rates.tensor_sum(mesh.tensor_group, summed)
+    return seconds + (expert_seconds(model, setup, mesh, rates) if "moe" in modules else 0.0)
+
+
+def graph_share(model: Transformer, setup: Setup) -> float:
+    """The share of a layer's launches that CUDA graphs make without the host."""
+    return min(1.0, sum(GRAPHS[scope][model.experts > 1] for scope in setup.cuda_graphs))
+
+
+def copy_seconds(model: Transformer, setup: Setup, rates: Rates) -> float:
+    """Seconds to copy to the host what an offloaded layer keeps, or back. Raises UsageError where the speed of these
+    copies is not known.
+    """
+    if not setup.offload_layers:
+        return 0.0
+    device = rates.cluster.device
+    if not device.host_bandwidth:
+        raise UsageError(
+            f"device {device.name!r} has no host_bandwidth, which copies to the host take: give it in a cluster file"
+        )
+    copied = replace(setup, offload_layers=0)
+    return tokens_of(model, setup) * layer_kept(model, copied) / device.host_bandwidth

@@ -1,0 +1,63 @@
+"""Recomputation: the modules of a layer that a backward may compute again, and the bytes that this frees. Must not
+contain: how long it takes.
+
+The names are those of Megatron-LM's `--recompute-modules`: attention between its linears (core_attn), norms
+(layernorm), the linears that make query, key and value of latent vectors (mla_up_proj), MLPs of layers without experts
+(mlp), experts with their router and the way of tokens there and back (moe), their activation functions alone (moe_act),
+and shared experts.
+"""
+
+from __future__ import annotations
+
+from pipeflow.planning.blocks import Transformer
+from pipeflow.planning.linears import attention_linears
+from pipeflow.planning.setup import Setup
+
+
+def freed_values(model: Transformer, setup: Setup) -> int:
+    """Numbers per token that a layer does not keep, since its backward makes them again."""
+    return sum(_freed(model, setup, module) for module in recomputed_modules(model, setup))
+
+
+def recomputed_modules(model: Transformer, setup: Setup) -> tuple[str, ...]:
+    """Those of the setup's modules that a layer of the model has; what contains another one counts alone."""
+    has = {"moe": model.experts > 1, "moe_act": model.experts > 1, "mlp": model.experts == 1}
+    has |= {"shared_experts": model.shared_experts > 0, "mla_up_proj": model.kv_rank is not None}
+    if has["moe"] and "moe" in setup.recompute_modules:
+        has |= {"moe_act": False, "shared_experts": False}
+    return tuple(module for module in setup.recompute_modules if has.get(module, True))
+
+
+def recomputed_flops(model: Transformer, setup: Setup, sequence: int) -> int:
+    """Operations per token, on all tensor ranks, of the modules that the backward of a layer makes again."""
+    attention = attention_linears(model)
+    mlps = model.linear_flops - 2 * sum(linear.weights for linear in attention)
+    matrices = 3 if model.gated else 2
+    flops = {
+        "core_attn": model.attention_flops(sequence),
+        "mla_up_proj": 2 * sum(each.weights for each in attention if each.inputs in (model.q_rank, model.kv_rank)),
+        "mlp": mlps,
+        "moe": mlps,
+        "shared_experts": 2 * model.shared_experts * matrices * model.hidden * model.wide,
+    }
+    return sum(flops.get(module, 0) for module in recomputed_modules(model, setup))
+
+
+def _freed(model: Transformer, setup: Setup, module: str) -> int:
+    tensor, matrices = setup.tensor, 3 if model.gated else 2
+    whole = model.hidden // tensor if setup.sequence_parallel else model.hidden
+    sent = model.experts_per_token * setup.expert_split
+    if module == "layernorm":
+        return (1 if model.parallel_block else 2) * whole
+    if module == "mla_up_proj":
+        return model.heads // tensor * (2 * model.head_width + model.value_width)
+    if module == "mlp":
+        return matrices * model.wide // tensor
+    if module == "shared_experts":
+        return model.shared_experts * matrices * model.wide // tensor
+    if module == "moe_act":
+        return model.experts_per_token * model.wide // tensor
+    if module == "moe":
+        routed = sent * (2 * model.hidden + matrices * model.wide // setup.expert_split) // tensor
+        return routed + model.experts + model.shared_experts * matrices * model.wide // tensor
+    return 0  # core_attn: a fused kernel keeps what the linears beside it need; scores are `checkpoint`'s
