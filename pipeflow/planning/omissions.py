@@ -10,6 +10,8 @@ ROUTED = "routers that send some experts more tokens than others (--imbalance)"
 WHOLE_EXPERTS = (
     "experts on ranks of their own: each tensor rank has a part of every expert, so no token is sent (--expert)"
 )
+FOUR_BITS = "products in 4 bits, which are planned with the share of their peak that those in 8 bits reach"
+SCALES = "scales of single blocks of numbers (fp8-block, mxfp8, nvfp4), which are planned as those of whole tensors"
 HIDDEN = "all-to-all of experts that is hidden behind other computation"
 
 
@@ -28,6 +30,8 @@ def unpriced(model: Transformer, setup: Setup) -> tuple[str, ...]:
     found = {
         WHOLE_EXPERTS: is_mixture and setup.expert == 1,
         ROUTED: is_mixture and setup.expert > 1 and setup.imbalance == 1,
-        HIDDEN: is_mixture and setup.expert > 1,
+        HIDDEN: is_mixture and setup.expert > 1 and not setup.overlap_experts,
+        FOUR_BITS: setup.precision.products == "fp4",
+        SCALES: setup.precision.name in ("fp8-block", "mxfp8", "nvfp4"),
     }
     return tuple(text for text, is_left_out in found.items() if is_left_out)

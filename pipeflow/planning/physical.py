@@ -11,6 +11,7 @@ from itertools import pairwise
 from pipeflow.analysis.simulation import simulate, simulate_shared
 from pipeflow.core.cost import CostModel, Link
 from pipeflow.core.dataflow import Stream
+from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import Cut
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
@@ -21,7 +22,7 @@ from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.efficiency import Efficiency
 from pipeflow.planning.layer_times import model_layer_times
 from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.rates import RankGroup, Rates, Seconds
+from pipeflow.planning.rates import FEW_BITS, RankGroup, Rates, Seconds
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.sharding import LayerCosts, Sharding, holders_of
 from pipeflow.planning.transformer import GPT
@@ -160,12 +161,15 @@ def physical_costs(
 
 def rates_of(cluster: Cluster, setup: Setup, free: frozenset[str] = frozenset()) -> Rates:
     """The rates of a cluster in the precision of a setup. Raises UsageError as `physical_costs` does."""
+    needed, device = setup.precision.needs, cluster.device
+    if needed and needed not in device.flops:
+        raise UsageError(f"{device.name} has no units for {setup.precision.name}: use fp8-current or bf16")
     return _rates_in(cluster, setup.precision.products, free)
 
 
 def head_rates(rates: Rates) -> Rates:
-    """The rates of the head, which fp8 leaves in 16 bits."""
-    is_apart = rates.precision == "fp8" and "bf16" in rates.cluster.device.flops
+    """The rates of the head, which stays in 16 bits."""
+    is_apart = rates.precision in FEW_BITS and "bf16" in rates.cluster.device.flops
     return _rates_in(rates.cluster, "bf16", rates.free) if is_apart else rates
 
 

@@ -41,6 +41,9 @@ class Seconds(NamedTuple):
 KINDS = ("products", "attention", "elementwise", "recomputation", "launches", "context", "experts", "tensor")
 """What the time of a stage's actions consists of. A breakdown frees one after the other, from the last to the first."""
 
+FEW_BITS = ("fp8", "fp4")
+"""Precisions in which only the products of the layers' linears are computed."""
+
 _LONG = Scores("flash2", math.inf, 128, True)
 
 
@@ -72,8 +75,8 @@ class Rates:
 
     @property
     def attention_peak(self) -> float:
-        """FLOP/s of one device in attention, which runs in 16 bits where the other products run in 8."""
-        return self.cluster.device.flops.get("bf16", self.peak) if self.precision == "fp8" else self.peak
+        """FLOP/s of one device in attention, which runs in 16 bits where the other products run in fewer."""
+        return self.cluster.device.flops.get("bf16", self.peak) if self.precision in FEW_BITS else self.peak
 
     def product(self, product: MatrixProduct) -> float:
         """Seconds of the products: their operations at the share of the peak that large ones reach, and longer for

@@ -43,8 +43,13 @@ class Precision:
     """The bytes that training keeps per parameter, and the rate at which it computes.
 
     Half precision takes 2 + 2 + 4 + 8 bytes (arXiv 1910.02054, section 3.1); gradients have the type of their weights,
-    as in torch. The "mixed" precisions add up gradients in float32, as Megatron-LM does, and so take 18 bytes. With
-    "fp8", products are computed in 8 bits (arXiv 2209.05433), and everything else is as with "bf16".
+    as in torch. The "mixed" precisions add up gradients in float32, as Megatron-LM does, and so take 18 bytes.
+
+    In 8 or 4 bits, only the products of the layers' linears are computed. Attention, norms, tables, the head and
+    all communication stay in 16 bits, and so do weights, gradients and what is kept. The names are those of
+    Transformer Engine's recipes, by what a scale is for: "fp8" a tensor, from its history (arXiv 2209.05433),
+    "fp8-current" a tensor, from its values, "fp8-block" a block of 128 x 128 numbers (arXiv 2412.19437, section 3.3),
+    "mxfp8" 32 numbers (arXiv 2310.10537), and "nvfp4" 16 numbers of 4 bits (arXiv 2509.25149).
 
     Attributes:
         name: as `pipeflow plan --precision` takes it.
@@ -53,6 +58,7 @@ class Precision:
         master: bytes of its float32 master weight, 0 without one.
         moments: bytes of Adam's two moments together.
         products: the rate of `Device.flops` at which products are computed.
+        needs: a rate of `Device.flops` that only devices with units for these scales have; "" for none.
     """
 
     name: str
@@ -61,6 +67,7 @@ class Precision:
     master: int
     moments: int
     products: str = "bf16"
+    needs: str = ""
 
 
 PRECISIONS: Mapping[str, Precision] = MappingProxyType(
@@ -71,6 +78,10 @@ PRECISIONS: Mapping[str, Precision] = MappingProxyType(
         "bf16-mixed": Precision("bf16-mixed", weight=2, gradient=4, master=4, moments=8, products="bf16"),
         "fp16-mixed": Precision("fp16-mixed", weight=2, gradient=4, master=4, moments=8, products="fp16"),
         "fp8": Precision("fp8", weight=2, gradient=2, master=4, moments=8, products="fp8"),
+        "fp8-current": Precision("fp8-current", weight=2, gradient=2, master=4, moments=8, products="fp8"),
+        "fp8-block": Precision("fp8-block", weight=2, gradient=2, master=4, moments=8, products="fp8"),
+        "mxfp8": Precision("mxfp8", weight=2, gradient=2, master=4, moments=8, products="fp8", needs="fp4"),
+        "nvfp4": Precision("nvfp4", weight=2, gradient=2, master=4, moments=8, products="fp4", needs="fp4"),
     }
 )
 

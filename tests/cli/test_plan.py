@@ -115,6 +115,27 @@ def test_a_mixture_without_expert_ranks_says_what_no_time_has(
     assert read(capsys, "tiny", *more)["not_priced"] == []
 
 
+def test_words_of_megatron_bridge_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each alone changes the memory or the time of a step, and its setup says so."""
+    layout = ["deepseek-v2-lite", "--pipeline", 1, "--data", 8, "--expert", 8, "--expert-tensor", 1, "--zero", 1]
+    asked = [*layout, "--microbatch-size", 2, "--device", "gb200"]
+    plain = read(capsys, *asked)
+    for option, value, name, said in (
+        ("--precision", "mxfp8", "precision", "mxfp8"),
+        ("--precision", "nvfp4", "precision", "nvfp4"),
+        ("--recompute-modules", "moe_act,layernorm", "recompute_modules", ["moe_act", "layernorm"]),
+        ("--offload-layers", 6, "offload_layers", 6),
+        ("--cuda-graphs", "attn,moe_router", "cuda_graphs", ["attn", "moe_router"]),
+        ("--dispatcher", "deepep", "dispatcher", "deepep"),
+        ("--context", 2, "context", 2),
+    ):
+        found = read(capsys, *asked, option, value)
+        layout = found["layout"]
+        assert (layout["precision"]["name"] if name == "precision" else layout[name]) == said
+        same = (found["step_seconds"], found["peak_bytes"]) == (plain["step_seconds"], plain["peak_bytes"])
+        assert not same, option
+
+
 def test_ranks_that_share_sequences_and_experts_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--experts", 4, "--experts-per-token", 2, "--gated", "--biases", "none", "--device", "h100-80gb"]
     sizes += ["--data", 4]

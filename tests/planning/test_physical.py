@@ -238,6 +238,19 @@ def test_fp8_leaves_attention_and_the_head_in_16_bits() -> None:
     assert heads[0] == pytest.approx(heads[1])
 
 
+def test_recipes_of_8_and_4_bits_differ_in_their_products_alone() -> None:
+    b200, h100 = Cluster.of("b200"), Cluster.of("h100-80gb")
+    bf16, fp8, mxfp8, nvfp4 = (Setup(precision=PRECISIONS[name]) for name in ("bf16", "fp8", "mxfp8", "nvfp4"))
+    half, eight, four = (rates_of(b200, setup) for setup in (bf16, fp8, nvfp4))
+    assert rates_of(b200, mxfp8) == eight
+    assert (eight.peak, four.peak) == (2 * half.peak, 4 * half.peak)
+    assert half.attention_peak == eight.attention_peak == four.attention_peak
+    assert head_rates(four) == half
+    for setup in (mxfp8, nvfp4):
+        with pytest.raises(UsageError, match=f"h100-80gb has no units for {setup.precision.name}: use fp8-current"):
+            rates_of(h100, setup)
+
+
 def test_devices_have_shares_of_their_own() -> None:
     assert Efficiency.of({}, "h100", "bf16").products < PUBLISHED.products
     assert Efficiency.of({}, "a100", "bf16") == Efficiency.of({}) == PUBLISHED

@@ -35,6 +35,10 @@ PRECISION: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "fp16": ("--fp16",),
         "fp16-mixed": ("--fp16", "--accumulate-allreduce-grads-in-fp32"),
         "fp8": ("--bf16", "--fp8-format hybrid", "--grad-reduce-in-bf16"),
+        "fp8-current": ("--bf16", "--fp8-format hybrid", "--fp8-recipe tensorwise", "--grad-reduce-in-bf16"),
+        "fp8-block": ("--bf16", "--fp8-format e4m3", "--fp8-recipe blockwise", "--grad-reduce-in-bf16"),
+        "mxfp8": ("--bf16", "--fp8-format e4m3", "--fp8-recipe mxfp8", "--grad-reduce-in-bf16"),
+        "nvfp4": ("--bf16", "--fp4-format e2m1", "--fp4-recipe nvfp4", "--grad-reduce-in-bf16"),
     }
 )
 RECOMPUTATION: Mapping[str, tuple[str, ...]] = MappingProxyType(
