@@ -8,10 +8,13 @@ from itertools import accumulate, pairwise
 from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import Cut
 from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
 from pipeflow.planning.catalog import Model
 from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.fastest_cut import fastest_cut
 from pipeflow.planning.profiles import cut_by_cost
 from pipeflow.planning.setup import Setup
+from pipeflow.schedules import SCHEDULES, options_of
 
 WORDS = ("even", "cost")
 
@@ -50,3 +53,13 @@ def cut_of(
         change = f"add {more} to" if more > 0 else f"take {-more} from"
         raise UsageError(f"--cut has {layers} layers, but the model has {model.layers}: {change} its numbers")
     return list(pairwise(accumulate(given, initial=0)))
+
+
+def cut_for(model: Model, schedule: Schedule, setup: Setup, cluster: Cluster, usual: Cut) -> Cut:
+    """The cut with which the step of a schedule is shortest. `usual` stays if the order was made for it, and if there
+    are more stages than layers.
+    """
+    is_made = schedule.name in SCHEDULES and "cost" in options_of(schedule.name)
+    if is_made or schedule.placement.num_stages > model.layers:
+        return usual
+    return fastest_cut(model, schedule, setup, cluster)

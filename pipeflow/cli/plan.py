@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 from pipeflow.cli.breakdowns import add_breakdown, breakdown_svg, breakdown_table, for_programs, require_seconds
 from pipeflow.cli.clusters import add_cluster, cluster_of
 from pipeflow.cli.costs import Costs
-from pipeflow.cli.cuts import cut_of, cut_text
+from pipeflow.cli.cuts import cut_for, cut_of, cut_text
 from pipeflow.cli.files import STANDARD_OUTPUT, write
 from pipeflow.cli.layout_strings import add_layout_string, layout_of, placed, said_layout, with_chunks
 from pipeflow.cli.layouts import add_search, require_search
@@ -190,7 +190,7 @@ def _add_layout(command: Parser) -> None:
     add("--checkpoint-layers", type=int, metavar="N", help="layers of each stage that --checkpoint is for")
     add("--offload-layers", type=int, metavar="N", help="layers of each stage whose activations go to the host")
     add("--cuda-graphs", type=words, metavar="S,...", help=f"scopes of CUDA graphs, of {', '.join(GRAPHS)}")
-    cut = "layers per stage: even, cost (balanced by what they take), or numbers such as 13,12,12,11 (default: even)"
+    cut = "layers per stage: even, cost (what makes the step shortest), or numbers such as 13,12,12,11 (default: even)"
     add("--cut", type=cut_text, metavar="CUT", help=cut)
     add_layout_string(group)
 
@@ -222,7 +222,10 @@ def run(arguments: argparse.Namespace) -> int:
     with doing("planning"):
         cut = _cuts(arguments, model, setup, cluster)
         schedule = _schedule(arguments, model, setup, cut, cluster)
-        found = plan(model, schedule, setup, flops=arguments.flops, cluster=cluster, cut=cut(schedule.placement))
+        parts = cut(schedule.placement)
+        if arguments.cut == "cost" and cluster is not None:
+            parts = cut_for(model, schedule, setup, cluster, parts)
+        found = plan(model, schedule, setup, flops=arguments.flops, cluster=cluster, cut=parts)
     if arguments.svg is not None:
         write({arguments.svg: breakdown_svg([(found.schedule.name, breakdown(found))])})
     if arguments.library is not None:
@@ -233,8 +236,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(_for_programs(found)))
     elif arguments.svg != STANDARD_OUTPUT:
         heading = [*_heading(arguments.model, found), *said_layout(arguments, found)]
-        parts = ["", *breakdown_table(found)] if arguments.breakdown else []
-        show(*heading, "", _table(found), "", *found.totals(), *parts, *_notes(found))
+        told = ["", *breakdown_table(found)] if arguments.breakdown else []
+        show(*heading, "", _table(found), "", *found.totals(), *told, *_notes(found))
     return 0
 
 

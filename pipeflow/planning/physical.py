@@ -192,8 +192,9 @@ def physical_of(
     and `tied` are the seconds of summing gradients that several stages share.
     """
     cluster, times = rates.cluster, [each.times for each in stages]
-    by_layer = placement.num_ranks == 1
-    sharding = [Sharding(setup, holders_of(placement, mesh, stage), rates, by_layer) for stage in range(len(stages))]
+    by_layer, alone = placement.num_ranks == 1, len(placement.paths) == 1 and len(stages) == placement.num_ranks
+    holders = [holders_of(placement, mesh, stage) for stage in range(len(stages))]
+    sharding = [Sharding(setup, each, rates, by_layer, alone) for each in holders]
     beyond = [own.beyond(each.layers) for own, each in zip(sharding, stages, strict=True)]
     near = cluster.link_bandwidth * rates.efficiency.transfer
     start = rates.efficiency.transfer_start

@@ -76,12 +76,15 @@ class Sharding:
         rates: of the cluster.
         by_layer: whether each layer's collectives come with its computations in each microbatch, as without a
             pipeline. Otherwise they come once per step, for the whole stage.
+        alone: whether its ranks have no other stage. Otherwise the collectives of one stage run beside the
+            computations of another, which a simulation shows, and not beside its own.
     """
 
     setup: Setup
     holders: Holders
     rates: Rates
     by_layer: bool
+    alone: bool = True
 
     def gather(self, parameters: Parameters) -> float:
         """Seconds to gather the weights of so many parameters."""
@@ -151,7 +154,7 @@ class Sharding:
         """What is not hidden of a stage's collectives beside the computations of its layers, which take `computed`
         each. Those of one layer are not hidden.
         """
-        others = max(0, layers - 1)
+        others = max(0, layers - 1) if self.alone else 0
         each = communicated / (others + 1)
         return others * self._added(computed, each) + each
 

@@ -1,0 +1,78 @@
+"""Plans of random models, layouts and clusters: what is faster or smaller is never worse, no device computes more than
+its peak, and times have the units that they say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from pipeflow.planning.efficiency import PUBLISHED
+from tests.covering import some
+from tests.planning.random_plans import CHANGES, Case, random_case
+
+GROUPS = 100  # of seeds, so that a run of some of them is spread over all
+ROUNDING = 1 + 1e-9
+SECONDS = ("forward_launch", "backward_launch", "sync", "collective", "transfer_start")  # coefficients that are times
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", some(range(GROUPS), [0]))
+def test_what_is_faster_or_smaller_is_never_worse(group: int) -> None:
+    for seed in range(group, 2000, GROUPS):
+        case, random = random_case(seed), Random(seed)
+        before = case.plan()
+        assert before.step_seconds is not None
+        for name, change in CHANGES.items():
+            after = change(case, random.choice((1.01, 1.1, 1.5, 2, 4))).plan()
+            assert after.step_seconds is not None
+            assert after.step_seconds <= before.step_seconds * ROUNDING, f"{name} of seed {seed}: {case}"
+            if before.cut == after.cut:
+                assert after.peak_bytes <= before.peak_bytes * ROUNDING, f"{name} of seed {seed}: {case}"
+            assert not (before.fits and name == "more memory") or after.fits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", some(range(GROUPS), [0]))
+def test_no_device_computes_more_than_its_peak_and_units_are_those_of_the_rates(group: int) -> None:
+    for seed in range(group, 2000, GROUPS):
+        case = random_case(seed)
+        found = case.plan()
+        assert found.step_seconds is not None
+        assert 0 < utilization(case) < 1, f"seed {seed}: {case}"
+        twice = in_other_units(case, 2.0).plan()
+        assert twice.step_seconds == pytest.approx(found.step_seconds / 2, rel=1e-9), f"seed {seed}: {case}"
+        assert twice.peak_bytes == found.peak_bytes
+
+
+def utilization(case: Case) -> float:
+    """The share of all devices' peak that the model's own operations take (MFU), without what is computed again."""
+    found = case.plan()
+    assert found.step_seconds is not None
+    sequences = found.tokens / found.sequence
+    flops = case.model.flops_per_sample(found.sequence) * sequences
+    return flops / found.step_seconds / found.devices / max(case.cluster.device.flops.values())
+
+
+def in_other_units(case: Case, times: float) -> Case:
+    """The case with all rates so many times as high, and all times as much shorter: a second is another one."""
+    cluster = case.cluster
+    device = replace(
+        cluster.device,
+        flops={name: rate * times for name, rate in cluster.device.flops.items()},
+        memory_bandwidth=cluster.device.memory_bandwidth * times,
+    )
+    return replace(
+        case,
+        cluster=replace(
+            cluster,
+            device=device,
+            link_bandwidth=cluster.link_bandwidth * times,
+            network_bandwidth=cluster.network_bandwidth * times,
+            link_latency=cluster.link_latency / times,
+            network_latency=cluster.network_latency / times,
+            efficiency={name: getattr(PUBLISHED, name) / times for name in SECONDS},
+        ),
+    )
