@@ -53,6 +53,8 @@ def placed(layout: LayoutString, model: Model, placement: Placement) -> list[Par
     """
     ranks, stages = placement.num_ranks, len(layout.stages)
     cut = layout.cut(model.layers)
+    if layout.mtp != model.further_layers:
+        raise UsageError(f"the layout has {layout.mtp} MTP layers ('m'), but the model has {model.further_layers}")
     if stages % ranks or placement != Placement.looped(ranks, stages // ranks):
         raise UsageError(
             f"the layout has {stages} stages, each on the rank of its number modulo {ranks}, but the schedule has "

@@ -73,6 +73,7 @@ MEANINGS = {  # help for sizes
     "parallel_block": "attention and MLP read the same norm",
     "dense_layers": "number of first layers that have one MLP instead of experts",
     "dense_ffn": "size of that MLP",
+    "mtp": "number of layers that predict further tokens",
     "positions": "most tokens per sequence",
     "vocabulary": "number of tokens in the vocabulary",
     "mlp_ratio": "size of the MLP, as a multiple of the hidden size",
@@ -243,7 +244,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _model(arguments: argparse.Namespace) -> Model:
     given = {name: getattr(arguments, name) for name in SIZES if getattr(arguments, name) is not None}
-    model = model_named(arguments.model)
+    model, layout = model_named(arguments.model), layout_of(arguments)
+    if layout is not None and layout.mtp and arguments.mtp is None:
+        given["mtp"] = layout.mtp
     own = [each.name for each in fields(model)]
     if strange := [flag(name) for name in given if name not in own]:
         raise UsageError(f"{arguments.model} takes no {', '.join(strange)}; its sizes are {', '.join(map(flag, own))}")

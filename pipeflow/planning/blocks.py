@@ -209,7 +209,12 @@ class Transformer(ABC):
     def active_parameters(self) -> int:
         """The parameters that one token uses: all of them but those of the experts that it is not sent to."""
         idle = self.experts - self.experts_per_token
-        return self.parameters - idle * (self.layers - self.dense_layers) * self._mlps(1, 1)
+        return self.parameters - idle * (self.layers - self.dense_layers + self.further_layers) * self._mlps(1, 1)
+
+    @property
+    def further_layers(self) -> int:
+        """Layers behind all others, which predict further tokens."""
+        return 0
 
     def parameters_of(self, parts: Iterable[Part], tensor: int = 1) -> int:
         """Parameters of one of `tensor` ranks that together hold the stages with layers [start, end) of `parts`: a word
@@ -225,7 +230,7 @@ class Transformer(ABC):
         first, last = any(start == 0 for start, _ in parts), any(end == self.layers for _, end in parts)
         layers, dense = sum(end - start for start, end in parts), sum(map(self.dense_of, parts))
         ends = self.parameters_held(layers, tensor, first=first, last=last, dense=dense)
-        return ends + (layers - dense) * self.expert_parameters(1, tensor)
+        return ends + (layers - dense + last * self.further_layers) * self.expert_parameters(1, tensor)
 
     def dense_of(self, part: Part) -> int:
         """The number of layers [start, end) that are among the first `dense_layers`."""
@@ -276,7 +281,7 @@ class Transformer(ABC):
         """
         tokens = self.tokens if sequence is None else sequence
         dense = self.dense_layers * (self.dense.linear_flops - self.linear_flops) if self.dense_layers else 0
-        layers = self.layers * (self.linear_flops + self.attention_flops(tokens)) + dense
+        layers = (self.layers + self.further_layers) * (self.linear_flops + self.attention_flops(tokens)) + dense
         return round(tokens * (3 * (layers + self.head_flops) + 2 * self.embedding_flops))
 
     def require_tensor(self, tensor: int) -> None:

@@ -54,7 +54,7 @@ def expert_seconds(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates) -
     sent = tokens / setup.tensor * model.experts_per_token * row
     gathered = rates.tensor_sum(mesh.expert_tensor_group, sent * setup.expert_split)
     group = mesh.expert_group
-    if setup.dispatcher == "deepep":
+    if setup.dispatcher != "all-to-all":
         own = tokens / setup.tensor * row
         devices, nodes = (own * met(model.experts_per_token, parts) for parts in (group.ranks, group.nodes))
         return setup.imbalance * (2 * rates.exchange(group, devices, nodes) + gathered)

@@ -59,11 +59,11 @@ class LayoutString:
         return cls(tuple("".join(symbol.letter for symbol in found).split(BORDER)))
 
     @classmethod
-    def of(cls, parts: Sequence[Part]) -> LayoutString:
-        """The layout of stages with these layers [start, end)."""
+    def of(cls, parts: Sequence[Part], mtp: int = 0) -> LayoutString:
+        """The layout of stages with these layers [start, end), and so many MTP layers in the last one."""
         stages = ["t" * (end - start) for start, end in parts]
         stages[0] = "E" + stages[0]
-        stages[-1] += "L"
+        stages[-1] += "m" * mtp + "L"
         return cls(tuple(stages))
 
     def __str__(self) -> str:
@@ -85,15 +85,18 @@ class LayoutString:
             )
         return stages // ranks
 
+    @property
+    def mtp(self) -> int:
+        """The number of its MTP layers."""
+        return "".join(self.stages).count("m")
+
     def cut(self, layers: int) -> list[Part]:
         """Per stage its layers [start, end), for a model with so many layers. Raises UsageError for another number of
-        layers, MTP layers, and E or L in another stage than the first or the last.
+        layers, and for E in another stage than the first, or MTP layers or L in another one than the last.
         """
         self._require_ends()
-        if count := "".join(self.stages).count("m"):
-            raise UsageError(
-                f"the layout has {count} MTP layer{'s' * (count > 1)} ('m'), which plans do not price: leave them out"
-            )
+        if self.stages[-1].count("m") < self.mtp:
+            raise UsageError("plans have MTP layers in the last stage alone: move 'm' there, before 'L'")
         sizes = [stage.count("t") for stage in self.stages]
         if sum(sizes) != layers:
             raise UsageError(f"the layout has {sum(sizes)} layers ('t'), but the model has {layers}")

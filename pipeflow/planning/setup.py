@@ -20,8 +20,8 @@ CHECKPOINTS: tuple[Checkpoint, ...] = ("none", "full", "selective")
 ContextKind = Literal["ring", "all-to-all"]
 CONTEXT_KINDS: tuple[ContextKind, ...] = ("ring", "all-to-all")
 ZERO = (0, 1, 2, 3)
-Dispatcher = Literal["all-to-all", "deepep"]
-DISPATCHERS: tuple[Dispatcher, ...] = ("all-to-all", "deepep")
+Dispatcher = Literal["all-to-all", "deepep", "hybridep"]
+DISPATCHERS: tuple[Dispatcher, ...] = ("all-to-all", "deepep", "hybridep")
 MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 GRAPHS: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
@@ -122,8 +122,8 @@ class Setup:
         expert_tensor: devices that share each expert; as many as `tensor` unless given.
         imbalance: tokens of the fullest expert rank, as a multiple of the mean. 1 where the router is forced to send
             equally many, as in most benchmarks; auxiliary losses leave more (arXiv 2408.15664, table 2).
-        dispatcher: how tokens go to experts. "all-to-all": once for each expert. "deepep": once to each node of these
-            experts, and there over the node's links to each device, as DeepEP and HybridEP do.
+        dispatcher: how tokens go to experts. "all-to-all": once for each expert. "deepep" and "hybridep": once to each
+            node of these experts, and there over the node's links to each device.
         overlap_experts: that way is hidden behind the computations of another microbatch, as with DualPipe (arXiv
             2412.19437, section 3.2.1) or Megatron-LM's `--overlap-moe-expert-parallel-comm`.
         recompute_modules: modules of a layer, of MODULES, that its backward computes again.

@@ -255,7 +255,7 @@ class Plan(StepPlan):
         """
         placement = self.schedule.placement
         looped = Placement.looped(placement.num_ranks, max(1, placement.num_stages // placement.num_ranks))
-        return str(LayoutString.of(self.cut)) if placement == looped else None
+        return str(LayoutString.of(self.cut, self.model.further_layers)) if placement == looped else None
 
     @property
     def has_uneven_layout(self) -> bool:

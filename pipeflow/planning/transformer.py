@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 
 from pipeflow.core.errors import UsageError, unknown
-from pipeflow.core.placement import require_positive
+from pipeflow.core.placement import require_at_least, require_positive
 from pipeflow.planning.blocks import Part as Part  # as before there was a file of blocks
 from pipeflow.planning.blocks import Transformer
 
@@ -54,6 +54,8 @@ class GPT(Transformer):
         mlp_ratio: width of a layer's MLP, as a multiple of `hidden`, unless `ffn` is given.
         tied: whether the head shares the weight of the word table.
         position_table: whether positions are learned; rotary positions have no parameters.
+        mtp: layers that predict further tokens (arXiv 2412.19437, section 2.2). Each has a linear that reads a hidden
+            state and the next token, a layer like the others, and the common head.
     """
 
     positions: int = 1024
@@ -62,10 +64,12 @@ class GPT(Transformer):
     _: KW_ONLY
     tied: bool = True
     position_table: bool = True
+    mtp: int = 0
 
     def __post_init__(self) -> None:
         Transformer.__post_init__(self)
         require_positive(positions=self.positions, vocabulary=self.vocabulary, mlp_ratio=self.mlp_ratio)
+        require_at_least(0, mtp=self.mtp)
 
     @classmethod
     def named(cls, name: str) -> GPT:
@@ -93,8 +97,13 @@ class GPT(Transformer):
 
     @property
     def head_flops(self) -> float:
-        """Operations per token in the forward of the head: 2hV."""
-        return 2 * self.hidden * self.vocabulary
+        """Operations per token in the forward of the head: 2hV, and as many for each layer of `mtp` with its linear."""
+        return 2 * self.hidden * (self.vocabulary * (1 + self.mtp) + 2 * self.hidden * self.mtp)
+
+    @property
+    def further_layers(self) -> int:
+        """Layers behind all others, which predict further tokens: `mtp`."""
+        return self.mtp
 
     def head_outputs(self, tensor: int = 1) -> float:
         """Logits per token on one of `tensor` ranks."""
@@ -113,4 +122,5 @@ class GPT(Transformer):
         table = self.vocabulary_rows(tensor) * self.hidden
         tables = max(first, last) if self.tied else first + last
         positions = self.positions * self.hidden // tensor if first and self.position_table else 0
-        return tables * table + positions + last * self.norm_parameters
+        further = self._block(tensor) + 2 * self.hidden**2 // tensor + 3 * self.norm_parameters
+        return tables * table + positions + last * (self.norm_parameters + self.mtp * further)

@@ -48,7 +48,8 @@ class Share(NamedTuple):
 
     def kinds(self, model: Transformer, setup: Setup) -> list[tuple[int, Transformer, Setup]]:
         """How many of its layers are as those of which model and setup: in the latter, all layers have a checkpoint or
-        none has, and all of them are offloaded or none is.
+        none has, and all of them are offloaded or none is. The last share also has the layers that predict further
+        tokens.
         """
         checkpointed = self.layers if setup.checkpoint_layers is None else min(setup.checkpoint_layers, self.layers)
         offloaded = min(max(0, setup.offload_layers - ON_THEIR_WAY), self.layers)
@@ -60,6 +61,8 @@ class Share(NamedTuple):
                 kept = setup.checkpoint if start < checkpointed else "none"
                 each = replace(setup, checkpoint=kept, checkpoint_layers=None, offload_layers=int(start < offloaded))
             found.append((end - start, model.dense if start < self.dense else model, each))
+        if self.last and model.further_layers:
+            found.append((model.further_layers, model, replace(setup, checkpoint_layers=None, offload_layers=0)))
         return found
 
 
@@ -118,7 +121,7 @@ def parameters_of(model: Transformer, shares: Iterable[Share], setup: Setup) -> 
     layers, firsts, lasts, denses = zip(*shares, strict=True)
     others = model.parameters_held(sum(layers), setup.tensor, first=any(firsts), last=any(lasts), dense=sum(denses))
     each = model.expert_parameters(setup.expert, setup.expert_split)
-    return Parameters(others, (sum(layers) - sum(denses)) * each)
+    return Parameters(others, (sum(layers) - sum(denses) + any(lasts) * model.further_layers) * each)
 
 
 def for_shares(model: Transformer, parts: Sequence[Part], of: Callable[[Share], T]) -> list[T]:
@@ -205,13 +208,13 @@ def _operations(model: Transformer, setup: Setup, share: Share) -> tuple[float, 
     backward is all in I and costs twice its forward (arXiv 2401.10241, table 1). Recomputation, which layers alone
     have, is a part of I. A linear that reads the batch needs no I.
     """
-    kinds, linears, again = share.kinds(model, setup), 0, 0
+    linears = attention = again = 0
     attended = model.attention_flops(sequence_of(model, setup))
-    for layers, kind, each in kinds:
+    for layers, kind, each in share.kinds(model, setup):
         linears += layers * kind.linear_flops
+        attention += layers * attended
         kept = {"none": 0, "selective": attended, "full": kind.linear_flops + attended}[str(each.checkpoint)]
         again += layers * (kept + recomputed_flops(kind, each, sequence_of(model, setup)))
-    attention = share.layers * attended
     first = model.embedding_flops if share.first else 0
     last = head_forward(model) if share.last else 0
     forward = first + linears + attention + last
@@ -277,7 +280,7 @@ def _saved(model: Transformer, setup: Setup, share: Share) -> float:
     if share.first:
         kept += whole * model.dropout
     if share.last:
-        kept += 2 * width * whole + 4 * model.head_outputs(setup.tensor)
+        kept += (1 + model.further_layers) * (2 * width * whole + 4 * model.head_outputs(setup.tensor))
     return kept
 
 
@@ -305,5 +308,5 @@ def _deferred(model: Transformer, setup: Setup, share: Share) -> float:
     if share.first:
         values += whole
     if share.last:
-        values += whole + model.head_outputs(setup.tensor)
+        values += (1 + model.further_layers) * (whole + model.head_outputs(setup.tensor))
     return values * width

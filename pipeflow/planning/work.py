@@ -146,6 +146,12 @@ def embedding_work(model: Transformer, setup: Setup) -> DeviceWork:
 
 
 def head_work(model: Transformer, setup: Setup) -> DeviceWork:
-    """The forward of the head and the loss, whose backward moves as much as its forward."""
+    """The forward of the head and the loss, whose backward moves as much as its forward. Layers that predict further
+    tokens have these again, and a linear from a hidden state and a token.
+    """
     tokens, outputs = tokens_of(model, setup), model.head_outputs(setup.tensor)
-    return DeviceWork((MatrixProduct(tokens, outputs, model.hidden),), moved_bytes=LOSS_PASSES * 4.0 * tokens * outputs)
+    further = model.further_layers
+    products = [MatrixProduct(tokens, outputs, model.hidden, 1 + further)]
+    if further:
+        products.append(MatrixProduct(tokens, model.hidden / setup.tensor, 2 * model.hidden, further))
+    return DeviceWork(tuple(products), moved_bytes=(1 + further) * LOSS_PASSES * 4.0 * tokens * outputs)

@@ -64,7 +64,9 @@ def test_a_search_says_the_layout_of_each(capsys: pytest.CaptureFixture[str]) ->
             "the layout has 2 stages, which do not divide among 4 pipeline ranks: use 1, 2 ranks",
         ),
         (["--pipeline", 2, "--layout", "Et*4|t*3L"], "the layout has 7 layers ('t'), but the model has 8"),
-        (["--pipeline", 2, "--layout", "Et*4|t*4,m,L"], "the layout has 1 MTP layer ('m'), which plans do not price"),
+        (["--pipeline", 2, "--layout", "Et*4|t*4,m|L"], "the layout has 3 stages, which do not divide among 2"),
+        (["--pipeline", 3, "--layout", "Et*4|t*4,m|L"], "plans have MTP layers in the last stage alone: move 'm'"),
+        (["--pipeline", 2, "--mtp", 2, "--layout", "Et*4|t*4,mL"], "the layout has 1 MTP layers ('m'), but the model"),
         (["--pipeline", 2, "--layout", "Et*4|t*4L", "--cut", "4,4"], "--layout and --cut both divide the layers"),
         (
             ["--pipeline", 2, "--layout", "Et*4|t*4L", "--schedule", "zb-v"],

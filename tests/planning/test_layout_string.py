@@ -64,12 +64,16 @@ def test_a_layout_is_read_planned_and_written(text: str, ranks: int, layers: lis
 
 
 @pytest.mark.parametrize(("text", "stages"), WITH_MTP)
-def test_what_no_plan_has_is_read_and_written_too(text: str, stages: list[str]) -> None:
+def test_mtp_layers_are_read_and_written_and_planned_in_the_last_stage(text: str, stages: list[str]) -> None:
     layout = LayoutString.read(text)
     assert list(layout.stages) == stages
     assert LayoutString.read(str(layout)) == layout
-    with pytest.raises(UsageError, match=r"which plans do not price|'L' is in stage 1 of the layout's stages 0 to 2"):
-        layout.cut(sum(stage.count("t") for stage in stages))
+    layers = sum(stage.count("t") for stage in stages)
+    if stages[-1] == "mL":
+        assert LayoutString.of(layout.cut(layers), layout.mtp) == layout
+        return
+    with pytest.raises(UsageError, match=r"move 'm' there, before 'L'|'L' is in stage 1 of the layout's stages 0 to 2"):
+        layout.cut(layers)
 
 
 def test_what_is_written_is_short_and_has_no_groups_within_groups() -> None:

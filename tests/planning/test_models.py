@@ -14,6 +14,7 @@ from pipeflow import GPT, PRECISIONS, Placement, Setup, UsageError, make_schedul
 from pipeflow.planning.catalog import MODELS, Model, model_named
 from pipeflow.planning.transformer_costs import stage_costs
 from pipeflow.planning.vit import ViT
+from pipeflow.planning.work import head_work
 
 LLAMA = replace(GPT.named("llama3-8b"), layers=4, hidden=48, heads=6, kv_heads=2, ffn=80, positions=32, vocabulary=101)
 ODD: dict[str, Any] = {"norm": {"norm": "batch"}, "biases": {"biases": "some"}}
@@ -150,6 +151,26 @@ def test_models_that_are_no_transformers_are_refused_with_the_reason(name: str) 
 def test_models_are_as_large_as_their_papers_print(name: str, billions: float) -> None:
     """arXiv 2005.14165, table 2.1; 2205.05198, table 3; 2104.04473, table 1. Their numbers are rounded."""
     assert model_named(name).parameters / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_a_layer_that_predicts_a_further_token_is_a_layer_with_a_linear_and_the_head_again() -> None:
+    """DeepSeek-V3's has 11.5 billion parameters besides the word table and the head that it shares (its README)."""
+    model = GPT.named("deepseek-v3")
+    further = replace(model, mtp=1)
+    assert (further.parameters - model.parameters) / 1e9 == pytest.approx(11.5, abs=0.15)
+    schedule, setup = make_schedule("1f1b", ranks=4, microbatches=1), Setup()
+    one, other = (plan(each, schedule, setup, flops=1.0) for each in (model, further))
+    assert other.ranks[2].parameters == one.ranks[2].parameters
+    assert other.ranks[3].parameters - one.ranks[3].parameters == further.parameters - model.parameters
+    layer = model.linear_flops + model.attention_flops(4096)
+    added = layer + 2 * model.hidden * model.vocabulary + 4 * model.hidden**2
+    assert other.cost.forward[3] - one.cost.forward[3] == pytest.approx(4096 * added)
+    work, more = (head_work(each, setup) for each in (model, further))
+    assert (
+        sum(each.flops for each in more.products) == 2 * sum(each.flops for each in work.products) + 4096 * 4 * 7168**2
+    )
+    per_sample = further.flops_per_sample() - model.flops_per_sample()
+    assert per_sample == pytest.approx(3 * 4096 * added)
 
 
 def test_a_token_uses_a_part_of_a_mixture() -> None:

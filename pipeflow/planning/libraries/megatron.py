@@ -125,10 +125,10 @@ def _ranks_in_stages(setup: Setup) -> Iterator[str]:
     if setup.expert > 1:
         yield f"--expert-model-parallel-size {setup.expert}"
         yield f"--expert-tensor-parallel-size {setup.expert_split}"
-        yield (
-            "--moe-token-dispatcher-type "
-            + {"all-to-all": "alltoall", "deepep": "flex --moe-enable-deepep"}[setup.dispatcher]
-        )
+        is_flat = setup.dispatcher == "all-to-all"
+        yield f"--moe-token-dispatcher-type {'alltoall' if is_flat else 'flex'}"
+        if not is_flat:
+            yield f"--moe-flex-dispatcher-backend {setup.dispatcher}"
     if setup.overlap_experts:
         yield "--overlap-moe-expert-parallel-comm"
     if setup.cuda_graphs:
