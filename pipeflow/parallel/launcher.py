@@ -41,6 +41,7 @@ def launch(
     *,
     timeout: float = 60.0,
     device: torch.device | str | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Context:
     """Connects this process to the others and returns its context, which all of its threads see.
 
@@ -49,7 +50,8 @@ def launch(
 
     Reads torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and initializes
     torch.distributed's default process group unless this was done before, also for a world of one process. Without that
-    environment, the world is this process alone, which needs no process group.
+    environment, the world is this process alone, which needs no process group. If the default process group exists,
+    ranks are those of that group, whatever the environment says.
 
     Args:
         pipeline: number of ranks in a pipeline; by default all ranks form one pipeline.
@@ -60,6 +62,7 @@ def launch(
         device: device of this process: "cpu", "cuda" for its own GPU, or another GPU such as "cuda:3". Its own GPU is
             the one of its LOCAL_RANK, or the only visible one. A GPU becomes torch's current device. By default its own
             GPU if there is one, otherwise the CPU.
+        group: a process group of torch.distributed. The world is then its ranks alone; other processes need not call.
 
     On GPUs, this sets environment variables that CUDA, NCCL and torch read (docs/clusters.md lists them), so call it
     before CUDA is used.
@@ -68,22 +71,31 @@ def launch(
     CUDA_DEVICE_MAX_CONNECTIONS is less than 32. No process group exists then. Raises PipelineError if not all ranks
     launch in time; the error names the missing ranks.
     """
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, world_size = _rank_and_size(group)
     layout = WorldLayout.of(world_size, pipeline, tensor)
     if world_size > 1:
         prepare(device)
     place = own_device(device)
     transport: Transport = LocalTransport(Hub(1), 0, device=place, timeout=timeout)
     if world_size > 1:
-        transport = _join(rank, world_size, place, timeout)
-    elif all(name in os.environ for name in _TORCHRUN):
+        transport = _join(rank, world_size, place, timeout, group)
+    elif not dist.is_initialized() and all(name in os.environ for name in _TORCHRUN):
         _initialize(rank, world_size, place, timeout, lambda *_: None)  # for torch's libraries; nothing here needs it
     context = Context(rank, layout, place, transport)
     set_process_context(context)
     return context
 
 
-def _join(rank: int, world_size: int, device: torch.device, timeout: float) -> DistributedTransport:
+def _rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This process's rank and the number of ranks: in `group`, in torch's default group, or in the environment."""
+    if dist.is_initialized():
+        return dist.get_rank(group), dist.get_world_size(group)
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _join(
+    rank: int, world_size: int, device: torch.device, timeout: float, among: dist.ProcessGroup | None
+) -> DistributedTransport:
     """Connects to the other processes; rank 0 runs the coordinator, to which all ranks connect."""
     coordinators: list[Coordinator] = []
 
@@ -94,7 +106,7 @@ def _join(rank: int, world_size: int, device: torch.device, timeout: float) -> D
             port = coordinators[0].port
         return _told_by_rank_0(secret, address, port, group)
 
-    secret, address, port = _initialize(rank, world_size, device, timeout, tell)
+    secret, address, port = _initialize(rank, world_size, device, timeout, tell, among)
     try:
         monitor = Monitor(address, port, rank=rank, size=world_size, secret=secret, timeout=timeout)
     except OSError:
@@ -119,13 +131,14 @@ def _initialize(
     device: torch.device,
     timeout: float,
     then: Callable[[str, dist.ProcessGroup | None], T],
+    among: dist.ProcessGroup | None = None,
 ) -> T:
     """Makes torch's default process group unless there is one, and returns `then(address, group)`, where `address` is
-    that of rank 0's machine, and `group` exchanges tensors in CPU memory.
+    that of rank 0's machine, and `group` exchanges tensors in CPU memory between the ranks of `among`.
     """
     if dist.is_initialized():
-        group = _group_of_cpus(timeout)
-        return then(_address_of_rank_0(rank, world_size, group), group)
+        group = _group_of_cpus(timeout, among)
+        return then(_address_of_rank_0(rank, world_size, group, whole=among is None), group)
     found = find_each_other(rank, world_size, timeout)
     use_interface_of(address_towards(found.address))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -149,23 +162,30 @@ def _initialize(
     return result
 
 
-def _group_of_cpus(timeout: float) -> dist.ProcessGroup | None:
-    """None, for torch's default process group, or another group of all ranks if that one only moves tensors of GPUs, as
-    after `init_process_group("nccl")`. It stays open: to close it would break it for a rank that still reads from it.
+def _group_of_cpus(timeout: float, among: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """`among`, where None stands for torch's default process group; or another group of its ranks if it only moves
+    tensors of GPUs, as after `init_process_group("nccl")`. It stays open: to close it would break it for a rank that
+    still reads from it.
     """
-    if torch.device("cpu") in _get_default_group()._device_types:
-        return None
+    if torch.device("cpu") in (among or _get_default_group())._device_types:
+        return among
     if named := os.environ.get("MASTER_ADDR"):
         use_interface_of(address_towards(resolve(named)))
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    ranks = None if among is None else dist.get_process_group_ranks(among)
+    group: dist.ProcessGroup = dist.new_group(
+        ranks, timedelta(seconds=timeout), backend="gloo", use_local_synchronization=among is not None
+    )
     return group
 
 
-def _address_of_rank_0(rank: int, world_size: int, group: dist.ProcessGroup | None) -> str:
-    """The address at which all ranks reach rank 0's machine, which may know its own name as a loopback address only."""
+def _address_of_rank_0(rank: int, world_size: int, group: dist.ProcessGroup | None, *, whole: bool) -> str:
+    """The address at which all ranks reach rank 0's machine, which may know its own name as a loopback address only.
+    Unless the group is the `whole` world, MASTER_ADDR may be another machine, and rank 0 tells its address towards it.
+    """
     named = os.environ.get("MASTER_ADDR") or (socket.gethostname() if rank == 0 else "")
     seen = [torch.zeros(64, dtype=torch.uint8, device="cpu") for _ in range(world_size)]
-    body = resolve(named).encode() if named else b""
+    address = resolve(named) if named and (whole or rank == 0) else ""
+    body = (address if whole or not address else address_towards(address)).encode()
     seen[rank][: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else 0
     dist.all_gather(seen, seen[rank].clone(), group=group)
     told = [bytes(each.tolist()).rstrip(b"\0").decode() for each in seen]
@@ -177,7 +197,7 @@ def _told_by_rank_0(secret: bytes, address: str, port: int, group: dist.ProcessG
     told = torch.zeros(256, dtype=torch.uint8, device="cpu")
     body = json.dumps([secret.hex(), address, port]).encode()
     told[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-    dist.broadcast(told, src=0, group=group)
+    dist.broadcast(told, group_src=0, group=group)
     found, address, port = json.loads(bytes(told.tolist()).rstrip(b"\0"))
     return bytes.fromhex(found), address, port
 

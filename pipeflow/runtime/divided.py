@@ -23,14 +23,16 @@ class Divided:
         microbatches: per microbatch, a batch of its samples alone, in a form that the Pipeline takes.
         schedule: the schedule that runs them, such as `BatchOrder.schedule`. None: that of the call, which must have as
             many microbatches.
+        own: True if each rank has only the entries that its own stages take. Then ranks do not compare their batches,
+            entries need no samples, and each microbatch counts as one sample.
 
     Raises UsageError if there is no microbatch, or another number than the schedule has.
     """
 
-    __slots__ = ("microbatches", "schedule")
+    __slots__ = ("microbatches", "own", "schedule")
 
-    def __init__(self, microbatches: Sequence[object], schedule: Schedule | None = None) -> None:
-        self.microbatches, self.schedule = list(microbatches), schedule
+    def __init__(self, microbatches: Sequence[object], schedule: Schedule | None = None, *, own: bool = False) -> None:
+        self.microbatches, self.schedule, self.own = list(microbatches), schedule, own
         if not self.microbatches:
             raise UsageError("a divided batch needs a microbatch")
         if schedule is not None:

@@ -45,6 +45,7 @@ class Batch:
         inputs, labels: trees of tensors and other objects.
         sizes: number of samples in each microbatch.
         device: device to which `split` moves tensors.
+        own: whether other ranks have other entries, so that digests are not compared.
         leaves: inputs that require gradients: each part of the batch, and the leaf that a microbatch uses instead.
     """
 
@@ -52,6 +53,7 @@ class Batch:
     labels: object
     sizes: list[int]
     device: torch.device
+    own: bool = False
     leaves: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # of inputs that require gradients
 
     @property
@@ -102,8 +104,10 @@ class Batch:
 
     def digest(self) -> float:
         """A digest of the first and the last row of every tensor. It is nan if a tensor is not in CPU memory, or has a
-        dtype that only torch can read.
+        dtype that only torch can read, and if each rank has its own entries.
         """
+        if self.own:
+            return math.nan
         digest = 0
         leaves = tree_leaves((self.inputs, self.labels), _is_whole)
         for leaf in tree_leaves([leaf.values if isinstance(leaf, Parts) else leaf for leaf in leaves], _is_whole):
@@ -165,7 +169,8 @@ def as_batch(
     if isinstance(batch, Divided):
         pairs = [read(each) for each in batch]
         inputs, labels = (joined(trees, _is_whole) for trees in zip(*pairs, strict=True))
-        return Batch(inputs, labels, list(map(_samples, pairs)), device)
+        sizes = [1] * len(pairs) if batch.own else list(map(_samples, pairs))
+        return Batch(inputs, labels, sizes, device, batch.own)
     inputs, labels = read(batch)
     samples = _samples((inputs, labels))
     microbatches = min(microbatches, samples)

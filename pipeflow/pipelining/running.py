@@ -1,0 +1,159 @@
+"""Running: the Pipeline of a schedule's stages, and its steps on microbatches that each rank has for itself. Must not
+contain: the order of a schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from pipeflow.core.errors import PipelineError, UsageError
+from pipeflow.core.schedule import Schedule
+from pipeflow.parallel.context import Context
+from pipeflow.pipelining.pipe import TracedCall, tie
+from pipeflow.pipelining.stage import BuilderCall, StageCall
+from pipeflow.pipelining.world import context_of
+from pipeflow.runtime.divided import Divided
+from pipeflow.runtime.execution import execute_pipeline
+from pipeflow.runtime.microbatch import Whole
+from pipeflow.runtime.pipeline import Pipeline
+from pipeflow.runtime.step import Output
+from pipeflow.stages.loss import Weighing
+
+
+class Steps(Protocol):
+    """What the engine asks of a schedule of torch's API: its stages on this rank, its order, and its loss."""
+
+    @property
+    def own_stages(self) -> Sequence[Any]: ...
+
+    @property
+    def schedule(self) -> Schedule: ...
+
+    @property
+    def takes_mean(self) -> bool: ...
+
+    @property
+    def has_loss(self) -> bool: ...
+
+    def compute_loss(self, output: Any, target: Any, loss_kwargs: dict[str, Any]) -> Tensor: ...
+
+
+class Running:
+    """The Pipeline that runs a schedule of torch's API, made anew when its stages' modules or its order were replaced.
+
+    Args:
+        steps: the schedule.
+
+    Attributes:
+        trace: whether steps are measured; the same on every rank.
+        output: the result of the last step.
+    """
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = ref(steps)
+        self.trace = False
+        self.output: Output | None = None
+        self._loss_kwargs: dict[str, Any] = {}
+        self._made_of: list[object] = []
+        self._pipeline: Pipeline | None = None
+
+    @property
+    def steps(self) -> Steps:
+        """The schedule that these steps are of."""
+        steps = self._steps()
+        assert steps is not None
+        return steps
+
+    def pipeline(self, made_of: Sequence[object]) -> Pipeline:
+        """The Pipeline. All ranks make it together when it is first needed, and again for another `made_of`."""
+        parts = [*made_of, *(stage.submod for stage in self.steps.own_stages)]
+        is_same = len(parts) == len(self._made_of) and all(a is b for a, b in zip(parts, self._made_of, strict=True))
+        if self._pipeline is None or not is_same:
+            self._pipeline, self._made_of = self._make(), parts
+        return self._pipeline
+
+    def _make(self) -> Pipeline:
+        steps = self.steps
+        stages = sorted(steps.own_stages, key=lambda stage: stage.stage_index)
+        context = context_of(stages[0].group, torch.device(stages[0].device))
+        with context.alarm.raised_everywhere():
+            schedule = steps.schedule
+            tie(stages, stages[0].stage_index_to_group_rank)
+            calls = [call_of(stage) for stage in stages]
+            return Pipeline(
+                nn.ModuleList(calls),
+                schedule,
+                routes=calls[0].wiring.routes if isinstance(calls[0], TracedCall) else None,
+                criterion=self._loss if steps.has_loss else None,
+                weigh=_alike if steps.takes_mean else Weighing(adds=True),
+                stages=[stage.stage_index for stage in stages],
+            )
+
+    def _loss(self, output: object, target: object) -> Tensor:
+        return self.steps.compute_loss(output, target, self._loss_kwargs)
+
+    def step(
+        self,
+        pipeline: Pipeline,
+        microbatches: Divided,
+        loss_kwargs: dict[str, Any] | None,
+        *,
+        training: bool,
+        keep: bool,
+    ) -> list[object]:
+        """Runs one step, and returns the outputs of the last stage per microbatch if it is here and they are kept."""
+        calls = [call for call in pipeline.chunks if isinstance(call, StageCall)]
+        last = next((call for call in calls if call.is_last), None) if keep else None
+        outputs: dict[int, object] = {}
+        self._loss_kwargs = loss_kwargs or {}
+        if last is not None:
+            last.outputs = outputs
+        try:
+            self.output = execute_pipeline(iter([microbatches]), pipeline, forward_only=not training, trace=self.trace)
+        finally:
+            self._loss_kwargs = {}
+            if last is not None:
+                last.outputs = None
+        return [outputs[microbatch] for microbatch in sorted(outputs)]
+
+
+def call_of(stage: Any) -> StageCall:
+    """The module that the engine calls for a stage. Raises UsageError if the stage holds no module."""
+    if not isinstance(stage.submod, nn.Module):
+        kind = type(stage.submod).__name__
+        raise UsageError(f"stage {stage.stage_index} holds {kind}, not a module: pass PipelineStage an nn.Module")
+    if hasattr(stage, "pipe_info"):
+        return TracedCall(stage)
+    return StageCall(stage) if stage.dw_builder is None else BuilderCall(stage)
+
+
+def _alike(_: object) -> float:
+    """The weight of a microbatch: all have the same."""
+    return 1.0
+
+
+def own_microbatches(args: Sequence[Any], kwargs: Sequence[Any], targets: Sequence[Any] | None) -> Divided:
+    """The microbatches of this rank: arguments of its first stage, keywords of each of its stages, targets of its last
+    one.
+    """
+    entries = [
+        ({"args": Whole(_tuple(args[index])), "kwargs": Whole(kwargs[index]), "microbatch": Whole(index)}, target)
+        for index, target in enumerate([None] * len(args) if targets is None else map(Whole, targets))
+    ]
+    return Divided(entries, own=True)
+
+
+def _tuple(args: Any) -> tuple[Any, ...]:
+    return tuple(args) if isinstance(args, tuple | list) else (args,)
+
+
+def raise_everywhere(context: Context, error: Exception) -> None:
+    """Tells the other ranks, which have begun a step, that this one cannot: they raise an error that names it."""
+    with suppress(PipelineError, UsageError), context.alarm.raised_everywhere():
+        raise error

@@ -1,0 +1,113 @@
+"""Stage: torch's PipelineStage, and how the engine calls what is in it. Must not contain: when a stage runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed.pipelining.stage as theirs
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.pipelining.stage import PipelineStage
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from pipeflow.deferral.products import Deferral, Deferred
+
+__all__ = ["PipelineStage", "StageCall"]
+
+
+class StageCall(nn.Module):
+    """A stage as the engine calls it: with this rank's arguments in the first stage, and with what the stage before
+    returned, a tensor or several, in the others; and with this rank's keywords in each.
+
+    Args:
+        stage: the stage.
+
+    Attributes:
+        outputs: outputs of the last stage, by microbatch; None to keep none.
+    """
+
+    def __init__(self, stage: Any) -> None:
+        super().__init__()
+        self.module = stage.submod
+        self.is_first, self.is_last = stage.is_first, stage.is_last
+        self.outputs: dict[int, object] | None = None
+
+    def forward(
+        self,
+        *received: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        microbatch: int = 0,
+    ) -> object:
+        """Calls the module for one microbatch."""
+        output = self.module(*(args if self.is_first else self.inputs(received)), **(kwargs or {}))
+        self.keep(output, microbatch)
+        return output
+
+    def keep(self, output: object, microbatch: int) -> None:
+        """Keeps an output of the last stage, if it was asked for."""
+        if self.is_last and self.outputs is not None:
+            self.outputs[microbatch] = tree_map_only(Tensor, Tensor.detach, output)
+
+    def inputs(self, received: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of the module, from what the engine passes on."""
+        [value] = received
+        return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+class BuilderCall(StageCall):
+    """A stage with a `dw_builder`: this is called at the end of each backward of the stage, and returns the function
+    that computes weight gradients, which W calls.
+
+    Attributes:
+        deferral: takes that function; the engine sets it.
+    """
+
+    def __init__(self, stage: Any) -> None:
+        super().__init__(stage)
+        self.builder: Callable[[], Callable[[], None]] = stage.dw_builder
+        self.deferral: Deferral | None = None
+
+    def deferred_parameters(self) -> list[nn.Parameter]:
+        """The parameters of layers that the function may compute; none are known."""
+        return []
+
+    def forward(self, *received: object, **entries: Any) -> object:
+        """Calls the module, and the builder after the backward of its output."""
+        output = super().forward(*received, **entries)
+        found = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
+        if found:
+            found[0].register_hook(self._await_end)
+        return output
+
+    def _await_end(self, _: Tensor) -> None:
+        Variable._execution_engine.queue_callback(self._build)
+
+    def _build(self) -> None:
+        if self.deferral is not None:
+            self.deferral.take(Built(self.builder()))
+
+
+class Built(Deferred):
+    """What a `dw_builder` returned for one microbatch."""
+
+    __slots__ = ("run",)
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.run = run
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """None: the function adds to gradients itself."""
+        return []
+
+    def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Calls the function, which returns nothing."""
+        self.run()
+        return []
+
+
+def __getattr__(name: str) -> Any:
+    """Other names of torch's module."""
+    return getattr(theirs, name)
