@@ -1,23 +1,33 @@
-"""Published training steps: the rows of data/measured_steps.csv, and what the planner says of each."""
+"""Published training steps: the rows of data/measured_steps.csv, whose columns are sizes, and of
+data/measured_commands.csv, which has the words of `pipeflow plan`; and what the planner says of each.
+"""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from pipeflow import GPT, PRECISIONS, Schedule, Setup, make_schedule, plan, simulate
+from pipeflow.cli import plan as command
+from pipeflow.cli.clusters import cluster_of
+from pipeflow.cli.command import parser
+from pipeflow.planning import efficiency
+from pipeflow.planning.catalog import Model, model_named
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.cuts import even_cut
+from pipeflow.planning.efficiency import Efficiency
 from pipeflow.planning.layout import Layout
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import Physical, physical_costs
 from pipeflow.planning.setup import Checkpoint
 
 DATA = Path(__file__).parent / "data" / "measured_steps.csv"
+COMMANDS = DATA.with_name("measured_commands.csv")
 NETWORK = {"vtrain-single": 12.5e9, "vtrain-multi": 12.5e9, "2205.05198-tab5": 25e9}  # bytes/s of a device, one way
 NUMBERS = ("layers", "hidden", "heads", "seq", "tp", "pp", "vp", "dp", "mbs", "gbs")  # of its columns
 ROUNDS = 2  # of microbatches in the longer of two steps that an estimate is made from
@@ -26,20 +36,24 @@ VOCABULARY = 51200  # Megatron-LM's padded one
 
 @dataclass(frozen=True)
 class Row:
-    """A measured step: seconds, and the layout that was run."""
+    """A measured step: seconds, and the layout that was run. `inner`: the axis of the mesh whose ranks are next to each
+    other, after those of tensors.
+    """
 
     source: str
-    model: GPT
+    model: Model
     setup: Setup
     pipeline: int
     chunks: int
     microbatches: int
     seconds: float
+    cluster: Cluster = field(default_factory=partial(Cluster.of, "a100-80gb"))
+    inner: Literal["pipeline", "data"] | None = None
 
     @property
     def devices(self) -> int:
         """How many ran it."""
-        return self.pipeline * self.setup.tensor * self.setup.data
+        return self.pipeline * self.setup.tensor * self.setup.replicas
 
     @property
     def task(self) -> tuple[object, ...]:
@@ -53,28 +67,49 @@ class Row:
         cut = even_cut(self.model.layers, self.pipeline * self.chunks)
         return Layout(self.setup, self.pipeline, self.microbatches, family, options, cut)
 
-    def predicted(self, efficiency: Mapping[str, float]) -> float:
+    def predicted(self, known: Mapping[str, float]) -> float:
         """Seconds of the step under the planner's cost model with these coefficients; by default its own."""
-        costs = self._costs(efficiency)
+        costs = self._costs(known)
         return self._makespan(costs, self.microbatches) + costs.after
 
-    def estimated(self, efficiency: Mapping[str, float]) -> float:
+    def estimated(self, known: Mapping[str, float]) -> float:
         """The same for the fit, where steps are long from two shorter ones: each round of microbatches adds as much."""
-        ranks, costs = self.pipeline, self._costs(efficiency)
+        ranks, costs = self.pipeline, self._costs(known)
         rounds, rest = divmod(self.microbatches, ranks)
         if rest or rounds < 2 * ROUNDS:
             return self._makespan(costs, self.microbatches) + costs.after
         one, other = (self._makespan(costs, number * ranks) for number in (ROUNDS - 1, ROUNDS))
         return one + (rounds - ROUNDS + 1) * (other - one) + costs.after
 
-    def _costs(self, efficiency: Mapping[str, float]) -> Physical:
-        cluster = Cluster.of("a100-80gb", network_bandwidth=NETWORK[self.source], efficiency=efficiency)
-        mesh = Mesh.of(self.setup, self.pipeline, cluster.devices_per_node, "data")
+    def _costs(self, known: Mapping[str, float]) -> Physical:
+        mesh = Mesh.of(self.setup, self.pipeline, self.cluster.devices_per_node, self.inner)
         placement = _schedule(self.pipeline, self.chunks, self.pipeline).placement
-        return physical_costs(self.model, placement, self.setup, mesh, cluster)
+        with coefficients(known):
+            return physical_costs(self.model, placement, self.setup, mesh, self.cluster)
 
     def _makespan(self, costs: Physical, microbatches: int) -> float:
         return simulate(_schedule(self.pipeline, self.chunks, microbatches), costs.cost).makespan
+
+
+@contextmanager
+def coefficients(known: Mapping[str, float]) -> Iterator[None]:
+    """Plans have these coefficients instead of the planner's own. Those of a device are named "h100 fp8", and are its
+    share of products relative to A100.
+    """
+    own = efficiency.PUBLISHED, efficiency.REACHES
+    names = [each.name for each in fields(Efficiency) if each.name in known]
+    efficiency.PUBLISHED = replace(efficiency.PUBLISHED, **{name: known[name] for name in names})
+    efficiency.REACHES = {
+        like: {
+            precision: {"products": known.get(f"{like} {precision}", relative["products"])}
+            for precision, relative in own[1][like].items()
+        }
+        for like in own[1]
+    }
+    try:
+        yield
+    finally:
+        efficiency.PUBLISHED, efficiency.REACHES = own
 
 
 def _family(chunks: int) -> tuple[str, dict[str, int]]:
@@ -111,8 +146,28 @@ def _memory_row(each: dict[str, str]) -> MeasuredBytes:
 
 def rows() -> list[Row]:
     """Those with a time."""
-    with DATA.open() as file:
-        return [_row(each) for each in csv.DictReader(file) if each["step_s"]]
+    with DATA.open() as file, COMMANDS.open() as commands:
+        sized = [_row(each) for each in csv.DictReader(file) if each["step_s"]]
+        return sized + [_commanded(each) for each in csv.DictReader(commands)]
+
+
+def _commanded(each: dict[str, str]) -> Row:
+    """A row whose layout is given by the words of the command."""
+    words = parser("plan").parse_args(["plan", *each["words"].split()])
+    sizes = {name: size for name in command.SIZES if (size := getattr(words, name)) is not None}
+    options = {name: value for name in command.LAYOUT if (value := getattr(words, name)) is not None}
+    cluster = cluster_of(words)
+    assert cluster is not None  # every row names its device
+    return Row(
+        each["source"],
+        replace(model_named(words.model), **sizes),
+        Setup(**options | {"precision": PRECISIONS[words.precision]}),
+        words.pipeline,
+        words.chunks or 1,
+        words.microbatches,
+        float(each["step_s"]),
+        cluster,
+    )
 
 
 def _row(each: dict[str, str]) -> Row:
@@ -129,4 +184,6 @@ def _row(each: dict[str, str]) -> Row:
         sequence_parallel=each["recompute"] == "selective",
     )
     microbatches = number["gbs"] // (number["dp"] * number["mbs"])
-    return Row(each["source"], model, setup, number["pp"], number["vp"], microbatches, float(each["step_s"]))
+    cluster = Cluster.of(each["gpu"], network_bandwidth=NETWORK.get(each["source"]))
+    seconds = float(each["step_s"])
+    return Row(each["source"], model, setup, number["pp"], number["vp"], microbatches, seconds, cluster, "data")

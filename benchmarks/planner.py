@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import csv
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
 from benchmarks.measured_steps import DATA, MeasuredBytes, Row, memory_rows, rows
-from benchmarks.planner_fit import EXPECTED, fitted, fitted_each
+from benchmarks.planner_fit import fitted, fitted_without, own_coefficients
 from benchmarks.planner_tables import write_tables
 from benchmarks.report import Report
-from pipeflow.planning.efficiency import PUBLISHED, Efficiency
 from pipeflow.planning.layouts import ranking
 from pipeflow.planning.rank_memory import ALLOCATOR
+from pipeflow.planning.similar import kind_of
 
 COLUMNS = ["", "rows", "mean error", "largest", "bias", "rank corr.", "regret", "largest", "regret without ties"]
+GROUPED = "llm-foundry-a100"
 LOGS = DATA.with_name("allocator_logs.csv")
 
 
@@ -35,29 +36,60 @@ def run(rounds: int | None = None) -> Report:
     report = Report("planner", "planner: predicted and published seconds of training steps", COLUMNS)
     report.data["errors"] = {}
     for source in sources:
-        _add(report, f"{source}", _of(every, source), PUBLISHED)
+        _add(report, f"{source}", _of(every, source), own_coefficients())
     start = fitted(every)
-    without = [[row for row in every if row.source != source] for source in sources]
-    models = list(dict.fromkeys(row.model for row in _of(every, "vtrain-single")))
-    within = [[row for row in every if row.source == "vtrain-single" and row.model != model] for model in models]
-    found = fitted_each([*without, *within], start)
-    for source, efficiency in zip(sources, found, strict=False):
-        _add(report, f"{source}, fitted without it", _of(every, source), efficiency)
-    chosen = dict(zip(models, found[len(sources) :], strict=True))
-    single = _of(every, "vtrain-single")
-    _add_times(
-        report, "vtrain-single, fitted without the model", single, lambda row: row.predicted(asdict(chosen[row.model]))
-    )
+    groups = list(dict.fromkeys(map(group, sources)))
+    found = fitted_without(every, start, [partial(_is_of, each) for each in groups])
+    unseen = dict(zip(groups, found, strict=True))
+    errors = {}
+    for source in sources:
+        chosen = _of(every, source)
+        errors[source] = _add(report, f"{source}, fitted without it", chosen, unseen[group(source)])
+    _add_kinds(report, every, errors)
     report.notes.append("regret: of the layout that the search lists first; without ties, of the fastest predicted one")
-    report.notes.append("fitted on all: " + ", ".join(f"{name} {getattr(start, name):.3g}" for name in EXPECTED))
-    apart = max(abs(getattr(PUBLISHED, name) / getattr(start, name) - 1) for name in EXPECTED)
+    report.notes.append("fitted on all: " + ", ".join(f"{name} {value:.3g}" for name, value in start.items()))
+    apart = max(abs(value / start[name] - 1) for name, value in own_coefficients().items())
     report.notes.append(f"the planner's own coefficients differ from these by at most {apart:.1%}")
     _add_memory(report, memory_rows())
     return report
 
 
+def group(source: str) -> str:
+    """The sources that are left out of a fit together: those of one program on one kind of device."""
+    return GROUPED if source.startswith(GROUPED) else source
+
+
+def _is_of(name: str, row: Row) -> bool:
+    return group(row.source) == name
+
+
+def _add_kinds(report: Report, every: Sequence[Row], errors: Mapping[str, Sequence[float]]) -> None:
+    """The errors of kinds of jobs, and those of sharded ones by the length of their sequences, each row planned with
+    coefficients that never saw its source.
+    """
+    kinds: defaultdict[str, list[float]] = defaultdict(list)
+    lengths: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    for source, found in errors.items():
+        for row, error in zip(_of(every, source), found, strict=True):
+            kinds[kind_of(row.model, row.setup, row.cluster)].append(error)
+            if row.setup.zero == 3:
+                lengths[row.cluster.device.like, row.setup.sequence or row.model.tokens].append(error)
+    report.data["kinds"] = {
+        kind: {"rows": len(found), "error": fmean(map(abs, found)), "most": float(np.quantile(np.abs(found), 0.9))}
+        for kind, found in sorted(kinds.items())
+    }
+    report.data["lengths"] = [
+        {"device": device, "tokens": tokens, "rows": len(found), "error": fmean(map(abs, found)), "bias": fmean(found)}
+        for (device, tokens), found in sorted(lengths.items())
+    ]
+    report.notes += [
+        f"sharded weights on {each['device']}, {each['tokens']} tokens: {each['error']:.1%}, bias {each['bias']:+.1%}"
+        for each in report.data["lengths"]
+    ]
+
+
 def publish(report: Report) -> None:
-    """Writes the tables of the documents."""
+    """Writes the tables of the documents, and the errors of similar jobs that plans print."""
     write_tables(report.data)
 
 
@@ -71,13 +103,9 @@ def _of(every: Sequence[Row], source: str) -> list[Row]:
     return [row for row in every if row.source == source]
 
 
-def _add(report: Report, label: str, chosen: Sequence[Row], efficiency: Efficiency) -> None:
-    known = asdict(efficiency)
-    _add_times(report, label, chosen, lambda row: row.predicted(known))
-
-
-def _add_times(report: Report, label: str, chosen: Sequence[Row], predict: Callable[[Row], float]) -> None:
-    predicted = np.array([predict(row) for row in chosen])
+def _add(report: Report, label: str, chosen: Sequence[Row], known: Mapping[str, float]) -> list[float]:
+    """Adds a line, and returns the errors of the rows."""
+    predicted = np.array([row.predicted(known) for row in chosen])
     measured = np.array([row.seconds for row in chosen])
     errors = predicted / measured - 1
     regrets, plain, ranks = _regrets(chosen, predicted, measured)
@@ -86,16 +114,17 @@ def _add_times(report: Report, label: str, chosen: Sequence[Row], predict: Calla
         "error": fmean(abs(errors)),
         "largest": float(max(abs(errors))),
         "bias": fmean(errors),
-        "correlation": fmean(ranks),
-        "regret": fmean(regrets),
-        "largest_regret": float(max(regrets)),
-        "regret_without_ties": fmean(plain),
+        "correlation": fmean(ranks) if ranks else None,
+        "regret": fmean(regrets) if regrets else None,
+        "largest_regret": float(max(regrets)) if regrets else None,
+        "regret_without_ties": fmean(plain) if regrets else None,
     }
-    cells = [f"{100 * value:.1f} %" for name, value in numbers.items() if name != "rows"]
-    cells[3] = f"{numbers['correlation']:.3f}"
+    cells = ["" if value is None else f"{100 * value:.1f} %" for name, value in numbers.items() if name != "rows"]
+    cells[3] = f"{numbers['correlation']:.3f}" if ranks else ""
     report.rows.append([label, str(len(chosen)), *cells])
     report.data["errors"][label] = numbers
     report.data[label] = {"predicted": predicted.tolist(), "measured": measured.tolist()}
+    return [float(error) for error in errors]
 
 
 def _regrets(

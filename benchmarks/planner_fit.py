@@ -5,16 +5,14 @@ is known of each coefficient beforehand.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from benchmarks.measured_steps import Row
-from pipeflow.planning.efficiency import Efficiency
+from pipeflow.planning.efficiency import PUBLISHED, REACHES
 
 Array = npt.NDArray[np.float64]
 
@@ -22,7 +20,7 @@ EXPECTED: dict[str, tuple[float, float]] = {  # and by which factor it may well 
     "products": (0.85, 1.04),
     "depth": (150, 1.5),
     "rows": (150, 1.5),
-    "attention": (0.4, 1.35),
+    "fused": (1.0, 1.1),
     "memory": (0.75, 1.16),
     "forward_launch": (1e-3, 1.8),
     "backward_launch": (1e-3, 1.8),
@@ -33,55 +31,98 @@ EXPECTED: dict[str, tuple[float, float]] = {  # and by which factor it may well 
     "collective": (50e-6, 1.65),
     "transfer": (0.3, 1.65),
     "transfer_start": (200e-6, 1.65),
+    "contention": (0.3, 1.5),
+    "h100 bf16": (0.92, 1.05),  # the maximum achievable FLOP/s of ml-engineering, relative to those of A100
+    "h100 fp8": (0.82, 1.1),
 }
-WEIGHT = {"vtrain-single": 4.0, "vtrain-multi": 20.0, "2205.05198-tab5": 50.0}  # of a row, as sources differ in rows
+FEW = 20  # rows of a source that count in full; of one with more, all together count as this many
 STRENGTH = 3.0  # of what is expected, beside the rows
-EVERY = 4  # so many rows of a large source there are for one that is fitted on
+WEIGHT = 20.0  # of a row in full
+MOST = 60  # rows of a source that are fitted on
 ROBUST = 0.1  # beyond this error a row counts less than its square
 STEP = 0.02  # of a coefficient's logarithm, to find slopes
+NAMES = tuple(EXPECTED)  # the others have no value of their own here
+CENTRE = np.log([EXPECTED[name][0] for name in NAMES])
+SPREAD = np.log([EXPECTED[name][1] for name in NAMES])
 
 
-def fitted(rows: Sequence[Row], start: Efficiency | None = None, *, turns: int = 8) -> Efficiency:
-    """The coefficients for these rows, by the method of Gauss and Newton."""
-    names = list(EXPECTED)  # the others have no value of their own here
-    centre = np.log([EXPECTED[name][0] for name in names])
-    spread = np.log([EXPECTED[name][1] for name in names])
-    chosen = _chosen(rows)
-    weights = np.sqrt([WEIGHT[row.source] for row in chosen])
-
-    def residuals(point: Array) -> Array:
-        known = dict(zip(names, np.exp(point), strict=True))
-        errors = np.array([math.log(row.estimated(known) / row.seconds) for row in chosen])
-        robust = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + (errors / ROBUST) ** 2) - 1))
-        return np.concatenate([weights * robust, STRENGTH * (point - centre) / spread])
-
-    point = centre if start is None else np.log([max(asdict(start)[name], 1e-12) for name in names])
-    found = residuals(point)
+def fitted(rows: Sequence[Row], *, turns: int = 6) -> dict[str, float]:
+    """The coefficients for these rows, by name, with the method of Gauss and Newton."""
+    chosen, point = thinned(rows), point_of(own_coefficients())
     for _ in range(turns):
-        slopes = np.stack([(residuals(point + STEP * axis) - found) / STEP for axis in np.eye(len(names))], axis=1)
-        move = -np.linalg.lstsq(slopes, found, rcond=None)[0]
-        size = 1.0
-        while size > 0.1:  # a shorter step where the whole one does not help
-            tried = residuals(point + size * move)
-            if tried @ tried < found @ found:
-                break
-            size /= 2
-        else:
+        near = Near.of(chosen, point)
+        before, point = point, near.solved()
+        if np.abs(point - before).max() < STEP / 4:
             break
-        before, after = float(found @ found), float(tried @ tried)
-        point, found = point + size * move, tried
-        if before - after < 1e-3 * before:
-            break
-    return Efficiency(**dict(zip(names, map(float, np.exp(point)), strict=True)))
+    return _named(point)
 
 
-def _chosen(rows: Sequence[Row]) -> list[Row]:
-    """All rows of small sources, one of EVERY of the others."""
-    sources = [row.source for row in rows]
-    return [row for index, row in enumerate(rows) if sources.count(row.source) < 100 or index % EVERY == 0]
+def fitted_without(
+    rows: Sequence[Row], start: Mapping[str, float], parts: Sequence[Callable[[Row], bool]]
+) -> list[dict[str, float]]:
+    """The coefficients without the rows of each part, from the slopes at `start`, where those of all rows lie."""
+    chosen = thinned(rows)
+    near = Near.of(chosen, point_of(start))
+    return [_named(near.solved([not part(row) for row in chosen])) for part in parts]
 
 
-def fitted_each(parts: Sequence[Sequence[Row]], start: Efficiency) -> list[Efficiency]:
-    """`fitted` of each part, in as many processes as there are cores."""
-    with ProcessPoolExecutor() as pool:
-        return list(pool.map(partial(fitted, start=start, turns=4), parts))
+def thinned(rows: Sequence[Row]) -> list[Row]:
+    """All rows of small sources, some of the others."""
+    found: list[Row] = []
+    for source in dict.fromkeys(row.source for row in rows):
+        own = [row for row in rows if row.source == source]
+        found += own[:: -(-len(own) // MOST)]
+    return found
+
+
+class Near:
+    """Errors of rows near a point, as linear functions of the logarithms of coefficients."""
+
+    def __init__(self, sources: Sequence[str], point: Array, errors: Array, slopes: Array) -> None:
+        self.sources, self.point, self.errors, self.slopes = np.array(sources), point, errors, slopes
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], point: Array) -> Near:
+        """Of these rows, as the planner predicts them."""
+        errors = _errors(rows, point)
+        axes = STEP * np.eye(len(NAMES))
+        slopes = np.stack([(_errors(rows, point + axis) - errors) / STEP for axis in axes], axis=1)
+        return cls([row.source for row in rows], point, errors, slopes)
+
+    def solved(self, used: Sequence[bool] | None = None) -> Array:
+        """The point with the least squares over the rows that are used. Large errors count less, again and again."""
+        chosen = np.ones(len(self.errors), dtype=bool) if used is None else np.array(used)
+        weights = self._weights(chosen)
+        move = np.zeros(len(NAMES))
+        for _ in range(30):
+            errors = self.errors + self.slopes @ move
+            scale = np.sqrt(weights / np.sqrt(1 + (errors / ROBUST) ** 2)) / ROBUST
+            left = np.concatenate([scale[:, None] * self.slopes, np.diag(STRENGTH / SPREAD)])
+            right = np.concatenate([-scale * self.errors, STRENGTH * (CENTRE - self.point) / SPREAD])
+            move = np.linalg.lstsq(left, right, rcond=None)[0]
+        return self.point + move
+
+    def _weights(self, chosen: Array) -> Array:
+        counts = {source: float((self.sources[chosen] == source).sum()) for source in set(self.sources[chosen])}
+        found = [WEIGHT * min(1.0, FEW / counts[source]) if source in counts else 0.0 for source in self.sources]
+        return np.where(chosen, found, 0.0)
+
+
+def own_coefficients() -> dict[str, float]:
+    """The planner's own coefficients, with those of devices as `measured_steps.coefficients` names them."""
+    devices = {f"{like} {each}": share["products"] for like, known in REACHES.items() for each, share in known.items()}
+    return {name: (asdict(PUBLISHED) | devices)[name] for name in NAMES}
+
+
+def point_of(known: Mapping[str, float]) -> Array:
+    """The logarithms of coefficients."""
+    return np.log([max(known[name], 1e-12) for name in NAMES])
+
+
+def _named(point: Array) -> dict[str, float]:
+    return dict(zip(NAMES, map(float, np.exp(point)), strict=True))
+
+
+def _errors(rows: Sequence[Row], point: Array) -> Array:
+    known = _named(point)
+    return np.array([math.log(row.estimated(known) / row.seconds) for row in rows])

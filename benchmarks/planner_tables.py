@@ -1,5 +1,6 @@
-"""The table of docs/planning.md that says how close plans come to published steps, from the data of the benchmark
-`planner`. A test holds the document to benchmarks/results/planner.json.
+"""What the benchmark `planner` writes elsewhere: the tables of docs/planning.md that say how close plans come to
+published steps, and the errors of similar jobs in pipeflow/planning/similar.py. A test holds both to
+benchmarks/results/planner.json.
 """
 
 from __future__ import annotations
@@ -10,27 +11,51 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- written by: python -m benchmarks planner --save -->", "<!-- end -->"
-SINGLE, MULTI, TABLE_5 = "vtrain-single", "vtrain-multi", "2205.05198-tab5"
-STEPS = {
-    SINGLE: "one node of A100, GPTs of 0.2 to 1.3 billion parameters ([vTrain](https://github.com/VIA-Research/vTrain))",
-    MULTI: "8 nodes of A100, a GPT of 3.6 billion (vTrain)",
-    TABLE_5: "8 to 512 A100, GPTs of 22 to 1,000 billion ([arXiv 2205.05198](https://arxiv.org/abs/2205.05198))",
+SIMILAR = ROOT / "pipeflow" / "planning" / "similar.py"
+MARK, LAST = "    # written by: python -m benchmarks planner --save\n", "    # end\n"
+VTRAIN = "[vTrain](https://github.com/VIA-Research/vTrain)"
+FOUNDRY = "[llm-foundry](https://github.com/mosaicml/llm-foundry/tree/main/scripts/train/benchmarking)"
+TITAN = "[torchtitan](https://github.com/pytorch/torchtitan/tree/main/benchmarks)"
+SOURCES = {
+    "vtrain-single": f"one node of A100, GPTs of 0.2 to 1.3 billion parameters ({VTRAIN})",
+    "vtrain-multi": "8 nodes of A100, a GPT of 3.6 billion (vTrain)",
+    "2205.05198-tab5": "8 to 512 A100, GPTs of 22 to 1,000 billion ([arXiv 2205.05198](https://arxiv.org/abs/2205.05198))",
+    "oneflow-megatron-v100": (
+        "1 to 32 V100, GPTs of 0.1 to 3.7 billion, Megatron-LM ([OneFlow](https://github.com/Oneflow-Inc/OneAutoTest))"
+    ),
+    "llm-foundry-a100-40gb-bf16": f"8 A100 of 40 GB, FSDP, MPT of 0.1 to 13 billion, 512 to 32k tokens ({FOUNDRY})",
+    "llm-foundry-a100-40gb-bf16-multi": "the same on 16 to 128 A100, 2k tokens",
+    "llm-foundry-a100-80gb-bf16": "8 A100 of 80 GB, FSDP, MPT of 0.1 to 30 billion, 512 to 64k tokens",
+    "llm-foundry-a100-80gb-bf16-multi": "the same on 32 and 64 A100, 70 billion",
+    "llm-foundry-h100-80gb-bf16": "8 H100, FSDP, MPT of 0.8 to 30 billion, 512 to 64k tokens",
+    "torchtitan-a100": f"64 A100, FSDP, Llama 3 of 8 and 70 billion ({TITAN})",
+    "torchtitan-2025-06-tp": "64 and 256 H100 of 96 GB, FSDP with tensor ranks, Llama 3, bf16 and fp8 (torchtitan)",
+    "nemo-24.07": "8 to 512 H100, fp8, GPTs and Llamas ([NeMo 24.07](https://github.com/NVIDIA/NeMo))",
 }
 
 
 def docs_table(data: Mapping[str, Any]) -> str:
-    """All errors: with the planner's own coefficients, and with those that never saw the source or the model."""
-    lines = ["| published steps | fitted on | mean error | bias | regret | largest | without the rule for ties |"]
-    lines.append("|---|---|---:|---:|---:|---:|---:|")
-    fits = {"": "everything", ", fitted without it": "other sources", ", fitted without the model": "other models"}
-    for source, steps in STEPS.items():
-        for suffix, words in fits.items():
-            if (found := data["errors"].get(source + suffix)) is None:
-                continue
-            name = f"{steps}, {found['rows']:,} rows" if not suffix else ""
-            cells = (found[key] for key in ("error", "bias", "regret", "largest_regret", "regret_without_ties"))
-            lines.append(" | ".join([f"| {name}", words, *map(_percent, cells)]) + " |")
+    """A line per source: the errors of coefficients that never saw it, and that of the planner's own."""
+    lines = ["| published steps | rows | mean error | largest | bias | regret | largest | mean error, fitted on all |"]
+    lines.append("|---|---:|---:|---:|---:|---:|---:|---:|")
+    for source, steps in SOURCES.items():
+        own, unseen = data["errors"][source], data["errors"][f"{source}, fitted without it"]
+        cells = [_percent(unseen[key]) for key in ("error", "largest", "bias", "regret", "largest_regret")]
+        lines.append(" | ".join([f"| {steps}", f"{own['rows']:,}", *cells, _percent(own["error"])]) + " |")
+    lines += ["", "Sharded weights by the length of a sequence, unseen:", ""]
+    lines += ["| device | tokens | rows | mean error | bias |", "|---|---:|---:|---:|---:|"]
+    for each in data["lengths"]:
+        cells = [_percent(each[key]) for key in ("error", "bias")]
+        lines.append(" | ".join([f"| {each['device']}", f"{each['tokens']:,}", str(each["rows"]), *cells]) + " |")
     return "\n".join(lines)
+
+
+def similar_rows(data: Mapping[str, Any]) -> str:
+    """The rows of the table in pipeflow/planning/similar.py."""
+    return "".join(
+        f'    "{kind}": ({found["rows"]}, {found["error"]:.3f}, {found["most"]:.3f}),\n'
+        for kind, found in data["kinds"].items()
+    )
 
 
 def tables(data: Mapping[str, Any]) -> dict[Path, str]:
@@ -44,12 +69,14 @@ def written(text: str) -> str:
 
 
 def write_tables(data: Mapping[str, Any]) -> None:
-    """Writes them between the marks of the documents."""
+    """Writes them between the marks of the documents, and the errors of similar jobs."""
     for path, table in tables(data).items():
         text = path.read_text()
         before, after = text.split(BEGIN)[0], text.split(END)[1]
         path.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+    text = SIMILAR.read_text()
+    SIMILAR.write_text(text.split(MARK)[0] + MARK + similar_rows(data) + LAST + text.split(LAST)[1])
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"

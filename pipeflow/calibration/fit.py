@@ -176,7 +176,7 @@ def product_coefficients(times: Sequence[ProductTime]) -> tuple[float, float, fl
 
     def errors(depth: Array, row: Array) -> Array:
         """The errors, one for each pair of coefficients and each time."""
-        found: Array = seconds - np.log1p(depth[..., None] / shortest) - np.log1p(row[..., None] / rows)
+        found: Array = seconds - np.log1p(depth[..., None] / shortest + row[..., None] / rows)
         return found
 
     low, high = np.full(2, -1.0), np.full(2, math.log1p(LONGEST))

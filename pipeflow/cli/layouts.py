@@ -25,6 +25,7 @@ from pipeflow.planning.layout import SEARCHED, Layout, Wanted
 from pipeflow.planning.layouts import TIE, Layouts, Ranked, find_layouts
 from pipeflow.planning.omissions import uncounted, unpriced
 from pipeflow.planning.setup import PRECISIONS, Setup
+from pipeflow.planning.similar import said
 from pipeflow.schedules.options import family_options
 
 if TYPE_CHECKING:
@@ -271,6 +272,7 @@ def _notes(found: Layouts) -> Iterator[str]:
     yield from wrapped(f"not counted: {'; '.join(uncounted(wanted.model, wanted.cluster))}")
     if missing := unpriced(wanted.model, first.layout.setup):
         yield from wrapped(f"not priced: {'; '.join(missing)}")
+    yield from wrapped(said(wanted.model, first.layout.setup, wanted.cluster))
 
 
 def _why(place: int, each: Ranked, first: Ranked) -> str:

@@ -36,6 +36,7 @@ from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.omissions import uncounted, unpriced
 from pipeflow.planning.physical import physical_costs
 from pipeflow.planning.setup import CHECKPOINTS, CONTEXT_KINDS, DISPATCHERS, GRAPHS, MODULES, PRECISIONS, ZERO, Setup
+from pipeflow.planning.similar import said, similar_values
 from pipeflow.planning.step_plan import TITLES, Plan
 from pipeflow.planning.transformer import GPT
 from pipeflow.planning.transformer_costs import stage_costs
@@ -166,16 +167,15 @@ def _add_layout(command: Parser) -> None:
     add("--zero", type=int, choices=ZERO, nargs="?", const=1, help=f"{zero}; default: 0")
     shards = "split what --zero says over N replicas, such as those of a node, not over all of them"
     add("--shard-ranks", type=int, metavar="N", help=shards)
-    overlap = "reduce gradients and gather weights while layers compute (default: only with --zero 3)"
     prefetch = "with --zero 3, gather a layer while the backward before it computes"
     add("--prefetch", action="store_true", help=prefetch)
+    overlap = "reduce gradients and gather weights while layers compute (default: with --zero 3 and in fp8)"
     add("--overlap", action=argparse.BooleanOptionalAction, help=overlap)
     checkpoint = "full (or no value): keep only each layer's input and recompute the layer; selective: recompute scores"
     add("--checkpoint", choices=CHECKPOINTS, nargs="?", const="full", help=checkpoint)
     add("--sequence-parallel", action="store_true", help="also split the activations of norms over the tensor ranks")
     add("--keep-scores", action="store_true", help="keep attention scores, as without scaled_dot_product_attention")
-    kernel = "kernel of attention: unfused stores its scores, flash1 to flash3 are FlashAttention 1, 2, 3 or cuDNN"
-    add("--attention", choices=KERNELS, help=kernel)
+    add("--attention", choices=KERNELS, help="its kernel: unfused stores scores; FlashAttention 1 to 3, or cuDNN as 3")
     add("--context", type=int, metavar="C", help="number of context ranks, which share each sequence (default: 1)")
     kinds = "how attention sees tokens of other context ranks (default: ring)"
     add("--context-kind", choices=CONTEXT_KINDS, help=kinds)
@@ -320,6 +320,7 @@ def _for_programs(found: Plan) -> dict[str, Any]:
         "fits": found.fits,
         "not_counted": uncounted(found.model, found.cluster),
         "not_priced": unpriced(found.model, found.setup),
+        "similar_error": similar_values(found.model, found.setup, found.cluster),
         "cluster": None if found.cluster is None else asdict(found.cluster),
         "tokens": found.tokens,
         "tokens_per_second": found.tokens_per_second,
@@ -346,3 +347,4 @@ def _notes(found: Plan) -> Iterator[str]:
     yield from wrapped(f"not counted: {'; '.join(uncounted(found.model, found.cluster))}")
     if missing := unpriced(found.model, found.setup):
         yield from wrapped(f"not priced: {'; '.join(missing)}")
+    yield from wrapped(said(found.model, found.setup, found.cluster))

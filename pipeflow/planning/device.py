@@ -11,8 +11,9 @@ of which drivers and error correction take a few percent. Link bandwidths are in
 data sheets give for both.
 
 Some values are not certain. H20, H800 and A800 have no public data sheet of NVIDIA, so the numbers are those of their
-resellers. H100 with 96 GB is a part for single customers with slower HBM2e and less power: its peaks are those of H100
-SXM, and its bandwidth is an estimate. B200 is sold with 180 and 192 GB, B300 with 270 and 288 GB. On Blackwell, 6 bits
+resellers. H100 with 96 GB is a part for single customers with slower HBM2e and 500 W instead of 700: its peaks are
+those of H100 SXM at the clock that this power allows, .89 of it, since power grows with the third power of the clock.
+Its bandwidth is an estimate. B200 is sold with 180 and 192 GB, B300 with 270 and 288 GB. On Blackwell, 6 bits
 have the rate of 8. H100 NVL is joined in pairs (300e9 bytes/s), and the two dies of an MI250X by 200e9 bytes/s. The
 link bandwidth here is that between pairs.
 
@@ -92,6 +93,13 @@ class Device:
         if str(self.like) not in REACHES:
             raise unknown("measured device", str(self.like), REACHES)
         object.__setattr__(self, "flops", dict(self.flops))
+
+    def intensity(self, precision: str) -> float:
+        """FLOP in the time of moving a number of a product. Products in 8 bits read those, and write 16 bits. 0 without
+        units for the precision.
+        """
+        width = {"float32": 4.0, "tf32": 4.0, "fp8": 4 / 3, "fp4": 1.0}.get(precision, 2.0)
+        return width * self.flops.get(precision, 0.0) / self.memory_bandwidth
 
     @classmethod
     def named(cls, name: str) -> Device:
@@ -183,16 +191,16 @@ _ALL = (  # a device that was not measured is like the nearest one that was
     _Row("rtx-3090", 24, 936, 32, 32, "a100", "", 71, 35.6, 35.6),
     _Row("rtx-4090", 24, 1008, 32, 32, "a100", "", 165.2, 82.6, 82.6, 330.3),
     _Row("h100-80gb", 80, 3350, 450, 64, "h100", "power", 989, 494, 67, 1979),
-    _Row("h100-96gb", 96, 2400, 450, 64, "h100", "power", 989, 494, 67, 1979),
+    _Row("h100-96gb", 96, 2400, 450, 64, "h100", "power", 880, 440, 60, 1761),
     _Row("h100-pcie", 80, 2000, 64, 64, "h100", "power", 756, 378, 51, 1513),
     _Row("h100-nvl", 94, 3900, 64, 64, "h100", "power", 835, 417, 60, 1671),
     _Row("h800", 80, 3350, 200, 64, "h100", "power", 989, 494, 67, 1979),
     _Row("h20", 96, 4000, 450, 64, "h20", "units", 148, 74, 44, 296),
     _Row("h200", 141, 4800, 450, 64, "h100", "power", 989, 494, 67, 1979),
-    _Row("b200", 180, 8000, 900, 64, "h100", "power", 2250, 1100, 75, 4500, 9000),
-    _Row("b300", 270, 8000, 900, 128, "h100", "power", 2250, 1125, 75, 4500, 13500),
-    _Row("gb200", 186, 8000, 900, 225, "h100", "power", 2500, 1250, 80, 5000, 10000, node=72),
-    _Row("gb300", 279, 8000, 900, 225, "h100", "power", 2500, 1250, 80, 5000, 15000, node=72),
+    _Row("b200", 180, 8000, 900, 64, "b200", "power", 2250, 1100, 75, 4500, 9000),
+    _Row("b300", 270, 8000, 900, 128, "b200", "power", 2250, 1125, 75, 4500, 13500),
+    _Row("gb200", 186, 8000, 900, 225, "b200", "power", 2500, 1250, 80, 5000, 10000, node=72),
+    _Row("gb300", 279, 8000, 900, 225, "b200", "power", 2500, 1250, 80, 5000, 15000, node=72),
     _Row("mi250x", 64, 1638, 50, 36, "mi250x", "power", 191.5, 0, 47.9),
     _Row("mi300x", 192, 5300, 448, 64, "mi300x", "power", 1307.4, 653.7, 163.4, 2614.9),
 )

@@ -11,6 +11,8 @@ from typing import Any
 
 from pipeflow.core.errors import UsageError
 
+INTENSITY = 2 * 312e12 / 2.039e12  # FLOP in the time of moving a number of 16 bits, on A100 with 80 GB
+
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
@@ -39,8 +41,8 @@ class Efficiency:
         attention: share of the peak FLOP/s that attention's products reach, whatever their shape; by the kernel and the
             shape (`planning/attention.py`) unless given.
         fused: rate of fused attention, relative to that of its papers.
-        contention: share of the device that a collective takes from the computations beside it. NCCL runs a ring inside
-            a node on 16 of the 108 multiprocessors of an A100.
+        contention: the time that a collective adds to the computations beside it, relative to its own. NCCL runs a ring
+            on 16 of the 108 multiprocessors of an A100, and computations wait for memory and for each other's order.
 
     Raises UsageError for coefficients that are negative or not finite, and for shares of 0.
     """
@@ -63,7 +65,7 @@ class Efficiency:
     optimizer: float | None = None
     attention: float | None = None
     fused: float = 1.0
-    contention: float = 0.15
+    contention: float = 0.8
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -75,20 +77,28 @@ class Efficiency:
                 raise UsageError(f"the efficiency {each.name!r} must be finite and {kind}, got {number!r}")
 
     @classmethod
-    def of(cls, given: Mapping[str, float], like: str = "a100", precision: str = "") -> Efficiency:
-        """PUBLISHED with the known coefficients of a device of REACHES in that precision. Coefficients in `given`, as
-        in a cluster file, replace them. Raises UsageError for unknown names.
+    def of(
+        cls, given: Mapping[str, float], like: str = "a100", precision: str = "", intensity: float = INTENSITY
+    ) -> Efficiency:
+        """PUBLISHED as it is on a device that is like one of REACHES, in that precision and with that `intensity`.
+        Coefficients in `given`, as in a cluster file, replace them. Raises UsageError for unknown names.
         """
         reached = REACHES[like]
         usual = reached.get("fp8", {}) if precision == "fp4" else {}  # as long as nobody published what 4 bits reach
-        known = asdict(PUBLISHED) | dict(reached.get(precision, usual))
+        known = on_device(asdict(PUBLISHED), reached.get(precision, usual), intensity)
         if unknown := sorted(set(given) - set(known)):
             raise UsageError(f"unknown efficiency {', '.join(unknown)}; known: {', '.join(known)}")
         numbers: dict[str, Any] = known | dict(given)
         return cls(**numbers)
 
 
-_LIMITED = {"products": 0.7}  # by its power: the more so, the more units compute
+def on_device(known: Mapping[str, Any], relative: Mapping[str, float], intensity: float) -> dict[str, Any]:
+    """Coefficients of A100 as they are on a device with these `relative` to A100's. A product that is short in one
+    dimension waits for memory: so the length at which it takes twice as long grows with `intensity`, the operations of
+    the device in the time of moving a number of 16 bits.
+    """
+    relative = {**relative, "depth": intensity / INTENSITY, "rows": intensity / INTENSITY}
+    return {name: value * relative[name] if name in relative else value for name, value in known.items()}
 
 
 def _in_half(shares: Mapping[str, float]) -> dict[str, Mapping[str, float]]:
@@ -97,19 +107,18 @@ def _in_half(shares: Mapping[str, float]) -> dict[str, Mapping[str, float]]:
 
 REACHES: Mapping[str, Mapping[str, Mapping[str, float]]] = {
     "a100": {},
-    "a100-pcie": _in_half({"products": 0.82}),
-    "h100": {**_in_half(_LIMITED), "fp8": _LIMITED | {"products": 0.54}},
-    "h20": {"fp8": {"products": 0.54}},
-    "mi250x": _in_half({"products": 0.77}),
-    "mi300x": _in_half({"products": 0.6}),
+    "a100-pcie": _in_half({"products": 0.93}),
+    "h100": {**_in_half({"products": 0.853}), "fp8": {"products": 0.727}},
+    "h20": {"fp8": {"products": 0.727}},
+    "b200": {**_in_half({"products": 0.83}), "fp8": {"products": 0.727}},
+    "mi250x": _in_half({"products": 0.885}),
+    "mi300x": _in_half({"products": 0.69}),
 }
-"""Shares that differ much from A100's, per device that was measured (`Device.like`) and precision.
-
-- H100 in 16 bits: MPT models of 0.8 to 70 billion parameters, trained by the same program on A100 and H100
-  (llm-foundry), are planned with the same error on both with 0.7. Products alone reach 0.8 (ml-engineering's maximum
-  achievable FLOP/s, where A100 reaches 0.87, A100 PCIe 0.81, MI250X 0.77 and MI300X 0.6).
-- fp8: operands are scaled first. With 0.54, the plans of GPT3-5B, LLAMA2-7B and LLAMA2-13B on H100 without tensor ranks
-  are near the times that NeMo 24.07 published. H20 has fewer units in the same power, so only this concerns it.
+"""Coefficients relative to those of A100, per device that was measured (`Device.like`) and precision. The maximum
+achievable FLOP/s of ml-engineering are what is expected: A100 reaches 0.87 of its peak, A100 PCIe 0.81, H100 0.80, B200
+0.78, MI250X 0.77 and MI300X 0.6; in 8 bits H100 and B200 reach 0.71. Those of H100 are fitted on training steps, which
+hold its power longer. B200 has as much less; nobody published steps of it that could be compared. H20 has fewer units
+in the same power, so only 8 bits concern it.
 """
 
 SHARES = frozenset(
@@ -129,21 +138,22 @@ SHARES = frozenset(
 )
 
 PUBLISHED = Efficiency(
-    products=0.874,
-    depth=124.0,
-    rows=214.0,
-    memory=0.866,
-    forward_launch=0.00152,
-    backward_launch=0.000329,
-    sync=1.54e-05,
-    link=0.733,
-    network=0.999,
-    reduction=0.408,
-    collective=6.95e-05,
-    transfer=0.295,
-    transfer_start=0.000223,
+    products=0.806,
+    depth=130.0,
+    rows=160.0,
+    fused=0.976,
+    memory=1.06,
+    forward_launch=0.00151,
+    backward_launch=0.000445,
+    sync=1.36e-05,
+    link=0.795,
+    network=0.844,
+    reduction=0.656,
+    collective=5.23e-05,
+    transfer=0.293,
+    transfer_start=0.000205,
+    contention=0.751,
 )
-"""Fitted on published steps of A100 clusters: 1,440 of one node and 26 of eight (vTrain's measurements of
-Megatron-DeepSpeed), and the 8 of arXiv 2205.05198, table 5 (Megatron-LM). `python -m benchmarks planner` fits them
-again, and shows how well they predict sources that they were not fitted on.
+"""Fitted on the published steps of docs/planning.md. `python -m benchmarks planner` fits them again, and shows how
+well they predict sources that they were not fitted on.
 """

@@ -29,11 +29,13 @@ NOTHING = Exchanged(0.0, 0.0, 0)
 
 
 def layer_exchanges(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, layer: Seconds) -> Exchanged:
-    """The communication of one layer whose computations take the seconds of `layer`."""
+    """The communication of one layer whose computations take the seconds of `layer`. Where tensor ranks hide theirs, a
+    collective has as many parts as there are ranks, and one of them has no product beside it.
+    """
     summed = tokens_of(model, setup) * model.hidden * setup.precision.weight
     is_routed = model.experts > 1 and setup.expert > 1
     sums = 1 if model.parallel_block or (is_routed and not model.shared_experts) else 2
-    each = sums * rates.tensor_sum(mesh.tensor_group, summed)
+    each = sums * rates.tensor_sum(mesh.tensor_group, summed) / (setup.tensor if setup.hides_tensor else 1)
     forward, backward = _context(model, setup, mesh, rates, layer)
     sent = expert_seconds(model, setup, mesh, rates)
     if setup.overlap_experts:  # while another microbatch computes the other direction

@@ -22,8 +22,8 @@ from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.efficiency import Efficiency
 from pipeflow.planning.layer_times import model_layer_times
 from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.rates import FEW_BITS, RankGroup, Rates, Seconds
-from pipeflow.planning.setup import Setup
+from pipeflow.planning.rates import RankGroup, Rates, Seconds
+from pipeflow.planning.setup import FEW_BITS, Setup
 from pipeflow.planning.sharding import LayerCosts, Sharding, holders_of
 from pipeflow.planning.transformer import GPT
 from pipeflow.planning.transformer_costs import (
@@ -175,7 +175,8 @@ def head_rates(rates: Rates) -> Rates:
 
 def _rates_in(cluster: Cluster, precision: str, free: frozenset[str]) -> Rates:
     given = {**cluster.efficiency, **(FREE_LAUNCHES if "launches" in free else {})}
-    return Rates(cluster, Efficiency.of(given, cluster.device.like, precision), precision, free)
+    known = Efficiency.of(given, cluster.device.like, precision, cluster.device.intensity(precision))
+    return Rates(cluster, known, precision, free)
 
 
 def physical_of(

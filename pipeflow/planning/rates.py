@@ -10,6 +10,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.planning.attention import Scores, fused_shares, unaligned
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.efficiency import Efficiency
+from pipeflow.planning.setup import FEW_BITS
 from pipeflow.planning.work import DeviceWork, MatrixProduct
 
 
@@ -41,7 +42,6 @@ class Seconds(NamedTuple):
 KINDS = ("products", "attention", "elementwise", "recomputation", "launches", "context", "experts", "tensor")
 """What the time of a stage's actions consists of. A breakdown frees one after the other, from the last to the first."""
 
-FEW_BITS = ("fp8", "fp4")
 """Precisions in which only the products of the layers' linears are computed."""
 
 _LONG = Scores("flash2", math.inf, 128, True)
@@ -85,8 +85,8 @@ class Rates:
         known = self.efficiency
         if not product.flops or "products" in self.free:
             return 0.0
-        depth = 1 + known.depth / min(product.columns, product.depth)
-        return product.flops / (self.peak * known.products) * depth * (1 + known.rows / product.rows)
+        longer = 1 + known.depth / min(product.columns, product.depth) + known.rows / product.rows
+        return product.flops / (self.peak * known.products) * longer
 
     def moving(self, count: float) -> float:
         """Seconds to read and write so many bytes of memory."""
@@ -122,7 +122,7 @@ class Rates:
             return peak * known.attention, peak * known.attention
         scores = _LONG if scores is None else scores
         if scores.kernel == "unfused":
-            longer = (1 + known.depth / scores.head) * (1 + known.rows / scores.tokens) * unaligned(scores.head)
+            longer = (1 + known.depth / scores.head + known.rows / scores.tokens) * unaligned(scores.head)
             return peak * known.products / longer, peak * known.products / longer
         shares = fused_shares(scores, self.cluster.device.like)
         return peak * known.fused * shares.forward, peak * known.fused * shares.backward

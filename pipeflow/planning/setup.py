@@ -22,6 +22,7 @@ CONTEXT_KINDS: tuple[ContextKind, ...] = ("ring", "all-to-all")
 ZERO = (0, 1, 2, 3)
 Dispatcher = Literal["all-to-all", "deepep", "hybridep"]
 DISPATCHERS: tuple[Dispatcher, ...] = ("all-to-all", "deepep", "hybridep")
+FEW_BITS = ("fp8", "fp4")  # precisions of products whose operands are scaled and rounded first
 MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 GRAPHS: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
@@ -96,16 +97,15 @@ class Setup:
         microbatch_size: sequences per microbatch.
         sequence: tokens per sequence; the model's `positions` unless given.
         precision: of weights, gradients, optimizer and activations.
-        zero: what is divided among the `replicas` (ZeRO, arXiv 1910.02054). 1: master weights and
-            moments; 2: gradients, too; 3: weights, too, which are gathered before they are used (FSDP, arXiv
-            2304.11277). 0: nothing. True and False stand for 1 and 0.
+        zero: what is divided among the `replicas` (ZeRO, arXiv 1910.02054). 0: nothing; 1: master weights and moments;
+            2: gradients, too; 3: weights, too, gathered for use (FSDP, arXiv 2304.11277). True and False: 1 and 0.
         shard_ranks: the replicas that together hold what `zero` divides; other groups of as many hold copies of it
             (hybrid sharding). By default all of them.
         prefetch: with `zero` 3, a backward gathers each layer while it computes another one, as FSDP2 and BACKWARD_PRE
             of FSDP do. Without, as with BACKWARD_POST, it gathers a layer after the one before has been computed.
             Published runs of FSDP are nearer to this, so it is the default.
-        overlap: gradients are reduced, and weights gathered, while layers compute. By default only with `zero` 3, as
-            in DeepSpeed and torch.
+        overlap: gradients are reduced, and weights gathered, while layers compute; tensor ranks, too, communicate then
+            with `sequence_parallel` and `zero` below 3. By default with `zero` 3 and in 8 bits.
         checkpoint: what a layer's backward recomputes. "full": the whole layer, which keeps only its input.
             "selective": attention's scores, which are not kept (arXiv 2205.05198, section 5). "none": nothing. True and
             False stand for "full" and "none".
@@ -237,7 +237,12 @@ class Setup:
     @property
     def overlaps(self) -> bool:
         """Whether reductions and gathers run while layers compute."""
-        return self.zero == 3 if self.overlap is None else self.overlap
+        return (self.zero == 3 or self.precision.products in FEW_BITS) if self.overlap is None else self.overlap
+
+    @property
+    def hides_tensor(self) -> bool:
+        """Whether the collectives of tensor ranks run while the products beside them compute."""
+        return self.overlaps and self.sequence_parallel and self.zero < 3
 
     @property
     def stores_scores(self) -> bool:
@@ -247,9 +252,8 @@ class Setup:
     @property
     def kernel(self) -> Kernel:
         """The kernel that computes attention. Unless `attention` says it, scores are stored with `keep_scores`, with
-        selective checkpoints, which recompute only the scores, and in fp16, since programs that train in fp16 have no
-        fused attention. Programs that shard weights (`zero` 3) are those of plain PyTorch, whose published runs reach
-        what flash1 does. Others have the fastest kernel of the device.
+        selective checkpoints, and in fp16, since programs of then have no fused attention. With `zero` 3 it is flash1,
+        which published runs of plain PyTorch reach; otherwise the fastest kernel of the device.
         """
         if self.attention is not None:
             return self.attention

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pipeflow.planning.attention import FUSED_BACKWARD, Scores
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.linears import Linear, attention_linears, latent_values, seen
-from pipeflow.planning.setup import Setup
+from pipeflow.planning.setup import FEW_BITS, Setup
 from pipeflow.planning.transformer import GPT
 from pipeflow.planning.transformer_costs import sequence_of, tokens_of
 
@@ -21,6 +21,7 @@ PARALLEL_VALUES = 4  # fewer in a parallel block: it has one norm and one sum wi
 ROUTED_VALUES = (
     4  # per expert of a token and `hidden`: read and written on the way to it, read and added on the way back
 )
+CAST_BYTES = 4  # per number that a product in 8 bits reads: 16 bits read, 8 written as they are and 8 transposed
 LOSS_PASSES = 8  # over the logits in float32, for the loss and again for its gradient
 EMBEDDING_PASSES = 10  # over the embedding's output
 
@@ -73,14 +74,14 @@ def layer_work(model: Transformer, setup: Setup) -> DeviceWork:
     values += (3 if model.gated else 2) * model.active_experts * model.wide / tensor
     parted = tensor if setup.sequence_parallel else 1
     whole = (WHOLE_VALUES - PARALLEL_VALUES * model.parallel_block) * hidden / parted + latent_values(model) / parted
+    products = (*(linear_product(linear, tokens, setup) for linear in linears), *perceptrons(model, tokens, setup))
+    cast = cast_bytes(setup) * sum(each.rows * each.depth * each.repeats for each in products)
+    merged = _merged_bytes(model, setup)
     return DeviceWork(
-        (
-            *(linear_product(linear, tokens, setup) for linear in linears),
-            *perceptrons(model, tokens, setup),
-        ),
+        products,
         attention_flops=attention,
         again_flops=0.0 if is_stored else attention * ATTENTION_AGAIN,
-        moved_bytes=width * tokens * (whole + values + routed_values(model, setup)) + _merged_bytes(model, setup),
+        moved_bytes=width * tokens * (whole + values + routed_values(model, setup)) + merged + cast,
         score_bytes=tokens * sequence * model.heads / tensor * SCORE_BYTES * width / 2 if is_stored else 0.0,
         scores=Scores(setup.kernel, _keys_at_once(model, setup), (model.head_width + model.value_width) / 2, is_causal),
     )
@@ -112,6 +113,11 @@ def _merged_bytes(model: Transformer, setup: Setup) -> float:
         return 0.0
     output = tokens_of(model, setup) * model.heads * model.value_width / setup.tensor
     return (setup.context - 1) * output * (setup.precision.weight + 2 * 4)
+
+
+def cast_bytes(setup: Setup) -> int:
+    """Bytes per number that is scaled and rounded for a product in 8 bits (arXiv 2209.05433, section 3.2)."""
+    return CAST_BYTES if setup.precision.products in FEW_BITS else 0
 
 
 def routed_values(model: Transformer, setup: Setup) -> float:

@@ -198,7 +198,7 @@ def test_an_error_is_a_share_of_the_measured_time() -> None:
 def test_products(depth: float, rows: float) -> None:
     cluster = replace(NEAR, efficiency={**KNOWN, "depth": depth, "rows": rows})
     times = [ProductTime("bf16", each, rates(cluster).product(each)) for each in PRODUCTS]
-    assert product_coefficients(times) == pytest.approx((0.9 * 200e12, depth, rows), rel=1e-3, abs=0.05)
+    assert product_coefficients(times) == pytest.approx((0.9 * 200e12, depth, rows), rel=1e-3, abs=0.2)
 
 
 def test_a_few_wrong_times_move_the_fit_a_little() -> None:

@@ -176,6 +176,37 @@ def test_large_products_reach_their_share_of_the_peak_and_small_ones_less() -> N
     assert rates.product(small._replace(repeats=7)) == pytest.approx(7 * rates.product(small))
 
 
+def test_short_products_wait_for_memory_where_operations_are_fast() -> None:
+    """What a short product loses of the rate of a large one grows with the operations for each byte."""
+    short, large = MatrixProduct(1e6, 1e6, 1024), MatrixProduct(1e6, 1e6, 1e6)
+    lost = {}
+    for name in ("a100-80gb", "h100-80gb"):
+        cluster = Cluster.of(name)
+        rates = rates_of(cluster, Setup())
+        lost[name] = rates.product(short) * large.flops / short.flops / rates.product(large) - 1
+    ratio = Device.named("h100-80gb").intensity("bf16") / Device.named("a100-80gb").intensity("bf16")
+    assert 1.5 < ratio < 2.5
+    assert lost["h100-80gb"] / lost["a100-80gb"] == pytest.approx(ratio, rel=0.01)
+    assert Device.named("v100-32gb").intensity("bf16") == 0  # no units
+
+
+def test_products_in_8_bits_round_what_they_read() -> None:
+    half, eight = (layer_work(SMALL, Setup(precision=PRECISIONS[name])) for name in ("bf16", "fp8"))
+    read = sum(each.rows * each.depth for each in eight.products)
+    assert eight.moved_bytes - half.moved_bytes == 4 * read
+
+
+def test_tensor_ranks_hide_all_but_a_part_of_their_communication_where_engines_do() -> None:
+    mesh, seconds = Mesh(4, 2, 1, 8), {}
+    for overlap in (False, True):
+        setup = Setup(tensor=4, sequence_parallel=True, overlap=overlap)
+        seconds[overlap] = physical_costs(SMALL, Placement.linear(2), setup, mesh, A100).communication[0]
+    assert seconds[True] < 0.5 * seconds[False]
+    assert not Setup(tensor=4, overlap=True).hides_tensor
+    assert not Setup(tensor=4, sequence_parallel=True, zero=3).hides_tensor
+    assert Setup(tensor=4, sequence_parallel=True, precision=PRECISIONS["fp8"]).hides_tensor
+
+
 def test_a_ring_over_nodes_uses_the_network_of_all_its_ranks_in_a_node() -> None:
     rates = Rates(replace(A100, network_latency=0.0, link_latency=0.0), replace(PUBLISHED, collective=0.0), "bf16")
     within, alone = rates.gradient_sum(RankGroup(8, 8), 1e9), rates.gradient_sum(RankGroup(8, 1), 1e9)
@@ -260,7 +291,7 @@ def test_devices_have_shares_of_their_own() -> None:
         assert known, like
         assert all(any(precision in device.flops for device in known) for precision in shares)
     assert {name for name, device in DEVICES.items() if device.like == "h100"} == {
-        *("h100-80gb", "h100-96gb", "h100-pcie", "h100-nvl", "h800", "h200", "b200", "b300", "gb200", "gb300")
+        *("h100-80gb", "h100-96gb", "h100-pcie", "h100-nvl", "h800", "h200")
     }
 
 

@@ -101,6 +101,8 @@ def _sharding(found: Plan) -> Iterator[str]:
     if setup.overlaps and setup.data > 1:
         yield "--overlap-grad-reduce"
         yield from ["--overlap-param-gather"] * bool(setup.zero)
+    if setup.hides_tensor and setup.tensor > 1:
+        yield "--tp-comm-overlap"
 
 
 def _recomputation(setup: Setup) -> Iterator[str]:

@@ -1,0 +1,46 @@
+"""The error that plans of similar jobs had."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.planner_tables import LAST, MARK, ROOT, SIMILAR, similar_rows
+from pipeflow import GPT, PRECISIONS, Cluster, Setup
+from pipeflow.cli.command import main
+from pipeflow.planning.similar import KINDS, kind_of, said, similar_error
+
+MODEL = GPT(4, 512, 4, 512, 8192)
+
+
+def test_the_errors_are_those_of_the_benchmark() -> None:
+    data = json.loads((ROOT / "benchmarks" / "results" / "planner.json").read_text())["data"]
+    rows = SIMILAR.read_text().split(MARK)[1].split(LAST)[0]
+    assert rows == similar_rows(data), "python -m benchmarks planner --save writes them anew"
+
+
+def test_kinds_of_jobs_differ_in_device_precision_and_sharding() -> None:
+    a100, h100, v100 = (Cluster.of(name) for name in ("a100-40gb", "h200", "v100-32gb"))
+    fp8, half = (Setup(precision=PRECISIONS[name]) for name in ("fp8", "fp16"))
+    assert kind_of(MODEL, Setup(), a100) == "a100, 16 bits"
+    assert kind_of(MODEL, fp8, h100) == "h100, 8 bits"
+    assert kind_of(MODEL, half, v100) == "v100, 16 bits"
+    assert kind_of(GPT(4, 512, 4, experts=8), Setup(), a100) == "a100, 16 bits, experts"
+    assert kind_of(MODEL, Setup(zero=3, data=2), h100) == "h100, 16 bits, sharded weights"
+
+
+def test_a_plan_prints_the_error_of_similar_jobs(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "gpt2-xl", "--device", "a100-80gb"]
+    assert main(command) == 0
+    found = similar_error(MODEL, Setup(), Cluster.of("a100-80gb"))
+    assert found is not None
+    assert said(MODEL, Setup(), Cluster.of("a100-80gb")) in " ".join(capsys.readouterr().out.replace("\n  ", " ").split("\n"))
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["similar_error"] == found._asdict()
+    assert found.error == KINDS["a100, 16 bits"][1]
+
+
+def test_a_plan_says_so_if_no_similar_job_was_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "gpt2-xl", "--device", "mi300x"]) == 0
+    assert "no plan of a similar job was compared with a measured step" in capsys.readouterr().out
