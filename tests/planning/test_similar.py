@@ -35,7 +35,8 @@ def test_a_plan_prints_the_error_of_similar_jobs(capsys: pytest.CaptureFixture[s
     assert main(command) == 0
     found = similar_error(MODEL, Setup(), Cluster.of("a100-80gb"))
     assert found is not None
-    assert said(MODEL, Setup(), Cluster.of("a100-80gb")) in " ".join(capsys.readouterr().out.replace("\n  ", " ").split("\n"))
+    printed = " ".join(capsys.readouterr().out.replace("\n  ", " ").split("\n"))
+    assert said(MODEL, Setup(), Cluster.of("a100-80gb")) in printed
     assert main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["similar_error"] == found._asdict()
     assert found.error == KINDS["a100, 16 bits"][1]
