@@ -19,7 +19,6 @@ from pipeflow.optim.clip import clip_factor, combined, norms_of, require_checks
 from pipeflow.optim.optimizer import Wrapper, options_of, require_parameters_of
 from pipeflow.parallel.sharding import local_part
 from pipeflow.runtime.clipping import scale_gradient
-from pipeflow.runtime.gradients.fully_sharded import fully_sharded_in
 from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.tensor.stepping import way_of
 from pipeflow.tensor.trial import needs_closure, plain_step
@@ -61,8 +60,8 @@ class PipelinedOptimizer:
         skipped: number of those that were skipped.
 
     Raises UsageError for an optimizer that wraps another one (Zero, MasterWeights), that needs a closure, or that
-    computes the step of a weight from other weights; for parameters that are not the model's, or that fully_shard or
-    an optimizer of whole weights splits; and for arguments out of range.
+    computes the step of a weight from other weights; for parameters that are not the model's; for tensor ranks with an
+    optimizer of whole weights; and for arguments out of range.
     """
 
     def __init__(
@@ -286,11 +285,6 @@ def _require_fitting(model: Pipeline, optimizer: Optimizer) -> None:
         raise UsageError(
             f"{name}.step needs a closure that computes the loss again, but a schedule runs each batch once: choose an "
             "optimizer whose step takes no closure, such as AdamW or SGD"
-        )
-    if any(fully_sharded_in(chunk) for chunk in model.chunks):
-        raise UsageError(
-            "a PipelinedOptimizer cannot step weights under fully_shard, which gathers them before each forward: step "
-            "after execute_pipeline, with the schedule without the optimizer's steps"
         )
     if not way_of(optimizer).is_elementwise and model.context.tensor_size > 1:
         raise UsageError(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow import (
+    Kind,
     MasterWeights,
     Pipeline,
     PipelinedOptimizer,
@@ -31,6 +32,7 @@ from pipeflow.core.errors import NonFiniteGradientError
 from pipeflow.parallel.context import current_context
 from pipeflow.testing.ranks import run_processes, run_threads
 from pipeflow.training import Engine
+from tests.families import make_near
 
 MICROBATCHES, CLIP = 8, 3.0
 OPTIMIZERS: dict[str, Any] = {
@@ -224,11 +226,16 @@ def test_processes_take_back_what_they_sent_and_drew() -> None:
         assert ahead.undone
 
 
-def test_what_a_forward_saved_may_be_on_the_host_when_it_is_undone() -> None:
-    schedule = make_schedule("1f1b", ranks=2, microbatches=MICROBATCHES)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "looped-bfs", "zb-h2", "zb-v"])
+def test_what_a_forward_saved_may_be_gone_or_on_the_host_when_it_is_undone(name: str) -> None:
+    schedule = make_near(name, ranks=2, microbatches=MICROBATCHES)
     cost = CostModel.even(schedule.placement, offload=0.1)
-    assert compare(Case(with_offload(schedule, cost)), 2)[1]
-    assert compare(Case(with_recompute(schedule), norm=False), 2)[1]
+    offloaded = with_offload(schedule, cost)
+    assert Kind.O in offloaded.kinds
+    assert compare(Case(offloaded, steps=4), 2)[1]
+    assert compare(Case(with_recompute(schedule), steps=4, norm=False), 2)[1]
+    both = with_offload(with_recompute(schedule, [0]), cost, [1])
+    assert compare(Case(both, steps=4, norm=False), 2)[1]
 
 
 def test_a_tied_weight_is_stepped_when_its_gradient_is_summed() -> None:
@@ -390,28 +397,30 @@ def test_the_last_optimizer_that_was_made_steps() -> None:
     assert run_threads(stepped_by_a_second_one, 2) == [(1, 1, True)] * 2
 
 
-def train_with_an_error(case: Case, rank: int, where: str, call: int) -> Trained:
-    """Trains; on `rank` a forward or a step of the optimizer fails once, and all go on from what they confirmed."""
+Call = tuple[str, int]
+"""A call of a forward or of the optimizer's step, by its number among these."""
+
+
+def train_with_errors(case: Case, rank: int, failing: tuple[Call, ...]) -> Trained:
+    """Trains; on `rank` these calls fail, and all go on from what they confirmed."""
     model = build(case, with_optimizer_step(case.schedule))
     inner = OPTIMIZERS[case.optimizer](model.parameters())
     optimizer = PipelinedOptimizer(model, inner, clip_grad_norm=case.clip)
-    given, calls, failures, index = list(batches(case.steps)), [0], 0, 0
-    take = optimizer.step
+    given, failures, index = list(batches(case.steps)), 0, 0
+    calls, take = {"forward": 0, "step": 0}, optimizer.step
 
-    def fail(*_: object) -> None:
-        calls[0] += current_context().pipeline_rank == rank
-        if calls[0] == call:
-            calls[0] += 1
+    def fail(where: str) -> None:
+        calls[where] += current_context().pipeline_rank == rank
+        if (where, calls[where]) in failing:
+            calls[where] += 1
             raise RuntimeError("planted")
 
     def step(stage: int) -> None:
-        fail()
+        fail("step")
         take(stage)
 
-    if where == "forward":
-        model.chunks[0].register_forward_pre_hook(fail)
-    else:
-        optimizer.step = step  # type: ignore[method-assign]
+    model.chunks[0].register_forward_pre_hook(lambda *_: fail("forward"))
+    optimizer.step = step  # type: ignore[method-assign]
     while index < case.steps:
         try:
             execute_pipeline(iter(given[index:]), model)
@@ -421,16 +430,26 @@ def train_with_an_error(case: Case, rank: int, where: str, call: int) -> Trained
             optimizer.confirm()
             index = optimizer.steps
     optimizer.confirm()
-    assert (failures, optimizer.steps) == (1, case.steps)
+    assert (failures, optimizer.steps) == (len(failing), case.steps)
     return Trained(weights_of(model), states_of(inner), [], [])
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("failure", [("forward", 13), ("forward", 14), ("forward", 20), ("step", 3), ("step", 5)])
-def test_after_an_error_all_ranks_have_taken_the_same_steps(rank: int, failure: tuple[str, int]) -> None:
-    """Also if one rank had ended a step in which another one failed, or had not confirmed the one before."""
+@pytest.mark.parametrize(
+    "failing",
+    [
+        *([("forward", call)] for call in (13, 14, 20)),
+        *([("step", call)] for call in (3, 5)),
+        [("step", 5), ("forward", 38)],
+    ],
+    ids=str,
+)
+def test_after_errors_all_ranks_have_taken_the_same_steps(rank: int, failing: tuple[Call, ...]) -> None:
+    """Also if one rank had ended a step in which another one failed, or had not confirmed the one before; and if it had
+    undone a step before.
+    """
     case = Case(make_schedule("zb-h2", ranks=3, microbatches=6), steps=6, norm=False, decay=1)
-    results = run_threads(lambda: (train_with_an_error(case, rank, *failure), train_after(case)), 3)
+    results = run_threads(lambda: (train_with_errors(case, rank, tuple(failing)), train_after(case)), 3)
     for ahead, after in results:
         require_same(ahead, replace(after, losses=[], norms=[]))
 

@@ -13,9 +13,20 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from pipeflow import Pipeline, PipelineError, Schedule, UsageError, execute_pipeline, make_schedule, with_unshard
+from pipeflow import (
+    Action,
+    Kind,
+    Pipeline,
+    PipelineError,
+    Schedule,
+    UsageError,
+    execute_pipeline,
+    make_schedule,
+    with_unshard,
+)
 from pipeflow.core.dataflow import Stream
 from pipeflow.parallel.context import current_context
+from pipeflow.runtime.gradients.fully_sharded import Unshard, forget_step
 from pipeflow.schedules import SCHEDULES
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import Layer, PlainModel
@@ -186,3 +197,52 @@ def recovered(model: PlainModel, schedule: Schedule) -> None:
 @pytest.mark.slow
 def test_a_step_after_a_failed_one_has_the_right_weights() -> None:
     run_processes(recovered, 2, PlainModel(), make_schedule("gpipe", ranks=1, microbatches=4), data=2)
+
+
+def changed_after_a_failure(model: PlainModel, given: list[Schedule]) -> None:
+    """After a step that fails in a forward, and new weights, a step has their gradients alone: none of the backwards
+    before the failure, and no weights that were whole or on their way then.
+    """
+    mesh, batch = current_context().mesh["data"], model.batch(4, seed=current_context().data_rank)
+    for schedule in given:
+        found = []
+        for fails in (False, True):
+            stages = [Fails(stage) for stage in model.chunks(schedule, 0)]
+            for stage in stages:
+                fully_shard(stage, mesh=mesh)
+            pipeline = Pipeline(nn.ModuleList(stages), schedule, criterion=model.criterion)
+            if fails:
+                stages[0].calls_left = 3
+                with pytest.raises(PipelineError, match="on purpose"):
+                    execute_pipeline(iter([batch]), pipeline)
+                pipeline.zero_grad()
+            with torch.no_grad():
+                for parameter in pipeline.parameters():
+                    assert isinstance(parameter, DTensor)
+                    parameter.mul_(1.5)
+            execute_pipeline(iter([batch]), pipeline)
+            found.append(gradients(pipeline))
+        assert all(map(numpy.array_equal, *found)), schedule.name
+
+
+@pytest.mark.slow
+def test_a_failed_step_leaves_no_gradients_and_no_weights() -> None:
+    looped = make_schedule("looped-bfs", ranks=1, microbatches=4, chunks=2)
+    plain = make_schedule("1f1b", ranks=1, microbatches=4)
+    given = [plain, with_unshard(plain), looped, with_unshard(looped)]
+    run_processes(changed_after_a_failure, 2, PlainModel(), given, data=2)
+
+
+def begun_on_one_replica(model: PlainModel) -> None:
+    """A step fails on the first replica, which has begun a gather, and before that on the other one."""
+    context = current_context()
+    stage = fully_shard(model.stage(0, 1), mesh=context.mesh["data"])
+    if context.rank == 0:
+        Unshard(Action(Kind.U, 0, 0), [stage]).begin()
+    forget_step([stage])
+    torch.distributed.barrier()  # a rank that waits for the gather never comes here
+
+
+@pytest.mark.slow
+def test_a_gather_that_no_other_replica_begins_is_not_waited_for() -> None:
+    run_processes(begun_on_one_replica, 4, PlainModel(), data=2, deadline=30.0)  # the barrier has a group of its own

@@ -76,7 +76,6 @@ class Unshard(Beside):
         self.handles: list[Any] = []
 
     def begin(self) -> list[Work]:
-        reshard(self.modules)  # after an evaluation they may be whole, and from before the optimizer's step
         for module in self.modules:
             _Setting.keep_whole(module)
         self.handles = [module.unshard(async_op=True) for module in self.modules]
@@ -112,6 +111,21 @@ def reshard(modules: list[FSDPModule]) -> None:
     for group in _groups(modules):
         if (setting := _SETTINGS.pop(group, None)) is not None:
             setting.restore(group)
+
+
+def forget_step(modules: list[FSDPModule]) -> None:
+    """Call when a step has failed, on this rank alone: frees whole weights, and drops the gradients that modules have
+    accumulated.
+    """
+    for group in _groups(modules):
+        group._all_gather_result = None  # torch would wait for a gather, which other replicas may never begin
+        for each in group.fsdp_params:
+            each.unsharded_accumulated_grad = None
+            if hasattr(each, "_unsharded_param"):  # made by the first gather
+                each._unsharded_param.grad = None
+    for module in modules:
+        if module._get_fsdp_state()._is_root:
+            module.reset_iter_state()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from pipeflow.parallel.transport.work import Work
 from pipeflow.runtime.gradients.bucket import widen_gradient
 from pipeflow.runtime.gradients.buffers import Buffers, ReplicatedBuffers
 from pipeflow.runtime.gradients.description import Description, Looks, compare
+from pipeflow.runtime.gradients.fully_sharded import forget_step, fully_sharded_in
 from pipeflow.runtime.gradients.orders import Orders
 from pipeflow.runtime.gradients.sums import Sums
 from pipeflow.runtime.gradients.ties import tie
@@ -150,6 +151,8 @@ class Gradients:
 
     def forget(self) -> None:
         """Discards the sums that are not complete, after a failed step."""
+        for stage in self._stages.values():
+            forget_step(fully_sharded_in(stage))
         self._sums.forget()
         if self._new is not None:
             self._new.forget()

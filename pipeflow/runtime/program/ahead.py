@@ -42,14 +42,12 @@ class Ahead:
     beside: Sequence[ops.Beside]
 
     def take_back(self) -> None:
-        """Completes all transfers of the forwards that ran on any rank, and drops what was received. All ranks call it
-        together.
+        """Completes all transfers of the forwards that ran on any rank; what was received is replaced by the next
+        receives. All ranks call it together.
         """
         for each in self.beside:
             each.end()
         run(self.rest)
-        for operation in self.rest:
-            operation.payload.tensors = []
         for operation in self.sent:
             operation.link.wait(operation.payload.works)
             operation.payload.works = []

@@ -119,13 +119,14 @@ def compile_program(
         shared.remember(schedule.actions(program.rank))
     compiler = _Compiler(shared, transport, promise is not None, overlap, first_uses(schedule.actions(program.rank)))
     operations, first = compiler.program(program.instructions)
+    if training:
+        begins, operations = _averaged(operations, stages, reduce)
+        operations, first = [*begins, *operations], len(begins) + first
     steps = [each for each in operations if isinstance(each, ops.StepWeights)]
     ahead = None
     if steps:
         operations, ahead = split_ahead(operations, first, schedule, routes)
     promised = [each for each in operations if isinstance(each, transfers.PostActivation | transfers.SendActivation)]
-    if training:
-        operations = _averaged(operations, stages, reduce)
     operations = [*(each for each in operations if not isinstance(each, ops.StepWeights)), *steps]
     return Compiled(operations, len(operations) - len(steps), ahead, results, positionals, promise, promised)
 
@@ -150,15 +151,20 @@ def channels_of(program: Program, rank: int, *, known: bool) -> Iterator[Channel
             yield from DynamicChannels.between(source, destination)
 
 
-def _averaged(operations: list[ops.Operation], stages: Mapping[int, Stage], reduce: bool) -> list[ops.Operation]:
-    """Adds operations that make stages under fully_shard average in their last backward, or not at all."""
+def _averaged(
+    operations: Sequence[ops.Operation], stages: Mapping[int, Stage], reduce: bool
+) -> tuple[list[ops.Operation], list[ops.Operation]]:
+    """The operations that begin a step of stages under fully_shard, and `operations` with those that make these stages
+    average in their last backward.
+    """
+    begins, found = list[ops.Operation](), list(operations)
     for index, stage in stages.items():
         if sharded := fully_sharded_in(stage.module):
-            operations = [Averaging(sharded, now=False), *operations]
+            begins.append(Averaging(sharded, now=False))
             if reduce:
-                last = max(position for position, each in enumerate(operations) if _is_backward_of(index, each))
-                operations.insert(last, Averaging(sharded, now=True))
-    return operations
+                last = max(position for position, each in enumerate(found) if _is_backward_of(index, each))
+                found.insert(last, Averaging(sharded, now=True))
+    return begins, found
 
 
 def _is_backward_of(stage: int, operation: ops.Operation) -> bool:
