@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline, launch, make_schedule
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.context import current_context
-from pipeflow.parallel.control import wire
+from pipeflow.parallel.control import coordinator, wire
 from pipeflow.parallel.control.coordinator import Coordinator
 from pipeflow.parallel.control.diagnosis import Blame, Status, diagnose, silent, standstill
 from pipeflow.parallel.control.monitor import Monitor
@@ -63,6 +64,31 @@ def test_the_end_of_a_chain_without_blame_is_named() -> None:
     assert slow is not None
     assert slow.reason == "its call takes long, and may take 50 s"
     assert standstill(0, {0: waits, 2: Status((0,), 5.0)}) is None
+
+
+def test_a_wait_is_said_again_each_time_it_has_doubled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now, ranks = 100.0, SimpleNamespace(_named={})
+    monkeypatch.setattr(coordinator, "time", SimpleNamespace(monotonic=lambda: now))
+
+    def said(seconds: float, statuses: dict[int, Status | Blame]) -> list[str]:
+        """What is logged when rank 0 has waited so long."""
+        nonlocal now
+        now = 100 + seconds
+        caplog.clear()
+        Coordinator._say(cast(Coordinator, ranks), 0, seconds, statuses)
+        return caplog.messages
+
+    one, other = ({0: Status((rank,), 5.0), rank: Status()} for rank in (1, 2))
+    why = "it is between two calls; the others wait as long as its process answers"
+    assert said(5, one) == [f"rank 0 has waited 5 s for rank 1: {why}"]
+    assert said(7, {0: Status((1,), 5.0), 1: Status((0,), 5.0)}) == []  # no rank is at the end
+    assert said(9, one) == []
+    assert said(9, other) == [f"rank 0 has waited 9 s for rank 2: {why}"]
+    assert said(10, one) == [f"rank 0 has waited 10 s for rank 1: {why}"]
+    assert said(19, one) == []
+    assert len(said(20, one)) == 1
 
 
 def test_a_silent_rank_outside_the_chain_is_blamed_after_those_in_it() -> None:
