@@ -14,6 +14,7 @@ from pipeflow.orders.memory.storage import MemoryKind, make_storage
 from pipeflow.orders.problem import Objective, make_problem
 from pipeflow.orders.search import Found, improved
 from pipeflow.schedules.families import groups_on, schedules_on
+from pipeflow.schedules.repeated import repeated_on
 
 CANDIDATES = 1000  # of the search that the solver starts from
 PLAIN = 0.2  # the share of a budget for orders without kinds that save memory
@@ -76,9 +77,9 @@ def search(
     if storage.holds_microbatches:
         deadline = began + budget * PLAIN
         known = improved(storage.capped, cost, begin, deadline=deadline, candidates=candidates, name=name)
-    grouped = groups_on(placement, microbatches)
+    more = *groups_on(placement, microbatches), *repeated_on(placement, microbatches)
     return improved_with_memory(
-        storage, cost, (*begin, *grouped), known=known, deadline=began + budget, candidates=candidates, name=name
+        storage, cost, (*begin, *more), known=known, deadline=began + budget, candidates=candidates, name=name
     )
 
 

@@ -19,6 +19,7 @@ from pipeflow.orders.memory.storage import MemoryKind
 from pipeflow.orders.problem import Objective
 from pipeflow.schedules.families import schedules_on
 from pipeflow.schedules.order_search import search
+from pipeflow.schedules.repeated import repeated_on
 
 BOTH: tuple[MemoryKind, ...] = ("offload", "recompute")
 
@@ -48,6 +49,32 @@ def test_makespans_of_uniform_and_grouped_orders_are_reached_in_less_memory(
     assert verify(found.schedule) == []
     assert found.timeline == simulate(found.schedule, cost)
     assert 3 * microbatches * chunks <= found.lower_bound <= makespan
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "chunks", "cap", "makespan", "published"), [(16, 3, 6, 186, 207), (32, 4, 9, 437, 486)]
+)
+def test_orders_that_repeat_keep_a_shared_link_busy(
+    microbatches: int, chunks: int, cap: float, makespan: float, published: float
+) -> None:
+    """Offload alone takes as long as all computations. `published` are the makespans of that paper's code."""
+    placement = Placement.looped(8, chunks)
+    cost = unit_costs(placement)
+    found = search(placement, microbatches, cost, bytes_cap=cap, kinds=["offload"], budget=0)
+    assert found.timeline.makespan <= makespan < published
+    assert max(found.timeline.peak_bytes) <= cap
+
+
+@pytest.mark.parametrize("placement", [Placement.looped(3, 2), Placement.vee(4), Placement(((0, 0, 1, 0, 1),))])
+def test_in_orders_that_repeat_a_microbatch_more_takes_a_period_more(placement: Placement) -> None:
+    cost = CostModel(*[(1.0,) * placement.num_stages] * 3)
+    period = 3 * max(len(placement.stages_of(rank)) for rank in range(placement.num_ranks))
+    few, many = ([*repeated_on(placement, microbatches)] for microbatches in (5, 9))
+    assert len({each.rows for each in few}) > 1
+    assert not any(verify(each) for each in many)
+    for one, other in zip(few, many, strict=True):
+        assert simulate(other, cost).makespan == simulate(one, cost).makespan + 4 * period
+    assert [*repeated_on(Placement.linear(4), 4)] == [*repeated_on(Placement.bidirectional(4), 4)] == []
 
 
 def random_cost(placement: Placement, draw: Random, microbatches: int) -> CostModel:

@@ -20,8 +20,6 @@ from pipeflow.orders.memory.storage import Place, Storage
 from pipeflow.orders.problem import Operations, amounts, keeps_within, to_sequences, with_hidden
 from pipeflow.orders.search import Found, has_pairs, measured
 
-TIGHTER = 3  # how often an order is spilled into less room, because its simulation keeps too much
-
 
 @dataclass(slots=True)
 class Best:
@@ -102,18 +100,14 @@ class Best:
                     self.offer(use, simulate(use, self.cost))
 
     def spill(self, sequences: Sequence[Operations], again: Mapping[Place, float], stop: float) -> Spilled | None:
-        """Spills an order, and offers it if it is better than the best. If its simulation keeps too much somewhere, it
-        is spilled into less room there.
+        """Spills an order, and offers it if it is better than the best. None if its simulation keeps too much, because
+        copies come in another order than planned.
         """
-        storage = self.storage
-        for _ in range(TIGHTER):
-            found = spilled(storage, sequences, again, stop)
-            if found is None or found.objective > self.objective:
-                return found
-            schedule = to_spilled_schedule(self.name, storage, found)
-            timeline = simulate(schedule, self.cost)
-            if self.offer(schedule, timeline):
-                self.order = found if self.order is None or found[:2] <= self.order[:2] else self.order
-                return found
-            storage = storage.tighter(timeline)
-        return None
+        found = spilled(self.storage, sequences, again, stop)
+        if found is None or found.objective > self.objective:
+            return found
+        schedule = to_spilled_schedule(self.name, self.storage, found)
+        if not self.offer(schedule, simulate(schedule, self.cost)):
+            return None
+        self.order = found if self.order is None or found[:2] <= self.order[:2] else self.order
+        return found

@@ -13,9 +13,8 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
-from pipeflow.core.timeline import Timeline
 from pipeflow.orders.memory.offloading import require_copies
-from pipeflow.orders.problem import ROUNDING, Objective, Problem, amounts, make_problem
+from pipeflow.orders.problem import ROUNDING, Objective, Problem, make_problem
 
 MemoryKind = Literal["offload", "recompute"]
 """A way to save memory that a search may use: copies to the host and back, or forwards that are computed again."""
@@ -80,11 +79,6 @@ class Storage:
     def holds_microbatches(self) -> bool:
         """Whether every rank has room for one microbatch on all of its stages, without copies or recomputation."""
         return all(need <= most for need, most in zip(self.problem.least, self.room, strict=True))
-
-    def tighter(self, timeline: Timeline) -> Storage:
-        """With less room on the ranks of a timeline that keep too much: less by what they keep too much."""
-        kept = zip(amounts(self.problem, timeline), self.room, strict=True)
-        return replace(self, room=tuple(most - max(0.0, amount - most) for amount, most in kept))
 
 
 def make_storage(
