@@ -10,13 +10,15 @@ and shared experts.
 from __future__ import annotations
 
 from pipeflow.planning.blocks import Transformer
+from pipeflow.planning.kept import Kept, mlp_values, routed_kept
 from pipeflow.planning.linears import attention_linears
 from pipeflow.planning.setup import Setup
 
 
-def freed_values(model: Transformer, setup: Setup) -> int:
-    """Numbers per token that a layer does not keep, since its backward makes them again."""
-    return sum(_freed(model, setup, module) for module in recomputed_modules(model, setup))
+def freed_bytes(model: Transformer, setup: Setup) -> int:
+    """Bytes per token that a layer does not keep, since its backward makes them again."""
+    modules = recomputed_modules(model, setup)
+    return sum(_freed(model, setup, module).bytes(setup.precision) for module in modules)
 
 
 def recomputed_modules(model: Transformer, setup: Setup) -> tuple[str, ...]:
@@ -43,21 +45,16 @@ def recomputed_flops(model: Transformer, setup: Setup, sequence: int) -> int:
     return sum(flops.get(module, 0) for module in recomputed_modules(model, setup))
 
 
-def _freed(model: Transformer, setup: Setup, module: str) -> int:
-    tensor, matrices = setup.tensor, 3 if model.gated else 2
-    whole = model.hidden // tensor if setup.sequence_parallel else model.hidden
-    sent = model.experts_per_token * setup.expert_split
-    if module == "layernorm":
-        return (1 if model.parallel_block else 2) * whole
-    if module == "mla_up_proj":
-        return model.heads // tensor * (2 * model.head_width + model.value_width)
-    if module == "mlp":
-        return matrices * model.wide // tensor
-    if module == "shared_experts":
-        return model.shared_experts * matrices * model.wide // tensor
-    if module == "moe_act":
-        return model.experts_per_token * model.wide // tensor
-    if module == "moe":
-        routed = sent * (2 * model.hidden + matrices * model.wide // setup.expert_split) // tensor
-        return routed + model.experts + model.shared_experts * matrices * model.wide // tensor
-    return 0  # core_attn: a fused kernel keeps what the linears beside it need; scores are `checkpoint`'s
+def _freed(model: Transformer, setup: Setup, module: str) -> Kept:
+    whole = model.hidden // setup.tensor if setup.sequence_parallel else model.hidden
+    shared = mlp_values(model, model.shared_experts, setup.tensor)
+    routed = routed_kept(model, setup)
+    return {
+        "core_attn": Kept(0, 0),  # a fused kernel keeps what the linears beside it need; scores are `checkpoint`'s
+        "layernorm": Kept(0, (1 if model.parallel_block else 2) * whole),
+        "mla_up_proj": Kept(model.heads // setup.tensor * (2 * model.head_width + model.value_width), 0),
+        "mlp": mlp_values(model, 1, setup.tensor),
+        "moe": Kept(routed.plain + shared.plain, routed.inputs + shared.inputs),
+        "moe_act": Kept(0, model.experts_per_token * model.wide // setup.tensor),
+        "shared_experts": shared,
+    }[module]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -46,11 +46,12 @@ class Precision:
     Half precision takes 2 + 2 + 4 + 8 bytes (arXiv 1910.02054, section 3.1); gradients have the type of their weights,
     as in torch. The "mixed" precisions add up gradients in float32, as Megatron-LM does, and so take 18 bytes.
 
-    In 8 or 4 bits, only the products of the layers' linears are computed. Attention, norms, tables, the head and
-    all communication stay in 16 bits, and so do weights, gradients and what is kept. The names are those of
-    Transformer Engine's recipes, by what a scale is for: "fp8" a tensor, from its history (arXiv 2209.05433),
-    "fp8-current" a tensor, from its values, "fp8-block" a block of 128 x 128 numbers (arXiv 2412.19437, section 3.3),
-    "mxfp8" 32 numbers (arXiv 2310.10537), and "nvfp4" 16 numbers of 4 bits (arXiv 2509.25149).
+    In 8 or 4 bits, only the products of the layers' linears are computed, whose inputs are kept so. Attention, norms,
+    tables, the head and all communication stay in 16 bits, and so do weights, gradients and everything else that is
+    kept. The names are those of Transformer Engine's recipes, by what a scale is for: "fp8" a tensor, from its history
+    (arXiv 2209.05433), "fp8-current" a tensor, from its values, "fp8-block" a block of 128 x 128 numbers (arXiv
+    2412.19437, section 3.3), "mxfp8" 32 numbers (arXiv 2310.10537), and "nvfp4" 16 numbers of 4 bits (arXiv
+    2509.25149).
 
     Attributes:
         name: as `pipeflow plan --precision` takes it.
@@ -59,6 +60,7 @@ class Precision:
         master: bytes of its float32 master weight, 0 without one.
         moments: bytes of Adam's two moments together.
         products: the rate of `Device.flops` at which products are computed.
+        input: bytes of a number in a linear's input, as it is kept for the backward; as a weight unless given.
         needs: a rate of `Device.flops` that only devices with units for these scales have; "" for none.
     """
 
@@ -69,8 +71,15 @@ class Precision:
     moments: int
     products: str = "bf16"
     needs: str = ""
+    input: float | None = None
+
+    @property
+    def kept_input(self) -> float:
+        """Bytes of a number in a linear's input, as it is kept."""
+        return self.weight if self.input is None else self.input
 
 
+_FP8 = Precision("fp8", weight=2, gradient=2, master=4, moments=8, products="fp8", input=1)
 PRECISIONS: Mapping[str, Precision] = MappingProxyType(
     {
         "float32": Precision("float32", weight=4, gradient=4, master=0, moments=8, products="float32"),
@@ -78,11 +87,11 @@ PRECISIONS: Mapping[str, Precision] = MappingProxyType(
         "fp16": Precision("fp16", weight=2, gradient=2, master=4, moments=8, products="fp16"),
         "bf16-mixed": Precision("bf16-mixed", weight=2, gradient=4, master=4, moments=8, products="bf16"),
         "fp16-mixed": Precision("fp16-mixed", weight=2, gradient=4, master=4, moments=8, products="fp16"),
-        "fp8": Precision("fp8", weight=2, gradient=2, master=4, moments=8, products="fp8"),
-        "fp8-current": Precision("fp8-current", weight=2, gradient=2, master=4, moments=8, products="fp8"),
-        "fp8-block": Precision("fp8-block", weight=2, gradient=2, master=4, moments=8, products="fp8"),
-        "mxfp8": Precision("mxfp8", weight=2, gradient=2, master=4, moments=8, products="fp8", needs="fp4"),
-        "nvfp4": Precision("nvfp4", weight=2, gradient=2, master=4, moments=8, products="fp4", needs="fp4"),
+        "fp8": _FP8,
+        "fp8-current": replace(_FP8, name="fp8-current"),
+        "fp8-block": replace(_FP8, name="fp8-block"),
+        "mxfp8": replace(_FP8, name="mxfp8", needs="fp4", input=1 + 1 / 32),
+        "nvfp4": replace(_FP8, name="nvfp4", products="fp4", needs="fp4", input=1 / 2 + 1 / 16),
     }
 )
 

@@ -23,8 +23,8 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import Cut, stage_parts
 from pipeflow.core.placement import Placement
 from pipeflow.planning.blocks import Part, Transformer, near_divisors
-from pipeflow.planning.linears import latent_values
-from pipeflow.planning.recomputation import freed_values, recomputed_flops
+from pipeflow.planning.kept import Kept, layer_values
+from pipeflow.planning.recomputation import freed_bytes, recomputed_flops
 from pipeflow.planning.setup import Setup
 
 T = TypeVar("T")
@@ -175,7 +175,7 @@ def recomputed_bytes(model: Transformer, setup: Setup) -> int:
     if setup.checkpoint == "full":
         return tokens * (_layer_bytes(model, setup) - setup.precision.weight * _whole(model, setup))
     scores = _score_bytes(model, setup) if setup.checkpoint == "selective" else 0
-    return tokens * (scores + setup.precision.weight * freed_values(model, setup))
+    return tokens * (scores + freed_bytes(model, setup))
 
 
 def sequence_of(model: Transformer, setup: Setup) -> int:
@@ -226,31 +226,6 @@ def _whole(model: Transformer, setup: Setup) -> int:
     return model.hidden // setup.tensor if setup.sequence_parallel else model.hidden
 
 
-def _split(model: Transformer, setup: Setup) -> int:
-    """Numbers per token in the tensors of a layer that tensor ranks split: (4 + 2r) h/t. A backward needs query, key
-    and value, the input of attention's output linear, the output of the wide linears, and the input of the output
-    linear after them. W needs these numbers or their gradients. Every rank has at least one head of key and value. A
-    gated MLP counts as fused: its activation is recomputed.
-
-    Latent attention makes a key and a value for every head, from latent vectors that are whole on every tensor rank.
-
-    Experts add the inputs that the router sends to each and their outputs, and one number per expert. The ranks of an
-    expert have all tokens that are sent to it, and divide its width; ranks that have whole experts get as many tokens
-    as they send, which with sequence parallelism are a part.
-    """
-    heads, tensor = model.heads // setup.tensor, setup.tensor
-    query = heads * (model.head_width + model.value_width)
-    key = query if model.kv_rank is not None else 2 * max(model.key_width // tensor, model.head_width)
-    latent = latent_values(model) // (tensor if setup.sequence_parallel else 1)
-    mlp, shared = (3 if model.gated else 2) * model.wide, model.active_experts
-    if model.experts == 1:
-        return query + key + latent + mlp // tensor
-    shared -= model.experts_per_token
-    sent = model.experts_per_token * setup.expert_split  # numbers of a token, in parts of all tensor ranks
-    routed = sent * (2 * model.hidden + mlp // setup.expert_split) // tensor + model.experts
-    return query + key + latent + shared * mlp // tensor + routed
-
-
 def _score_bytes(model: Transformer, setup: Setup) -> int:
     """Bytes per token of attention's scores in memory: 5as/t in half precision, with dropout: the softmax, the
     dropout's result and its mask.
@@ -265,9 +240,9 @@ def _layer_bytes(model: Transformer, setup: Setup) -> int:
     Whole on every tensor rank: what goes into the norms and the linears after them (4 values), and the masks of two
     dropouts (a byte each).
     """
-    width = setup.precision.weight
-    whole = (4 * width + 2 * model.dropout) * _whole(model, setup)
-    return whole + width * _split(model, setup) + _score_bytes(model, setup)
+    norms = Kept(2 * _whole(model, setup), 2 * _whole(model, setup)).bytes(setup.precision)
+    masks = 2 * model.dropout * _whole(model, setup)
+    return norms + masks + layer_values(model, setup).bytes(setup.precision) + _score_bytes(model, setup)
 
 
 def _saved(model: Transformer, setup: Setup, share: Share) -> float:
@@ -291,7 +266,7 @@ def layer_kept(model: Transformer, setup: Setup) -> int:
     if setup.checkpoint == "full":
         return setup.precision.weight * _whole(model, setup)
     scores = _score_bytes(model, setup) if setup.checkpoint == "selective" else 0
-    return _layer_bytes(model, setup) - scores - setup.precision.weight * freed_values(model, setup)
+    return _layer_bytes(model, setup) - scores - freed_bytes(model, setup)
 
 
 def _deferred(model: Transformer, setup: Setup, share: Share) -> float:
@@ -304,7 +279,9 @@ def _deferred(model: Transformer, setup: Setup, share: Share) -> float:
     rank.
     """
     width, whole = setup.precision.weight, _whole(model, setup)
-    values: float = sum(layers * (4 * whole + _split(kind, setup)) for layers, kind, _ in share.kinds(model, setup))
+    values: float = sum(
+        layers * (4 * whole + layer_values(kind, setup).numbers) for layers, kind, _ in share.kinds(model, setup)
+    )
     if share.first:
         values += whole
     if share.last:

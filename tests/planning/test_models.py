@@ -361,12 +361,29 @@ def test_a_real_layer_with_grouped_heads_and_a_gate_is_as_large() -> None:
     assert LLAMA.parameters_of([(1, 2)]) == sum(parameter.numel() for parameter in layer.parameters())
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8-current", "nvfp4", "bf16-mixed", "fp16-mixed"])
+@pytest.mark.parametrize(("name", "width"), [("fp8", 1), ("mxfp8", 1 + 1 / 32), ("nvfp4", 0.5 + 1 / 16)])
+def test_linears_keep_their_inputs_as_narrow_as_their_products(name: str, width: float) -> None:
+    """Both outputs of norms, the output of attention once more, and the input of the MLP's output linear."""
+    plain, narrow = 2 * 48 + 2 * 48 + 2 * 2 * 8 + 2 * 80, 2 * 48 + 48 + 80
+    kept, deferred = per_layer(LLAMA, precision=PRECISIONS[name])
+    assert kept == pytest.approx(2 * plain + width * narrow, abs=1)
+    assert deferred == per_layer(LLAMA)[1]
+    expert = per_layer(MIXTURE, precision=PRECISIONS[name])[0] - kept
+    assert expert == pytest.approx(2 * (2 * 80 + 2 * 48 + 5) + width * (2 * 48 + 80), abs=1)
+
+
+def test_expert_ranks_do_not_keep_outputs_of_experts() -> None:
+    apart = replace(MIXTURE, experts=6)
+    one, other = (per_layer(apart, data=2, expert=ranks)[0] for ranks in (1, 2))
+    assert one - other == 2 * 2 * 48
+
+
+@pytest.mark.parametrize("name", ["bf16-mixed", "fp16-mixed"])
 def test_activations_are_as_wide_as_the_weights_whatever_the_products_are(name: str) -> None:
     stored = name.startswith("fp16")  # whose programs keep scores
     usual = per_layer(LLAMA, precision=PRECISIONS["bf16"], keep_scores=stored)
     assert per_layer(LLAMA, precision=PRECISIONS[name]) == usual
-    assert PRECISIONS[name].products in (name.removesuffix("-mixed"), name.partition("-")[0], name.removeprefix("nv"))
+    assert PRECISIONS[name].products == name.removesuffix("-mixed")
 
 
 def test_a_sequence_may_be_longer_where_positions_are_rotary() -> None:

@@ -1,0 +1,75 @@
+"""Kept: the numbers per token that a layer keeps for its backward where tensor ranks split it. Must not contain: what a
+checkpoint drops, and stages.
+
+In 8 or 4 bits, a linear keeps its input in the type of its products, since its weight gradient is a product of it
+(Transformer Engine). Everything else stays as wide as weights are: what goes into norms, query, key and value, the
+output of attention, which the linear after it keeps once more in its own type, and the outputs of wide linears, from
+which the activation function's gradient follows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pipeflow.planning.blocks import Transformer
+from pipeflow.planning.linears import latent_values
+from pipeflow.planning.setup import Precision, Setup
+
+
+class Kept(NamedTuple):
+    """Numbers per token: those as wide as weights, and inputs of linears. `again` are those of the former that a linear
+    keeps once more if its inputs are narrower.
+    """
+
+    plain: int
+    inputs: int
+    again: int = 0
+
+    @property
+    def numbers(self) -> int:
+        """How many there are, whatever their widths."""
+        return self.plain + self.inputs
+
+    def bytes(self, precision: Precision) -> int:
+        """Their bytes in a precision, inputs of linears in its own type."""
+        narrow = precision.kept_input
+        again = 0 if narrow == precision.weight else self.again
+        return precision.weight * self.plain + round(narrow * (self.inputs + again))
+
+
+def layer_values(model: Transformer, setup: Setup) -> Kept:
+    """What a layer keeps: (4 + 2r) h/t numbers. A backward needs query, key and value, the input of attention's output
+    linear, the output of the wide linears, and the input of the output linear after them. Every rank has at least one
+    head of key and value. A gated MLP counts as fused: its activation is recomputed. Latent attention makes a key and a
+    value for every head, from latent vectors that are whole on every tensor rank.
+    """
+    heads, tensor = model.heads // setup.tensor, setup.tensor
+    query = heads * (model.head_width + model.value_width)
+    key = query if model.kv_rank is not None else 2 * max(model.key_width // tensor, model.head_width)
+    latent, parted = latent_values(model), tensor if setup.sequence_parallel else 1
+    normed = ((model.kv_rank or 0) + (model.q_rank or 0)) // parted
+    always = model.shared_experts if model.experts > 1 else 1
+    rest = mlp_values(model, always, tensor), routed_kept(model, setup)
+    plain = query + key + latent // parted - normed + sum(each.plain for each in rest)
+    inputs = normed + sum(each.inputs for each in rest)
+    return Kept(plain, inputs, again=heads * model.value_width)
+
+
+def mlp_values(model: Transformer, count: int, tensor: int) -> Kept:
+    """What so many MLPs keep that get all tokens."""
+    wide = count * model.wide
+    return Kept(wide * (2 if model.gated else 1) // tensor, wide // tensor)
+
+
+def routed_kept(model: Transformer, setup: Setup) -> Kept:
+    """What experts keep: the inputs that the router sends to each, and one number per expert. Their outputs are kept
+    where the router's weights multiply them. On expert ranks, these multiply the activations, as in Megatron-LM, so
+    outputs are not needed. The ranks of an expert have all tokens that are sent to it, and divide its width; ranks that
+    have whole experts get as many tokens as they send, which with sequence parallelism are a part.
+    """
+    if model.experts == 1:
+        return Kept(0, 0)
+    split, uses = setup.expert_split, model.experts_per_token * setup.expert_split
+    output = model.hidden if setup.expert == 1 else 0
+    plain = uses * (output + (2 if model.gated else 1) * model.wide // split) // setup.tensor + model.experts
+    return Kept(plain, uses * (model.hidden + model.wide // split) // setup.tensor)
