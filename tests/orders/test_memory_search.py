@@ -67,7 +67,8 @@ def test_orders_that_repeat_keep_a_shared_link_busy(
 
 @pytest.mark.parametrize("placement", [Placement.looped(3, 2), Placement.vee(4), Placement(((0, 0, 1, 0, 1),))])
 def test_in_orders_that_repeat_a_microbatch_more_takes_a_period_more(placement: Placement) -> None:
-    cost = CostModel(*[(1.0,) * placement.num_stages] * 3)
+    ones = (1.0,) * placement.num_stages
+    cost = CostModel(ones, ones, ones)
     period = 3 * max(len(placement.stages_of(rank)) for rank in range(placement.num_ranks))
     few, many = ([*repeated_on(placement, microbatches)] for microbatches in (5, 9))
     assert len({each.rows for each in few}) > 1

@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,7 +72,7 @@ def test_a_wait_is_said_again_each_time_it_has_doubled(
     now, ranks = 100.0, SimpleNamespace(_named={})
     monkeypatch.setattr(coordinator, "time", SimpleNamespace(monotonic=lambda: now))
 
-    def said(seconds: float, statuses: dict[int, Status | Blame]) -> list[str]:
+    def said(seconds: float, statuses: Mapping[int, Status | Blame]) -> list[str]:
         """What is logged when rank 0 has waited so long."""
         nonlocal now
         now = 100 + seconds
