@@ -36,6 +36,7 @@ NAMES = (
     "explore",
     "explain",
     "explain_large",
+    "checking",
 )
 
 

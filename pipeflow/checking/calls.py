@@ -24,6 +24,14 @@ MOST_TENSORS = 4  # of one output
 Note = Callable[..., None]
 
 
+class Run(NamedTuple):
+    """Entries of an output's last dimension that lie together in the whole: where they start here and there."""
+
+    start: int
+    length: int
+    there: int
+
+
 def named_modules(
     models: Sequence[nn.Module], names: Callable[[str], str] | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
@@ -81,7 +89,8 @@ class Calls:
                 if id(each) in self._by_tensor
             }
             self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
-            after = partial(self._after, name, _places(module, own), own)
+            runs = [_places(own.get("weight"), dim) for dim in (0, 1)]
+            after = partial(self._after, name, runs, own)
             self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         return self
 
@@ -91,7 +100,7 @@ class Calls:
 
     def _before(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._depth += 1
-        if self._depth > 1 or torch.compiler.is_compiling():
+        if self._depth > 1 or _is_left_out():
             return
         self._began()
         given = [each for each in tree_leaves((arguments, named)) if isinstance(each, Tensor)]
@@ -106,7 +115,7 @@ class Calls:
     def _after(
         self,
         name: str,
-        places: list[tuple[int, int, int]] | None,
+        runs: Sequence[list[Run] | None],
         own: dict[str, Part],
         module: nn.Module,
         arguments: tuple[Any, ...],
@@ -114,20 +123,20 @@ class Calls:
         output: Any,
     ) -> None:
         self._depth = max(0, self._depth - 1)
-        if output is None or torch.compiler.is_compiling():
+        if output is None or _is_left_out():
             return
         call = self._counts[name]
         self._counts[name] += 1
+        given = [each for each in tree_leaves((arguments, named)) if isinstance(each, Tensor)]
         found = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point()]
+        places = runs[bool(given) and not given[0].is_floating_point()]  # words choose rows of an embedding
         with torch.no_grad():
             for place, each in enumerate(found[:MOST_TENSORS]):
                 self._output(name, call, place, each, places)
-        if own and found and found[0].requires_grad and self._samples:
-            watch_gradient(self._note, own, tree_leaves((arguments, named)), found[0], self._outermost)
+        if own and given and found and found[0].requires_grad and self._samples:
+            watch_gradient(self._note, own, given[0], found[0], self._outermost)
 
-    def _output(
-        self, name: str, call: int, place: int, output: Tensor, places: list[tuple[int, int, int]] | None
-    ) -> None:
+    def _output(self, name: str, call: int, place: int, output: Tensor, places: list[Run] | None) -> None:
         told: dict[str, object] = {"module": name, "call": call, "place": place, "dtype": str(output.dtype)}
         values, offset, whole = own_values(output), [0] * max(0, output.dim() - 1), list(output.shape)
         if isinstance(output, DTensor):
@@ -136,15 +145,19 @@ class Calls:
             told["partial"] = any(each.is_partial() for each in output.placements)
             _, start = compute_local_shape_and_global_offset(output.shape, output.device_mesh, output.placements)
             offset, places = list(start[1:]), None
-        elif places is not None and values.dim() > 1 and sum(length for _, length, _ in places) == values.shape[-1]:
-            rows = sum(
-                _rows(values[..., start : start + length], (*offset[:-1], there)) for start, length, there in places
-            )
-            told |= {"shape": list(values.shape), "begin": [*offset[:-1], places[0][2]], "known": True}
-            self._note("output", told, rows=rows)
+        elif places is not None and values.dim() > 1 and sum(run.length for run in places) == values.shape[-1]:
+            pieces = [values[..., run.start : run.start + run.length] for run in places]
+            rows = [_rows(piece, (*offset[:-1], run.there)) for piece, run in zip(pieces, places, strict=True)]
+            told |= {"shape": list(values.shape), "begin": [*offset[:-1], places[0].there], "known": True}
+            self._note("output", told, rows=torch.stack(rows).sum(0))
             return
         told |= {"shape": list(values.shape), "begin": offset, "known": isinstance(output, DTensor), "whole": whole}
         self._note("output", told, rows=_rows(values, offset))
+
+
+def _is_left_out() -> bool:
+    """Whether a call is no part of training: an evaluation, an engine that looks for shapes, or a compiler."""
+    return not torch.is_grad_enabled() or torch.compiler.is_compiling()
 
 
 def _rows(values: Tensor, offset: Sequence[int]) -> Tensor:
@@ -152,33 +165,28 @@ def _rows(values: Tensor, offset: Sequence[int]) -> Tensor:
     return found if len(found) <= MOST_ROWS else found.sum(0, keepdim=True)
 
 
-def _places(module: nn.Module, own: dict[str, Part]) -> list[tuple[int, int, int]] | None:
-    """Where the last dimension of a layer's output lies in the whole: (start, length, offset) of each run. None if the
-    layer's weight is whole.
-    """
-    part = own.get("weight")
-    if part is None or len(part.shape) != 2 or tuple(part.tensor.shape) == part.shape:
+def _places(part: Part | None, dim: int) -> list[Run] | None:
+    """Where the outputs of a layer lie in the whole, whose weight is divided along `dim`. None if it is not."""
+    if part is None or len(part.shape) != 2 or part.tensor.shape == part.shape:
         return None
-    dim = 1 if isinstance(module, nn.Embedding) else 0
     found, start = [], 0
     for offset, shape in part.offsets:
         if len(shape) != 2 or shape[1 - dim] != part.shape[1 - dim]:
             return None
-        found.append((start, shape[dim], offset[dim]))
+        found.append(Run(start, shape[dim], offset[dim]))
         start += shape[dim]
     return found
 
 
-def watch_gradient(note: Note, own: dict[str, Part], given: list[Any], output: Tensor, microbatch: int) -> None:
+def watch_gradient(note: Note, own: dict[str, Part], inputs: Tensor, output: Tensor, microbatch: int) -> None:
     """Notes, when the gradient of a layer's output comes, how much each sample adds to the gradients of its weight and
     bias, and how large the terms are that these gradients sum up, which bounds their rounding.
     """
-    inputs = next((each for each in given if isinstance(each, Tensor)), None)
     weight = own.get("weight")
     factor = None
     with torch.no_grad():
-        if inputs is not None and weight is not None and len(weight.shape) == 2:
-            factor = _factor(inputs, weight.shape, output)
+        if weight is not None and len(weight.shape) == 2:
+            factor = _factor(own_values(inputs), weight.shape, output)
 
     def arrived(gradient: Tensor) -> None:
         with torch.no_grad():

@@ -10,6 +10,7 @@ from pipeflow.checking.comparing import differences
 from pipeflow.checking.factors import told
 from pipeflow.checking.findings import Cause, Difference, Result
 from pipeflow.checking.gradient_causes import Gradients, norms, precision
+from pipeflow.checking.loss_causes import of_loss
 from pipeflow.checking.output_causes import Outputs, of_batch, of_weight
 from pipeflow.checking.runs import load, norm
 from pipeflow.checking.two_runs import TwoRuns
@@ -53,7 +54,8 @@ def _cause(both: TwoRuns, found: Sequence[Difference]) -> Cause:
 
 
 def _of_gradients(both: TwoRuns, found: Sequence[Difference]) -> Cause:
-    explained = Gradients(both, found).cause()
+    of_loss_alone = of_loss(both, found[0]) if found[0].what == "loss" else None
+    explained = of_loss_alone or Gradients(both, found).cause()
     if explained is not None:
         return explained
     if found[0].what == "loss":

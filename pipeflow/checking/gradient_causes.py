@@ -49,6 +49,7 @@ class Gradients:
             self._samples,
             self._factor,
             self._places,
+            self._recomputed,
             self._precision,
         ):
             found = explain()
@@ -117,6 +118,27 @@ class Gradients:
         many = len(whole.copies) // max(1, whole.kinds)
         near = [name for name, size in self.both.candidate.sizes.items() if size == many]
         return f"the group of {many} ranks{f' ({near[0]})' if len(near) == 1 else ''}"
+
+    def _recomputed(self) -> Cause | None:
+        """A module that was computed again, from other inputs: a rank has some rows of its outputs only once."""
+        outputs = self.both.outputs(self.both.candidate, self.step)
+        many = {key: sum(len(event["rows"]) for _, event in events) for key, events in outputs.items()}
+        block = self.name.rpartition(".")[0].rpartition(".")[0]
+        for (module, place), events in outputs.items():
+            if not module.startswith(block) or many[module, place] != 2 * min(many.values()):
+                continue
+            for rank in sorted({rank for rank, _ in events}):
+                rows = np.concatenate([event["rows"][:, :8] for own, event in events if own == rank])
+                apart = np.sqrt(np.mean(np.square(rows[:, None] - rows[None]), axis=2))
+                np.fill_diagonal(apart, np.inf)
+                alone = int(np.sum(apart.min(axis=1) > CLEAR * norm(rows)))
+                if alone:
+                    return Cause(
+                        "order",
+                        f"rank {rank} computed {module} twice for each microbatch, {alone} rows of it only once",
+                        "the inputs that are kept for recomputation, and the group over which they are gathered",
+                    )
+        return None
 
     def _stale(self) -> Cause | None:
         """The gradient of the step before, alone or added."""

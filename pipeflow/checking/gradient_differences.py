@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import sqrt
+from math import inf, sqrt
 
 from pipeflow.checking.files import Array
 from pipeflow.checking.findings import Difference
@@ -12,7 +12,8 @@ from pipeflow.checking.rounding import SKETCH, masses, unit
 from pipeflow.checking.runs import Whole, norm
 from pipeflow.checking.two_runs import TwoRuns
 
-LARGEST = 0.5  # relative tolerance of an update that adaptive optimizers make of noise
+LARGEST = 0.5  # relative tolerance above which an update is not compared: adaptive optimizers make it of noise
+OF_VECTORS = 1.2  # relative tolerance of updates of biases, of which a part, that of keys, is always such noise
 
 
 def gradients(both: TwoRuns, step: int) -> Iterator[Difference]:
@@ -120,8 +121,11 @@ def _of_update(both: TwoRuns, name: str, whole: Whole, change: Array, gradient: 
         return both.rounding.whole * max(norm(change), whole.norm) + rounded
     if gradient is None or not gradient.norm:
         return rounded
-    noise = both.gradient_tolerance() * max(terms, gradient.norm) / gradient.norm
-    return min(LARGEST, 2.0 * sqrt(noise)) * norm(change) + rounded + 1e-12
+    noise = 2.0 * sqrt(both.gradient_tolerance() * max(terms, gradient.norm) / gradient.norm)
+    if noise > LARGEST:
+        return inf
+    is_vector = all(len(shape) == 1 for copy in whole.copies for _, shape in copy.blocks)
+    return (OF_VECTORS if is_vector else noise) * norm(change) + rounded
 
 
 def drift(both: TwoRuns, step: int) -> float:

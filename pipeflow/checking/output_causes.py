@@ -52,6 +52,7 @@ class Outputs:
         return (
             found
             or self._coarse()
+            or self._split()
             or Cause(
                 "unknown",
                 f"the output of {self.first.module} is {self.first.error:.1%} off; its inputs are right",
@@ -208,6 +209,18 @@ class Outputs:
             "sharding",
             f"the outputs of {self.first.module} have the reference's values, but at other places of their rows",
             "how parts are gathered: along which dimension, and in which order of ranks",
+        )
+
+    def _split(self) -> Cause | None:
+        """A layer with parts on several ranks, whose inputs are right."""
+        ranks = self.both.places(self.first.module)
+        if len(set(ranks.values())) < 2:
+            return None
+        listed = ", ".join(map(str, sorted(ranks)))
+        return Cause(
+            "sharding",
+            f"{self.first.module} is split over ranks {listed}, its inputs are right, and its outputs are not",
+            "which part of its weight each rank takes for its own, and masks for what is on other ranks",
         )
 
     def _coarse(self) -> Cause | None:

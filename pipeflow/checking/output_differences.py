@@ -140,11 +140,15 @@ def _ranks_disagree(both: TwoRuns, theirs: Sequence[Called], places: dict[int, B
 
 def losses(both: TwoRuns, step: int) -> Iterator[Difference]:
     """The loss, if no way of adding up those of microbatches and ranks gives the reference's."""
-    mine, theirs = (_values(run, step) for run in (both.reference, both.candidate))
+    mine, theirs = (values_of(run, step) for run in (both.reference, both.candidate))
     if not mine or not theirs:
         return
     both.compared["losses"] += 1
-    wanted, told = _ways(mine), _ways(theirs)
+    if ranks := disagreeing(both, step, theirs):
+        apart = max(sum(theirs[rank]) for rank in ranks) / min(sum(theirs[rank]) for rank in ranks) - 1.0
+        yield Difference(step, "loss", "loss", "", both.stage_of(ranks), ranks, abs(apart), 0.0)
+        return
+    wanted, told = ways(mine), ways(theirs)
     error = min(abs(one - other) / max(abs(one), 1e-12) for one in wanted for other in told)
     allowed = both.rounding.output("") + 1e-6
     if not error <= allowed:
@@ -156,7 +160,24 @@ def _ranks(rows: Rows, indices: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted({rank for index in indices for rank in rows.ranks[index]}))
 
 
-def _values(run: Run, step: int) -> dict[int, list[float]]:
+def disagreeing(both: TwoRuns, step: int, losses: dict[int, list[float]]) -> tuple[int, ...]:
+    """Ranks that read the same samples and have different losses."""
+    read: defaultdict[int, list[bytes]] = defaultdict(list)
+    for rank, event in both.candidate.events(step, "batch"):
+        read[rank].append(event["rows"].tobytes())
+    same: defaultdict[tuple[bytes, ...], list[int]] = defaultdict(list)
+    for rank, rows in read.items():
+        if rank in losses:
+            same[tuple(rows)].append(rank)
+    allowed = both.rounding.output("") + 1e-6
+    for ranks in same.values():
+        sums = [sum(losses[rank]) for rank in ranks]
+        if max(sums) - min(sums) > allowed * max(map(abs, sums)):
+            return tuple(ranks)
+    return ()
+
+
+def values_of(run: Run, step: int) -> dict[int, list[float]]:
     """The losses of each rank that has any."""
     found: defaultdict[int, list[float]] = defaultdict(list)
     for rank, event in run.events(step, "loss"):
@@ -164,7 +185,7 @@ def _values(run: Run, step: int) -> dict[int, list[float]]:
     return {rank: values for rank, values in found.items() if all(map(isfinite, values))}
 
 
-def _ways(losses: dict[int, list[float]]) -> set[float]:
+def ways(losses: dict[int, list[float]]) -> set[float]:
     """A step's loss as loops may mean it: each rank's losses added up or their mean, over ranks the mean or the sum."""
     sums = [sum(values) for values in losses.values()]
     means = [sum(values) / len(values) for values in losses.values()]

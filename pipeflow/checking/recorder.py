@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from hashlib import sha256
@@ -22,7 +21,7 @@ from pipeflow.checking.calls import Calls
 from pipeflow.checking.files import FORMAT, file_of, line_of
 from pipeflow.checking.parts import Part, Parts, own_values, parts_of
 from pipeflow.checking.sketch import norm_squared, sketch
-from pipeflow.checking.watching import backwards_seen, clipping_seen, labels_seen, steps_seen
+from pipeflow.checking.watching import backwards_seen, clipping_seen, labels_seen, steps_seen, trials_seen
 from pipeflow.core.errors import UsageError
 
 Models = nn.Module | Sequence[nn.Module]
@@ -84,8 +83,10 @@ class Recording:
         self._stack = ExitStack()
         self._seen: set[str] = set()  # whose gradients of this step are recorded
         self._clipped: set[str] = set()
+        self._others: dict[str, tuple[dict[str, object], Tensor]] = {}
         self._has_stepped = False
         self._thread = threading.get_ident()
+        self._is_paused = False
         self.step = 0
 
     def __enter__(self) -> Self:
@@ -99,6 +100,7 @@ class Recording:
         samples = world == 1 if self._samples is None else self._samples
         calls = Calls(self._models, self._parts, self._names, self.event, self._called, samples)
         self._stack.enter_context(calls)
+        self._stack.enter_context(trials_seen(self._pause))
         self._stack.enter_context(backwards_seen(self._loss))
         self._stack.enter_context(labels_seen(self._labels))
         self._stack.enter_context(clipping_seen(self._on_clip))
@@ -129,6 +131,8 @@ class Recording:
 
     def event(self, kind: str, told: dict[str, object] | None = None, **arrays: Tensor) -> None:
         """Notes an event of this step, with arrays that are still on their device."""
+        if self._is_paused:
+            return
         self._events.append(({"kind": kind, "step": self.step, **(told or {})}, arrays))
 
     def _begin(self, folder: Path, rank: int, world: int) -> None:
@@ -160,18 +164,18 @@ class Recording:
             for name, module in _modules(self._models, self._names)
         ]
         told = {"format": FORMAT, "rank": rank, "world": world, "tensors": tensors, "modules": modules}
-        self.event("start", {**told, "groups": _groups(), "torch": torch.__version__, "random": _random_state()})
+        self.event(
+            "start", {**told, "groups": _groups(self._models), "torch": torch.__version__, "random": _random_state()}
+        )
 
     def _weights(self, when: str) -> None:
         for part in self._parts:
             self._tensor(when, part, part.tensor)
 
     def _tensor(self, kind: str, part: Part, values: Tensor) -> None:
-        blocks = part.cut(values)
-        if blocks:
-            found = torch.stack([sketch(block) for block in blocks]).sum(0)
-            norm = torch.stack([norm_squared(block.values) for block in blocks]).sum()
-            self.event(kind, {"name": part.name, "dtype": str(values.dtype)}, sketch=torch.cat([found, norm[None]]))
+        found = _sketched(part, values)
+        if found is not None:
+            self.event(kind, {"name": part.name, "dtype": str(values.dtype)}, sketch=found)
 
     def _gradients(self, kind: str, parts: Iterable[Part], seen: set[str]) -> None:
         for part in parts:
@@ -180,13 +184,23 @@ class Recording:
                 seen.add(part.name)
                 self._tensor(kind, part, gradient)
 
+    def _other_gradients(self, mine: Sequence[Part]) -> None:
+        """Keeps the gradients of what this optimizer does not step, for the case that none does."""
+        names = {part.name for part in mine} | self._seen
+        for part in self._parts:
+            gradient = part.gradient() if part.gradient is not None and part.name not in names else None
+            if gradient is not None and (found := _sketched(part, gradient)) is not None:
+                self._others[part.name] = {"name": part.name, "dtype": str(gradient.dtype)}, found
+
     def _mine(self, tensors: Iterable[Tensor]) -> list[Part]:
         """The parts of these parameters; all if none of the model is among them, but copies of another precision."""
         ids = {id(each) for each in tensors}
         return [part for part in self._parts if id(part.tensor) in ids] or self._parts
 
     def _on_step(self, parameters: Iterable[Tensor]) -> None:
-        self._gradients("gradient", self._mine(parameters), self._seen)
+        mine = self._mine(parameters)
+        self._gradients("gradient", mine, self._seen)
+        self._other_gradients(mine)
         self._has_stepped = True
 
     def _on_clip(self, parameters: Iterable[Tensor], most: float, norm: Tensor) -> None:
@@ -201,17 +215,25 @@ class Recording:
         if threading.get_ident() == self._thread:
             self.event("labels", rows=rows, valid=valid)
 
+    def _pause(self, begins: bool) -> None:
+        if threading.get_ident() == self._thread:
+            self._is_paused = begins
+
     def _called(self) -> None:
         """A forward begins: the step before it, if an optimizer stepped, is over."""
         if self._has_stepped:
             self._finish()
 
     def _finish(self) -> None:
+        for name, (told, found) in self._others.items():
+            if name not in self._seen:
+                self.event("gradient", told, sketch=found)
         self._weights("after")
         self.event("stepped", {"random": _random_state()})
         self._flush()
         self._has_stepped = False
         self._seen.clear()
+        self._others.clear()
         self._clipped.clear()
         self.step += 1
 
@@ -231,6 +253,16 @@ class Recording:
         self._file.writelines(lines)
         self._file.flush()
         self._events.clear()
+
+
+def _sketched(part: Part, values: Tensor) -> Tensor | None:
+    """The sketch of a part's values with its squared norm; None if the rank has nothing of it."""
+    blocks = part.cut(values)
+    if not blocks:
+        return None
+    found = torch.stack([sketch(block) for block in blocks]).sum(0)
+    norm = torch.stack([norm_squared(block.values) for block in blocks]).sum()
+    return torch.cat([found, norm[None]])
 
 
 def _listed(optimizer: object) -> list[Any]:
@@ -261,10 +293,11 @@ def _place() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def _groups() -> Counter[str] | dict[str, int]:
+def _groups(models: Sequence[nn.Module]) -> dict[str, int]:
     """The sizes of this process's groups, by their names."""
     contexts = sys.modules.get("pipeflow.parallel.context")
-    if contexts is not None and (context := contexts.context_if_launched()) is not None:
+    is_ours = any(hasattr(model, "chunks") and hasattr(model, "schedule") for model in models)
+    if is_ours and contexts is not None and (context := contexts.context_if_launched()) is not None:
         layout = context.layout
         return {"data": layout.data, "pipeline": layout.pipeline, "tensor": layout.tensor}
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):

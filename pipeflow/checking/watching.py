@@ -4,8 +4,9 @@ is a context manager that calls back, and leaves torch as it was.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -83,6 +84,31 @@ def clipping_seen(seen: Callable[[Iterable[Tensor], float, Tensor], None]) -> It
         return clip
 
     with _replaced(clip_grad, name, around):
+        yield
+
+
+@contextmanager
+def trials_seen(seen: Callable[[bool], None]) -> Iterator[None]:
+    """Calls `seen(True)` when torch's pipelining begins to run a stage on no data, to learn the shapes that it sends,
+    and `seen(False)` after it.
+    """
+    stages = sys.modules.get("torch.distributed.pipelining.stage")
+    owner = getattr(stages, "PipelineStage", None)
+
+    def around(original: Any) -> Any:
+        def trial(*arguments: Any, **named: Any) -> Any:
+            seen(True)
+            try:
+                return original(*arguments, **named)
+            finally:
+                seen(False)
+
+        return trial
+
+    with ExitStack() as stack:
+        for name in ("_forward_metadata_inference", "_backward_metadata_inference"):
+            if hasattr(owner, name):
+                stack.enter_context(_replaced(owner, name, around))
         yield
 
 
