@@ -66,7 +66,7 @@ def add_search(command: Parser) -> None:
     add = group.add_argument
     add("--devices", type=int, metavar="N", help="number of devices: search for their best layouts")
     add("--batch", type=int, metavar="B", help="sequences per step, on all devices together")
-    limit = "memory of a device that may be used, such as 80GiB or 80e9 (default: the device's, less 4%%)"
+    limit = "memory of a device that may be used, such as 80GiB or 80e9 (default: what the device has for tensors)"
     add("--memory", type=memory_size, metavar="BYTES", help=limit)
     add("--top", type=int, metavar="K", help="number of layouts to list (default: 5)")
     add("--svg", metavar="FILE", help="write a plot of step time against memory as SVG, or with --breakdown bars")
@@ -142,6 +142,7 @@ def _wanted(arguments: argparse.Namespace, model: Model) -> Wanted:
             attention=arguments.attention,
             overlap=arguments.overlap,
             prefetch=arguments.prefetch,
+            engine=arguments.engine or arguments.library,
         ),
         schedules=schedules_of(arguments, SEARCHED) if arguments.schedule is None else (arguments.schedule,),
         kinds=arguments.kinds or "none",

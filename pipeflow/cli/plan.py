@@ -31,6 +31,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.planning.attention import KERNELS
 from pipeflow.planning.breakdown import breakdown
 from pipeflow.planning.catalog import MODELS, Model, model_named
+from pipeflow.planning.engines import ENGINES
 from pipeflow.planning.estimate import plan
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.omissions import uncounted, unpriced
@@ -168,6 +169,8 @@ def _add_layout(command: Parser) -> None:
     shards = "split what --zero says over N replicas, such as those of a node, not over all of them"
     add("--shard-ranks", type=int, metavar="N", help=shards)
     prefetch = "with --zero 3, gather a layer while the backward before it computes"
+    engine = "count what this program keeps beside the tensors that all keep (default: as --for)"
+    add("--engine", choices=ENGINES, help=engine)
     add("--prefetch", action="store_true", help=prefetch)
     overlap = "reduce gradients and gather weights while layers compute (default: with --zero 3 and in fp8)"
     add("--overlap", action=argparse.BooleanOptionalAction, help=overlap)
@@ -218,7 +221,8 @@ def run(arguments: argparse.Namespace) -> int:
     require_seconds(arguments)
     require_one_output(arguments)
     options = {name: value for name in LAYOUT if (value := getattr(arguments, name)) is not None}
-    setup = Setup(**options | {"precision": PRECISIONS[arguments.precision]})
+    engine = arguments.engine or arguments.library
+    setup = Setup(**options | {"precision": PRECISIONS[arguments.precision], "engine": engine})
     cluster = cluster_of(arguments)
     with doing("planning"):
         cut = _cuts(arguments, model, setup, cluster)
@@ -316,6 +320,7 @@ def _for_programs(found: Plan) -> dict[str, Any]:
         "step_parts": None if found.step_parts is None else found.step_parts._asdict(),
         "breakdown": for_programs(found),
         "peak_bytes": found.peak_bytes,
+        "outside_bytes": found.outside_bytes,
         "peak_parts": found.peak_parts,
         "fits": found.fits,
         "not_counted": uncounted(found.model, found.cluster),

@@ -27,7 +27,7 @@ def above_caps(timeline: Timeline, cap: float | Sequence[float] | None) -> dict[
 
 def above_device(plan: Plan, memory: float, device: str) -> dict[str, Any] | None:
     """The same for the ranks of a plan and the memory of their device."""
-    most = [rank.peak_bytes for rank in plan.ranks]
+    most = [rank.peak_bytes + plan.outside_bytes for rank in plan.ranks]
     return _misfit(most, [memory] * len(most), f"the room on {device}", bytes_text, "")
 
 

@@ -13,6 +13,7 @@ from pipeflow.core.placement import require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.engines import outside_bytes
 from pipeflow.planning.setup import CHECKPOINTS, Checkpoint, Setup
 from pipeflow.planning.sharding import require_pipeline
 from pipeflow.schedules import SCHEDULES, make_schedule
@@ -21,6 +22,9 @@ from pipeflow.schedules.zb_auto import kinds_named
 
 SEARCHED = tuple(name for name in COMPARED if not is_searched(name))
 """The schedules that are tried unless others are named: those compared, but for those that are searched for."""
+
+
+GROUPS = 3  # kinds of groups that a search forms: tensor ranks, pipeline ranks, replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,8 @@ class Wanted:
     Attributes:
         model, cluster, devices: what is trained, and on what.
         batch: sequences per step, on all devices together.
-        memory: the most bytes of a device in a plan; by default the device's memory minus ALLOWANCE.
+        memory: the most bytes of a device in a plan; by default the device's memory minus ALLOWANCE, a context, and a
+            communicator for as many kinds of groups as the devices can form.
         setup: the sequence, the precision, and how activations are split and kept; its other fields are not used.
         tensor, pipeline, microbatch_size, checkpoint, zero: if given, all layouts have these values.
         schedules: names to try; by default SEARCHED, and with `kinds` also "zb-auto".
@@ -141,7 +146,10 @@ class Wanted:
     @property
     def limit(self) -> float:
         """The most bytes of a device in a plan."""
-        return self.cluster.usable_bytes if self.memory is None else self.memory
+        if self.memory is not None:
+            return self.memory
+        outside = outside_bytes(min(GROUPS, _prime_factors(self.devices))) if self.cluster.device.runs_ahead else 0
+        return self.cluster.usable_bytes - outside
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
@@ -149,3 +157,15 @@ class Wanted:
         if self.checkpoint is not None:
             return (self.checkpoint,)
         return CHECKPOINTS if self.setup.stores_scores else ("none", "full")
+
+
+def _prime_factors(number: int) -> int:
+    """How many prime factors a number has: that many sizes above 1 can have it as their product."""
+    found, divisor = 0, 2
+    while number > 1:
+        if number % divisor:
+            divisor += 1
+        else:
+            number //= divisor
+            found += 1
+    return found

@@ -119,6 +119,7 @@ class LayoutTrial:
         cell, family, cut: the layout.
         physical: its costs in seconds.
         state: per rank, the bytes that it holds besides activations.
+        step: per rank, its bytes during the optimizer's step, or more.
     """
 
     cell: Cell
@@ -126,6 +127,7 @@ class LayoutTrial:
     cut: Cut
     physical: Physical
     state: tuple[float, ...]
+    step: tuple[float, ...]
 
     @property
     def layout(self) -> Layout:
@@ -156,7 +158,7 @@ class LayoutTrial:
         return self._fullest(each.bytes(sizes) for each in self.family.peaks(microbatches))
 
     def _fullest(self, kept: Iterable[float]) -> float:
-        return max(state + (1 + ALLOCATOR) * most for state, most in zip(self.state, kept, strict=True))
+        return max(*self.step, *(state + (1 + ALLOCATOR) * most for state, most in zip(self.state, kept, strict=True)))
 
     def simulated(self) -> tuple[float, float]:
         """Simulates one step and returns its seconds, and the bytes of the fullest device: infinite if no order within
@@ -244,7 +246,7 @@ def trials(wanted: Wanted, cell: Cell, limit: float = inf) -> Iterator[tuple[flo
             least = each.split if family.split else each.whole
             room = tuple((limit - state) / (1 + ALLOCATOR) * (1 - ROUNDING) for state in each.state)
             ordered = family.under(each.physical.cost, wanted.kinds, room)
-            yield least + each.physical.after, LayoutTrial(cell, ordered, *each[:3])
+            yield least + each.physical.after, LayoutTrial(cell, ordered, *each[:4])
 
 
 class _Costs(NamedTuple):
@@ -255,6 +257,7 @@ class _Costs(NamedTuple):
     cut: Cut
     physical: Physical
     state: tuple[float, ...]
+    step: tuple[float, ...]
     whole: float
     split: float
 
@@ -266,15 +269,15 @@ def _costs(wanted: Wanted, cell: Cell, placement: Placement, limit: float) -> It
     weights = _profile(wanted, _of_one_replica(setup))
     by_load = cut_by_load(model.layers, placement, weights.first, weights.last)
     for cut in dict.fromkeys((even_cut(model.layers, placement.num_stages), by_load)):
-        state = state_bytes(model, setup, placement, cut)
-        if max(state) > limit:
+        state, step = state_bytes(model, setup, placement, cut)
+        if max(*state, *step) > limit:
             continue
         physical = physical_costs(model, placement, setup, mesh, wanted.cluster, cut=cut)
         of_one = zip(state, _of_one(physical.cost, placement), strict=True)
         if max(held + (1 + ALLOCATOR) * kept for held, kept in of_one) > limit:
             continue
         least = (least_makespan(physical.cost, placement, cell.microbatches, split=split) for split in (False, True))
-        yield _Costs(cut, physical, state, *least)
+        yield _Costs(cut, physical, state, step, *least)
 
 
 def _of_one(cost: CostModel, placement: Placement) -> list[float]:

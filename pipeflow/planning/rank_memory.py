@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 from pipeflow.core.placement import Placement
 from pipeflow.planning.blocks import Part, Transformer
+from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.engines import outside_bytes
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer_costs import (
     Parameters,
@@ -18,6 +20,7 @@ from pipeflow.planning.transformer_costs import (
     passed_bytes,
     recomputed_bytes,
     shares_of,
+    tokens_of,
 )
 
 ALLOCATOR = 0.04
@@ -41,9 +44,13 @@ class RankPlan:
         weight_bytes, gradient_bytes: bytes of these parameters and of their gradients.
         master_bytes, moment_bytes: bytes of the optimizer's master weights, and of Adam's two moments.
         activation_bytes: the most bytes that the schedule keeps at once for backwards.
-        recomputed_bytes: additional bytes that the backward of one layer recomputes.
+        recomputed_bytes: additional bytes that the backward of one layer recomputes, or those of the loss if they are
+            more.
         gathered_bytes: bytes of weights that are whole only while they are used, and of gradients before each device
             has its part.
+        buffer_bytes: bytes of the buffers in which the engine reduces gradients.
+        step_bytes: bytes of the float32 gradients of master weights, during the optimizer's step. Nothing is kept for
+            backwards then, so only what exceeds that adds to the peak.
         transfer_bytes: bytes of received activations and gradients that no computation has taken yet. This is one
             activation for each stage whose previous stage is on another rank, and one gradient for each stage whose
             next stage is.
@@ -61,6 +68,8 @@ class RankPlan:
     activation_bytes: float
     recomputed_bytes: int
     gathered_bytes: int
+    buffer_bytes: int
+    step_bytes: int
     transfer_bytes: float
     idle: float
 
@@ -75,9 +84,14 @@ class RankPlan:
         return self.master_bytes + self.moment_bytes
 
     @property
+    def _beside_step(self) -> float:
+        """Bytes that are free during the optimizer's step."""
+        return self.activation_bytes + self.recomputed_bytes + self.gathered_bytes + self.transfer_bytes
+
+    @property
     def _used_bytes(self) -> float:
-        state = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
-        return state + self.activation_bytes + self.recomputed_bytes + self.gathered_bytes + self.transfer_bytes
+        state = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes
+        return state + max(self._beside_step, self.step_bytes)
 
     @property
     def peak_parts(self) -> dict[str, float]:
@@ -89,7 +103,9 @@ class RankPlan:
             "activations": self.activation_bytes,
             "recomputed": self.recomputed_bytes,
             "gathered": self.gathered_bytes,
+            "buffers": self.buffer_bytes,
             "transfers": self.transfer_bytes,
+            "step": max(0.0, self.step_bytes - self._beside_step),
             "allocator": self.allocator_bytes,
         }
 
@@ -123,19 +139,33 @@ class Held(NamedTuple):
     ends: Parameters
 
 
-def state_bytes(model: Transformer, setup: Setup, placement: Placement, parts: Sequence[Part]) -> tuple[float, ...]:
-    """Per pipeline rank, the `peak_bytes` of a schedule that keeps nothing for backwards. `parts` are the layers of all
-    stages. Ranks that hold and send the same amounts are computed once.
+class StateBytes(NamedTuple):
+    """Bytes of a device of each pipeline rank.
+
+    Attributes:
+        held: the peak of a schedule that keeps nothing for backwards.
+        step: that with the optimizer's step.
     """
-    found: dict[object, float] = {}
+
+    held: tuple[float, ...]
+    step: tuple[float, ...]
+
+
+def state_bytes(model: Transformer, setup: Setup, placement: Placement, parts: Sequence[Part]) -> StateBytes:
+    """The bytes of each rank. `parts` are the layers of all stages. Ranks that hold and send the same amounts are
+    computed once.
+    """
+    found: dict[object, tuple[float, float]] = {}
     needed, shares = [], shares_of(model, parts)
     for rank, borders in enumerate(_borders(placement)):
         kind = (len(borders), *(shares[stage] for stage in placement.stages_of(rank)))
         if kind not in found:
             held = held_by(model, setup, placement, parts, rank)
-            found[kind] = rank_plan(setup, placement, rank, held, kept=0.0, idle=0.0).peak_bytes
+            state = rank_plan(setup, placement, rank, held, kept=0.0, idle=0.0)
+            found[kind] = replace(state, step_bytes=0).peak_bytes, state.peak_bytes
         needed.append(found[kind])
-    return tuple(needed)
+    held_, step = zip(*needed, strict=True)
+    return StateBytes(held_, step)
 
 
 def held_by(model: Transformer, setup: Setup, placement: Placement, parts: Sequence[Part], rank: int) -> Held:
@@ -143,6 +173,8 @@ def held_by(model: Transformer, setup: Setup, placement: Placement, parts: Seque
     stages = placement.stages_of(rank)
     own = [shares_of(model, parts)[stage] for stage in stages]
     again = recomputed_bytes(model, setup) if any(share.layers for share in own) else 0
+    if any(share.last for share in own):  # the loss comes before any layer is computed again
+        again = max(again, round(setup.program.loss * tokens_of(model, setup) * model.head_outputs(setup.tensor)))
     received = transferred(placement, rank, [float(passed_bytes(model, setup))] * len(parts))
     layer = parameters_of(model, [Share(min(1, sum(share.layers for share in own)), first=False, last=False)], setup)
     return Held(
@@ -184,15 +216,43 @@ def rank_plan(setup: Setup, placement: Placement, rank: int, held: Held, *, kept
         held.parts,
         parameters,
         weight_bytes=(part if zero == 3 else parameters) * precision.weight,
-        gradient_bytes=(part if zero > 1 and by_layer else parameters) * precision.gradient,
+        gradient_bytes=(part if zero > 1 and by_layer else parameters) * _gradient_width(setup, by_layer=by_layer),
         master_bytes=part * precision.master,
         moment_bytes=part * precision.moments,
         activation_bytes=kept,
         recomputed_bytes=held.recomputed_bytes,
         gathered_bytes=_gathered(setup, held, by_layer=by_layer),
+        buffer_bytes=_buffers(setup, parameters),
+        step_bytes=4 * part if precision.master and precision.gradient < 4 else 0,
         transfer_bytes=held.transfer_bytes,
         idle=idle,
     )
+
+
+def _gradient_width(setup: Setup, *, by_layer: bool) -> int:
+    """Bytes of a parameter's gradient, or of both of its gradients, as the engine keeps them."""
+    precision, program = setup.precision, setup.program
+    if program.float32_sums and setup.shards > 1 and not by_layer:
+        return 4
+    has_both = program.both_gradients and setup.zero < 2 and precision.gradient > precision.weight
+    return precision.gradient + (precision.weight if has_both else 0)
+
+
+def _buffers(setup: Setup, parameters: int) -> int:
+    """The `buffer_bytes` of a rank with so many parameters. With ZeRO-1 and float32 sums there are none."""
+    precision = setup.precision
+    if setup.shards == 1 or (setup.zero == 1 and precision.gradient > precision.weight):
+        return 0
+    return min(setup.program.bucket, parameters) * precision.gradient * (2 if setup.overlaps else 1)
+
+
+def outside_of(setup: Setup, ranks: int, cluster: Cluster | None) -> int:
+    """The bytes of a device that are outside of tensors in a layout of so many pipeline ranks: those of its context,
+    and of a communicator per kind of group that communicates. A CPU has neither.
+    """
+    if cluster is not None and not cluster.device.runs_ahead:
+        return 0
+    return outside_bytes(sum(size > 1 for size in (setup.tensor, setup.context, setup.data, setup.expert, ranks)))
 
 
 def _gathered(setup: Setup, held: Held, *, by_layer: bool) -> int:

@@ -14,6 +14,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import require_at_least, require_positive
 from pipeflow.planning.attention import KERNELS, Kernel
 from pipeflow.planning.blocks import near_divisors
+from pipeflow.planning.engines import ENGINES, Engine
 
 Checkpoint = Literal["none", "full", "selective"]
 CHECKPOINTS: tuple[Checkpoint, ...] = ("none", "full", "selective")
@@ -113,6 +114,7 @@ class Setup:
         prefetch: with `zero` 3, a backward gathers each layer while it computes another one, as FSDP2 and BACKWARD_PRE
             of FSDP do. Without, as with BACKWARD_POST, it gathers a layer after the one before has been computed.
             Published runs of FSDP are nearer to this, so it is the default.
+        engine: the program whose own buffers memory counts, of `engines.ENGINES`; unless given, only what all keep.
         overlap: gradients are reduced, and weights gathered, while layers compute; tensor ranks, too, communicate then
             with `sequence_parallel` and `zero` below 3. By default with `zero` 3 and in 8 bits.
         checkpoint: what a layer's backward recomputes. "full": the whole layer, which keeps only its input.
@@ -164,6 +166,7 @@ class Setup:
     shard_ranks: int | None = None
     overlap: bool | None = None
     prefetch: bool = False
+    engine: str | None = None
     dispatcher: Dispatcher = "all-to-all"
     overlap_experts: bool = False
     recompute_modules: tuple[str, ...] = ()
@@ -194,6 +197,8 @@ class Setup:
         if self.shard_ranks is not None:
             require_positive(shard_ranks=self.shard_ranks)
             self._require_shards(self.shard_ranks)
+        if self.engine is not None and self.engine not in ENGINES:
+            raise UsageError(f"engine must be one of {', '.join(ENGINES)}; got {self.engine!r}")
         if not isinstance(self.checkpoint, bool) and self.checkpoint not in CHECKPOINTS:
             raise UsageError(f"checkpoint must be one of {', '.join(CHECKPOINTS)}; got {self.checkpoint!r}")
         self._require_kernel()
@@ -242,6 +247,11 @@ class Setup:
     def expert_shards(self) -> int:
         """The number of parts of experts that `zero` divides."""
         return math.gcd(self.shards, self.expert_replicas) if self.zero else 1
+
+    @property
+    def program(self) -> Engine:
+        """What the engine keeps; nothing of its own if none is given."""
+        return Engine() if self.engine is None else ENGINES[self.engine]
 
     @property
     def overlaps(self) -> bool:

@@ -17,7 +17,7 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.layout_string import LayoutString
-from pipeflow.planning.rank_memory import RankPlan
+from pipeflow.planning.rank_memory import RankPlan, outside_of
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer_costs import head_forward, layer_forward, sequence_of
 
@@ -84,14 +84,24 @@ class StepPlan:
         return max(rank.peak_bytes for rank in self.ranks)
 
     @property
+    def outside_bytes(self) -> int:
+        """The memory that a process takes from its device outside of tensors: for its context and its communicators."""
+        return outside_of(self.setup, len(self.ranks), self.cluster)
+
+    @property
+    def device_bytes(self) -> float:
+        """What the fullest device has to have room for: `peak_bytes` and `outside_bytes`."""
+        return self.peak_bytes + self.outside_bytes
+
+    @property
     def peak_parts(self) -> dict[str, float]:
         """The parts of `peak_bytes`, in bytes."""
         return max(self.ranks, key=lambda rank: rank.peak_bytes).peak_parts
 
     @property
     def fits(self) -> bool | None:
-        """Whether the fullest device has room for `peak_bytes`. None without a cluster."""
-        return None if self.cluster is None else self.peak_bytes <= self.cluster.usable_bytes
+        """Whether the fullest device has room for `device_bytes`. None without a cluster."""
+        return None if self.cluster is None else self.device_bytes <= self.cluster.usable_bytes
 
     @property
     def makespan_bubble_ratio(self) -> float:
@@ -159,16 +169,17 @@ class StepPlan:
         """Lines on the highest peak, the time of a step, and its bubble."""
         highest = max(self.ranks, key=lambda rank: rank.peak_bytes)
         what = "scores that are" if self.setup.checkpoint == "selective" else "layer that is"
+        what = f"loss or the {what}" if self.setup.program.loss else what
         again = (
             f"{bytes_text(highest.recomputed_bytes)} for the {what} recomputed, " if highest.recomputed_bytes else ""
         )
         peak = f"peak: {bytes_text(highest.peak_bytes)} on rank {highest.rank}"
         yield f"{peak}, of which {again}{bytes_text(highest.allocator_bytes)} for the allocator"
+        if self.outside_bytes:
+            yield f"  beside it {bytes_text(self.outside_bytes)} for the context and for communicators"
         if self.cluster is not None and not self.fits:
             usable, device = self.cluster.usable_bytes, self.cluster.device.name
-            more = (
-                f"{bytes_text(self.peak_bytes - usable)} more than the {bytes_text(usable)} that {device} has room for"
-            )
+            more = f"{bytes_text(self.device_bytes - usable)} more than {device} has room for ({bytes_text(usable)})"
             yield f"  does not fit: {more} (pipeflow plan --devices {self.devices} --batch B finds layouts that fit)"
         yield self._step()
         if self.step_parts is not None:

@@ -256,6 +256,8 @@ def _saved(model: Transformer, setup: Setup, share: Share) -> float:
         kept += whole * model.dropout
     if share.last:
         kept += (1 + model.further_layers) * (2 * width * whole + 4 * model.head_outputs(setup.tensor))
+    elif setup.program.keeps_outputs:
+        kept += width * whole
     return kept
 
 

@@ -84,9 +84,9 @@ def find_module_layouts(
     for size, example in examples.items():
         counted = CountedModule.of(module, example, base, blocks)
         for each in _tried(counted, base, cluster, schedules, (devices, batch, size)):
-            if least is None or each.plan.peak_bytes < least.plan.peak_bytes:
+            if least is None or each.plan.device_bytes < least.plan.device_bytes:
                 least = each
-            if each.plan.peak_bytes <= limit:
+            if each.plan.device_bytes <= limit:
                 found.setdefault((each.layout.pipeline, each.layout.data), []).append(each)
     if least is None:
         sizes = " or ".join(map(str, examples))
@@ -95,7 +95,7 @@ def find_module_layouts(
             "these numbers"
         )
     if not found:
-        more, layout = least.plan.peak_bytes - limit, least.layout
+        more, layout = least.plan.device_bytes - limit, least.layout
         raise UsageError(
             f"no layout fits: the closest one, pipeline {layout.pipeline} x data {layout.data} with {layout.schedule} "
             f"and microbatches of {layout.microbatch_size}, needs {bytes_text(more)} more than the limit of "

@@ -43,7 +43,7 @@ def test_layouts_for_people(capsys: pytest.CaptureFixture[str], fixed: list[obje
     shown = out(capsys, "plan", *SMALL, *fixed)
     assert "\x1b" not in shown
     assert max(map(len, shown.splitlines())) <= 80
-    assert "4 devices a100-40gb, at most 38.4 GiB on each" in shown
+    assert "4 devices a100-40gb, at most 37.6 GiB on each" in shown
     rows = [line for line in shown.splitlines() if line.endswith(" GiB")]
     assert [row.split()[0] for row in rows] == [str(place) for place in range(1, 3 if "--top" in fixed else 6)]
     assert ("schedules." in shown) == ("--pipeline" not in fixed)

@@ -54,6 +54,7 @@ def _time(plan: Plan) -> Iterator[str]:
 
 
 def _memory(plan: Plan, memory: float) -> str:
+    memory -= plan.outside_bytes
     parts = ("weights", "gradients", "optimizer", "activations", "allocator")
     head = ("rank", "layers", *parts, "sum", f"of {bytes_text(memory)}")
     caption = f"Memory of a device, {heading(plan.timeline)}"

@@ -1,0 +1,60 @@
+"""Engine: what a training program keeps on a device beside the tensors that every program needs, and what surrounds
+them there. Must not contain: sizes of models.
+
+Sources:
+
+- Megatron-LM frees a stage's output as soon as it is sent, and adds up gradients in float32 as they are computed
+  (`deallocate_pipeline_outputs`, `gradient_accumulation_fusion`).
+- DeepSpeed keeps a stage's output until its backward, and gradients in 16 bits beside their float32 sums in bf16
+  (`_exec_backward_pass` of deepspeed/runtime/pipe/engine.py calls `update_hp_grads(clear_lp_grads=False)`). With ZeRO,
+  it reduces gradients in a buffer of 5e8 numbers (`reduce_bucket_size`), and in two of them with `overlap_comm`.
+- The loss of Megatron-LM has logits in 16 bits and in float32 beside its softmax, as Megatron-DeepSpeed does. torch's
+  cross_entropy has logits in 16 bits and two float32 gradients beside the logarithms of its softmax.
+- torch.distributed.pipelining keeps a stage's output until its backward. Until the last backward, FSDP2 adds up whole
+  gradients in the type of their reduction, which is float32 in torchtitan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+CONTEXT = 2**29
+"""Bytes of a CUDA context with its kernels: 0.4 to 0.6 GiB on V100 to H100."""
+COMMUNICATOR = 688 * 2**20
+"""Bytes of an NCCL communicator, as measured on A100 with NVLink for 3 or 4 devices; for 2 devices it is 544 MiB
+(NVIDIA/nccl#964)."""
+
+
+class Engine(NamedTuple):
+    """What a program keeps.
+
+    Attributes:
+        both_gradients: gradients in 16 bits stay beside their float32 sums, unless `zero` divides gradients.
+        float32_sums: pipeline ranks that divide anything add up whole gradients in float32.
+        keeps_outputs: a stage keeps its output until its backward.
+        bucket: numbers in the buffer in which divided gradients are reduced.
+        loss: bytes of a logit in the loss, beside the four that are kept until its backward.
+    """
+
+    both_gradients: bool = False
+    float32_sums: bool = False
+    keeps_outputs: bool = False
+    bucket: int = 0
+    loss: int = 0
+
+
+ENGINES: Mapping[str, Engine] = MappingProxyType(
+    {
+        "megatron": Engine(loss=6),
+        "torchtitan": Engine(float32_sums=True, keeps_outputs=True, loss=10),
+        "deepspeed": Engine(both_gradients=True, keeps_outputs=True, bucket=500_000_000, loss=6),
+    }
+)
+"""By the names that `pipeflow plan --engine` takes."""
+
+
+def outside_bytes(groups: int) -> int:
+    """Bytes that a process takes from its device outside of tensors, with so many groups of ranks that communicate."""
+    return CONTEXT + groups * COMMUNICATOR
