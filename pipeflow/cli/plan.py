@@ -22,6 +22,7 @@ from pipeflow.cli.options import add_family_options, flag, schedule_name
 from pipeflow.cli.outputs import show, wrapped
 from pipeflow.cli.progress import doing
 from pipeflow.cli.request import Request, is_file
+from pipeflow.cli.sharding import add_sharding
 from pipeflow.cli.sources import sound_source
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
@@ -31,12 +32,11 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.planning.attention import KERNELS
 from pipeflow.planning.breakdown import breakdown
 from pipeflow.planning.catalog import MODELS, Model, model_named
-from pipeflow.planning.engines import ENGINES
 from pipeflow.planning.estimate import plan
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.omissions import uncounted, unpriced
 from pipeflow.planning.physical import physical_costs
-from pipeflow.planning.setup import CHECKPOINTS, CONTEXT_KINDS, DISPATCHERS, GRAPHS, MODULES, PRECISIONS, ZERO, Setup
+from pipeflow.planning.setup import CHECKPOINTS, CONTEXT_KINDS, DISPATCHERS, GRAPHS, MODULES, PRECISIONS, Setup
 from pipeflow.planning.similar import said, similar_values
 from pipeflow.planning.step_plan import TITLES, Plan
 from pipeflow.planning.transformer import GPT
@@ -164,16 +164,7 @@ def _add_layout(command: Parser) -> None:
     add("--microbatch-size", type=int, metavar="B", help="sequences per microbatch (default: 1)")
     add("--sequence", type=int, metavar="S", help="tokens per sequence (default: the model's positions)")
     add("--precision", choices=PRECISIONS, default="bf16", help="types of weights and states (default: %(default)s)")
-    zero = "split over the replicas: 1 (or no value) the optimizer's state, 2 gradients, too, 3 weights, too (FSDP)"
-    add("--zero", type=int, choices=ZERO, nargs="?", const=1, help=f"{zero}; default: 0")
-    shards = "split what --zero says over N replicas, such as those of a node, not over all of them"
-    add("--shard-ranks", type=int, metavar="N", help=shards)
-    prefetch = "with --zero 3, gather a layer while the backward before it computes"
-    engine = "count what this program keeps beside the tensors that all keep (default: as --for)"
-    add("--engine", choices=ENGINES, help=engine)
-    add("--prefetch", action="store_true", help=prefetch)
-    overlap = "reduce gradients and gather weights while layers compute (default: with --zero 3 and in fp8)"
-    add("--overlap", action=argparse.BooleanOptionalAction, help=overlap)
+    add_sharding(group)
     checkpoint = "full (or no value): keep only each layer's input and recompute the layer; selective: recompute scores"
     add("--checkpoint", choices=CHECKPOINTS, nargs="?", const="full", help=checkpoint)
     add("--sequence-parallel", action="store_true", help="also split the activations of norms over the tensor ranks")

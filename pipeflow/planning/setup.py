@@ -109,11 +109,9 @@ class Setup:
         precision: of weights, gradients, optimizer and activations.
         zero: what is divided among the `replicas` (ZeRO, arXiv 1910.02054). 0: nothing; 1: master weights and moments;
             2: gradients, too; 3: weights, too, gathered for use (FSDP, arXiv 2304.11277). True and False: 1 and 0.
-        shard_ranks: the replicas that together hold what `zero` divides; other groups of as many hold copies of it
-            (hybrid sharding). By default all of them.
-        prefetch: with `zero` 3, a backward gathers each layer while it computes another one, as FSDP2 and BACKWARD_PRE
-            of FSDP do. Without, as with BACKWARD_POST, it gathers a layer after the one before has been computed.
-            Published runs of FSDP are nearer to this, so it is the default.
+        shard_ranks: the replicas that together hold what `zero` divides; others hold copies. By default all of them.
+        prefetch: with `zero` 3, a backward gathers a layer while another one computes (FSDP2, BACKWARD_PRE), and
+            not after it (BACKWARD_POST, to which published runs are nearer).
         engine: the program whose own buffers memory counts, of `engines.ENGINES`; unless given, only what all keep.
         overlap: gradients are reduced, and weights gathered, while layers compute; tensor ranks, too, communicate then
             with `sequence_parallel` and `zero` below 3. By default with `zero` 3 and in 8 bits.

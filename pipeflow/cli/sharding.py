@@ -1,0 +1,23 @@
+"""The options of `pipeflow plan` that say what replicas divide, and which program keeps it."""
+
+from __future__ import annotations
+
+import argparse
+
+from pipeflow.planning.engines import ENGINES
+from pipeflow.planning.setup import ZERO
+
+
+def add_sharding(group: argparse._ArgumentGroup) -> None:
+    """Adds the options."""
+    add = group.add_argument
+    zero = "split over the replicas: 1 (or no value) the optimizer's state, 2 gradients, too, 3 weights, too (FSDP)"
+    add("--zero", type=int, choices=ZERO, nargs="?", const=1, help=f"{zero}; default: 0")
+    shards = "split what --zero says over N replicas, such as those of a node, not over all of them"
+    add("--shard-ranks", type=int, metavar="N", help=shards)
+    prefetch = "with --zero 3, gather a layer while the backward before it computes"
+    add("--prefetch", action="store_true", help=prefetch)
+    overlap = "reduce gradients and gather weights while layers compute (default: with --zero 3 and in fp8)"
+    add("--overlap", action=argparse.BooleanOptionalAction, help=overlap)
+    engine = "count what this program keeps beside the tensors that all keep (default: as --for)"
+    add("--engine", choices=ENGINES, help=engine)
