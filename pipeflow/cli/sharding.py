@@ -9,7 +9,7 @@ from pipeflow.planning.setup import ZERO
 
 
 def add_sharding(group: argparse._ArgumentGroup) -> None:
-    """Adds the options."""
+    """Adds the options to a group of a command."""
     add = group.add_argument
     zero = "split over the replicas: 1 (or no value) the optimizer's state, 2 gradients, too, 3 weights, too (FSDP)"
     add("--zero", type=int, choices=ZERO, nargs="?", const=1, help=f"{zero}; default: 0")

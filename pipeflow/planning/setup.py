@@ -110,8 +110,7 @@ class Setup:
         zero: what is divided among the `replicas` (ZeRO, arXiv 1910.02054). 0: nothing; 1: master weights and moments;
             2: gradients, too; 3: weights, too, gathered for use (FSDP, arXiv 2304.11277). True and False: 1 and 0.
         shard_ranks: the replicas that together hold what `zero` divides; others hold copies. By default all of them.
-        prefetch: with `zero` 3, a backward gathers a layer while another one computes (FSDP2, BACKWARD_PRE), and
-            not after it (BACKWARD_POST, to which published runs are nearer).
+        prefetch: with `zero` 3, a backward gathers a layer while another one computes, not after it.
         engine: the program whose own buffers memory counts, of `engines.ENGINES`; unless given, only what all keep.
         overlap: gradients are reduced, and weights gathered, while layers compute; tensor ranks, too, communicate then
             with `sequence_parallel` and `zero` below 3. By default with `zero` 3 and in 8 bits.
@@ -142,8 +141,7 @@ class Setup:
         cuda_graphs: scopes of CUDA graphs, of GRAPHS; what is in them is not launched by the host.
 
     Raises UsageError for sizes below 1 or that do not divide, for an unknown `zero`, `checkpoint`, `attention` or
-    `context_kind`, and for a fused kernel that should keep scores or recompute them. Also raises it for `shard_ranks`
-    without `zero`.
+    `context_kind`, for a fused kernel that should keep or recompute scores, and for `shard_ranks` without `zero`.
     """
 
     tensor: int = 1
