@@ -1,14 +1,15 @@
-"""Memory kinds: do plans with recomputations, offloads and loads hold, and does waiting hide recomputations?
+"""Memory kinds: do plans with recomputations, offloads, loads, gathers of weights and the optimizer's steps hold, and
+does waiting hide recomputations?
 
-Stages sleep, and so do copies, on 4 ranks that are processes; sleeping needs no cores. Every schedule of the registry
-runs with all stages recomputed, with all stages offloaded, and with both on every other stage. Per step, costs are
-measured in a traced step and simulated; the plan stands beside an untraced step. Then few microbatches are recomputed
-under 1f1b, where ranks wait for gradients anyway.
+Stages sleep, and so do copies, gathers and the optimizer, on 4 ranks that are processes; sleeping needs no cores. Every
+schedule of the registry runs with all stages recomputed, with all stages offloaded, with both on every other stage, and
+with the optimizer's steps. Then all stages are under fully_shard, and gathered ahead, with these steps and without;
+schedules in two directions cannot be. Per step, costs are measured in a traced step and simulated; the plan stands
+beside an untraced step. Then few microbatches are recomputed under 1f1b, where ranks wait for gradients anyway.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -25,15 +26,17 @@ if TYPE_CHECKING:
 
 RANKS, MICROBATCHES, FEW = 4, 8, 4
 FORWARD, BACKWARD, COPY = 0.012, 0.024, 0.008  # seconds, of a rank's whole share of the model
+GATHER, STEP = 0.016, 0.010
 PLAIN, RECOMPUTED = "plain", "recomputed"
 
 
 def run(rounds: int | None = None) -> Report:
     rounds = rounds or 3
-    results = run_ranks("memory_plans:measure", RANKS, {"rounds": rounds}, deadline=200 + 100 * rounds)
+    results = run_ranks("memory_plans:measure", RANKS, {"rounds": rounds}, deadline=300 + 200 * rounds)
     times, plans = step_times([each["times"] for each in results]), results[0]["planned"]
-    forward, backward, copy = (round(1e3 * seconds) for seconds in (FORWARD, BACKWARD, COPY))
-    title = f"memory_plans: {RANKS} ranks, F {forward} ms, B {backward} ms, copies {copy} ms, {rounds} rounds"
+    words = {"F": FORWARD, "B": BACKWARD, "copies": COPY, "gathers": GATHER, "S": STEP}
+    listed = ", ".join(f"{word} {1e3 * seconds:.0f} ms" for word, seconds in words.items())
+    title = f"memory_plans: {RANKS} ranks, {listed}, {rounds} rounds"
     report = Report("memory_plans", title, ["", "planned ms", "measured ms", "planned / measured"])
     report.data = {"measured seconds": times, "planned seconds": plans}
     for label, seconds in plans.items():
@@ -74,7 +77,19 @@ def uses(name: str, microbatches: int) -> dict[str, pipeflow.Schedule]:
         RECOMPUTED: pipeflow.with_recompute(plain),
         "offloaded": pipeflow.with_offload(plain, cost),
         "both": pipeflow.with_offload(half, cost, stages[1::2]),
+        "stepped": pipeflow.with_optimizer_step(plain),
     }
+
+
+def gathered(name: str) -> dict[str, pipeflow.Schedule]:
+    """By name: the schedule with weights that are gathered ahead. None in two directions."""
+    import pipeflow
+
+    plain = pipeflow.make_schedule(name, ranks=RANKS, microbatches=MICROBATCHES).without_pairs()
+    if len(plain.placement.paths) > 1:
+        return {}
+    ahead = pipeflow.with_unshard(plain)
+    return {"gathered": ahead, "gathered and stepped": pipeflow.with_optimizer_step(ahead)}
 
 
 def cost_of(schedule: pipeflow.Schedule) -> pipeflow.CostModel:
@@ -103,32 +118,64 @@ def measure(rounds: int) -> dict[str, Times]:
         found = uses(name, MICROBATCHES)
         del found[PLAIN]
         _measure(name, found, rounds, times, plans)
+        if ahead := gathered(name):
+            _measure(name, ahead, rounds, times, plans, sharded=True)
         torch.distributed.barrier()
     few = uses("1f1b", FEW)
     _measure(f"1f1b, {FEW} microbatches", {use: few[use] for use in (PLAIN, RECOMPUTED)}, 4 * rounds, times, plans)
     return {"times": times, "planned": plans}
 
 
-def _measure(label: str, found: dict[str, pipeflow.Schedule], rounds: int, times: Times, plans: Times) -> None:
+def _measure(
+    label: str,
+    found: dict[str, pipeflow.Schedule],
+    rounds: int,
+    times: Times,
+    plans: Times,
+    *,
+    sharded: bool = False,
+) -> None:
     import torch
-    from torch import nn
 
-    import pipeflow
     from benchmarks.measure import alternate
 
     schedule = next(iter(found.values()))
-    placement = schedule.placement
-    share = placement.chunks_per_rank
-    stages = (stage(FORWARD / share, BACKWARD / share) for _ in placement.stages_of(int(os.environ["RANK"])))
-    model = pipeflow.Pipeline(nn.ModuleList(stages), schedule, criterion=nn.functional.mse_loss, tensor_shape=(1, 16))
+    share = schedule.placement.chunks_per_rank
+    model = _model(schedule, sharded=sharded)
     batch = torch.ones(schedule.num_microbatches, 16)
     traced = {use: Traced(model, batch, each) for use, each in found.items()}
-    with slow_copies(COPY / share):
+    with slow_copies(COPY / share), slow_gathers(GATHER / share):
         untraced = {use: each.untraced for use, each in traced.items()}
         measured = alternate(untraced | {f"{use}, traced": each.traced for use, each in traced.items()}, rounds)
     for use, each in traced.items():
         times[f"{label}: {use}"] = measured[use]
         plans[f"{label}: {use}"] = each.planned[-rounds:]
+
+
+def _model(schedule: pipeflow.Schedule, *, sharded: bool) -> pipeflow.Pipeline:
+    """This rank's stages, of which the optimizer takes a time for each."""
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    import pipeflow
+    from pipeflow.parallel.context import current_context
+
+    placement = schedule.placement
+    share, context = placement.chunks_per_rank, current_context()
+    own = placement.stages_of(context.pipeline_rank)
+    stages = nn.ModuleList(stage(FORWARD / share, BACKWARD / share) for _ in own)
+    for each in stages if sharded else ():
+        fully_shard(each, mesh=context.mesh["data"])
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            time.sleep(STEP / share)
+            return super().step(closure)
+
+    model = pipeflow.Pipeline(stages, schedule, criterion=nn.functional.mse_loss, tensor_shape=(1, 16))
+    pipeflow.PipelinedOptimizer(model, Slow(model.parameters(), lr=0.0), clip_grad_norm=1e6)
+    return model
 
 
 class Traced:
@@ -179,6 +226,30 @@ def slow_copies(seconds: float) -> Iterator[None]:
         yield
     finally:
         Saved.to_host, Saved.to_device = moves  # type: ignore[method-assign]  # slowed to be measured
+
+
+@contextmanager
+def slow_gathers(seconds: float) -> Iterator[None]:
+    """A region in which a gather of weights takes a time, one after the other."""
+    from concurrent.futures import Future, ThreadPoolExecutor
+
+    from pipeflow.runtime.gradients.fully_sharded import Unshard
+
+    begin, thread = Unshard.begin, ThreadPoolExecutor(1)
+
+    class Slept:
+        def __init__(self, future: Future[None]) -> None:
+            self.wait = future.result
+
+    def slowly(self: Unshard) -> Any:
+        return [*begin(self), Slept(thread.submit(time.sleep, seconds))]
+
+    Unshard.begin = slowly  # type: ignore[method-assign]  # slowed to be measured
+    try:
+        yield
+    finally:
+        Unshard.begin = begin  # type: ignore[method-assign]  # slowed to be measured
+        thread.shutdown()
 
 
 def stage(forward: float, backward: float) -> Any:

@@ -79,9 +79,10 @@ def improved_with_memory(
     if goes_on():
         _searched(best, goes_on)
     if best.found is None:
+        least = min(best.least, max(storage.problem.least))  # or one microbatch at a time, without any kind
         raise NoOrderError(
-            f"no order was found that keeps within the cap: of those that were tried, the one that keeps least needs "
-            f"{best.least / (storage.problem.memory.unit or 1):g} on the rank that keeps most"
+            f"no order was found that keeps within the cap: of those that are known, the one that keeps least needs "
+            f"{least / (storage.problem.memory.unit or 1):g} on the rank that keeps most"
         )
     return best.found
 
