@@ -29,6 +29,7 @@ NAMES = (
     "optimizers",
     "trainer",
     "planning_llama",
+    "pipelining",
     "unmodified",
     "planner",
     "replan",

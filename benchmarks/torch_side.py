@@ -1,68 +1,52 @@
-"""A task under torch.distributed.pipelining, as its documentation tells one to run it."""
+"""A task under torch.distributed.pipelining, as its documentation says, or under its names in pipeflow."""
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from torch.distributed.pipelining import schedules as theirs
 
 from benchmarks.task import Contender, Task
 from pipeflow import Placement
 
 
 def one_f_one_b(task: Task, rank: int) -> Contender:
-    chunks = task.chunks_of(rank, 1)
-    stage = PipelineStage(chunks[0], rank, task.ranks, torch.device("cpu"))
-    return _contender(task, rank, chunks, Schedule1F1B(stage, task.microbatches, loss_fn=task.criterion))
+    return contender(task, rank, "1F1B", Placement.linear(task.ranks))
 
 
 def interleaved(task: Task, rank: int, chunks: int) -> Contender:
-    modules, stages = _looped(task, rank, chunks)
-    return _contender(task, rank, modules, ScheduleInterleaved1F1B(stages, task.microbatches, loss_fn=task.criterion))
-
-
-def _looped(task: Task, rank: int, chunks: int) -> tuple[list[nn.Module], list[Any]]:
-    modules = task.chunks_of(rank, chunks)
-    total, device = task.ranks * chunks, torch.device("cpu")
-    return modules, [PipelineStage(each, rank + i * task.ranks, total, device) for i, each in enumerate(modules)]
+    return contender(task, rank, "Interleaved1F1B", Placement.looped(task.ranks, chunks))
 
 
 def interleaved_zero_bubble(task: Task, rank: int, chunks: int) -> Contender:
-    modules, stages = _looped(task, rank, chunks)
-    schedule = ScheduleInterleavedZeroBubble(stages, task.microbatches, loss_fn=task.criterion)
-    return _contender(task, rank, modules, schedule)
+    return contender(task, rank, "InterleavedZeroBubble", Placement.looped(task.ranks, chunks))
 
 
 def zero_bubble_v(task: Task, rank: int) -> Contender:
-    placement = Placement.vee(task.ranks)
-    modules, stages = task.stages_of(rank, placement), placement.stages_of(rank)
-    device = torch.device("cpu")
-    pairs, total = zip(modules, stages, strict=True), 2 * task.ranks
-    held: list[Any] = [PipelineStage(each, stage, total, device) for each, stage in pairs]
-    schedule = ScheduleZBVZeroBubble(held, task.microbatches, loss_fn=task.criterion)
-    return _contender(task, rank, modules, schedule, last=0)
+    return contender(task, rank, "ZBVZeroBubble", Placement.vee(task.ranks))
 
 
-def _contender(
-    task: Task,
-    rank: int,
-    modules: list[nn.Module],
-    schedule: Schedule1F1B | PipelineScheduleMulti,
-    *,
-    last: int | None = None,
+def contender(
+    task: Task, rank: int, name: str, placement: Placement, library: ModuleType = theirs, label: str = "torch"
 ) -> Contender:
-    """`last`: the rank that computes the loss, the last one unless given."""
+    """`name` is a schedule of `library`, the module of torch's schedules or of pipeflow's under the same names."""
+    modules, stages = task.stages_of(rank, placement), placement.stages_of(rank)
+    device, total = torch.device("cpu"), placement.num_stages
+    held: list[Any] = [
+        library.PipelineStage(each, stage, total, device) for each, stage in zip(modules, stages, strict=True)
+    ]
+    kind = library.get_schedule_class(name)
+    single = not issubclass(kind, theirs.PipelineScheduleMulti)
+    schedule = kind(held[0] if single else held, task.microbatches, loss_fn=task.criterion)
+    return _contender(task, rank, modules, schedule, label, last=placement.rank_of(total - 1))
+
+
+def _contender(task: Task, rank: int, modules: list[nn.Module], schedule: Any, label: str, *, last: int) -> Contender:
+    """`last`: the rank that computes the loss."""
     inputs = (task.inputs,) if rank == 0 else ()
-    last = task.ranks - 1 if last is None else last
 
     def step() -> Tensor | None:
         if rank != last:
@@ -72,4 +56,4 @@ def _contender(
         schedule.step(*inputs, target=task.labels, losses=losses, return_outputs=False)
         return torch.stack(losses).mean()
 
-    return Contender("torch", step, modules, schedule)
+    return Contender(label, step, modules, schedule)

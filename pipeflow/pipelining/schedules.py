@@ -14,7 +14,7 @@ import torch.distributed.pipelining.schedules as theirs
 from torch import Tensor
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
-from pipeflow.core.errors import unknown
+from pipeflow.core.errors import UsageError, unknown
 from pipeflow.core.schedule import Schedule
 from pipeflow.pipelining import orders
 from pipeflow.pipelining.running import Running, own_microbatches, raise_everywhere
@@ -116,6 +116,10 @@ class OnEngine(theirs._PipelineSchedule):
             elif args or kwargs or target is not None:
                 raise ValueError("pass microbatches (arg_mbs, kwarg_mbs, target_mbs) or a batch to split, not both")
             arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+            if self._has_backward and target_mbs is None and any(stage.is_last for stage in self.own_stages):
+                raise UsageError(
+                    "step() needs target= on the rank with the last stage, because the schedule has a loss_fn"
+                )
         except Exception as error:
             raise_everywhere(pipeline.context, error)
             raise
@@ -223,20 +227,17 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, theirs._PipelineScheduleRu
         kinds = {action.computation_type for row in self._actions.values() for action in row if action is not None}
         return self.scale_grads and theirs.REDUCE_GRAD in kinds
 
-    def _step_microbatches(
-        self,
-        arg_mbs: list[Any] | None = None,
-        kwarg_mbs: list[Any] | None = None,
-        target_mbs: list[Any] | None = None,
-        losses: list[Tensor] | None = None,
-        return_outputs: bool = True,
-        loss_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        arguments = (arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one step, as the other schedules do."""
         if self._comp_type_to_function_map:
-            theirs._PipelineScheduleRuntime._step_microbatches(self, *arguments)
+            return theirs.PipelineScheduleMulti.step(self, *args, **kwargs)
+        return super().step(*args, **kwargs)
+
+    def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
+        if self._comp_type_to_function_map:
+            theirs._PipelineScheduleRuntime._step_microbatches(self, *args, **kwargs)
         else:
-            super()._step_microbatches(*arguments)
+            super()._step_microbatches(*args, **kwargs)
 
 
 class ScheduleLoopedBFS(_PipelineScheduleRuntime, theirs.ScheduleLoopedBFS):

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining.schedules import _ComputationType
 
-from pipeflow import PipelineError
+from pipeflow import PipelineError, UsageError
 from pipeflow.parallel.context import current_context
+from pipeflow.pipelining import PipelineStage
+from pipeflow.pipelining.schedules import get_schedule_class
 from pipeflow.testing import run_processes
-from tests.pipelining.work import MICROBATCHES, TOLERANCE, WIDTH, Work, batch, mean_loss, serial, together
+from tests.pipelining.work import (
+    CPU,
+    MICROBATCHES,
+    TOLERANCE,
+    WIDTH,
+    Work,
+    batch,
+    difference,
+    mean_loss,
+    serial,
+    together,
+)
 
 pytestmark = pytest.mark.slow
 NAMES = (
@@ -154,3 +168,111 @@ def replaced() -> float:
 
 def test_a_stage_may_get_another_module() -> None:
     assert max(run_processes(replaced, 2)) < TOLERANCE
+
+
+class Later(nn.Module):
+    """A linear layer whose backward leaves the gradient of its weight to `compute`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH, dtype=torch.float64) + 0.1)
+        self.left: list[Any] = []
+
+    def forward(self, value: Any) -> Any:
+        layer = self
+
+        class Product(torch.autograd.Function):
+            @staticmethod
+            def forward(context: Any, value: Any) -> Any:
+                context.save_for_backward(value)
+                return value @ layer.weight.detach().t()
+
+            @staticmethod
+            def backward(context: Any, gradient: Any) -> Any:
+                layer.left.append(gradient.t() @ context.saved_tensors[0])
+                return gradient @ layer.weight.detach()
+
+        return Product.apply(value)  # type: ignore[no-untyped-call]  # torch's
+
+    def builder(self) -> Any:
+        """Takes what the last backward has left, and returns what adds it to the gradient."""
+        left = self.left.pop()
+
+        def add() -> None:
+            self.weight.grad = left if self.weight.grad is None else self.weight.grad + left
+
+        return add
+
+
+def build_weight_gradients(name: str) -> tuple[float, int]:
+    """The error of gradients that a `dw_builder` computes, and what is left of them."""
+    work, (inputs, targets) = Work(name), batch()
+    later = {stage: Later() for stage in work.own}
+    for stage in work.schedule.own_stages:
+        stage.submod = nn.Sequential(later[stage.stage_index], nn.Tanh())
+        stage.dw_builder = later[stage.stage_index].builder
+    work.step(inputs.requires_grad_(), targets)
+    value, weights = inputs, [Later().weight for _ in range(work.last + 1)]
+    for weight in weights:
+        value = torch.tanh(value @ weight.t())
+    mean_loss(value, targets).backward()
+    errors = [difference(later[stage].weight.grad, weights[stage].grad) for stage in work.own]
+    return max(errors), sum(len(each.left) for each in later.values())
+
+
+@pytest.mark.parametrize("name", ["1F1B", "InterleavedZeroBubble"])
+def test_a_builder_of_weight_gradients(name: str) -> None:
+    for error, left in run_processes(build_weight_gradients, 2, name):
+        assert error < TOLERANCE
+        assert left == 0
+
+
+def register() -> tuple[float, int]:
+    """Gradients of torch's own runtime, which runs a schedule with a function for an action, and its calls."""
+    work, data, calls = Work("Interleaved1F1B"), batch(), list[str]()
+    work.schedule.register_custom_function(_ComputationType.UNSHARD, lambda action, _: calls.append(str(action)))
+    work.step(*data)
+    return work.error(serial(work.layers, *data)[0]), len(calls)
+
+
+def test_functions_for_actions_run_on_torchs_runtime() -> None:
+    for error, calls in run_processes(register, 2):
+        assert error < TOLERANCE
+        assert calls
+
+
+def refuse() -> list[str]:
+    """What is said about what cannot work; one rank alone."""
+    stage, found = PipelineStage(nn.Linear(2, 2), 0, 1, CPU), list[str]()
+    value, function = torch.ones(4, 2), cast(nn.Module, print)
+    asked: list[Any] = [
+        lambda: get_schedule_class("GPipe")(stage, 2, loss_fn=mean_loss).step(value),
+        lambda: get_schedule_class("GPipe")(stage, 2).step(value, target_mbs=[value]),
+        lambda: get_schedule_class("GPipe")(stage, 2, loss_fn=lambda *_: value).step(value, target=value),
+        lambda: get_schedule_class("GPipe")(PipelineStage(function, 0, 1, CPU), 2).step(value),
+        lambda: get_schedule_class("PipelineScheduleMulti")([stage], 2).step(value),
+    ]
+    for ask in asked:
+        with pytest.raises((PipelineError, UsageError, ValueError)) as caught:
+            ask()
+        found.append(str(caught.value))
+    with torch.no_grad(), pytest.raises(RuntimeError) as disabled:
+        get_schedule_class("GPipe")(stage, 2, loss_fn=mean_loss).step(value, target=value)
+    return [*found, str(disabled.value)]
+
+
+def test_bad_input_is_one_sentence() -> None:
+    [found] = run_processes(refuse, 1)
+    for said, expected in zip(
+        found,
+        [
+            "step() needs target= on the rank with the last stage, because the schedule has a loss_fn",
+            "pass microbatches (arg_mbs, kwarg_mbs, target_mbs) or a batch to split, not both",
+            "criterion must return a scalar tensor, got of shape (4, 2): take the mean over its samples",
+            "stage 0 holds builtin_function_or_method, not a module: pass PipelineStage an nn.Module",
+            "PipelineScheduleMulti has no order yet: set pipeline_order, or load one with _load_csv",
+            "step() requires gradients to be enabled: call eval() where they are not",
+        ],
+        strict=True,
+    ):
+        assert expected in said

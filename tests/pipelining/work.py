@@ -86,9 +86,10 @@ class Work:
         return max(difference(mine, factor * its) for mine, its in pairs if its is not None)
 
 
-def difference(mine: Tensor | None, its: Tensor) -> float:
+def difference(mine: Tensor | None, its: Tensor | None) -> float:
     """The largest difference, relative to the largest entry."""
     assert mine is not None
+    assert its is not None
     return ((mine - its).abs().max() / its.abs().max()).item()
 
 

@@ -1,0 +1,1 @@
+"""A program of torch.distributed.pipelining on pipeflow's engine."""
