@@ -59,6 +59,7 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--steps", type=int, default=5, help="training steps (%(default)s)")
+    add("--short", dest="steps", action="store_const", const=2, help="two steps")
     add("--tensor", type=int, default=2, help="tensor ranks (%(default)s)")
     add("--pipeline", type=int, default=1, help="pipeline ranks (%(default)s)")
     add("--microbatches", type=int, default=1, help="microbatches per step (%(default)s)")

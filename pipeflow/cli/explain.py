@@ -61,7 +61,9 @@ def add_to(commands: Commands) -> None:
     group.add_argument(
         "--html", metavar="FILE", help="write a page with the measured step, its replay and the best order"
     )
-    group.add_argument("--svg", metavar="FILE", help="write the measured step as a vector picture")
+    group.add_argument(
+        "--svg", metavar="FILE", help="write the measured step as a vector picture, with its critical path"
+    )
     command.set_defaults(run=run)
 
 
@@ -77,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         named = [replace(timeline, name=f"{title}: {timeline.name}") for title, timeline in _timelines(found)]
         write_drawings({"html": paths["html"]}, *named, unit=unit, factor=factor)
     if "svg" in paths:
-        write_drawings({"svg": paths["svg"]}, found.timeline, unit=unit, factor=factor)
+        write_drawings({"svg": paths["svg"]}, found.timeline, unit=unit, factor=factor, critical_path=True)
     if arguments.json:
         import json
 

@@ -130,3 +130,14 @@ def test_tables_hold_reductions_as_torch_writes_them(capsys: pytest.CaptureFixtu
     assert main(["verify", str(table), "--placement", "vee"]) == 1
     wanted = "expected 0R1 after 0W1, since others have one"
     assert capsys.readouterr().out == f"rank 0: stage 0 has no gradient reduction; {wanted}\n"
+
+
+def test_steps_of_the_optimizer_are_drawn_and_take_their_time(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    sizes, path = ["1f1b", "--ranks", 2, "--microbatches", 3], tmp_path / "costs.json"
+    path.write_text(json.dumps(SOUND | {"forward": [1, 1], "optimizer": [2, 5]}))
+    assert makespan(capsys, *sizes) == 12
+    assert makespan(capsys, *sizes, "--optimizer", 2) == 12 + 2
+    assert makespan(capsys, *sizes, "--costs", path) == 10 + 5  # the last rank, which is done sooner
+    assert "S optimizer step" in out(capsys, "draw", *sizes, "--costs", path)

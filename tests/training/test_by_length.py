@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
-from pipeflow import ByLength, CostModel, Pipeline, UsageError, get_dataloader, make_schedule
+from pipeflow import ByLength, CostModel, Output, Pipeline, UsageError, build_stages, get_dataloader, make_schedule
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_threads
-from pipeflow.training import Engine, Hook, Step, Trainer
+from pipeflow.training import AccuracyHook, Engine, Hook, Step, Trainer
 from tests.runtime.test_divided import WORDS, padded
 
 LENGTHS = (3, 1, 2, 9, 2, 4, 1, 2, 30, 2, 5, 3, 2, 2, 7, 1, 4, 2, 12)
@@ -54,6 +54,52 @@ def test_a_trainer_with_planned_batches_has_the_losses_of_whole_ones() -> None:
     assert len({*plain}) == 6
     for losses in run_threads(train, 2, True):
         assert losses == pytest.approx(plain, rel=1e-12)
+
+
+class Counted(Hook):
+    """Counts the batches of evaluations."""
+
+    many = 0
+
+    def after_batch(self, trainer: Trainer, output: Output, labels: object) -> None:
+        assert labels is None  # they are among the inputs
+        self.many += 1
+
+
+def evaluate(divides: bool) -> tuple[dict[str, float], int]:
+    schedule = make_schedule("1f1b", ranks=current_context().pipeline_size, microbatches=4)
+    pipeline = Pipeline.from_module(deepcopy(WORDS), schedule, padded([Texts()[0], Texts()[1]] * 4))
+    collate: Any = ByLength(padded, schedule, length=len) if divides else padded
+    engine, counted = Engine(pipeline, torch.optim.SGD(pipeline.parameters(), lr=0.5)), Counted()
+    loader = get_dataloader(Texts(), 8, collate_fn=collate)
+    return Trainer(engine, [counted]).evaluate(loader), counted.many
+
+
+def test_an_evaluation_takes_planned_batches() -> None:
+    [(plain, many)] = run_threads(evaluate, 1, False)
+    for metrics, batches in run_threads(evaluate, 2, True):
+        assert metrics == pytest.approx(plain, rel=1e-12)
+        assert batches == many == 3
+
+
+def grade(divides: bool) -> dict[str, float]:
+    """The accuracy of a classifier whose batches are planned, or whole."""
+    schedule = make_schedule("1f1b", ranks=current_context().pipeline_size, microbatches=3)
+    torch.manual_seed(1)
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+    pipeline = Pipeline(build_stages(layers), schedule, criterion=nn.functional.cross_entropy)
+    engine = Engine(pipeline, torch.optim.SGD(pipeline.parameters(), lr=0.5))
+    samples: Any = [(row, index % 4) for index, row in enumerate(torch.eye(4).repeat(3, 1))]
+    collate: Any = ByLength(default_collate, schedule, length=lambda sample: 1 + sample[1]) if divides else None
+    loader = get_dataloader(samples, 6, collate_fn=collate)
+    return Trainer(engine, [AccuracyHook()]).evaluate(loader)
+
+
+def test_hooks_get_the_labels_of_planned_batches_in_the_order_of_their_outputs() -> None:
+    [plain] = run_threads(grade, 1, False)
+    assert 0 < plain["accuracy"] < 1
+    for metrics in run_threads(grade, 2, True):
+        assert metrics == pytest.approx(plain, rel=1e-6)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.runtime.step import Output
 from pipeflow.training.data.loader import DataParallelLoader
 from pipeflow.training.loop.engine import Engine, Step
+from pipeflow.training.loop.labels import labels_of
 from pipeflow.training.loop.position import Position, length_of, require_batches
 
 
@@ -70,8 +71,8 @@ class Hook:
         """Called before the first batch of an evaluation."""
 
     def after_batch(self, trainer: Trainer, output: Output, labels: object) -> None:
-        """Called after each batch of an evaluation. Every rank receives `labels`, the labels of its replica's batch;
-        `output.outputs` is None on ranks without the last stage.
+        """Called after each batch of an evaluation. Every rank receives `labels`, the labels of its replica's batch, or
+        None if they are among the inputs; `output.outputs` is None on ranks without the last stage.
         """
 
     def after_evaluation(self, trainer: Trainer) -> None:
@@ -315,8 +316,9 @@ class Trainer:
                 output = self.engine.execute(iter([batch]), forward_only=True, return_outputs="test" in keeps)
                 if output.loss is not None:
                     total, weight = total + output.loss.double() * output.weight, weight + output.weight
+                labels = labels_of(batch, merged="test" in keeps)
                 for hook in self.hooks:
-                    hook.after_batch(self, output, batch[1])
+                    hook.after_batch(self, output, labels)
             if weight:
                 self.metrics["test"]["loss"] = float(total) / weight
             for hook in self.hooks:
