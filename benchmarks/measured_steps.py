@@ -16,8 +16,9 @@ from pipeflow import GPT, PRECISIONS, Schedule, Setup, make_schedule, plan, simu
 from pipeflow.cli import plan as command
 from pipeflow.cli.clusters import cluster_of
 from pipeflow.cli.command import parser
+from pipeflow.cli.model_sizes import model_of
 from pipeflow.planning import efficiency
-from pipeflow.planning.catalog import Model, model_named
+from pipeflow.planning.catalog import Model
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.cuts import even_cut
 from pipeflow.planning.efficiency import Efficiency
@@ -154,13 +155,12 @@ def rows() -> list[Row]:
 def _commanded(each: dict[str, str]) -> Row:
     """A row whose layout is given by the words of the command."""
     words = parser("plan").parse_args(["plan", *each["words"].split()])
-    sizes = {name: size for name in command.SIZES if (size := getattr(words, name)) is not None}
     options = {name: value for name in command.LAYOUT if (value := getattr(words, name)) is not None}
     cluster = cluster_of(words)
     assert cluster is not None  # every row names its device
     return Row(
         each["source"],
-        replace(model_named(words.model), **sizes),
+        model_of(words),
         Setup(**options | {"precision": PRECISIONS[words.precision]}),
         words.pipeline,
         words.chunks or 1,

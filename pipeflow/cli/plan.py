@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from pipeflow.cli.breakdowns import add_breakdown, breakdown_svg, breakdown_table, for_programs, require_seconds
 from pipeflow.cli.clusters import add_cluster, cluster_of
@@ -18,7 +18,8 @@ from pipeflow.cli.layouts import add_search, require_search
 from pipeflow.cli.layouts import run as run_search
 from pipeflow.cli.libraries import add_library, print_options, require_one_output
 from pipeflow.cli.limits import require_size
-from pipeflow.cli.options import add_family_options, flag, schedule_name
+from pipeflow.cli.model_sizes import add_sizes, model_of
+from pipeflow.cli.options import add_family_options, schedule_name
 from pipeflow.cli.outputs import show, wrapped
 from pipeflow.cli.progress import doing
 from pipeflow.cli.request import Request, is_file
@@ -39,9 +40,7 @@ from pipeflow.planning.physical import physical_costs
 from pipeflow.planning.setup import CHECKPOINTS, CONTEXT_KINDS, DISPATCHERS, GRAPHS, MODULES, PRECISIONS, Setup
 from pipeflow.planning.similar import said, similar_values
 from pipeflow.planning.step_plan import TITLES, Plan
-from pipeflow.planning.transformer import GPT
 from pipeflow.planning.transformer_costs import stage_costs
-from pipeflow.planning.vit import ViT
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
 from pipeflow.schedules.options import family_options
 
@@ -50,41 +49,6 @@ if TYPE_CHECKING:
     from pipeflow.draw import Table
     from pipeflow.planning.cluster import Cluster
 
-SIZES = {name: get_type_hints(kind)[name] for kind in (GPT, ViT) for name in (each.name for each in fields(kind))}
-MEANINGS = {  # help for sizes
-    "layers": "number of transformer layers",
-    "hidden": "hidden size",
-    "heads": "number of attention heads",
-    "kv_heads": "number of key and value heads",
-    "head_size": "size of an attention head",
-    "ffn": "size of the MLP, or of one expert",
-    "gated": "MLPs with three matrices (SwiGLU)",
-    "experts": "number of experts per layer",
-    "experts_per_token": "number of experts that the router selects",
-    "shared_experts": "number of experts that see every token",
-    "biases": "linear layers of a block that have a bias",
-    "norm": "LayerNorm or RMSNorm",
-    "head_norms": "norms of query and key heads",
-    "dropout": "keep masks of dropouts",
-    "kv_rank": "size of the latent vector of key and value (MLA)",
-    "q_rank": "size of the latent vector of the query (MLA)",
-    "rope_size": "part of a head that has positions (MLA)",
-    "value_size": "size of a head of value",
-    "window": "tokens that a query sees",
-    "full_every": "each so-many-th layer sees all tokens in spite of --window",
-    "parallel_block": "attention and MLP read the same norm",
-    "dense_layers": "number of first layers that have one MLP instead of experts",
-    "dense_ffn": "size of that MLP",
-    "mtp": "number of layers that predict further tokens",
-    "positions": "most tokens per sequence",
-    "vocabulary": "number of tokens in the vocabulary",
-    "mlp_ratio": "size of the MLP, as a multiple of the hidden size",
-    "tied": "the head shares the word table",
-    "position_table": "learned positions, not rotary ones",
-    "image": "height and width of an image, in pixels",
-    "patch": "height and width of a patch, in pixels",
-    "classes": "number of classes",
-}
 DESCRIPTION = """\
 Plans the training of a model before anything runs: one layout, or with --devices the best ones. Needs no GPU.
 """
@@ -119,7 +83,7 @@ def add_to(commands: Commands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("model", metavar="MODEL", nargs="?", help=f"one of {', '.join(MODELS)}")
-    _add_sizes(command)
+    add_sizes(command)
     _add_schedule(command)
     _add_layout(command)
     add_search(command)
@@ -134,17 +98,6 @@ def add_to(commands: Commands) -> None:
     again.add_argument("--measured", metavar="FILE", help=help_)
     again.add_argument("--csv", metavar="FILE", help="write the fastest schedule within the same memory as CSV")
     command.set_defaults(run=run)
-
-
-def _add_sizes(command: Parser) -> None:
-    group = command.add_argument_group("model", "override sizes of MODEL")
-    for name, kind in SIZES.items():
-        if kind is bool:
-            group.add_argument(flag(name), action=argparse.BooleanOptionalAction, help=MEANINGS.get(name))
-        elif get_origin(kind) is Literal:
-            group.add_argument(flag(name), choices=get_args(kind), help=MEANINGS.get(name))
-        else:
-            group.add_argument(flag(name), type=int, metavar="N", help=MEANINGS.get(name))
 
 
 def _add_schedule(command: Parser) -> None:
@@ -205,7 +158,7 @@ def run(arguments: argparse.Namespace) -> int:
         return replan.run(arguments)
     if arguments.model is None:
         raise UsageError(f"say which model: pipeflow plan MODEL, with one of {', '.join(MODELS)}")
-    model = _model(arguments)
+    model = model_of(arguments)
     if arguments.devices is not None:
         return run_search(arguments, model)
     require_search(arguments)
@@ -235,17 +188,6 @@ def run(arguments: argparse.Namespace) -> int:
         told = ["", *breakdown_table(found)] if arguments.breakdown else []
         show(*heading, "", _table(found), "", *found.totals(), *told, *_notes(found))
     return 0
-
-
-def _model(arguments: argparse.Namespace) -> Model:
-    given = {name: getattr(arguments, name) for name in SIZES if getattr(arguments, name) is not None}
-    model, layout = model_named(arguments.model), layout_of(arguments)
-    if layout is not None and layout.mtp and arguments.mtp is None:
-        given["mtp"] = layout.mtp
-    own = [each.name for each in fields(model)]
-    if strange := [flag(name) for name in given if name not in own]:
-        raise UsageError(f"{arguments.model} takes no {', '.join(strange)}; its sizes are {', '.join(map(flag, own))}")
-    return replace(model, **given)
 
 
 def _cuts(

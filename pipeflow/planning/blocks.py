@@ -23,7 +23,8 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, Self
 
 from pipeflow.core.errors import UsageError
-from pipeflow.core.placement import require_at_least, require_positive
+from pipeflow.core.placement import require_positive
+from pipeflow.planning.block_sizes import near_divisors, require_block
 from pipeflow.planning.linears import attention_linears, latent_norms
 
 Part = tuple[int, int]  # layers [start, end)
@@ -56,6 +57,7 @@ class Transformer(ABC):
         parallel_block: attention and the MLP of a block read the same norm.
         dense_layers: how many of the first layers have no experts but one MLP.
         dense_ffn: width of that MLP; that of all experts that a token uses unless given.
+        expert_groups, groups_per_token: equal groups of experts, and of how many of them a token uses experts.
 
     Raises UsageError for sizes below 1, and for sizes that do not divide: `heads` into `hidden` where no `head_size` is
     given, `kv_heads` into `heads`. Also for sizes that belong to others: `q_rank` without `kv_rank`, `dense_layers`
@@ -86,56 +88,18 @@ class Transformer(ABC):
     parallel_block: bool = False
     dense_layers: int = 0
     dense_ffn: int | None = None
+    expert_groups: int = 1
+    groups_per_token: int = 1
 
     def __post_init__(self) -> None:
-        given = {name: size for name in OPTIONAL if (size := getattr(self, name)) is not None}
-        require_positive(layers=self.layers, hidden=self.hidden, heads=self.heads, **given)
-        require_positive(experts=self.experts, experts_per_token=self.experts_per_token)
-        require_at_least(
-            0,
-            shared_experts=self.shared_experts,
-            rope_size=self.rope_size,
-            full_every=self.full_every,
-            dense_layers=self.dense_layers,
-        )
-        if self.head_size is None and self.hidden % self.heads:
-            near = near_divisors(self.hidden, self.heads)
-            raise UsageError(f"hidden {self.hidden} does not divide into {self.heads} heads: {near}")
-        if self.kv_heads is not None and self.heads % self.kv_heads:
-            near = near_divisors(self.heads, self.kv_heads)
-            raise UsageError(f"{self.heads} heads do not divide into kv_heads={self.kv_heads} groups: {near}")
-        if self.experts_per_token > self.experts:
-            raise UsageError(f"experts_per_token={self.experts_per_token} is more than experts={self.experts}")
-        if self.shared_experts and self.experts == 1:
-            raise UsageError(f"shared_experts={self.shared_experts} need other experts, too: set experts to at least 2")
-        self._require_owners()
-        for name, value, known in (("biases", self.biases, ("all", "qkv", "none")), ("norm", self.norm, NORMS)):
-            if value not in known:
-                raise UsageError(f"{name} must be one of {', '.join(known)}; got {value!r}")
-
-    def _require_owners(self) -> None:
-        """Raises UsageError for sizes that say nothing without another one."""
-        owned = {
-            "q_rank": (self.q_rank is not None, self.kv_rank is not None, "kv_rank"),
-            "rope_size": (self.rope_size > 0, self.kv_rank is not None, "kv_rank"),
-            "full_every": (self.full_every > 0, self.window is not None, "window"),
-            "dense_layers": (self.dense_layers > 0, self.experts > 1, "experts of at least 2"),
-            "dense_ffn": (self.dense_ffn is not None, self.dense_layers > 0, "dense_layers"),
-        }
-        for name, (is_given, has_owner, owner) in owned.items():
-            if is_given and not has_owner:
-                raise UsageError(f"{name}={getattr(self, name)} needs {owner}: give it too, or leave out {name}")
-        if self.dense_layers >= self.layers > 1 and self.experts > 1:
-            raise UsageError(f"dense_layers={self.dense_layers} leave no layer of {self.layers} with experts")
-        if self.kv_rank is not None and self.head_width <= self.rope_size:
-            raise UsageError(f"rope_size={self.rope_size} must be less than head_size={self.head_width}")
+        require_block(self)
 
     @property
     def dense(self) -> Self:
         """The model if all its layers were as its first `dense_layers`."""
         wide = self.active_experts * self.wide if self.dense_ffn is None else self.dense_ffn
         plain = {"experts": 1, "experts_per_token": 1, "shared_experts": 0, "dense_layers": 0, "dense_ffn": None}
-        sizes: dict[str, Any] = {"ffn": wide, **plain}
+        sizes: dict[str, Any] = {"ffn": wide, "expert_groups": 1, "groups_per_token": 1, **plain}
         return replace(self, **sizes)
 
     @property
@@ -335,14 +299,3 @@ class Transformer(ABC):
         if self.biases == "all":
             whole += self.hidden
         return split // tensor + whole + self._mlps(self.shared_experts + (self.experts == 1), tensor)
-
-
-NORMS = ("layer", "rms")
-OPTIONAL = ("kv_heads", "head_size", "ffn", "kv_rank", "q_rank", "value_size", "window", "dense_ffn")
-
-
-def near_divisors(whole: int, part: int) -> str:
-    """Which divisors of `whole` are next to `part`, which is none."""
-    divisors = [number for number in range(1, whole + 1) if whole % number == 0]
-    near = [number for number in divisors if number < part][-1:] + [number for number in divisors if number > part][:1]
-    return f"the nearest that work{'s is' if len(near) == 1 else ' are'} {' and '.join(map(str, near))}"

@@ -10,6 +10,7 @@ from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.rates import Rates, Seconds
 from pipeflow.planning.setup import Setup
+from pipeflow.planning.sharding import hidden
 from pipeflow.planning.transformer_costs import tokens_of
 
 RING_AGAIN = 2  # times as much as in the forward goes around in the backward: keys and values, and their gradients
@@ -39,10 +40,15 @@ def layer_exchanges(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, 
     forward, backward = _context(model, setup, mesh, rates, layer)
     sent = expert_seconds(model, setup, mesh, rates)
     if setup.overlap_experts:  # while another microbatch computes the other direction
-        there, back = max(0.0, sent - layer.backward), max(0.0, sent - layer.forward)
+        there, back = (_added(computed, sent, rates) for computed in (layer.backward, layer.forward))
     else:
         there = back = sent
     return Exchanged(each + forward + there, each + backward + back, sums)
+
+
+def _added(computed: float, sent: float, rates: Rates) -> float:
+    """Seconds that communication adds to computations beside it."""
+    return hidden(computed, sent, rates.efficiency.contention) - computed
 
 
 def expert_seconds(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates) -> float:
@@ -58,14 +64,15 @@ def expert_seconds(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates) -
     group = mesh.expert_group
     if setup.dispatcher != "all-to-all":
         own = tokens / setup.tensor * row
-        devices, nodes = (own * met(model.experts_per_token, parts) for parts in (group.ranks, group.nodes))
+        devices, nodes = (own * met(model, parts) for parts in (group.ranks, group.nodes))
         return setup.imbalance * (2 * rates.exchange(group, devices, nodes) + gathered)
     return setup.imbalance * (2 * rates.exchange(group, sent, sent) + gathered)
 
 
-def met(experts: int, parts: int) -> float:
-    """How many of so many equal parts a token meets whose experts are in random ones."""
-    return parts * (1 - (1 - 1 / parts) ** experts)
+def met(model: Transformer, parts: int) -> float:
+    """How many of so many equal parts of the experts a token meets, whose experts are random ones of its groups."""
+    near = max(1.0, parts * model.groups_per_token / model.expert_groups)
+    return near * (1 - (1 - 1 / near) ** model.experts_per_token)
 
 
 def _context(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, layer: Seconds) -> tuple[float, float]:

@@ -41,6 +41,8 @@ _QWEN3: dict[str, Any] = {"head_size": 128, "head_norms": True}
 _LLAMA3_8B = _llama(32, 4096, 32, 14336, 8192, 128256, kv_heads=8)
 _LLAMA3_70B = _llama(80, 8192, 64, 28672, 8192, 128256, kv_heads=8)
 _MISTRAL = _llama(32, 4096, 32, 14336, 8192, 32000, kv_heads=8)
+_FOUR: dict[str, Any] = {"expert_groups": 8, "groups_per_token": 4}
+_THREE: dict[str, Any] = {"expert_groups": 8, "groups_per_token": 3}
 _GPT_OSS = _mixture(
     _llama(24, 2880, 64, 2880, 4096, 201088, kv_heads=8, head_size=64, biases="all", window=128, full_every=2), 32, 4
 )
@@ -170,8 +172,12 @@ _MIXTURES = {
         dense_ffn=12288,
     ),
     "deepseek-v2-lite": _mixture(_latent(27, 2048, 16, 1408, 102400, None), 64, 6, 2, dense_layers=1, dense_ffn=10944),
-    "deepseek-v2": _mixture(_latent(60, 5120, 128, 1536, 102400, 1536), 160, 6, 2, dense_layers=1, dense_ffn=12288),
-    "deepseek-v3": _mixture(_latent(61, 7168, 128, 2048, 129280, 1536), 256, 8, 1, dense_layers=3, dense_ffn=18432),
+    "deepseek-v2": _mixture(
+        _latent(60, 5120, 128, 1536, 102400, 1536), 160, 6, 2, dense_layers=1, dense_ffn=12288, **_THREE
+    ),
+    "deepseek-v3": _mixture(
+        _latent(61, 7168, 128, 2048, 129280, 1536), 256, 8, 1, dense_layers=3, dense_ffn=18432, **_FOUR
+    ),
     "moonlight-16b-a3b": _mixture(_latent(27, 2048, 16, 1408, 163840, None), 64, 6, 2, dense_layers=1, dense_ffn=11264),
     "kimi-k2": _mixture(_latent(61, 7168, 64, 2048, 163840, 1536), 384, 8, 1, dense_layers=1, dense_ffn=18432),
 }

@@ -13,7 +13,7 @@ from typing import Literal
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import require_at_least, require_positive
 from pipeflow.planning.attention import KERNELS, Kernel
-from pipeflow.planning.blocks import near_divisors
+from pipeflow.planning.block_sizes import near_divisors
 from pipeflow.planning.engines import ENGINES, Engine
 
 Checkpoint = Literal["none", "full", "selective"]

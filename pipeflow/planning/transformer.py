@@ -49,6 +49,7 @@ class GPT(Transformer):
             `linears.py`; by default there are none.
         parallel_block: whether attention and the MLP of a block read the same norm.
         dense_layers, dense_ffn: how many of the first layers have one MLP instead of experts, and its width.
+        expert_groups, groups_per_token: groups of experts, of which a token uses some (arXiv 2412.19437, part 2.1.2).
         positions: tokens per sequence; with a position table, the most that there can be.
         vocabulary: number of tokens in the vocabulary.
         mlp_ratio: width of a layer's MLP, as a multiple of `hidden`, unless `ffn` is given.

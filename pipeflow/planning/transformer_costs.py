@@ -22,7 +22,8 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import Cut, stage_parts
 from pipeflow.core.placement import Placement
-from pipeflow.planning.blocks import Part, Transformer, near_divisors
+from pipeflow.planning.block_sizes import near_divisors
+from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.kept import Kept, layer_values
 from pipeflow.planning.recomputation import freed_bytes, recomputed_flops
 from pipeflow.planning.setup import Setup

@@ -14,7 +14,8 @@ from types import MappingProxyType
 
 from pipeflow.core.errors import UsageError, unknown
 from pipeflow.core.placement import require_positive
-from pipeflow.planning.blocks import Transformer, near_divisors
+from pipeflow.planning.block_sizes import near_divisors
+from pipeflow.planning.blocks import Transformer
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,8 @@ class ViT(Transformer):
         heads: attention heads per layer.
         kv_heads, head_size, ffn, gated: attention and MLP as in `GPT`; by default plain, with an MLP of 4 x `hidden`.
         experts, experts_per_token, shared_experts, biases, norm, head_norms: as in `GPT`.
-        kv_rank, q_rank, rope_size, value_size, window, full_every, parallel_block, dense_layers, dense_ffn: likewise.
+        kv_rank, q_rank, rope_size, value_size, window, full_every, parallel_block: likewise.
+        dense_layers, dense_ffn, expert_groups, groups_per_token: likewise.
         dropout: whether there is dropout, whose masks are kept in training.
         image: height and width of an image with three channels, in pixels.
         patch: height and width of a patch.

@@ -104,7 +104,9 @@ def test_deepep_sends_a_token_once_to_each_node() -> None:
     from another device of their node.
     """
     known = rates(Setup()).efficiency
-    assert (met(2, 2), met(2, 8)) == pytest.approx((1.5, 15 / 8))
+    assert (met(MIXTURE, 2), met(MIXTURE, 8)) == pytest.approx((1.5, 15 / 8))
+    limited = replace(MIXTURE, expert_groups=4, groups_per_token=2)
+    assert (met(limited, 2), met(limited, 8)) == (1, met(MIXTURE, 4))
     away = 1.5 / 2 * 4e6 / (50e9 * known.network)
     near = 15 / 8 * 4e6 * (3 / 8 + 1 / 2) / (450e9 * known.link)
     start = known.collective + H100.network_latency
@@ -121,9 +123,10 @@ def test_the_way_to_experts_may_hide_behind_another_microbatch() -> None:
     mesh, layer = Mesh.of(shown, 1, 8), seconds(MIXTURE, shown)
     sent = expert_seconds(MIXTURE, shown, mesh, rates(shown))
     assert layer_exchanges(MIXTURE, shown, mesh, rates(shown), layer).forward == sent
-    short = layer._replace(backward=sent / 4, forward=sent / 2)
+    taken = rates(shown).efficiency.contention
+    short = layer._replace(backward=sent / 16, forward=2 * sent)
     found = layer_exchanges(MIXTURE, hidden, mesh, rates(hidden), short)
-    assert (found.forward, found.backward) == pytest.approx((sent * 3 / 4, sent / 2))
+    assert (found.forward, found.backward) == pytest.approx((sent * 15 / 16, sent * taken))
 
 
 def test_gradients_of_experts_are_summed_over_the_devices_that_have_them() -> None:
