@@ -16,6 +16,8 @@ from pipeflow.testing import run_threads
 from pipeflow.training import AccuracyHook, Engine, Hook, Step, Trainer
 from tests.runtime.test_divided import WORDS, padded
 
+torch.manual_seed(1)
+LAYERS = [nn.Linear(4, 4) for _ in range(4)]  # for threads, which share a random generator
 LENGTHS = (3, 1, 2, 9, 2, 4, 1, 2, 30, 2, 5, 3, 2, 2, 7, 1, 4, 2, 12)
 
 
@@ -85,9 +87,9 @@ def test_an_evaluation_takes_planned_batches() -> None:
 def grade(divides: bool) -> dict[str, float]:
     """The accuracy of a classifier whose batches are planned, or whole."""
     schedule = make_schedule("1f1b", ranks=current_context().pipeline_size, microbatches=3)
-    torch.manual_seed(1)
-    layers = [nn.Linear(4, 4) for _ in range(4)]
-    pipeline = Pipeline(build_stages(layers), schedule, criterion=nn.functional.cross_entropy)
+    pipeline = Pipeline(
+        build_stages([deepcopy(layer) for layer in LAYERS]), schedule, criterion=nn.functional.cross_entropy
+    )
     engine = Engine(pipeline, torch.optim.SGD(pipeline.parameters(), lr=0.5))
     samples: Any = [(row, index % 4) for index, row in enumerate(torch.eye(4).repeat(3, 1))]
     collate: Any = ByLength(default_collate, schedule, length=lambda sample: 1 + sample[1]) if divides else None
