@@ -137,19 +137,18 @@ def physical_costs(
     rates = rates_of(cluster, setup, free)
     memory = stage_costs(model, placement, setup, cut=cut)  # its bytes; its times are in forwards of a layer
     parts = stage_layers(model, placement, cut)
-    times = for_shares(model, parts, lambda share: _stage_times(model, setup, mesh, rates, share))
+    computed = for_shares(model, parts, lambda share: _stage_times(model, setup, mesh, rates, share))
     shares = shares_of(model, parts)
     held = for_shares(model, parts, lambda share: parameters_of(model, [share], setup))
-    layers = for_shares(model, parts, lambda share: _layers(model, setup, mesh, rates, share))
     activation = passed_bytes(model, setup)
     stages = [
         StageCosts(
-            times[stage],
+            computed[stage][0],
             memory.saved_bytes[stage],
             memory.deferred_bytes[stage],
             activation,
             held[stage],
-            layers[stage],
+            computed[stage][1],
         )
         for stage in range(len(parts))
     ]
@@ -247,10 +246,14 @@ def _links(placement: Placement, mesh: Mesh, cluster: Cluster, rates: Rates) -> 
     return {ends: far for one, other in pairs for ends in ((one, other), (other, one)) if mesh.crosses(one, other)}
 
 
-def _stage_times(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, share: Share) -> StageTimes:
+def _stage_times(
+    model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, share: Share
+) -> tuple[StageTimes, LayerCosts]:
+    """The times of a share, and its layers."""
     collective = rates.tensor_sum(mesh.tensor_group, tokens_of(model, setup) * model.hidden * setup.precision.weight)
     parts = [(count, model_layer_times(kind, each, mesh, rates)) for count, kind, each in share.kinds(model, setup)]
     forward, backward, weight, communication = (sum(count * times[i] for count, times in parts) for i in range(4))
+    layers = _layers(model, setup, share, forward, backward)
     ends: list[Seconds] = []
     if share.first:
         each = rates.seconds(embedding_work(model, setup))
@@ -262,23 +265,22 @@ def _stage_times(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, sha
         moved = rates.moving(work.moved_bytes)
         ends.append(Seconds(each.forward, each.backward - moved + collective, each.weight, 0.0))
         communication += collective
-    return StageTimes(
+    times = StageTimes(
         forward + sum(each.forward for each in ends),
         backward - weight + sum(each.backward - each.weight for each in ends),
         weight + sum(each.weight for each in ends),
         communication,
     )
+    return times, layers
 
 
-def _layers(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, share: Share) -> LayerCosts:
-    """The layers of a share, and what is in none of them."""
+def _layers(model: Transformer, setup: Setup, share: Share, forward: float, backward: float) -> LayerCosts:
+    """The layers of a share, which together take so many seconds, and what is in none of them."""
     whole = parameters_of(model, [share], setup)
     ends = parameters_of(model, [share._replace(layers=0, dense=0)], setup)
     number = max(1, share.layers)
-    times = [(count, model_layer_times(kind, each, mesh, rates)) for count, kind, each in share.kinds(model, setup)]
-    forward, backward = (sum(count * each[place] for count, each in times) / number for place in (0, 1))
     each = Parameters((whole.others - ends.others) // number, whole.experts // number)
-    return LayerCosts(share.layers, each, ends, forward, backward)
+    return LayerCosts(share.layers, each, ends, forward / number, backward / number)
 
 
 def _tied(model: Transformer, placement: Placement, setup: Setup, mesh: Mesh, rates: Rates) -> float:
