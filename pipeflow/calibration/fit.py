@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from pipeflow.planning.device import Device
 from pipeflow.planning.efficiency import Efficiency
 from pipeflow.planning.estimate import plan
 from pipeflow.planning.rates import Rates
+from pipeflow.planning.shapes import ShapeTime
 from pipeflow.planning.work import layer_work
 
 Array = npt.NDArray[np.float64]
@@ -43,6 +44,7 @@ def fitted(measured: Measured) -> Cluster:
     was measured, the network between nodes is the usual one.
     """
     cluster = _of_operations(measured)
+    cluster = replace(cluster, shapes=tuple(_shapes(measured, cluster)))
     efficiency = dict(cluster.efficiency)
     launch, forward, backward = layers_longer(measured, cluster)
     for name in COMPUTED:
@@ -109,6 +111,19 @@ def _of_operations(measured: Measured) -> Cluster:
     )
 
 
+def _shapes(measured: Measured, cluster: Cluster) -> Iterator[ShapeTime]:
+    """How many times as long products of each shape took as the coefficients of the cluster say."""
+    rates = Rates(cluster, Efficiency.of(cluster.efficiency), measured.precision)
+    found: dict[tuple[float, float], list[float]] = {}
+    for each in measured.products:
+        if each.precision == measured.precision:
+            product = each.product
+            shape = product.rows, min(product.columns, product.depth)
+            found.setdefault(shape, []).append(each.seconds / rates.product(product))
+    for (rows, shortest), times in sorted(found.items()):
+        yield ShapeTime(rows, shortest, _typical(times))
+
+
 def steps_longer(measured: Measured, cluster: Cluster) -> float:
     """The time of whole steps relative to the prediction of `cluster` from their layers, as a geometric mean. 1 if no
     step was measured.
@@ -133,9 +148,14 @@ def layers_longer(measured: Measured, cluster: Cluster) -> tuple[tuple[float, fl
     start, and the operations are its slope.
     """
     rates = Rates(cluster, Efficiency.of(cluster.efficiency), measured.precision)
-    known = [rates.seconds(layer_work(each.model, each.setup)) for each in measured.layers]
+    works = [layer_work(each.model, each.setup) for each in measured.layers]
+    known = [rates.seconds(work._replace(added_bytes=0.0)) for work in works]
+    added = [rates.moving(work.added_bytes) for work in works]  # which takes as long whatever products take
     forward = [(1.0, one.forward, each.forward) for one, each in zip(known, measured.layers, strict=True)]
-    backward = [(1.0, one.backward / BACKWARD, each.backward) for one, each in zip(known, measured.layers, strict=True)]
+    backward = [
+        (1.0, one.backward / BACKWARD, each.backward - adding)
+        for one, each, adding in zip(known, measured.layers, added, strict=True)
+    ]
     launch = measured.forward_launch, measured.backward_launch
     if not measured.runs_ahead:
         lines = line(forward), line(backward)
@@ -225,7 +245,7 @@ def _ring(each: SumTime, ways: int = 1) -> tuple[float, float, float]:
     return math.log2(ranks), 2 * (ranks - 1) / ranks * each.size / ways, each.seconds
 
 
-def _network(measured: Measured, efficiency: dict[str, float]) -> dict[str, float]:
+def _network(measured: Measured, efficiency: dict[str, float]) -> dict[str, Any]:
     """The network of the cluster. Adds the shares of it that are reached to `efficiency`."""
     sent = [(1.0, each.size, each.seconds) for each in measured.transfers if each.crosses]
     if not sent:

@@ -17,7 +17,7 @@ def add_sharding(group: argparse._ArgumentGroup) -> None:
     add("--shard-ranks", type=int, metavar="N", help=shards)
     prefetch = "with --zero 3, gather a layer while the backward before it computes"
     add("--prefetch", action="store_true", help=prefetch)
-    overlap = "reduce gradients and gather weights while layers compute (default: with --zero 3 and in fp8)"
+    overlap = "reduce gradients and gather weights while layers compute (default: with --zero 3, in fp8 and *-mixed)"
     add("--overlap", action=argparse.BooleanOptionalAction, help=overlap)
     engine = "count what this program keeps beside the tensors that all keep (default: as --for)"
     add("--engine", choices=ENGINES, help=engine)

@@ -15,6 +15,7 @@ from pipeflow.core.files import read_text, replacing
 from pipeflow.core.json_values import is_number, parse
 from pipeflow.core.placement import require_positive
 from pipeflow.planning.device import DEVICES, LINK_BANDWIDTHS, NODE_SIZES, Device, require_bandwidth, require_between
+from pipeflow.planning.shapes import ShapeTime, shape_times
 
 UNITS = {
     "flops": "FLOP/s",
@@ -48,6 +49,7 @@ class Cluster:
         sharing: ranks that share one processor, such as 2 for 4 processes on 2 cores. The device's rates are then those
             while all these ranks compute; while some wait, the others are faster. 1 if each rank has its own device.
         efficiency: measured coefficients of a cost model, by name.
+        shapes: measured products, as `shapes.ShapeTime`.
 
     >>> Cluster.of("a100-80gb", network_bandwidth=12.5e9).link_bandwidth
     300000000000.0
@@ -65,6 +67,7 @@ class Cluster:
     devices_per_nic: int = 1
     sharing: float = 1.0
     efficiency: Mapping[str, float] = field(default_factory=dict, hash=False)
+    shapes: tuple[ShapeTime, ...] = ()
 
     def __post_init__(self) -> None:
         require_positive(devices_per_node=self.devices_per_node, devices_per_nic=self.devices_per_nic)
@@ -79,6 +82,7 @@ class Cluster:
             require_between(0, 1, name, getattr(self, name), "seconds, not microseconds: 5 microseconds are 5e-6")
         require_between(1, 1e4, "sharing", self.sharing, "ranks on each processor, at least 1")
         object.__setattr__(self, "efficiency", dict(self.efficiency))
+        object.__setattr__(self, "shapes", shape_times(self.shapes))
 
     @property
     def usable_bytes(self) -> float:
@@ -106,8 +110,8 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
-        """Reads the cluster that `save` wrote, or one written by hand. `efficiency`, `sharing`, `devices_per_nic`,
-        `units` and the device's `runs_ahead`, `like`, `host_bandwidth` and `limit` may be missing.
+        """Reads the cluster that `save` wrote, or one written by hand. `efficiency`, `shapes`, `sharing`,
+        `devices_per_nic`, `units` and the device's `runs_ahead`, `like`, `host_bandwidth` and `limit` may be missing.
 
         Raises UsageError, which names the file, if it cannot be read or is not JSON. Also raises it for missing or
         unknown keys, other units, and impossible values.
@@ -137,7 +141,9 @@ def _divisors(number: int) -> list[int]:
 def _from_json(text: str) -> Cluster:
     content = parse(text)
     known = {each.name for each in fields(Cluster)}
-    cluster = _keys(content, "a cluster", known, optional={"efficiency", "sharing", "devices_per_nic", "units"})
+    cluster = _keys(
+        content, "a cluster", known, optional={"efficiency", "shapes", "sharing", "devices_per_nic", "units"}
+    )
     known = {each.name for each in fields(Device)}
     named = {"runs_ahead", "like", "host_bandwidth", "limit"}
     device = _keys(cluster["device"], "the device of a cluster", known, optional=named)
@@ -152,6 +158,8 @@ def _from_json(text: str) -> Cluster:
     for name, numbers in (("flops", device["flops"]), ("efficiency", cluster.get("efficiency", {}))):
         if not isinstance(numbers, dict) or not all(map(is_number, numbers.values())):
             raise UsageError(f"{name} must be an object of names and numbers, got {numbers!r}")
+    if not isinstance(cluster.get("shapes", []), list):
+        raise UsageError(f"shapes must be a list of rows, got {cluster['shapes']!r}")
     if not isinstance(device["name"], str):
         raise UsageError(f"the name of the device must be text, got {device['name']!r}")
     if device["name"] in DEVICES:  # files of earlier versions leave it to the name

@@ -11,6 +11,7 @@ from pipeflow.planning.attention import Scores, fused_shares, unaligned
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.efficiency import Efficiency
 from pipeflow.planning.setup import FEW_BITS
+from pipeflow.planning.shapes import longer
 from pipeflow.planning.work import DeviceWork, MatrixProduct
 
 
@@ -85,8 +86,11 @@ class Rates:
         known = self.efficiency
         if not product.flops or "products" in self.free:
             return 0.0
-        longer = 1 + known.depth / min(product.columns, product.depth) + known.rows / product.rows
-        return product.flops / (self.peak * known.products) * longer
+        shortest = min(product.columns, product.depth)
+        times = 1 + known.depth / shortest + known.rows / product.rows
+        if self.cluster.shapes:
+            times *= longer(self.cluster.shapes, product.rows, shortest)
+        return product.flops / (self.peak * known.products) * times
 
     def moving(self, count: float) -> float:
         """Seconds to read and write so many bytes of memory."""
@@ -111,7 +115,9 @@ class Rates:
         scores = work.attention_flops / rate + stored
         again = (2 * work.attention_flops + work.again_flops) / back + 2 * stored
         backward, rest = self.efficiency.backward / 2, products + moved
-        return Seconds(rest + scores, backward * (2 * rest + again), backward * products, scores, backward * again)
+        weight = backward * products + self.moving(work.added_bytes)
+        whole = backward * (products + 2 * moved + again) + weight
+        return Seconds(rest + scores, whole, weight, scores, backward * again)
 
     def attention(self, scores: Scores | None) -> tuple[float, float]:
         """FLOP/s of attention in a forward and in a backward. Without a fused kernel it is two products for each head,
@@ -122,8 +128,8 @@ class Rates:
             return peak * known.attention, peak * known.attention
         scores = _LONG if scores is None else scores
         if scores.kernel == "unfused":
-            longer = (1 + known.depth / scores.head + known.rows / scores.tokens) * unaligned(scores.head)
-            return peak * known.products / longer, peak * known.products / longer
+            times = (1 + known.depth / scores.head + known.rows / scores.tokens) * unaligned(scores.head)
+            return peak * known.products / times, peak * known.products / times
         shares = fused_shares(scores, self.cluster.device.like)
         return peak * known.fused * shares.forward, peak * known.fused * shares.backward
 

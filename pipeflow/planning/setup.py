@@ -113,7 +113,8 @@ class Setup:
         prefetch: with `zero` 3, a backward gathers a layer while another one computes, not after it.
         engine: the program whose own buffers memory counts, of `engines.ENGINES`; unless given, only what all keep.
         overlap: gradients are reduced, and weights gathered, while layers compute; tensor ranks, too, communicate then
-            with `sequence_parallel` and `zero` below 3. By default with `zero` 3 and in 8 bits.
+            with `sequence_parallel` and `zero` below 3. By default with `zero` 3, and with fused attention in 8 bits or
+            with gradients in float32, as in Megatron-Core.
         checkpoint: what a layer's backward recomputes. "full": the whole layer, which keeps only its input.
             "selective": attention's scores, which are not kept (arXiv 2205.05198, section 5). "none": nothing. True and
             False stand for "full" and "none".
@@ -252,7 +253,11 @@ class Setup:
     @property
     def overlaps(self) -> bool:
         """Whether reductions and gathers run while layers compute."""
-        return (self.zero == 3 or self.precision.products in FEW_BITS) if self.overlap is None else self.overlap
+        if self.overlap is not None:
+            return self.overlap
+        precision = self.precision
+        is_megatron = precision.products in FEW_BITS or precision.gradient > precision.weight
+        return self.zero == 3 or (is_megatron and not self.stores_scores)
 
     @property
     def hides_tensor(self) -> bool:

@@ -4,7 +4,7 @@ of devices, or times.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from pipeflow.planning.attention import FUSED_BACKWARD, Scores
@@ -51,6 +51,7 @@ class DeviceWork(NamedTuple):
         moved_bytes: bytes that elementwise operations read and write; the backward moves twice as many.
         score_bytes: the same for attention scores, if they are stored.
         scores: the shape of attention. None: that of a fused kernel whose sequences are long.
+        added_bytes: bytes read and written where the gradients of weights are added to those of earlier microbatches.
     """
 
     products: tuple[MatrixProduct, ...]
@@ -59,6 +60,7 @@ class DeviceWork(NamedTuple):
     moved_bytes: float = 0.0
     score_bytes: float = 0.0
     scores: Scores | None = None
+    added_bytes: float = 0.0
 
 
 def layer_work(model: Transformer, setup: Setup) -> DeviceWork:
@@ -84,7 +86,17 @@ def layer_work(model: Transformer, setup: Setup) -> DeviceWork:
         moved_bytes=width * tokens * (whole + values + routed_values(model, setup)) + merged + cast,
         score_bytes=tokens * sequence * model.heads / tensor * SCORE_BYTES * width / 2 if is_stored else 0.0,
         scores=Scores(setup.kernel, _keys_at_once(model, setup), (model.head_width + model.value_width) / 2, is_causal),
+        added_bytes=added_bytes(products, setup),
     )
+
+
+def added_bytes(products: Iterable[MatrixProduct], setup: Setup) -> float:
+    """Bytes in which the gradients of the products' weights are added up: a new one and the sum are read, the sum is
+    written. What `zero` divides of gradients, each rank adds up alone.
+    """
+    weights = sum(each.columns * each.depth * each.repeats for each in products)
+    precision = setup.precision
+    return weights * (precision.weight + 2 * precision.gradient) / (setup.shards if setup.zero > 1 else 1)
 
 
 def _keys_at_once(model: Transformer, setup: Setup) -> float:
@@ -160,4 +172,5 @@ def head_work(model: Transformer, setup: Setup) -> DeviceWork:
     products = [MatrixProduct(tokens, outputs, model.hidden, 1 + further)]
     if further:
         products.append(MatrixProduct(tokens, model.hidden / setup.tensor, 2 * model.hidden, further))
-    return DeviceWork(tuple(products), moved_bytes=(1 + further) * LOSS_PASSES * 4.0 * tokens * outputs)
+    moved = (1 + further) * LOSS_PASSES * 4.0 * tokens * outputs
+    return DeviceWork(tuple(products), moved_bytes=moved, added_bytes=added_bytes(products, setup))

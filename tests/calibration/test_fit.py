@@ -163,7 +163,9 @@ def test_layers_that_take_longer_than_their_operations_slow_them_all_down() -> N
     late = tuple(each._replace(forward=1.2 * each.forward, backward=1.2 * each.backward) for each in times.layers)
     slower = fitted(replace(times, layers=late))
     expected = {name: plain[name] / 1.2 for name in ("products", "attention", "memory")}
-    assert slower.efficiency == pytest.approx({**plain, **expected}, rel=1e-3, abs=1e-9)
+    assert slower.efficiency == pytest.approx(
+        {**plain, **expected}, rel=0.02, abs=1e-9
+    )  # memory adds up gradients, too
     before, errors = (mean_errors(replace(times, layers=late), cluster) for cluster in (fitted(times), slower))
     assert errors["layers, backward"][0] < before["layers, backward"][0]
     assert errors["products in bf16"][0] == pytest.approx(0.2, rel=1e-3)
@@ -199,6 +201,17 @@ def test_products(depth: float, rows: float) -> None:
     cluster = replace(NEAR, efficiency={**KNOWN, "depth": depth, "rows": rows})
     times = [ProductTime("bf16", each, rates(cluster).product(each)) for each in PRODUCTS]
     assert product_coefficients(times) == pytest.approx((0.9 * 200e12, depth, rows), rel=1e-3, abs=0.2)
+
+
+def test_shapes_that_take_longer_than_the_coefficients_say_are_kept() -> None:
+    slow = PRODUCTS[len(PRODUCTS) // 2]
+    times = measured(NEAR)
+    late = [each._replace(seconds=1.5 * each.seconds) if each.product == slow else each for each in times.products]
+    plain, cluster = fitted(times), fitted(replace(times, products=tuple(late)))
+    assert all(each.longer == pytest.approx(1.0, abs=0.01) for each in plain.shapes)
+    longest = max(cluster.shapes, key=lambda each: each.longer)
+    assert (longest.rows, longest.shortest) == (slow.rows, min(slow.columns, slow.depth))
+    assert longest.longer > 1.1
 
 
 def test_a_few_wrong_times_move_the_fit_a_little() -> None:

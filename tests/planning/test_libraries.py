@@ -55,6 +55,9 @@ def test_megatron_runs_1f1b() -> None:
         "--recompute-method": "uniform",
         "--recompute-num-layers": "1",
         "--use-distributed-optimizer": "",
+        "--overlap-grad-reduce": "",
+        "--overlap-param-gather": "",
+        "--tp-comm-overlap": "",
         "--bf16": "",
     }
 
@@ -114,6 +117,7 @@ def test_torchtitan_shards_weights(given: dict[str, Any], expected: tuple[str, i
     ("given", "expected"),
     [
         ({"zero": 1, "overlap": True}, {}),
+        ({"zero": 1, "overlap": False}, {}),
         ({"zero": 2}, {"--data-parallel-sharding-strategy": "optim_grads"}),
         ({"zero": 3, "overlap": False}, {"--data-parallel-sharding-strategy": "optim_grads_params"}),
         ({"zero": 3, "shard_ranks": 2}, {"--num-distributed-optimizer-instances": "4"}),
@@ -124,7 +128,7 @@ def test_megatron_divides_gradients_and_weights(given: dict[str, Any], expected:
     assert expected.items() <= found.items()
     assert "--use-distributed-optimizer" in found
     assert ("--use-megatron-fsdp" in found) == (given["zero"] > 1)
-    overlaps = given.get("overlap", given["zero"] == 3)
+    overlaps = given.get("overlap", True)  # as with any fused attention in a mixed precision
     assert ("--overlap-param-gather" in found) == ("--overlap-grad-reduce" in found) == overlaps
 
 
@@ -176,7 +180,7 @@ def test_torchtitan_accumulates_gradients_without_a_pipeline() -> None:
                 "train_batch_size": 48,
                 "train_micro_batch_size_per_gpu": 3,
                 "gradient_accumulation_steps": 8,
-                "zero_optimization": {"stage": 1},
+                "zero_optimization": {"stage": 1, "overlap_comm": True},
                 "pipeline": {"stages": 4, "activation_checkpoint_interval": 1},
                 "bf16": {"enabled": True},
                 "data_types": {"grad_accum_dtype": "fp32"},
@@ -227,7 +231,11 @@ def test_deepspeed_is_configured(given: dict[str, Any], expected: dict[str, Any]
         ("torchtitan", {"data": 2, "zero": 1, "precision": "bf16"}, "torchtitan adds up gradients in float32"),
         ("torchtitan", {"data": 2, "zero": 1}, "torchtitan puts replicas next to each other"),
         ("torchtitan", {"ranks": 1, "data": 2, "zero": 1}, "reduces gradients after each microbatch"),
-        ("torchtitan", {"data": 2, "zero": 1}, "reduces gradients while layers compute; --overlap plans that"),
+        (
+            "torchtitan",
+            {"data": 2, "zero": 1, "overlap": False},
+            "reduces gradients while layers compute; --overlap plans",
+        ),
         (
             "deepspeed",
             {"ranks": 1, "data": 2, "zero": 3},

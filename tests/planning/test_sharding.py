@@ -30,7 +30,8 @@ ENDS = SMALL.parameters - 8 * LAYER
 
 
 def sharding(*, by_layer: bool = True, in_node: int = 4, **options: Any) -> Sharding:
-    setup = Setup(**{"data": 4, "precision": PRECISIONS["bf16-mixed"], **options})
+    overlap = None if options.get("zero") == 3 else False
+    setup = Setup(**{"data": 4, "precision": PRECISIONS["bf16-mixed"], "overlap": overlap, **options})
     known = replace(PUBLISHED, **SIMPLE.efficiency)
     holders = Holders(RankGroup(setup.data, in_node), RankGroup(setup.expert_replicas, in_node // setup.expert))
     return Sharding(setup, holders, Rates(SIMPLE, known, "bf16"), by_layer)
