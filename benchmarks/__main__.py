@@ -32,6 +32,7 @@ NAMES = (
     "pipelining",
     "unmodified",
     "planner",
+    "mixtures",
     "replan",
     "layouts",
     "explore",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.exchanges import NOTHING, Exchanged, layer_exchanges
-from pipeflow.planning.layer_extras import copy_seconds, graph_share, recomputed_seconds
+from pipeflow.planning.layer_extras import copy_seconds, launches, recomputed_seconds
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.rates import Rates, Seconds
 from pipeflow.planning.setup import Setup
@@ -63,7 +63,7 @@ def model_layer_times(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates
     exchanged = layer_exchanges(model, setup, mesh, rates, layer)
     sync = rates.efficiency.sync * (mesh.tensor - 1)
     again = exchanged.forward if setup.checkpoint == "full" else 0.0
-    further, launched = recomputed_seconds(model, setup, mesh, rates), 1 - graph_share(model, setup)
+    further, launched = recomputed_seconds(model, setup, mesh, rates), launches(model, setup)
     forward, backward, weight = layer_times(
         layer, rates, str(setup.checkpoint), exchanged=exchanged, sync=sync, launches=launched, again=further
     )

@@ -36,6 +36,9 @@ KINDS: dict[str, tuple[int, float, float]] = {
     "h100, 8 bits, sharded weights": (2, 0.140, 0.229),
     "v100, 16 bits": (17, 0.170, 0.314),
     # end
+    "h100, 16 bits, experts": (8, 0.038, 0.089),  # these three: python -m benchmarks mixtures
+    "h100, 16 bits, sharded weights, experts": (1, 1.01, 1.01),
+    "h100, 8 bits, experts": (1, 0.153, 0.153),
 }
 """By kind of job: number of measured steps, mean error, and what nine of ten errors are at most."""
 
