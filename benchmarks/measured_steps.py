@@ -145,6 +145,18 @@ def _memory_row(each: dict[str, str]) -> MeasuredBytes:
     return MeasuredBytes(f"{each['model']}, {each['recompute']}", float(each["mem_gib"]), planned)
 
 
+def memory_commands() -> list[MeasuredBytes]:
+    """Those of data/measured_memory.csv, whose layouts are given by the words of the command."""
+    with DATA.with_name("measured_memory.csv").open() as file:
+        return [_memory_command(each) for each in csv.DictReader(file)]
+
+
+def _memory_command(each: dict[str, str]) -> MeasuredBytes:
+    row = _commanded(each | {"source": each["label"], "step_s": "nan"})
+    planned = plan(row.model, _schedule(row.pipeline, row.chunks, row.microbatches), row.setup).peak_bytes
+    return MeasuredBytes(each["label"], float(each["mem_gib"]), planned)
+
+
 def rows() -> list[Row]:
     """Those with a time."""
     with DATA.open() as file, COMMANDS.open() as commands:

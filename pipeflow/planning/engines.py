@@ -11,7 +11,8 @@ Sources:
 - The loss of Megatron-LM has logits in 16 bits and in float32 beside its softmax, as Megatron-DeepSpeed does. torch's
   cross_entropy has logits in 16 bits and two float32 gradients beside the logarithms of its softmax.
 - torch.distributed.pipelining keeps a stage's output until its backward. Until the last backward, FSDP2 adds up whole
-  gradients in the type of their reduction, which is float32 in torchtitan.
+  gradients in the type of their reduction, which is float32 in torchtitan. Its tensor parallelism gathers a sequence
+  before the linears, whose autograd keeps what they got; Megatron-LM gathers it again in the backward.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Engine(NamedTuple):
         both_gradients: gradients in 16 bits stay beside their float32 sums, unless `zero` divides gradients.
         float32_sums: pipeline ranks that divide anything add up whole gradients in float32.
         keeps_outputs: a stage keeps its output until its backward.
+        gathers_inputs: with sequence parallelism, linears keep their inputs as gathered, and not the device's part.
         bucket: numbers in the buffer in which divided gradients are reduced.
         loss: bytes of a logit in the loss, beside the four that are kept until its backward.
     """
@@ -41,6 +43,7 @@ class Engine(NamedTuple):
     both_gradients: bool = False
     float32_sums: bool = False
     keeps_outputs: bool = False
+    gathers_inputs: bool = False
     bucket: int = 0
     loss: int = 0
 
@@ -48,7 +51,7 @@ class Engine(NamedTuple):
 ENGINES: Mapping[str, Engine] = MappingProxyType(
     {
         "megatron": Engine(loss=6),
-        "torchtitan": Engine(float32_sums=True, keeps_outputs=True, loss=10),
+        "torchtitan": Engine(float32_sums=True, keeps_outputs=True, gathers_inputs=True, loss=10),
         "deepspeed": Engine(both_gradients=True, keeps_outputs=True, bucket=500_000_000, loss=6),
     }
 )

@@ -235,13 +235,18 @@ def _score_bytes(model: Transformer, setup: Setup) -> int:
     return width * model.heads * sequence_of(model, setup) // setup.tensor if setup.stores_scores else 0
 
 
+def _inputs(model: Transformer, setup: Setup) -> int:
+    """Numbers per token of a linear's input that is kept after a norm: with sequence parallelism, the device's part."""
+    return model.hidden if setup.program.gathers_inputs else _whole(model, setup)
+
+
 def _layer_bytes(model: Transformer, setup: Setup) -> int:
     """Bytes per token that a layer needs for its backward: h (10 + 24/t), with scores 5as/t more, in half precision.
 
     Whole on every tensor rank: what goes into the norms and the linears after them (4 values), and the masks of two
     dropouts (a byte each).
     """
-    norms = Kept(2 * _whole(model, setup), 2 * _whole(model, setup)).bytes(setup.precision)
+    norms = Kept(2 * _whole(model, setup), 2 * _inputs(model, setup)).bytes(setup.precision)
     masks = 2 * model.dropout * _whole(model, setup)
     return norms + masks + layer_values(model, setup).bytes(setup.precision) + _score_bytes(model, setup)
 
@@ -256,7 +261,9 @@ def _saved(model: Transformer, setup: Setup, share: Share) -> float:
     if share.first:
         kept += whole * model.dropout
     if share.last:
-        kept += (1 + model.further_layers) * (2 * width * whole + 4 * model.head_outputs(setup.tensor))
+        kept += (1 + model.further_layers) * (
+            width * (whole + _inputs(model, setup)) + 4 * model.head_outputs(setup.tensor)
+        )
     elif setup.program.keeps_outputs:
         kept += width * whole
     return kept

@@ -56,6 +56,14 @@ def test_a_stage_keeps_its_output_where_the_engine_does() -> None:
     assert kept - freed == 4 * TOKENS * 1024 * 2
 
 
+def test_linears_keep_gathered_inputs_where_the_engine_does() -> None:
+    """Of 2 tensor ranks, each keeps 1024 numbers per token, not 512, before two linears of each of its 2 layers."""
+    of = {"ranks": 4, "tensor": 2, "sequence_parallel": True}
+    kept, parts = (planned(**of, engine=engine).cost.saved_bytes[1] for engine in ("torchtitan", "megatron"))
+    outputs = TOKENS * 512 * 2  # torchtitan also keeps what the stage sends
+    assert kept - parts - outputs == 2 * 2 * TOKENS * 512 * 2
+
+
 def test_a_buffer_of_reductions_has_at_most_the_numbers_of_the_rank_and_is_there_twice_with_overlap() -> None:
     rank = first(engine="deepspeed", zero=1, data=8)
     assert rank.buffer_bytes == 2 * rank.parameters

@@ -8,7 +8,7 @@ from statistics import fmean, median
 import numpy as np
 import pytest
 
-from benchmarks.measured_steps import Row, memory_rows, rows
+from benchmarks.measured_steps import Row, memory_commands, memory_rows, rows
 from benchmarks.planner import _regrets, allocator_shares
 from benchmarks.planner_tables import ROOT, tables, written
 from pipeflow import GPT, Cluster, Setup, plan
@@ -58,6 +58,15 @@ def test_the_memory_of_published_layouts_is_planned_within_10_percent() -> None:
     assert len(errors) == 8
     assert fmean(map(abs, errors)) < 0.1
     assert min(errors) > 0  # what ran is not planned to be smaller than it was
+
+
+def test_the_guide_has_the_memory_of_other_programs_as_it_is_planned() -> None:
+    guide = (ROOT / "docs" / "planning.md").read_text()
+    for each in memory_commands():
+        error = each.planned / 2**30 / each.gib - 1
+        line = f"| {each.label} | {each.planned / 2**30:.0f} GiB | {each.gib:.0f} GiB | {100 * error:.0f} % |"
+        assert line in guide, line
+        assert abs(error) < 0.25
 
 
 def test_the_allowance_of_the_allocator_is_the_median_of_published_logs() -> None:
