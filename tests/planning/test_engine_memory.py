@@ -58,7 +58,7 @@ def test_a_stage_keeps_its_output_where_the_engine_does() -> None:
 
 def test_linears_keep_gathered_inputs_where_the_engine_does() -> None:
     """Of 2 tensor ranks, each keeps 1024 numbers per token, not 512, before two linears of each of its 2 layers."""
-    of = {"ranks": 4, "tensor": 2, "sequence_parallel": True}
+    of: dict[str, Any] = {"ranks": 4, "tensor": 2, "sequence_parallel": True}
     kept, parts = (planned(**of, engine=engine).cost.saved_bytes[1] for engine in ("torchtitan", "megatron"))
     outputs = TOKENS * 512 * 2  # torchtitan also keeps what the stage sends
     assert kept - parts - outputs == 2 * 2 * TOKENS * 512 * 2
