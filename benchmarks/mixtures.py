@@ -7,15 +7,29 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from benchmarks.planner_tables import ROOT, SIMILAR
 from benchmarks.report import Report
 from pipeflow.cli.command import main
 
 FITTED = "the same, four tensor ranks"
+APART = {"the same, FSDP": "h100, 16 bits, sharded weights, experts", "2048 H800, DeepSeek-V3": "h100, 8 bits, experts"}
+LINKS = {  # the sources of rows that do not say "the same"
+    "megatron-core": (
+        "Megatron Core MoE",
+        "https://github.com/NVIDIA/Megatron-LM/blob/022bcb5afe888664d3fb61adacea6e6c887a97f8/megatron/core/transformer/moe/README.md",
+    ),
+    "model-zoo": ("Megatron MoE Model Zoo", "https://github.com/yanring/Megatron-MoE-ModelZoo"),
+    "2412.19437": ("arXiv 2412.19437", "https://arxiv.org/abs/2412.19437"),
+}
+GUIDE = ROOT / "docs" / "planning.md"
+BEGIN, END = "<!-- written by: python -m benchmarks mixtures --save -->\n", "<!-- end of mixtures -->\n"
+MARK, LAST = "    # written by: python -m benchmarks mixtures --save\n", "    # end of mixtures\n"
 DATA = Path(__file__).parent / "data" / "measured_mixtures.csv"
 
 
@@ -51,13 +65,46 @@ def planned(step: Step) -> dict[str, Any]:
 def run(rounds: int | None = None) -> Report:
     """The table; `rounds` does not matter, since nothing is measured here."""
     chosen = steps()
-    errors = [error(step) for step in chosen]
+    found = [(step, error(step)) for step in chosen]
     report = Report("mixtures", "mixtures: published steps and plans", ["", "measured s", "planned s", "error"])
-    for step, off in zip(chosen, errors, strict=True):
+    for step, off in found:
         times = step.seconds, step.seconds * (1 + off)
         report.rows.append([f"{step.what} ({step.source})", *(f"{time:.3g}" for time in times), f"{off:+.0%}"])
-    near = sum(abs(off) <= 0.155 for off in errors)
-    report.notes.append(f"mean error {fmean(map(abs, errors)):.0%}; {near} of {len(errors)} within 15.5 %")
+    offs = [abs(off) for _, off in found]
+    report.notes.append(f"mean error {fmean(offs):.0%}; {sum(off <= 0.15 for off in offs)} of {len(offs)} within 15 %")
     report.notes.append(f"the launches of experts are fitted on one row, {FITTED!r}")
-    report.data = {"errors": dict(zip((step.what for step in chosen), errors, strict=True))}
+    report.data = {"errors": {step.what: off for step, off in found}}
     return report
+
+
+def publish(report: Report) -> None:
+    """Writes the table of the guide, and the errors of similar jobs that plans print."""
+    errors: dict[str, float] = report.data["errors"]
+    for path, begin, end, text in (
+        (GUIDE, BEGIN, END, docs_table(errors)),
+        (SIMILAR, MARK, LAST, similar_rows(errors)),
+    ):
+        before, rest = path.read_text().split(begin)
+        path.write_text(before + begin + text + end + rest.split(end)[1])
+
+
+def docs_table(errors: Mapping[str, float]) -> str:
+    """A line per step."""
+    lines = ["| published steps | measured | planned | error |", "|---|---:|---:|---:|"]
+    for step in steps():
+        off = errors[step.what]
+        link = f" ([{LINKS[step.source][0]}]({LINKS[step.source][1]}))" if not step.what.startswith("the same") else ""
+        fitted = " (fitted)" if step.what == FITTED else ""
+        times = f"{step.seconds:.1f} s | {step.seconds * (1 + off):.1f} s"
+        lines.append(f"| {step.what}{link}{fitted} | {times} | {100 * off:.0f} % |")
+    return "\n".join(lines) + "\n"
+
+
+def similar_rows(errors: Mapping[str, float]) -> str:
+    """The rows of the table in pipeflow/planning/similar.py, without the row that was fitted."""
+    kinds: dict[str, list[float]] = {}
+    for what, off in errors.items():
+        if what != FITTED:
+            kinds.setdefault(APART.get(what, "h100, 16 bits, experts"), []).append(abs(off))
+    each = ((kind, len(offs), fmean(offs), max(offs)) for kind, offs in kinds.items())
+    return "".join(f'    "{kind}": ({count}, {mean:.3f}, {most:.3f}),\n' for kind, count, mean, most in each)
