@@ -5,6 +5,7 @@ blocks, and such that do nearly nothing.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.compute import RANKS, milliseconds
@@ -41,7 +42,7 @@ def run(rounds: int | None = None) -> Report:
     return report
 
 
-def measure(rounds: int) -> dict[str, Any]:
+def measure(rounds: int, names: Sequence[str] = SCHEDULES) -> dict[str, Any]:
     """On every rank: checks both engines' gradients, then takes the times."""
     import torch
 
@@ -57,7 +58,7 @@ def measure(rounds: int) -> dict[str, Any]:
     tasks = {"blocks": blocks, "nearly nothing": trivial.make_task(RANKS, MICROBATCHES, linear=True)}
     times: Times = {}
     for label, task in tasks.items():
-        for name in SCHEDULES:
+        for name in names:
             chunks = 1 if name in ("GPipe", "1F1B") else 2
             looped = Placement.looped(RANKS, chunks)
             placement = Placement.vee(RANKS) if name in ("ZBVZeroBubble", "DualPipeV") else looped

@@ -16,7 +16,7 @@ from torch.distributed.pipelining._utils import PipeInfo
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.route import Routes, routes_among, sources_of, targets_of
-from pipeflow.pipelining.stage import StageCall
+from pipeflow.pipelining.stage import Own, StageCall
 from pipeflow.runtime.gradients.ties import PipelineSharedModuleWrapper
 
 Key = tuple[int, int | None]
@@ -60,8 +60,23 @@ def pipeline(
     `pipeflow.Pipeline.from_module`.
     """
     made = _IR.pipeline(module, mb_args, mb_kwargs, split_spec, split_policy)
+    for stage in made.split_gm.children():
+        _unite(stage, module)
     made.__class__ = Pipe  # the same object, whose stages know which weights they share
     return cast(Pipe, made)
+
+
+def _unite(stage: nn.Module, module: nn.Module) -> None:
+    """Makes names of one parameter of `module` names of one of the stage, too: torch copies the first alone."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    there = dict(stage.named_parameters(remove_duplicate=False))
+    for each in names.values():
+        first, *others = [name for name in each if name in there] or [""]
+        for name in others:
+            owner, _, last = name.rpartition(".")
+            setattr(stage.get_submodule(owner), last, there[first])
 
 
 class Wiring:
@@ -126,16 +141,10 @@ class TracedCall(StageCall):
         super().__init__(stage)
         self.index, self.wiring = stage.stage_index, Wiring(stage.pipe_info)
 
-    def forward(
-        self,
-        *received: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        microbatch: int = 0,
-    ) -> object:
+    def forward(self, *received: Any, own: Own) -> object:
         """Calls the module for one microbatch."""
-        wiring, index = self.wiring, self.index
-        found = wiring.bound(args, kwargs or {}) if self.is_first else {}
+        wiring, index, (args, kwargs, microbatch) = self.wiring, self.index, own
+        found = wiring.bound(args, kwargs) if self.is_first else {}
         for source, values in zip(sources_of(index, wiring.routes), received, strict=True):
             found.update(zip(wiring.passes[source, index], values, strict=True))
         if missing := [wiring.inputs[key[1] or 0].target for key in wiring.takes[index] if key not in found]:

@@ -11,16 +11,16 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from pipeflow.core.errors import PipelineError, UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.parallel.context import Context
 from pipeflow.pipelining.pipe import TracedCall, tie
-from pipeflow.pipelining.stage import BuilderCall, StageCall
+from pipeflow.pipelining.stage import BuilderCall, Own, StageCall
 from pipeflow.pipelining.world import context_of
 from pipeflow.runtime.divided import Divided
 from pipeflow.runtime.execution import execute_pipeline
-from pipeflow.runtime.microbatch import Whole
 from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.runtime.step import Output
 from pipeflow.stages.loss import Weighing
@@ -140,17 +140,12 @@ def _alike(_: object) -> float:
 
 def own_microbatches(args: Sequence[Any], kwargs: Sequence[Any], targets: Sequence[Any] | None) -> Divided:
     """The microbatches of this rank: arguments of its first stage, keywords of each of its stages, targets of its last
-    one.
+    one. The engine looks for leaves of a graph in them if any wants a gradient.
     """
-    entries = [
-        ({"args": Whole(_tuple(args[index])), "kwargs": Whole(kwargs[index]), "microbatch": Whole(index)}, target)
-        for index, target in enumerate([None] * len(args) if targets is None else map(Whole, targets))
-    ]
-    return Divided(entries, own=True)
-
-
-def _tuple(args: Any) -> tuple[Any, ...]:
-    return tuple(args) if isinstance(args, tuple | list) else (args,)
+    leaves = tree_leaves([args, kwargs])
+    kind = tuple if any(isinstance(each, Tensor) and each.requires_grad for each in leaves) else Own
+    own = [{"own": kind(each)} for each in zip(args, kwargs, range(len(args)), strict=True)]
+    return Divided(list(zip(own, [None] * len(args) if targets is None else targets, strict=True)), own=True)
 
 
 def raise_everywhere(context: Context, error: Exception) -> None:

@@ -6,6 +6,7 @@ and in where its order comes from.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -110,11 +111,11 @@ class OnEngine(theirs._PipelineSchedule):
             raise RuntimeError("step() requires gradients to be enabled: call eval() where they are not")
         pipeline = self.pipeline
         try:
-            if (arg_mbs, kwarg_mbs, target_mbs) == (None, None, None):
+            if arg_mbs is kwarg_mbs is target_mbs is None:
                 arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
                 target_mbs = self._split_target(target)
-            elif args or kwargs or target is not None:
-                raise ValueError("pass microbatches (arg_mbs, kwarg_mbs, target_mbs) or a batch to split, not both")
+            else:
+                _require_split(args, kwargs, target)
             arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
             if self._has_backward and target_mbs is None and any(stage.is_last for stage in self.own_stages):
                 raise UsageError(
@@ -129,6 +130,15 @@ class OnEngine(theirs._PipelineSchedule):
         self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
         last = next((stage for stage in self.own_stages if stage.is_last), None)
         return self._merge_outputs(last.output_chunks) if last is not None and return_outputs else None
+
+    def _check_inputs(self, *args: Any, **kwargs: Any) -> tuple[list[Any], list[Any]]:
+        """This rank's microbatches of arguments and keywords, as many as the schedule has."""
+        arg_mbs, kwarg_mbs = super()._check_inputs(*args, **kwargs)
+        if not all(isinstance(each, tuple) for each in arg_mbs):
+            raise TypeError("arg_mbs must be a list of tuples, one per microbatch, with the arguments of the model")
+        if not all(isinstance(each, dict) for each in kwarg_mbs):
+            raise TypeError("kwarg_mbs must be a list of dicts, one per microbatch, with the keywords of the model")
+        return arg_mbs, kwarg_mbs
 
     def _split_target(self, target: Any) -> list[Any] | None:
         if target is None:
@@ -158,6 +168,16 @@ class OnEngine(theirs._PipelineSchedule):
                 stage.output_chunks = outputs
                 if losses is not None and self.running.output is not None:
                     losses[:] = self.running.output.losses.values()
+
+
+def _require_split(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> None:
+    """Raises UsageError for parts of a batch beside microbatches that are split already."""
+    if args:
+        raise UsageError("microbatches are split already: pass pre-split positional inputs through arg_mbs")
+    if kwargs:
+        raise UsageError(f"Unexpected keyword arguments with pre-split inputs: {', '.join(kwargs)}; use kwarg_mbs")
+    if target is not None:
+        raise UsageError("microbatches are split already: pass pre-split targets through target_mbs")
 
 
 class PipelineScheduleSingle(OnEngine, theirs.PipelineScheduleSingle):

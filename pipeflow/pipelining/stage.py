@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed.pipelining.stage as theirs
@@ -13,7 +13,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeflow.deferral.products import Deferral, Deferred
 
-__all__ = ["PipelineStage", "StageCall"]
+__all__ = ["Own", "PipelineStage", "StageCall"]
+
+
+class Own(tuple[tuple[Any, ...], dict[str, Any], int]):
+    """What a rank has for a microbatch: its arguments, its keywords, and the microbatch's index. The engine does not
+    look into it, as it would into a tuple.
+    """
+
+    __slots__ = ()
 
 
 class StageCall(nn.Module):
@@ -33,15 +41,10 @@ class StageCall(nn.Module):
         self.is_first, self.is_last = stage.is_first, stage.is_last
         self.outputs: dict[int, object] | None = None
 
-    def forward(
-        self,
-        *received: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        microbatch: int = 0,
-    ) -> object:
+    def forward(self, *received: object, own: Own) -> object:
         """Calls the module for one microbatch."""
-        output = self.module(*(args if self.is_first else self.inputs(received)), **(kwargs or {}))
+        args, kwargs, microbatch = own
+        output = self.module(*(args if self.is_first else self.inputs(received)), **kwargs)
         self.keep(output, microbatch)
         return output
 
@@ -73,9 +76,9 @@ class BuilderCall(StageCall):
         """The parameters of layers that the function may compute; none are known."""
         return []
 
-    def forward(self, *received: object, **entries: Any) -> object:
+    def forward(self, *received: object, own: Own) -> object:
         """Calls the module, and the builder after the backward of its output."""
-        output = super().forward(*received, **entries)
+        output = super().forward(*received, own=own)
         found = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
         if found:
             found[0].register_hook(self._await_end)

@@ -18,6 +18,8 @@ def context_of(group: dist.ProcessGroup | None, device: torch.device) -> Context
     A context of `pipeflow.launch` is used if it has this pipeline; otherwise one is launched for the group alone.
     Raises UsageError for a context of another pipeline or device.
     """
+    if dist.is_initialized() and dist.get_backend(group) == "fake" and dist.get_world_size(group) > 1:
+        raise UsageError("ranks of a fake process group cannot exchange tensors: start one process per rank")
     ranks = tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
     context = context_if_launched()
     if context is not None and kept(_MADE) not in (None, _identity(group)):  # torch's groups were made again since

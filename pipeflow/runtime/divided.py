@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -24,7 +25,7 @@ class Divided:
         schedule: the schedule that runs them, such as `BatchOrder.schedule`. None: that of the call, which must have as
             many microbatches.
         own: True if each rank has only the entries that its own stages take. Then ranks do not compare their batches,
-            entries need no samples, and each microbatch counts as one sample.
+            entries need no samples and are not split, and each microbatch counts as one sample.
 
     Raises UsageError if there is no microbatch, or another number than the schedule has.
     """
@@ -58,6 +59,13 @@ class Parts:
     """In the place of an entry of a batch: what it is in each microbatch."""
 
     values: list[object]
+
+
+def aligned(entries: Sequence[Any]) -> object:
+    """What all microbatches have, as `Parts`: per name, if it is a dict of the same names; None if all are None."""
+    if isinstance(entries[0], dict):
+        return {name: Parts([each[name] for each in entries]) for name in entries[0]}
+    return None if all(each is None for each in entries) else Parts(list(entries))
 
 
 def joined(trees: Sequence[object], is_leaf: Callable[[object], bool]) -> object:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from pipeflow.core.errors import UsageError
-from pipeflow.runtime.divided import Divided, Parts, joined
+from pipeflow.runtime.divided import Divided, Parts, aligned, joined
 
 DIGESTED = 1024  # entries of a row that enter a digest
 
@@ -168,9 +168,11 @@ def as_batch(
     """
     if isinstance(batch, Divided):
         pairs = [read(each) for each in batch]
+        if batch.own:
+            inputs, labels = map(aligned, zip(*pairs, strict=True))
+            return Batch(inputs, labels, [1] * len(pairs), device, own=True)
         inputs, labels = (joined(trees, _is_whole) for trees in zip(*pairs, strict=True))
-        sizes = [1] * len(pairs) if batch.own else list(map(_samples, pairs))
-        return Batch(inputs, labels, sizes, device, batch.own)
+        return Batch(inputs, labels, list(map(_samples, pairs)), device)
     inputs, labels = read(batch)
     samples = _samples((inputs, labels))
     microbatches = min(microbatches, samples)

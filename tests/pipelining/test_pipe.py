@@ -62,8 +62,7 @@ def train(name: str) -> tuple[float, float | None]:
     schedule.step(*args, target=targets if STAGES - 1 in own else None, losses=losses, **kwargs)
     expected: dict[str, Any] = {name: each.grad for name, each in whole.named_parameters(remove_duplicate=False)}
     held = [pair for stage in stages for pair in stage.submod.named_parameters()]
-    errors = [difference(each.grad, expected[name]) for name, each in held if each.grad is not None]
-    assert len(errors) >= len(own)
+    errors = [difference(each.grad, expected[name]) for name, each in held]
     return max(errors), abs(together(losses) - loss.item()) if losses else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from pipeflow import clip_grad_norm_, load_checkpoint, save_checkpoint
 from pipeflow.parallel.context import current_context
 from pipeflow.pipelining import PipelineStage, ScheduleGPipe, SplitPoint, pipeline
 from pipeflow.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
@@ -172,3 +174,37 @@ def test_a_trainer_with_sharded_parts(name: str) -> None:
     for error, change in run_processes(titan, 4, name):
         assert error < TOLERANCE
         assert change == pytest.approx(0, abs=TOLERANCE)
+
+
+def moved(folder: str) -> tuple[float, float, float]:
+    """The norm of all gradients here and in one process; and the largest difference of a weight that was saved by two
+    stages and loaded by four.
+    """
+    words, labels = data(2)
+    weights: list[dict[str, Tensor]] = []
+    norm = 0.0
+    for name in ("1F1B", "Interleaved1F1B"):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        schedule, parts, first, last = pipelining_fn(Model().double(), mesh, name, lambda part: part)
+        if name == "1F1B":
+            options = {"divisor": SAMPLES * LENGTH}
+            schedule.step(*((words,) if first else ()), target=labels if last else None, loss_kwargs=options)
+            norm = float(clip_grad_norm_(schedule.pipeline, 100.0))
+            for part in parts:
+                for each in part.parameters():
+                    each.data += 0.5
+            save_checkpoint(folder, schedule.pipeline)
+        else:
+            load_checkpoint(folder, schedule.pipeline)
+        weights.append({name: each for part in parts for name, each in part.named_parameters()})
+    expected = reference([(words, labels)]).values()
+    fresh = dict(Model().double().named_parameters())
+    change = max(float((each - fresh[name] - 0.5).abs().max()) for name, each in weights[1].items())
+    return norm, float(torch.cat([each.flatten() for each in expected]).norm()), change
+
+
+def test_norms_and_checkpoints_are_those_of_all_ranks(tmp_path: Path) -> None:
+    """Parts that keep the names of the whole model load under another number of stages."""
+    for mine, its, change in run_processes(moved, 2, str(tmp_path / "saved")):
+        assert mine == pytest.approx(its, rel=TOLERANCE)
+        assert change == 0

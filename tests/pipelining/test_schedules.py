@@ -248,12 +248,13 @@ def refuse() -> list[str]:
     asked: list[Any] = [
         lambda: get_schedule_class("GPipe")(stage, 2, loss_fn=mean_loss).step(value),
         lambda: get_schedule_class("GPipe")(stage, 2).step(value, target_mbs=[value]),
+        lambda: get_schedule_class("GPipe")(stage, 2).step(arg_mbs=[value, value]),
         lambda: get_schedule_class("GPipe")(stage, 2, loss_fn=lambda *_: value).step(value, target=value),
         lambda: get_schedule_class("GPipe")(PipelineStage(function, 0, 1, CPU), 2).step(value),
         lambda: get_schedule_class("PipelineScheduleMulti")([stage], 2).step(value),
     ]
     for ask in asked:
-        with pytest.raises((PipelineError, UsageError, ValueError)) as caught:
+        with pytest.raises((PipelineError, UsageError, TypeError)) as caught:
             ask()
         found.append(str(caught.value))
     with torch.no_grad(), pytest.raises(RuntimeError) as disabled:
@@ -267,7 +268,8 @@ def test_bad_input_is_one_sentence() -> None:
         found,
         [
             "step() needs target= on the rank with the last stage, because the schedule has a loss_fn",
-            "pass microbatches (arg_mbs, kwarg_mbs, target_mbs) or a batch to split, not both",
+            "microbatches are split already: pass pre-split positional inputs through arg_mbs",
+            "arg_mbs must be a list of tuples, one per microbatch, with the arguments of the model",
             "criterion must return a scalar tensor, got of shape (4, 2): take the mean over its samples",
             "stage 0 holds builtin_function_or_method, not a module: pass PipelineStage an nn.Module",
             "PipelineScheduleMulti has no order yet: set pipeline_order, or load one with _load_csv",
