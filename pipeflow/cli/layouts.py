@@ -182,7 +182,7 @@ def _search_for_programs(found: Layouts) -> dict[str, Any]:
 
 def _sizes(layout: Layout) -> dict[str, Any]:
     """The layout for programs; costs that a schedule was made for are left out."""
-    named = {name: getattr(layout, name) for name in SIZES}
+    named = {name: getattr(layout, name) for name in SIZES} | {"attention": layout.setup.kernel}
     return named | {"options": {name: value for name, value in layout.options.items() if name not in MADE_FOR}}
 
 
@@ -265,6 +265,8 @@ def _notes(found: Layouts) -> Iterator[str]:
         yield "x2: two stages per rank, and so on."
     if any(each.layout.zero == 1 for each in found.ranked) and wanted.zero is None:
         yield "ZeRO-1 splits the optimizer state wherever there are replicas."
+    if not first.layout.setup.stores_scores:
+        yield f"All with --attention {first.layout.setup.kernel}."
     cut = first.layout.cut
     if cut != even_cut(wanted.model.layers, len(cut)):
         yield from wrapped(f"Layers per stage of 1: {' '.join(str(end - start) for start, end in cut)}")

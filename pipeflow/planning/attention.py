@@ -8,7 +8,7 @@ kernel computes what the mask leaves alone.
   arXiv 2307.08691 says. Triton's kernel is about as fast.
 - flash2 (arXiv 2307.08691) on A100: up to 73 and 63 % without a mask, 189 of 312 TFLOP/s of both with it.
 - Both are written with the instructions of A100, with which H100 reaches .54 of that share: 335 of 989 TFLOP/s (arXiv
-  2307.08691, section 4.1) beside 189 to 203 of 312. On Blackwell they reach no more operations than on H100.
+  2307.08691, section 4.1) beside 189 to 203 of 312. On Blackwell, programs have kernels of its own.
 - flash3 (arXiv 2407.08608) and cuDNN's kernels on H100: 1.5 to 2 times flash2's forward, and 1.5 to 1.75 times its
   backward. On Blackwell the kernels of their kind reach 1,418 and 1,209 of 2,250 TFLOP/s at 8,192 tokens
   (flash-attention's pull request 2280). On A100 there is none, and flash2 runs.
@@ -62,7 +62,7 @@ class Shares(NamedTuple):
 
 _AMPERE = {"flash1": Shares(0.40, 0.30), "flash2": Shares(0.67, 0.58), "flash3": Shares(0.67, 0.58)}
 _HOPPER = {"flash1": Shares(0.216, 0.162), "flash2": Shares(0.36, 0.313), "flash3": Shares(0.64, 0.53)}
-_BLACKWELL = {"flash1": Shares(0.10, 0.075), "flash2": Shares(0.17, 0.145), "flash3": Shares(0.64, 0.55)}
+_BLACKWELL = dict.fromkeys(("flash1", "flash2", "flash3"), Shares(0.64, 0.55))
 SHARES: Mapping[str, Mapping[str, Shares]] = MappingProxyType({"a100": _AMPERE, "h100": _HOPPER, "b200": _BLACKWELL})
 """By the measured device (`Device.like`) and the kernel. Other devices are as A100."""
 

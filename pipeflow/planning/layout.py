@@ -129,8 +129,9 @@ class Wanted:
             )
         if saving and "zb-auto" not in self.schedules:
             object.__setattr__(self, "schedules", (*self.schedules, "zb-auto"))
-        fixed = replace(self.setup, checkpoint=self.checkpoint or "none", zero=self.zero or 0)
-        if not fixed.stores_scores:  # the same kernel in all layouts, whatever they shard
+        tensor = 2 if self.tensor is None else self.tensor  # as Megatron-LM's programs, unless there is no tensor rank
+        fixed = replace(self.setup, tensor=tensor, checkpoint=self.checkpoint or "none", zero=self.zero or 0)
+        if not fixed.stores_scores:  # the same kernel in all layouts, whatever they divide
             object.__setattr__(self, "setup", replace(self.setup, attention=fixed.kernel))
 
     @property

@@ -113,8 +113,8 @@ class Setup:
         prefetch: with `zero` 3, a backward gathers a layer while another one computes, not after it.
         engine: the program whose own buffers memory counts, of `engines.ENGINES`; unless given, only what all keep.
         overlap: gradients are reduced, and weights gathered, while layers compute; tensor ranks, too, communicate then
-            with `sequence_parallel` and `zero` below 3. By default with `zero` 3, and with fused attention in 8 bits or
-            with gradients in float32, as in Megatron-Core.
+            with `sequence_parallel` and `zero` below 3. By default with `zero` 3, and as in Megatron-Core with fused
+            attention in 8 bits or with gradients in float32.
         checkpoint: what a layer's backward recomputes. "full": the whole layer, which keeps only its input.
             "selective": attention's scores, which are not kept (arXiv 2205.05198, section 5). "none": nothing. True and
             False stand for "full" and "none".
@@ -271,15 +271,18 @@ class Setup:
 
     @property
     def kernel(self) -> Kernel:
-        """The kernel that computes attention. Unless `attention` says it, scores are stored with `keep_scores`, with
-        selective checkpoints, and in fp16, since programs of then have no fused attention. With `zero` 3 it is flash1,
-        which published runs of plain PyTorch reach; otherwise the fastest kernel of the device.
+        """The kernel that computes attention. Unless `attention` says it, scores are stored with `keep_scores` and
+        selective checkpoints, and in fp16, as in old programs. In bf16, with `zero` 3 or without ranks that share a
+        layer, it is flash1, as fast as published runs of plain PyTorch; otherwise the fastest kernel of the device.
         """
         if self.attention is not None:
             return self.attention
-        if self.keep_scores or self.checkpoint == "selective" or self.precision.products == "fp16":
+        precision = self.precision
+        if self.keep_scores or self.checkpoint == "selective" or precision.products == "fp16":
             return "unfused"
-        return "flash1" if self.zero == 3 and self.precision.products == "bf16" else "flash3"
+        is_alone = self.tensor == self.context == self.expert == 1 and precision.gradient == precision.weight
+        is_plain = precision.products == "bf16" and (self.zero == 3 or is_alone)
+        return "flash1" if is_plain else "flash3"
 
     @property
     def replicas(self) -> int:

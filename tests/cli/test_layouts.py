@@ -33,7 +33,8 @@ def test_layouts_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     same = ["--microbatches", first["microbatches"], "--microbatch-size", first["microbatch_size"]]
     sizes = ["--tensor", first["tensor"], "--pipeline", first["pipeline"], "--data", first["data"]]
     assert first["pipeline"] == 1  # so the command for one layout needs no cut
-    alone = read(capsys, "gpt2-small", "--device", "a100-40gb", *same, *sizes, "--zero", first["zero"])
+    same += ["--zero", first["zero"], "--attention", first["attention"]]
+    alone = read(capsys, "gpt2-small", "--device", "a100-40gb", *same, *sizes)
     assert alone["step_seconds"] == pytest.approx(first["step_seconds"])
     assert alone["peak_bytes"] == pytest.approx(first["peak_bytes"])
 

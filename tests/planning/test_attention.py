@@ -84,8 +84,10 @@ def rates_of_long(scores: Scores | None) -> tuple[float, float]:
     return Rates(A100, PUBLISHED, "bf16").attention(scores)
 
 
-def test_the_kernel_follows_from_the_precision_and_the_sharding_unless_it_is_given() -> None:
-    assert Setup().kernel == Setup(precision=PRECISIONS["fp8"]).kernel == "flash3"
+def test_the_kernel_follows_from_the_precision_and_the_layout_unless_it_is_given() -> None:
+    for name, sizes in (("bf16", {"tensor": 2}), ("bf16", {"context": 2}), ("bf16-mixed", {"data": 8}), ("fp8", {})):
+        assert Setup(precision=PRECISIONS[name], **sizes).kernel == "flash3"  # type: ignore[arg-type]  # sizes
+    assert Setup(data=8).kernel == Setup(tensor=2, data=8, zero=3).kernel == "flash1"
     assert Setup(keep_scores=True).kernel == Setup(precision=PRECISIONS["fp16"]).kernel == "unfused"
     given = Setup(precision=PRECISIONS["fp16"], attention="flash1")
     assert (given.kernel, given.stores_scores) == ("flash1", False)

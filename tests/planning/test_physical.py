@@ -166,7 +166,7 @@ def test_recomputation_and_split_backwards_cost_what_they_compute() -> None:
     layers = none.forward[0] - (full.forward[0] + full.backward_input[0] - none.forward[0] - none.backward_input[0])
     assert 0 < layers < none.forward[0]  # what is computed again is the layers' forward, not the head's
     assert full.backward_weight == pytest.approx(none.backward_weight)
-    assert none.backward_input[0] + none.backward_weight[0] == pytest.approx(2 * none.forward[0], rel=0.02)
+    assert none.backward_input[0] + none.backward_weight[0] == pytest.approx(2 * none.forward[0], rel=0.04)
 
 
 def test_large_products_reach_their_share_of_the_peak_and_small_ones_less() -> None:
