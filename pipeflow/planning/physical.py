@@ -10,13 +10,11 @@ from itertools import pairwise
 
 from pipeflow.analysis.simulation import simulate, simulate_shared
 from pipeflow.core.cost import CostModel, Link
-from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import Cut
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.orders.memory.unsharding import with_unshard
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.efficiency import Efficiency
@@ -24,7 +22,7 @@ from pipeflow.planning.layer_times import model_layer_times
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.rates import RankGroup, Rates, Seconds
 from pipeflow.planning.setup import FEW_BITS, Setup
-from pipeflow.planning.sharding import LayerCosts, Sharding, holders_of
+from pipeflow.planning.sharding import LayerCosts, Sharding, gathering, holders_of
 from pipeflow.planning.transformer import GPT
 from pipeflow.planning.transformer_costs import (
     Parameters,
@@ -102,12 +100,12 @@ class Physical:
     sharding: tuple[float, ...] = ()
 
     def timeline(self, schedule: Schedule, cost: CostModel | None = None) -> Timeline:
-        """The simulated timeline of `schedule` under these costs, or under `cost`. Stages are gathered where
-        torch.distributed.pipelining does so, unless the schedule says where.
+        """The simulated timeline of `schedule` under these costs, or under `cost`. Stages that are divided are gathered
+        as `gathering` says.
         """
         cost = self.cost if cost is None else cost
-        if cost.unshard and Stream.GATHER not in schedule.streams:
-            schedule = with_unshard(schedule)
+        if cost.unshard:
+            schedule = gathering(schedule)
         if self.processors is None:
             return simulate(schedule, cost)
         return simulate_shared(schedule, cost, self.processors)

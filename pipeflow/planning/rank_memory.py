@@ -13,6 +13,7 @@ from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.engines import outside_bytes
 from pipeflow.planning.setup import Setup
+from pipeflow.planning.sharding import WHOLE
 from pipeflow.planning.transformer_costs import (
     Parameters,
     Share,
@@ -27,9 +28,6 @@ ALLOCATOR = 0.04
 """What torch's caching allocator takes from the device beyond what it hands out, as a share of that: the median of 11
 logs of Megatron-LM jobs that print both, at peaks of 41 to 136 GB (0.8 % to 14 %; benchmarks/data has them).
 """
-
-WHOLE = 3
-"""The most stages of a pipeline rank whose weights are whole at the same time: what `with_unshard` and torch allow."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
+from pipeflow.orders.memory.unsharding import with_unshard
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.rates import RankGroup, Rates
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer_costs import Parameters
+
+WHOLE = 3
+"""The most stages of a pipeline rank whose weights are whole at the same time: what `with_unshard` and torch allow."""
+
+
+def gathering(schedule: Schedule) -> Schedule:
+    """The schedule with gathers of its stages where torch.distributed.pipelining has them, unless it has some. A stage
+    that would be gathered more often than it has microbatches stays whole, and so do the others of its rank.
+    """
+    if Stream.GATHER in schedule.streams:
+        return schedule
+    try:
+        return with_unshard(schedule, most=WHOLE)
+    except UsageError:
+        return with_unshard(schedule, most=schedule.placement.num_stages)
 
 
 def require_pipeline(zero: int | None, ranks: int | None) -> None:

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
-from pipeflow import GPT, PRECISIONS, Setup, make_schedule, plan
+from pipeflow import GPT, PRECISIONS, Setup, UsageError, make_schedule, plan, with_unshard
+from pipeflow.core.action import Kind
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.device import Device
 from pipeflow.planning.efficiency import PUBLISHED
+from pipeflow.planning.layout import Wanted
+from pipeflow.planning.layouts import find_layouts
 from pipeflow.planning.rates import RankGroup, Rates
-from pipeflow.planning.sharding import Holders, LayerCosts, Sharding, hidden
+from pipeflow.planning.sharding import Holders, LayerCosts, Sharding, gathering, hidden
 from pipeflow.planning.step_plan import Plan
 from pipeflow.planning.transformer_costs import Parameters
 
@@ -143,3 +146,24 @@ def test_ranks_of_a_pipeline_gather_a_stage_for_several_microbatches_and_hold_th
     assert found.step_parts is not None
     assert found.step_parts.sharding > 0
     assert sum(found.step_parts) == pytest.approx(found.step_seconds)
+
+
+def test_a_stage_that_would_be_gathered_too_often_stays_whole() -> None:
+    """Of four stages on a rank, three are whole, so the first one is gathered again for its only backward."""
+    schedule = make_schedule("interleaved-1f1b", ranks=2, microbatches=1, chunks=4)
+    with pytest.raises(UsageError, match="would be gathered more often"):
+        with_unshard(schedule)
+    gathered = gathering(schedule)
+    numbers = [action.stage for rank in range(2) for action in gathered.actions(rank) if action.kind is Kind.U]
+    assert sorted(numbers) == list(range(8))
+    assert gathering(gathered) is gathered
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_search_lists_layouts_that_divide_gradients_and_weights(zero: int) -> None:
+    task = Wanted(SMALL, A100, devices=8, batch=32, zero=zero, memory=4e9)
+    found = find_layouts(task, top=3).ranked
+    assert {each.layout.zero for each in found} == {zero}
+    assert all(each.plan.peak_bytes <= 4e9 for each in found)
+    if zero == 2:
+        assert {each.layout.pipeline for each in found} == {1}
