@@ -19,6 +19,8 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "mamba": "its layers are state spaces",
         "nemotron-h": "most of its layers are state spaces (Mamba-2)",
         "nemotron3": "most of its layers are state spaces (Mamba-2)",
+        "nemotron-3": "most of its layers are state spaces (Mamba-2)",
+        "nemotron-nano": "most of its layers are state spaces (Mamba-2)",
         "jamba": "most of its layers are state spaces (Mamba)",
         "qwen3-next": "three of four layers have linear attention (Gated DeltaNet)",
         "kimi-linear": "three of four layers have linear attention",

@@ -39,8 +39,8 @@ def layer_exchanges(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, 
     each = sums * rates.tensor_sum(mesh.tensor_group, summed) / (setup.tensor if setup.hides_tensor else 1)
     forward, backward = _context(model, setup, mesh, rates, layer)
     sent = expert_seconds(model, setup, mesh, rates)
-    if setup.overlap_experts:  # while another microbatch computes the other direction
-        there, back = (_added(computed, sent, rates) for computed in (layer.backward, layer.forward))
+    if setup.overlap_experts:  # while another microbatch computes as much
+        there, back = (_added(computed, sent, rates) for computed in (layer.forward, layer.backward))
     else:
         there = back = sent
     return Exchanged(each + forward + there, each + backward + back, sums)

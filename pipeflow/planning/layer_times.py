@@ -68,5 +68,5 @@ def model_layer_times(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates
         layer, rates, str(setup.checkpoint), exchanged=exchanged, sync=sync, launches=launched, again=further
     )
     copied = copy_seconds(model, setup, rates)
-    times = max(forward, copied), max(backward, copied), weight
+    times = max(forward, copied), max(backward - weight, copied) + weight, weight
     return *times, exchanged.forward + exchanged.backward + again

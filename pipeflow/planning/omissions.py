@@ -12,7 +12,7 @@ WHOLE_EXPERTS = (
 )
 FOUR_BITS = "products in 4 bits, which are planned with the share of their peak that those in 8 bits reach"
 SCALES = "scales of single blocks of numbers (fp8-block, mxfp8, nvfp4), which are planned as those of whole tensors"
-HIDDEN = "all-to-all of experts that is hidden behind other computation"
+HIDDEN = "all-to-all of experts that is hidden behind other computation (--overlap-experts)"
 
 
 def uncounted(model: Transformer, cluster: Cluster | None) -> tuple[str, ...]:
@@ -28,7 +28,7 @@ def unpriced(model: Transformer, setup: Setup) -> tuple[str, ...]:
     """What of a model's and a layout's own physics no time has, each in one line. Empty if all of it is in."""
     is_mixture = model.experts > 1
     found = {
-        WHOLE_EXPERTS: is_mixture and setup.expert == 1,
+        WHOLE_EXPERTS: is_mixture and setup.expert == 1 and setup.tensor * setup.replicas > 1,
         ROUTED: is_mixture and setup.expert > 1 and setup.imbalance == 1,
         HIDDEN: is_mixture and setup.expert > 1 and not setup.overlap_experts,
         FOUR_BITS: setup.precision.products == "fp4",

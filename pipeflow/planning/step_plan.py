@@ -148,6 +148,8 @@ class StepPlan:
         yield f"{precision.name}: {', '.join(f'{part} {of}' for part, of in parts.items() if of)} bytes a parameter"
         if setup.zero and setup.shards > 1:
             yield f"ZeRO-{setup.zero}: {DIVIDED[setup.zero]} split over {setup.shards} of {setup.replicas} replicas"
+        if further := ", ".join(_further(setup)):
+            yield f"layers: {further}"
 
     def rows(self) -> list[list[str]]:
         """The table of ranks, as text. The columns are TITLES."""
@@ -300,6 +302,18 @@ class Plan(StepPlan):
             head = head_forward(self.model) / layer_forward(self.model, self.setup)
             share += f" and the head, worth {head:.2g} layers"
         return share
+
+
+def _further(setup: Setup) -> Iterator[str]:
+    """What single modules and layers have."""
+    if setup.recompute_modules:
+        yield f"{' and '.join(setup.recompute_modules)} recomputed"
+    if setup.checkpoint_layers is not None:
+        yield f"{setup.checkpoint_layers} of each stage recomputed"
+    if setup.offload_layers:
+        yield f"{setup.offload_layers} of each stage offloaded"
+    if setup.cuda_graphs:
+        yield f"CUDA graphs of {' and '.join(setup.cuda_graphs)}"
 
 
 def evened(cost: CostModel) -> CostModel:

@@ -109,6 +109,7 @@ def test_a_mixture_without_expert_ranks_says_what_no_time_has(
     capsys: pytest.CaptureFixture[str], more: list[object]
 ) -> None:
     sizes = ["--experts", 4, "--experts-per-token", 2, "--gated"]
+    more = [*more, *([] if "--devices" in more else ["--data", 2])]
     said = "each tensor rank has a part of every expert, so no token is sent (--expert)"
     assert any(said in each for each in read(capsys, "tiny", *sizes, *more)["not_priced"])
     assert said in " ".join(out(capsys, "plan", "tiny", *map(str, [*sizes, *more])).split())

@@ -124,7 +124,7 @@ def test_the_way_to_experts_may_hide_behind_another_microbatch() -> None:
     sent = expert_seconds(MIXTURE, shown, mesh, rates(shown))
     assert layer_exchanges(MIXTURE, shown, mesh, rates(shown), layer).forward == sent
     taken = rates(shown).efficiency.contention
-    short = layer._replace(backward=sent / 16, forward=2 * sent)
+    short = layer._replace(forward=sent / 16, backward=2 * sent)
     found = layer_exchanges(MIXTURE, hidden, mesh, rates(hidden), short)
     assert (found.forward, found.backward) == pytest.approx((sent * 15 / 16, sent * taken))
 
