@@ -51,12 +51,15 @@ def test_the_layouts_of_a_search_stand_beside_each_other(capsys: pytest.CaptureF
     assert len([each for each in drawn.findall(BLOCK) if each.get("data-name") == "products"]) == 2
 
 
-def test_two_plans_stand_side_by_side(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    one, other = tmp_path / "one.json", tmp_path / "other.json"
+def test_two_plans_stand_side_by_side(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # short names, which leave the columns beside each other
+    one, other = Path("one.json"), Path("other.json")
     first = saved(capsys, one, *PLAN)
     second = saved(capsys, other, *PLAN, "--checkpoint", "--zero")
     shown = out(capsys, "diff", one, other)
-    rows = {line.split()[0]: line for line in shown.splitlines() if line}
+    rows = {line.split()[0]: line for line in reversed(shown.splitlines()) if line}  # of two of a name, the first
     more = second["step_seconds"] / first["step_seconds"] - 1
     assert rows["step"].endswith(f"{more:+.1%}")
     assert rows["peak"].endswith(f"{second['peak_bytes'] / first['peak_bytes'] - 1:+.1%}")
