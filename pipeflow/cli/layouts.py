@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from pipeflow.cli.breakdowns import beside_each_other, breakdown_svg, for_programs
@@ -21,7 +21,7 @@ from pipeflow.core.text import bytes_text, number, seconds_text
 from pipeflow.planning.breakdown import breakdown
 from pipeflow.planning.catalog import Model
 from pipeflow.planning.cuts import even_cut
-from pipeflow.planning.layout import SEARCHED, Layout, Wanted
+from pipeflow.planning.layout import GIVEN, SEARCHED, Layout, Wanted
 from pipeflow.planning.layouts import TIE, Layouts, Ranked, find_layouts
 from pipeflow.planning.omissions import uncounted, unpriced
 from pipeflow.planning.setup import PRECISIONS, Setup
@@ -38,13 +38,15 @@ UNITS = {"": 1, "b": 1} | {
     for unit, base in (("b", 1000), ("ib", 1024))
 }
 LEAST = 1e6  # bytes of memory: less must be a number of GB without its unit
-FIXED = ("tensor", "pipeline", "microbatch_size", "checkpoint", "zero")
-SIZES = ("tensor", "pipeline", "data", "microbatch_size", "microbatches", "schedule", "checkpoint", "zero", "cut")
+FIXED = (*GIVEN, "checkpoint", "zero")
+SIZES = ("tensor", "pipeline", "data", "context", "expert", "microbatch_size", "microbatches")
+CHOSEN = (*SIZES, "schedule", "checkpoint", "zero", "cut")
 MADE_FOR = (
     "cost",
     "bytes_cap",
     "candidates",
 )  # options that a search for layouts gives to an order that is searched for
+FURTHER = ("context", "expert")  # sizes that are shown where they are more than 1
 REFUSED = {
     "data": "it follows from the other sizes",
     "microbatches": "they follow from --batch",
@@ -52,11 +54,8 @@ REFUSED = {
     "flops": "times are those of --device",
     "cut": "cuts are searched, too",
     "layout": "cuts are searched, too",
-    "context": "context ranks are not searched",
-    "context_kind": "context ranks are not searched",
-    "expert": "expert ranks are not searched",
-    "expert_tensor": "expert ranks are not searched",
-    "imbalance": "expert ranks are not searched",
+    "imbalance": "it follows from the number of expert ranks",
+    "checkpoint_layers": "layouts recompute all layers or none",
 }
 
 
@@ -134,20 +133,19 @@ def _wanted(arguments: argparse.Namespace, model: Model) -> Wanted:
         arguments.devices,
         arguments.batch,
         memory=arguments.memory,
-        setup=Setup(
-            sequence=arguments.sequence,
-            precision=PRECISIONS[arguments.precision],
-            sequence_parallel=arguments.sequence_parallel,
-            keep_scores=arguments.keep_scores,
-            attention=arguments.attention,
-            overlap=arguments.overlap,
-            prefetch=arguments.prefetch,
-            engine=arguments.engine or arguments.library,
-        ),
+        setup=_kept(arguments),
         schedules=schedules_of(arguments, SEARCHED) if arguments.schedule is None else (arguments.schedule,),
         kinds=arguments.kinds or "none",
         **{name: getattr(arguments, name) for name in FIXED},
     )
+
+
+def _kept(arguments: argparse.Namespace) -> Setup:
+    """What all layouts have in common."""
+    names = [each.name for each in fields(Setup) if each.name not in {*FIXED, *REFUSED, "precision"}]
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    engine = arguments.engine or arguments.library
+    return Setup(**given | {"precision": PRECISIONS[arguments.precision], "engine": engine})
 
 
 def _search_for_programs(found: Layouts) -> dict[str, Any]:
@@ -182,7 +180,7 @@ def _search_for_programs(found: Layouts) -> dict[str, Any]:
 
 def _sizes(layout: Layout) -> dict[str, Any]:
     """The layout for programs; costs that a schedule was made for are left out."""
-    named = {name: getattr(layout, name) for name in SIZES} | {"attention": layout.setup.kernel}
+    named = {name: getattr(layout, name) for name in CHOSEN} | {"attention": layout.setup.kernel}
     return named | {"options": {name: value for name, value in layout.options.items() if name not in MADE_FOR}}
 
 
@@ -196,12 +194,16 @@ def _heading(name: str, found: Layouts) -> Iterator[str]:
 def _table(found: Layouts) -> Table:
     from pipeflow.draw import Table
 
+    has_contexts, has_experts = (any(getattr(each.layout, name) > 1 for each in found.ranked) for name in FURTHER)
+    has_zeros = any(each.layout.zero > 1 for each in found.ranked)
     titles = [
         "",
         "schedule",
-        "tensor x\npipeline x\ndata",
+        "tensor x\npipeline x\ndata" + " x\ncontext" * has_contexts,
+        *["expert\nranks"] * has_experts,
         "micro-\nbatches",
         "re-\ncompute",
+        *["ZeRO"] * has_zeros,
         "step",
         "tokens/s",
         "peak",
@@ -210,9 +212,11 @@ def _table(found: Layouts) -> Table:
         [
             str(place),
             schedule_text(each.layout),
-            f"{each.layout.tensor}x{each.layout.pipeline}x{each.layout.data}",
+            _sizes_text(each.layout) + f"x{each.layout.context}" * has_contexts,
+            *[str(each.layout.expert)] * has_experts,
             f"{each.layout.microbatches}x{each.layout.microbatch_size}",
             "scores" if each.layout.checkpoint == "selective" else each.layout.checkpoint,
+            *[f"{each.layout.zero}"] * has_zeros,
             seconds_text(each.step_seconds),
             number(each.plan.tokens_per_second or 0.0),
             bytes_text(each.plan.peak_bytes),
@@ -256,7 +260,7 @@ def _notes(found: Layouts) -> Iterator[str]:
     first, wanted = found.ranked[0], found.wanted
     for place, each in enumerate(found.ranked[1:], start=2):
         yield from wrapped(_why(place, each, first))
-    rule = "fewer tensor ranks come first, then fewer pipeline ranks, then less recomputation"
+    rule = "fewer tensor ranks come first, then fewer pipeline, context and expert ranks, then less recomputation"
     if ties := ", ".join(f"{best}-{last}" for best, last in _ties(found)):
         yield from wrapped(f"Ties, with times within {TIE:.0%}: {ties}. Among them, {rule}.")
     if wanted.tensor is None or wanted.pipeline is None:
@@ -309,4 +313,9 @@ def _bars(found: Layouts) -> str:
 
 
 def _named(place: int, each: Ranked) -> str:
-    return f"{place}: {schedule_text(each.layout)} {each.layout.tensor}x{each.layout.pipeline}x{each.layout.data}"
+    further = f"x{each.layout.context}" * (each.layout.context > 1)
+    return f"{place}: {schedule_text(each.layout)} {_sizes_text(each.layout)}{further}"
+
+
+def _sizes_text(layout: Layout) -> str:
+    return f"{layout.tensor}x{layout.pipeline}x{layout.data}"

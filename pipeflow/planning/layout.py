@@ -14,12 +14,13 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.engines import outside_bytes
-from pipeflow.planning.setup import CHECKPOINTS, Checkpoint, Setup
+from pipeflow.planning.setup import Checkpoint, Setup
 from pipeflow.planning.sharding import require_pipeline
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.schedules.registry import COMPARED, is_searched
 from pipeflow.schedules.zb_auto import kinds_named
 
+GIVEN = ("tensor", "pipeline", "context", "expert", "expert_tensor", "microbatch_size")  # sizes that may be fixed
 SEARCHED = tuple(name for name in COMPARED if not is_searched(name))
 """The schedules that are tried unless others are named: those compared, but for those that are searched for."""
 
@@ -55,6 +56,14 @@ class Layout:
         return self.setup.data
 
     @property
+    def context(self) -> int:
+        return self.setup.context
+
+    @property
+    def expert(self) -> int:
+        return self.setup.expert
+
+    @property
     def microbatch_size(self) -> int:
         return self.setup.microbatch_size
 
@@ -81,7 +90,8 @@ class Wanted:
         memory: the most bytes of a device in a plan; by default the device's memory minus ALLOWANCE, a context, and a
             communicator for as many kinds of groups as the devices can form.
         setup: the sequence, the precision, and how activations are split and kept; its other fields are not used.
-        tensor, pipeline, microbatch_size, checkpoint, zero: if given, all layouts have these values.
+        tensor, pipeline, context, expert, expert_tensor, microbatch_size, checkpoint, zero: if given, all layouts have
+            these values.
         schedules: names to try; by default SEARCHED, and with `kinds` also "zb-auto".
         kinds: what may save memory in orders that are searched for: "offload", "recompute", "both" or "none".
 
@@ -98,6 +108,9 @@ class Wanted:
     setup: Setup = field(default_factory=Setup)
     tensor: int | None = None
     pipeline: int | None = None
+    context: int | None = None
+    expert: int | None = None
+    expert_tensor: int | None = None
     microbatch_size: int | None = None
     checkpoint: Checkpoint | None = None
     zero: int | None = None
@@ -105,7 +118,7 @@ class Wanted:
     kinds: str = "none"
 
     def __post_init__(self) -> None:
-        optional = {name: getattr(self, name) for name in ("tensor", "pipeline", "microbatch_size")}
+        optional = {name: getattr(self, name) for name in GIVEN}
         given = {name: size for name, size in optional.items() if size is not None}
         require_positive(devices=self.devices, batch=self.batch, **given)
         if self.pipeline is not None and self.pipeline > self.model.layers:
@@ -129,6 +142,8 @@ class Wanted:
             )
         if saving and "zb-auto" not in self.schedules:
             object.__setattr__(self, "schedules", (*self.schedules, "zb-auto"))
+        if self.expert is not None:
+            self.model.expert_parameters(self.expert, self.expert_tensor or 1)
         tensor = 2 if self.tensor is None else self.tensor  # as Megatron-LM's programs, unless there is no tensor rank
         fixed = replace(self.setup, tensor=tensor, checkpoint=self.checkpoint or "none", zero=self.zero or 0)
         if not fixed.stores_scores:  # the same kernel in all layouts, whatever they divide
@@ -154,10 +169,14 @@ class Wanted:
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
-        """The kinds of recomputation to try. Without stored scores, recomputing them saves nothing and is left out."""
+        """The kinds of recomputation to try, the lightest first. Without stored scores, recomputing them saves nothing
+        and is left out.
+        """
         if self.checkpoint is not None:
             return (self.checkpoint,)
-        return CHECKPOINTS if self.setup.stores_scores else ("none", "full")
+        if self.setup.recompute_modules:
+            return ("none",)
+        return ("none", "selective", "full") if self.setup.stores_scores else ("none", "full")
 
 
 def _prime_factors(number: int) -> int:

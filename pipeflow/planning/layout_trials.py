@@ -4,7 +4,7 @@ in which order they are tried, and which are kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
@@ -22,8 +22,8 @@ from pipeflow.orders.memory.search import NoOrderError
 from pipeflow.planning.bounds import least_makespan
 from pipeflow.planning.cuts import cut_by_load, even_cut
 from pipeflow.planning.layout import Layout, Wanted
+from pipeflow.planning.layout_cells import Cell
 from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.mesh_sizes import Sizes, meshes, microbatch_sizes
 from pipeflow.planning.physical import Physical, physical_costs
 from pipeflow.planning.profiles import Profile, profile
 from pipeflow.planning.rank_memory import ALLOCATOR, state_bytes
@@ -38,14 +38,7 @@ ROUNDING = 1e-8  # by which the bytes of an order may exceed what a search was g
 ENOUGH = 8  # microbatches with which every schedule that ever splits backwards does so
 
 Cut = tuple[Part, ...]
-
-
-class Cell(NamedTuple):
-    """All of a layout but its schedule and its cut."""
-
-    setup: Setup
-    pipeline: int
-    microbatches: int
+Kept = tuple[str, Placement]  # the name of a family and the placement of its stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +64,11 @@ class Family:
             return self
         saving = (("kinds", kinds), ("bytes_cap", room)) if kinds != "none" else ()
         return replace(self, options=(*self.options, ("cost", cost), *saving))
+
+    @property
+    def kept(self) -> Kept:
+        """What stays of it under any costs."""
+        return self.name, self.placement
 
     @property
     def saves(self) -> bool:
@@ -162,11 +160,11 @@ class LayoutTrial:
 
     def simulated(self) -> tuple[float, float]:
         """Simulates one step and returns its seconds, and the bytes of the fullest device: infinite if no order within
-        the room is found.
+        the room is found, or its stages would be gathered too often.
         """
         try:
             timeline = self._timeline(self.cell.microbatches)
-        except NoOrderError:
+        except (NoOrderError, UsageError):
             return inf, inf
         return timeline.makespan + self.physical.after, self._fullest(timeline.peak_bytes)
 
@@ -179,35 +177,14 @@ class LayoutTrial:
         few = 2 * ranks + many % ranks
         if 2 * few + ranks > many // 2 or "cost" in options_of(self.family.name):
             return None
-        one, other = (self._timeline(number).makespan for number in (few, few + ranks))
+        try:
+            one, other = (self._timeline(number).makespan for number in (few, few + ranks))
+        except UsageError:  # of a gather too often
+            return None
         return one + (many - few) / ranks * (other - one) + self.physical.after
 
     def _timeline(self, microbatches: int) -> Timeline:
         return self.physical.timeline(self.family.make(microbatches).with_reductions())
-
-
-def cells(wanted: Wanted) -> Iterator[Cell]:
-    """All combinations of sizes, microbatches and recomputation that `wanted` allows."""
-    for sizes in meshes(wanted):
-        if wanted.zero == 2 and sizes.pipeline > 1:
-            continue
-        for size in microbatch_sizes(wanted, sizes):
-            many = wanted.batch // (sizes.data * size)
-            for checkpoint in wanted.checkpoints:
-                setup = replace(
-                    wanted.setup,
-                    tensor=sizes.tensor,
-                    data=sizes.data,
-                    microbatch_size=size,
-                    checkpoint=checkpoint,
-                    zero=_zero(wanted, sizes),
-                )
-                yield Cell(setup, sizes.pipeline, many)
-
-
-def _zero(wanted: Wanted, sizes: Sizes) -> int:
-    """The `zero` to try. ZeRO-1 takes no time in a plan and saves bytes, so with replicas it is always on."""
-    return int(sizes.data > 1) if wanted.zero is None else wanted.zero
 
 
 def families(names: tuple[str, ...], ranks: int, layers: int) -> Iterator[Family]:
@@ -221,6 +198,11 @@ def families(names: tuple[str, ...], ranks: int, layers: int) -> Iterator[Family
                 yield found
 
 
+@lru_cache(maxsize=512)
+def _families(names: tuple[str, ...], ranks: int, layers: int) -> tuple[Family, ...]:
+    return tuple(families(names, ranks, layers))
+
+
 def _options(name: str, ranks: int, layers: int) -> Iterator[tuple[tuple[str, int], ...]]:
     known = options_of(name)
     if "chunks" in known:
@@ -231,18 +213,28 @@ def _options(name: str, ranks: int, layers: int) -> Iterator[tuple[tuple[str, in
         yield ()
 
 
-def trials(wanted: Wanted, cell: Cell, limit: float = inf) -> Iterator[tuple[float, LayoutTrial]]:
+def trials(
+    wanted: Wanted,
+    cell: Cell,
+    limit: float = inf,
+    *,
+    only: Kept | None = None,
+    misfit: Callable[[Kept], None] = lambda kept: None,
+) -> Iterator[tuple[float, LayoutTrial]]:
     """The layouts of a cell whose devices hold at most `limit` bytes besides activations. Each comes with a lower bound
-    on its step time, in seconds.
+    on its step time, in seconds. With `only`, those of one family. `misfit` is called with a family of which a layout
+    needs more.
     """
-    found: dict[Placement, list[_Costs]] = {}
-    for family in families(wanted.schedules, cell.pipeline, wanted.model.layers):
+    for family in _families(wanted.schedules, cell.pipeline, wanted.model.layers):
+        if only is not None and family.kept != only:
+            continue
         saves = wanted.kinds != "none" and "cost" in options_of(family.name)
         if family.actions(cell.microbatches) > (SAVING_ACTIONS if saves else ACTIONS):
             continue
-        if family.placement not in found:
-            found[family.placement] = list(_costs(wanted, cell, family.placement, limit))
-        for each in found[family.placement]:
+        found = _costs(wanted, cell, family.placement, limit)
+        if None in found:
+            misfit(family.kept)
+        for each in filter(None, found):
             least = each.split if family.split else each.whole
             room = tuple((limit - state) / (1 + ALLOCATOR) * (1 - ROUNDING) for state in each.state)
             ordered = family.under(each.physical.cost, wanted.kinds, room)
@@ -262,22 +254,28 @@ class _Costs(NamedTuple):
     split: float
 
 
-def _costs(wanted: Wanted, cell: Cell, placement: Placement, limit: float) -> Iterator[_Costs]:
-    """With layers cut evenly, and by what they cost."""
+@lru_cache(maxsize=512)
+def _costs(wanted: Wanted, cell: Cell, placement: Placement, limit: float) -> tuple[_Costs | None, ...]:
+    """With layers cut evenly, and by what they cost; None for a cut whose devices hold more than `limit`."""
     model, setup = wanted.model, cell.setup
-    mesh = Mesh.of(setup, cell.pipeline, wanted.cluster.devices_per_node)
     weights = _profile(wanted, _of_one_replica(setup))
     by_load = cut_by_load(model.layers, placement, weights.first, weights.last)
-    for cut in dict.fromkeys((even_cut(model.layers, placement.num_stages), by_load)):
-        state, step = state_bytes(model, setup, placement, cut)
-        if max(*state, *step) > limit:
-            continue
-        physical = physical_costs(model, placement, setup, mesh, wanted.cluster, cut=cut)
-        of_one = zip(state, _of_one(physical.cost, placement), strict=True)
-        if max(held + (1 + ALLOCATOR) * kept for held, kept in of_one) > limit:
-            continue
-        least = (least_makespan(physical.cost, placement, cell.microbatches, split=split) for split in (False, True))
-        yield _Costs(cut, physical, state, step, *least)
+    cuts = dict.fromkeys((even_cut(model.layers, placement.num_stages), by_load))
+    return tuple(_costs_of(wanted, cell, placement, limit, cut) for cut in cuts)
+
+
+def _costs_of(wanted: Wanted, cell: Cell, placement: Placement, limit: float, cut: Cut) -> _Costs | None:
+    model, setup = wanted.model, cell.setup
+    state, step = state_bytes(model, setup, placement, cut)
+    if max(*state, *step) > limit:
+        return None
+    mesh = Mesh.of(setup, cell.pipeline, wanted.cluster.devices_per_node)
+    physical = physical_costs(model, placement, setup, mesh, wanted.cluster, cut=cut)
+    of_one = zip(state, _of_one(physical.cost, placement), strict=True)
+    if max(held + (1 + ALLOCATOR) * kept for held, kept in of_one) > limit:
+        return None
+    least = (least_makespan(physical.cost, placement, cell.microbatches, split=split) for split in (False, True))
+    return _Costs(cut, physical, state, step, *least)
 
 
 def _of_one(cost: CostModel, placement: Placement) -> list[float]:

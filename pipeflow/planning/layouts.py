@@ -10,13 +10,15 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
 from pipeflow.core.errors import ScheduleError
 from pipeflow.planning.estimate import plan
 from pipeflow.planning.layout import Layout, Wanted
-from pipeflow.planning.layout_trials import Cell, LayoutTrial, cells, least_seconds, trials
+from pipeflow.planning.layout_cells import Cell, heavier, lighter, lightest_cells
+from pipeflow.planning.layout_trials import Kept, LayoutTrial, least_seconds, trials
 from pipeflow.planning.misfits import no_room
 from pipeflow.planning.step_plan import Plan, StepParts
 from pipeflow.soundness.schedule import verify
@@ -26,10 +28,11 @@ from pipeflow.soundness.schedule import verify
 # A simulation of a step takes milliseconds to seconds, and there are thousands of layouts. So it is a best-first
 # search: a heap has nodes by a lower bound on their step time, and the node with the lowest bound is opened first.
 #
-# 1. A `Cell` (sizes, microbatches, recomputation) has the average time that its ranks compute as its bound. Opened, it
-#    becomes a trial per schedule and cut, each with a sharper bound.
+# 1. A `Cell` (sizes, microbatches, what saves memory) has the average time that its ranks compute as its bound.
+#    Opened, it becomes a trial per schedule and cut, each with a sharper bound.
 # 2. A `LayoutTrial` is checked for memory with few microbatches. If its step is long, it is estimated from two short
 #    steps. Both are cheap, and it goes back into the heap with the higher bound.
+#    A trial that does not fit brings those of its family on the next rung (`layout_cells`).
 # 3. A `_Checked` trial is simulated. Its time is exact, and it enters its group.
 #
 # The search ends when the lowest bound exceeds the time of the last layout that would be listed. All bounds are proved
@@ -147,9 +150,12 @@ def ranking(timed: Iterable[Timed]) -> list[Timed]:
     return ranked
 
 
-def plainness(layout: Layout) -> tuple[int, int, int]:
-    """The key that sorts ties: fewer tensor ranks, then fewer pipeline ranks, then less recomputation."""
-    return layout.tensor, layout.pipeline, RECOMPUTATION.index(layout.checkpoint)
+def plainness(layout: Layout) -> tuple[int, ...]:
+    """The key that sorts ties: fewer tensor ranks, then fewer pipeline ranks, context ranks and expert ranks, then less
+    recomputation and less that is divided.
+    """
+    again = RECOMPUTATION.index(layout.checkpoint)
+    return layout.tensor, layout.pipeline, layout.context, layout.expert, again, max(1, layout.zero)
 
 
 class _Group:
@@ -184,6 +190,16 @@ class _Checked(NamedTuple):
     trial: LayoutTrial
 
 
+class _Heavier(NamedTuple):
+    """The layouts of a family in a cell that saves memory."""
+
+    cell: Cell
+    kept: Kept
+
+
+_Node = Cell | _Heavier | LayoutTrial | _Checked
+
+
 class _Search:
     """Tries layouts sorted by their lower bound. Cells become trials, and trials are checked, then simulated."""
 
@@ -193,8 +209,9 @@ class _Search:
         self.simulated = 0
         self._first = math.inf
         self._wanted, self._top, self._number = wanted, top, count()
-        self._heap: list[tuple[float, int, Cell | LayoutTrial | _Checked]] = []
-        for cell in cells(wanted):
+        self._heap: list[tuple[float, int, _Node]] = []
+        self._misfits: set[tuple[Cell, Kept]] = set()
+        for cell in lightest_cells(wanted):
             self._push(least_seconds(wanted, cell), cell)
 
     def run(self) -> None:
@@ -203,12 +220,27 @@ class _Search:
             bound, _, node = heapq.heappop(self._heap)
             self._report(bound)
             if isinstance(node, Cell):
-                for least, trial in trials(self._wanted, node, self._wanted.limit):
-                    self._push(max(bound, least), trial)
+                self._open(bound, node)
+            elif isinstance(node, _Heavier):
+                self._open(bound, *node)
             elif isinstance(node, LayoutTrial):
                 self._check(bound, node)
             else:
                 self._simulate(bound, node.trial)
+
+    def _open(self, bound: float, cell: Cell, only: Kept | None = None) -> None:
+        misfit = partial(self._climb, bound, cell)
+        for least, trial in trials(self._wanted, cell, self._wanted.limit, only=only, misfit=misfit):
+            self._push(max(bound, least), trial)
+
+    def _climb(self, bound: float, cell: Cell, kept: Kept) -> None:
+        """A layout of a family does not fit: tries what saves more memory, if nothing that saves less fits."""
+        if (cell, kept) in self._misfits:
+            return
+        self._misfits.add((cell, kept))
+        for other in heavier(self._wanted, cell):
+            if all((each, kept) in self._misfits for each in lighter(self._wanted, other)):
+                self._push(max(bound, least_seconds(self._wanted, other)), _Heavier(other, kept))
 
     def _report(self, bound: float) -> None:
         """Tells how far the bound of what is tried has come, from the first one to the one that ends the search."""
@@ -218,7 +250,7 @@ class _Search:
         if self._first < (end := self._highest()) < math.inf:
             self._progress((bound - self._first) / (end - self._first))
 
-    def _push(self, bound: float, node: Cell | LayoutTrial | _Checked) -> None:
+    def _push(self, bound: float, node: _Node) -> None:
         heapq.heappush(self._heap, (bound, next(self._number), node))
 
     def _highest(self) -> float:
@@ -227,7 +259,11 @@ class _Search:
         return times[self._top - 1] * (1 + TIE) if len(times) >= self._top else math.inf
 
     def _check(self, bound: float, trial: LayoutTrial) -> None:
-        if self._is_needed(bound, trial) and trial.least_bytes() <= self._wanted.limit:
+        if not self._is_needed(bound, trial):
+            return
+        if trial.least_bytes() > self._wanted.limit:
+            self._climb(bound, trial.cell, trial.family.kept)
+        else:
             estimate = trial.estimated_seconds()
             self._push(bound if estimate is None else max(bound, TRUST * estimate), _Checked(trial))
 
@@ -237,6 +273,7 @@ class _Search:
         self.simulated += 1
         seconds, needed = trial.simulated()
         if needed > self._wanted.limit:
+            self._climb(bound, trial.cell, trial.family.kept)
             return
         key, timed = self._key(trial), (seconds, trial.layout)
         if key in self.groups:
@@ -250,5 +287,5 @@ class _Search:
 
     def _key(self, trial: LayoutTrial) -> tuple[object, ...]:
         cell, are_given = trial.cell, self._wanted.tensor is not None and self._wanted.pipeline is not None
-        sizes = cell.setup.tensor, cell.pipeline, cell.setup.data
+        sizes = cell.setup.tensor, cell.pipeline, cell.setup.data, cell.setup.context
         return (*sizes, trial.family.name) if are_given else sizes

@@ -14,15 +14,20 @@ from pipeflow.core.errors import UsageError
 from pipeflow.planning.layout import Wanted
 from pipeflow.planning.transformer_costs import sequence_of
 
+CONTEXT = 4096  # tokens of a sequence that a context rank has at least, unless their number is given
 FAR = 4096  # how far from what is asked for a number of devices is looked for that works
 
 
+NAMES = ("tensor", "pipeline", "context")  # of sizes that may be given
+
+
 class Sizes(NamedTuple):
-    """Numbers of tensor ranks, pipeline ranks and replicas."""
+    """Numbers of tensor ranks, pipeline ranks, replicas, and context ranks of each replica."""
 
     tensor: int
     pipeline: int
     data: int
+    context: int
 
 
 def meshes(wanted: Wanted) -> list[Sizes]:
@@ -58,19 +63,30 @@ def _split(wanted: Wanted, devices: int) -> Iterator[Sizes]:
         if devices % tensor or not _takes(wanted, tensor):
             continue
         ranks = devices // tensor
+        contexts = [context for context in _contexts(wanted) if _takes(wanted, tensor, context)]
         for pipeline in [wanted.pipeline] if wanted.pipeline else range(1, min(ranks, wanted.model.layers) + 1):
             if ranks % pipeline == 0:
-                yield Sizes(tensor, pipeline, ranks // pipeline)
+                replicas = ranks // pipeline
+                found = (Sizes(tensor, pipeline, replicas // each, each) for each in contexts if not replicas % each)
+                yield from found
 
 
-def _takes(wanted: Wanted, tensor: int) -> bool:
-    """Whether the model can be split over `tensor` ranks. If the user asked for this size, the error that says why not
-    is raised.
+def _contexts(wanted: Wanted) -> list[int]:
+    """Powers of 2 that leave each context rank CONTEXT tokens."""
+    if wanted.context is not None:
+        return [wanted.context]
+    tokens = wanted.model.tokens if wanted.setup.sequence is None else wanted.setup.sequence
+    return [1, *(2**power for power in range(1, 11) if tokens >= CONTEXT * 2**power)]
+
+
+def _takes(wanted: Wanted, tensor: int, context: int = 1) -> bool:
+    """Whether the model can be split over `tensor` ranks, and a sequence over `context` ranks. If the user asked for
+    this size, the error that says why not is raised.
     """
     try:
-        sequence_of(wanted.model, replace(wanted.setup, tensor=tensor))
+        sequence_of(wanted.model, replace(wanted.setup, tensor=tensor, context=context))
     except UsageError:
-        if tensor in (1, wanted.tensor):
+        if tensor in (1, wanted.tensor) and context in (1, wanted.context):
             raise
         return False
     return True
@@ -82,12 +98,12 @@ def _sequences(wanted: Wanted, sizes: Sizes) -> int:
 
 
 def _no_devices(wanted: Wanted) -> str:
-    fixed = [f"{name} {size}" for name, size in (("tensor", wanted.tensor), ("pipeline", wanted.pipeline)) if size]
+    fixed = [f"{name} {size}" for name in NAMES if (size := getattr(wanted, name))]
     works = _near(wanted, lambda devices: any(_split(wanted, devices)))
     advice = [] if works is None else [f"the nearest number that works is {works}"]
     advice += [
         f"with {wanted.devices} devices, {name} {' or '.join(map(str, sizes))} works"
-        for name in ("tensor", "pipeline")
+        for name in NAMES
         if (sizes := _other_sizes(wanted, name))
     ]
     return f"{wanted.devices} devices do not divide into layouts with {'; '.join([' and '.join(fixed), *advice])}"

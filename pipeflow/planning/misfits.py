@@ -13,7 +13,8 @@ from typing import Any
 from pipeflow.core.errors import UsageError
 from pipeflow.core.text import bytes_text
 from pipeflow.planning.layout import Layout, Wanted
-from pipeflow.planning.layout_trials import Cell, LayoutTrial, cells, trials
+from pipeflow.planning.layout_cells import Cell, cells
+from pipeflow.planning.layout_trials import LayoutTrial, trials
 
 MORE = (2, 4, 8, 16, 32, 64)  # times as many devices are tried
 
@@ -32,7 +33,9 @@ def described(layout: Layout) -> str:
     """The layout in a few words."""
     kept = {"none": "without recomputation", "full": "recomputing layers", "selective": "recomputing scores"}
     zero = f", ZeRO-{layout.zero}" if layout.zero else ""
-    sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
+    further = {"context": layout.context, "expert": layout.expert}
+    others = "".join(f" x {name} {ranks}" for name, ranks in further.items() if ranks > 1)
+    sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}{others}"
     return (
         f"{sizes} with {layout.schedule} and microbatches of {layout.microbatch_size}, {kept[layout.checkpoint]}{zero}"
     )
@@ -70,8 +73,12 @@ def _least(wanted: Wanted, cell: Cell) -> float:
         of / (setup.shards if setup.zero > least else 1)
         for of, least in ((precision.weight, 2), (precision.gradient, 1))
     )
-    share = wanted.model.parameters / (setup.tensor * cell.pipeline)
-    return share * (weight + gradient + (precision.master + precision.moments) / setup.shards)
+    model, states = wanted.model, precision.master + precision.moments
+    routed = (model.layers - model.dense_layers) * model.expert_parameters(1, 1)
+    others = (model.parameters - routed) / (setup.tensor * cell.pipeline)
+    own = routed / (setup.expert * setup.expert_split * cell.pipeline)
+    divided = others * states / setup.shards + own * states / setup.expert_shards
+    return (others + own) * (weight + gradient) + divided
 
 
 def _advice(wanted: Wanted) -> str:
@@ -91,6 +98,8 @@ def _changes(wanted: Wanted) -> Iterator[tuple[str, dict[str, Any]]]:
         "zero": "ZeRO-1",
         "tensor": "another number of tensor ranks",
         "pipeline": "another number of pipeline ranks",
+        "context": "another number of context ranks",
+        "expert": "another number of expert ranks",
         "microbatch_size": "smaller microbatches",
     }
     yield from ((words, {name: None}) for name, words in given.items() if getattr(wanted, name) is not None)

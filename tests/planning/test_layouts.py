@@ -12,11 +12,12 @@ from pipeflow import GPT, SCHEDULES, Cluster, CostModel, Placement, UsageError, 
 from pipeflow.core.dataflow import Content
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.bounds import least_makespan
-from pipeflow.planning.cuts import cut_by_load
+from pipeflow.planning.cuts import cut_by_load, even_cut
 from pipeflow.planning.layout import SEARCHED, Layout, Wanted
-from pipeflow.planning.layout_trials import cells, families, least_seconds, trials
+from pipeflow.planning.layout_cells import Cell, cells, heavier, lighter
+from pipeflow.planning.layout_trials import LayoutTrial, families, least_seconds, trials
 from pipeflow.planning.layouts import TIE, find_layouts, plainness, ranking
-from pipeflow.planning.mesh_sizes import meshes
+from pipeflow.planning.mesh_sizes import Sizes, meshes
 from pipeflow.planning.schedule_peaks import peaks
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.step_plan import Plan
@@ -73,15 +74,65 @@ def test_bounds_are_below_what_they_bound_and_zero_1_costs_no_time() -> None:
             assert found.step_seconds is not None
             assert max(least, least_seconds(task, cell)) <= found.step_seconds * (1 + 1e-9)
             assert trial.least_bytes() <= trial.peak_bytes() == pytest.approx(found.peak_bytes)
+            if trial.layout.zero > 1:
+                continue
             whole = planned(replace(trial.layout, setup=replace(trial.layout.setup, zero=0)), task)
             assert whole.step_seconds is not None
             assert (found.step_seconds, found.peak_bytes) <= (whole.step_seconds * (1 + 1e-9), whole.peak_bytes)
 
 
+@pytest.mark.slow
+def test_a_heavier_rung_is_not_faster() -> None:
+    """On several pipeline ranks, ZeRO-3 may be: its gathers hide where ZeRO-1 gathers at the end of a step."""
+    task = wanted(batch=4, setup=Setup(overlap=True))
+    for cell in cells(task):
+        above = [(each, dict(kinds(task, each))) for each in heavier(task, cell)]
+        assert all(cell in lighter(task, each) for each, _ in above)
+        for kind, trial in kinds(task, cell):
+            found = planned(trial.layout, task)
+            for _, trials_above in above:
+                other = planned(trials_above[kind].layout, task)
+                assert found.step_seconds is not None
+                assert other.step_seconds is not None
+                if other.setup.zero == found.setup.zero or cell.pipeline == 1:
+                    assert found.step_seconds <= other.step_seconds * (1 + 1e-9)
+
+
+def kinds(task: Wanted, cell: Cell) -> Iterator[tuple[object, LayoutTrial]]:
+    """The evenly cut trials of a cell by what they have in common with those of other rungs."""
+    for _, trial in trials(task, cell):
+        if trial.cut == even_cut(task.model.layers, len(trial.cut)):
+            yield (trial.family.kept, trial.family.options), trial
+
+
+def test_context_and_expert_ranks_are_tried_where_there_is_use_for_them() -> None:
+    long = replace(wanted(devices=8, batch=8), model=replace(MODEL, positions=16384))
+    assert {sizes.context for sizes in meshes(long)} == {1, 2, 4}
+    assert {sizes.context for sizes in meshes(replace(long, context=2))} == {2}
+    mixture = replace(MODEL, experts=6, experts_per_token=2)
+    task = Wanted(mixture, CLUSTER, 8, 8)
+    assert {cell.setup.expert for cell in cells(task)} == {1, 2}
+    assert {cell.setup.expert for cell in cells(replace(task, devices=12, batch=12))} == {1, 2, 3, 6}
+    found = find_layouts(replace(task, expert=2, memory=400e6), top=2).ranked
+    assert {each.layout.expert for each in found} == {2}
+    with pytest.raises(UsageError, match="expert=4 does not divide 6 experts: the nearest"):
+        replace(task, expert=4)
+
+
+def test_what_needs_more_memory_is_divided_among_replicas() -> None:
+    deep = replace(MODEL, layers=16)
+    task = Wanted(deep, CLUSTER, 4, 4, tensor=1, pipeline=1, microbatch_size=1, checkpoint="none")
+    [plain] = find_layouts(task).ranked
+    assert plain.layout.zero == 1
+    [tight] = find_layouts(replace(task, memory=0.9 * plain.plan.peak_bytes)).ranked
+    assert tight.layout.zero > 1
+    assert tight.plan.peak_bytes <= 0.9 * plain.plan.peak_bytes
+
+
 def test_all_sizes_that_fit_are_tried() -> None:
     task = wanted(devices=8, batch=24)
     expected = {
-        (tensor, pipeline, data)
+        Sizes(tensor, pipeline, data, 1)
         for tensor, pipeline, data in product(range(1, 9), repeat=3)
         if tensor * pipeline * data == 8 and 4 % tensor == 0 and pipeline <= 4
     }
