@@ -51,6 +51,7 @@ REFUSED = {
     "data": "it follows from the other sizes",
     "microbatches": "they follow from --batch",
     "shard_ranks": "replicas are searched, and --zero splits over all of them",
+    "reduce_once": "it is slower or needs more memory than what a search finds with --zero 1 or 3",
     "flops": "times are those of --device",
     "cut": "cuts are searched, too",
     "layout": "cuts are searched, too",

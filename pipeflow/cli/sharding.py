@@ -17,6 +17,8 @@ def add_sharding(group: argparse._ArgumentGroup) -> None:
     add("--shard-ranks", type=int, metavar="N", help=shards)
     prefetch = "with --zero 3, gather a layer while the backward before it computes"
     add("--prefetch", action="store_true", help=prefetch)
+    once = "with --zero 3, keep gradients whole and reduce them once, not in every microbatch (no_sync)"
+    add("--reduce-once", action="store_true", default=None, help=once)
     overlap = "reduce gradients and gather weights while layers compute (default: with --zero 3, in fp8 and *-mixed)"
     add("--overlap", action=argparse.BooleanOptionalAction, help=overlap)
     engine = "count what this program keeps beside the tensors that all keep (default: as --for)"

@@ -214,7 +214,8 @@ def rank_plan(setup: Setup, placement: Placement, rank: int, held: Held, *, kept
         held.parts,
         parameters,
         weight_bytes=(part if zero == 3 else parameters) * precision.weight,
-        gradient_bytes=(part if zero > 1 and by_layer else parameters) * _gradient_width(setup, by_layer=by_layer),
+        gradient_bytes=(part if zero > 1 and by_layer and not setup.reduce_once else parameters)
+        * _gradient_width(setup, by_layer=by_layer),
         master_bytes=part * precision.master,
         moment_bytes=part * precision.moments,
         activation_bytes=kept,
@@ -264,7 +265,8 @@ def _gathered(setup: Setup, held: Held, *, by_layer: bool) -> int:
         sizes = sorted(_divided(setup, each) for each in held.stages)
         return precision.weight * sum(sizes[-WHOLE:]) if setup.zero == 3 else 0
     units = 2 * _divided(setup, held.layer) + _divided(setup, held.ends)
-    return units * (precision.gradient + (precision.weight if setup.zero == 3 else 0))
+    gradient = 0 if setup.reduce_once else precision.gradient
+    return units * (gradient + (precision.weight if setup.zero == 3 else 0))
 
 
 def _divided(setup: Setup, parameters: Parameters) -> int:

@@ -111,6 +111,7 @@ class Setup:
             2: gradients, too; 3: weights, too, gathered for use (FSDP, arXiv 2304.11277). True and False: 1 and 0.
         shard_ranks: the replicas that together hold what `zero` divides; others hold copies. By default all of them.
         prefetch: with `zero` 3, a backward gathers a layer while another one computes, not after it.
+        reduce_once: with `zero` 3, gradients stay whole until the last microbatch has been computed (FSDP's no_sync).
         engine: the program whose own buffers memory counts, of `engines.ENGINES`; unless given, only what all keep.
         overlap: gradients are reduced, and weights gathered, while layers compute; tensor ranks, too, communicate then
             with `sequence_parallel` and `zero` below 3. By default with `zero` 3, and as in Megatron-Core with fused
@@ -163,6 +164,7 @@ class Setup:
     shard_ranks: int | None = None
     overlap: bool | None = None
     prefetch: bool = False
+    reduce_once: bool = False
     engine: str | None = None
     dispatcher: Dispatcher = "all-to-all"
     overlap_experts: bool = False
@@ -194,6 +196,8 @@ class Setup:
         if self.shard_ranks is not None:
             require_positive(shard_ranks=self.shard_ranks)
             self._require_shards(self.shard_ranks)
+        if self.reduce_once and self.zero != 3:
+            raise UsageError(f"reduce_once is for zero=3, got zero={self.zero}: zero 0 and 1 always reduce once")
         if self.engine is not None and self.engine not in ENGINES:
             raise UsageError(f"engine must be one of {', '.join(ENGINES)}; got {self.engine!r}")
         if not isinstance(self.checkpoint, bool) and self.checkpoint not in CHECKPOINTS:

@@ -136,11 +136,11 @@ class Sharding:
         """
         if not self.by_layer or self.setup.zero < 2:
             return 0.0, 0.0
-        is_gathered = self.setup.zero == 3
-        first, last = self.gather(layers.ends) if is_gathered else 0.0, self.scatter(layers.ends)
+        is_gathered, is_reduced = self.setup.zero == 3, not self.setup.reduce_once
+        first, last = is_gathered * self.gather(layers.ends), is_reduced * self.scatter(layers.ends)
         if not layers.number:
             return first, last
-        one, scatter = self.gather(layers.each) if is_gathered else 0.0, self.scatter(layers.each)
+        one, scatter = is_gathered * self.gather(layers.each), is_reduced * self.scatter(layers.each)
         others = layers.number - 1
         forward = others * self._added(layers.forward, one) + one
         if is_gathered and not self.setup.prefetch:
@@ -158,7 +158,7 @@ class Sharding:
             summed = sum(self.rates.gradient_sum(group, width * count) for count, group in groups)
             return self._rest(summed, layers.number, layers.backward)
         reduced = 0.0
-        if not self.by_layer or zero == 1:
+        if not self.by_layer or zero == 1 or self.setup.reduce_once:
             reduced = self._rest(self.scatter(parameters), layers.number, layers.backward)
         return reduced if zero == 3 else reduced + self._rest(self.gather(parameters), layers.number, layers.forward)
 

@@ -100,6 +100,16 @@ def test_what_comes_once_a_step_is_hidden_only_if_asked_for() -> None:
     assert sharding(zero=0, overlap=True).once(others(6e6), LAYERS) == pytest.approx(left)
 
 
+def test_gradients_that_stay_whole_are_reduced_once() -> None:
+    """Microbatches only gather: four layers twice, and the ends. The step reduces 6e6 parameters in 18 s."""
+    once = sharding(zero=3, reduce_once=True, overlap=False)
+    assert once.beyond(LAYERS) == pytest.approx((4 * 1.5 + 3.0, 4 * 1.5))
+    assert once.once(others(6e6), LAYERS) == pytest.approx(18.0)
+    [rank] = planned(zero=3, reduce_once=True).ranks
+    assert rank.gradient_bytes == 2 * rank.parameters
+    assert rank.gathered_bytes == 2 * (2 * LAYER + ENDS)
+
+
 def planned(microbatches: int = 1, ranks: int = 1, name: str = "1f1b", **options: Any) -> Plan:
     schedule = make_schedule(name, ranks=ranks, microbatches=microbatches, **({"chunks": 4} if ranks > 1 else {}))
     return plan(SMALL, schedule, Setup(data=8, **options), cluster=A100)

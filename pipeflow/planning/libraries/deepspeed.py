@@ -23,6 +23,7 @@ from pipeflow.planning.libraries.library import (
     no_schedule,
     order_of_ranks,
     require_plain_stages,
+    require_reductions,
 )
 from pipeflow.planning.step_plan import Plan
 
@@ -41,6 +42,7 @@ PRECISION: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 def options(found: Plan) -> LibraryOptions:
     """The configuration of a plan. Raises UsageError for what DeepSpeed cannot do."""
     _require(found)
+    require_reductions(NAME, found)
     require_plain_stages(NAME, found)
     setup, pipeline, many = found.setup, len(found.ranks), found.schedule.num_microbatches
     config: dict[str, Any] = {

@@ -94,6 +94,14 @@ def order_of_ranks(library: str, found: Plan) -> tuple[str, ...]:
     )
 
 
+def require_reductions(library: str, found: Plan) -> None:
+    """Raises UsageError for gradients that stay whole in all microbatches, with divided weights."""
+    if found.setup.reduce_once:
+        raise UsageError(
+            f"{library} reduces gradients in every microbatch: the nearest is a plan without --reduce-once"
+        )
+
+
 def gathers_ahead(library: str, found: Plan) -> tuple[str, ...]:
     """The note on a library that gathers layers ahead in backwards, if the plan does not."""
     if found.setup.zero < 3 or found.setup.prefetch or len(found.ranks) > 1:

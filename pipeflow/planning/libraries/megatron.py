@@ -20,6 +20,7 @@ from pipeflow.planning.libraries.library import (
     has_order,
     no_schedule,
     require_language_model,
+    require_reductions,
     stages_per_rank,
 )
 from pipeflow.planning.setup import Setup
@@ -55,6 +56,7 @@ def options(found: Plan) -> LibraryOptions:
     have, and for models that are no language models.
     """
     require_language_model(NAME, found)
+    require_reductions(NAME, found)
     note = f"start {found.devices} processes: {NAME} makes replicas of all that the other sizes leave"
     return LibraryOptions("\n".join(_flags(found)), (note, *gathers_ahead(NAME, found)))
 

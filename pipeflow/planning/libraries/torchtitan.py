@@ -30,6 +30,7 @@ from pipeflow.planning.libraries.library import (
     order_of_ranks,
     require_language_model,
     require_plain_stages,
+    require_reductions,
     stages_per_rank,
 )
 from pipeflow.planning.step_plan import Plan
@@ -51,6 +52,8 @@ IN_GROUPS = ("interleaved-1f1b", "interleaved-zb")  # torch divides their microb
 def options(found: Plan) -> LibraryOptions:
     """The sections of a plan. Raises UsageError for what torchtitan cannot do."""
     require_language_model(NAME, found)
+    if len(found.ranks) == 1:
+        require_reductions(NAME, found)
     require_plain_stages(NAME, found)
     schedule = _schedule(found.schedule)
     _require_modules(found)
