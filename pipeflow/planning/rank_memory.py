@@ -11,7 +11,7 @@ from typing import NamedTuple
 from pipeflow.core.placement import Placement
 from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.engines import outside_bytes
+from pipeflow.planning.engines import engine_named, outside_bytes
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.sharding import WHOLE
 from pipeflow.planning.transformer_costs import (
@@ -172,7 +172,9 @@ def held_by(model: Transformer, setup: Setup, placement: Placement, parts: Seque
     own = [shares_of(model, parts)[stage] for stage in stages]
     again = recomputed_bytes(model, setup) if any(share.layers for share in own) else 0
     if any(share.last for share in own):  # the loss comes before any layer is computed again
-        again = max(again, round(setup.program.loss * tokens_of(model, setup) * model.head_outputs(setup.tensor)))
+        again = max(
+            again, round(engine_named(setup.engine).loss * tokens_of(model, setup) * model.head_outputs(setup.tensor))
+        )
     received = transferred(placement, rank, [float(passed_bytes(model, setup))] * len(parts))
     layer = parameters_of(model, [Share(min(1, sum(share.layers for share in own)), first=False, last=False)], setup)
     return Held(
@@ -230,7 +232,7 @@ def rank_plan(setup: Setup, placement: Placement, rank: int, held: Held, *, kept
 
 def _gradient_width(setup: Setup, *, by_layer: bool) -> int:
     """Bytes of a parameter's gradient, or of both of its gradients, as the engine keeps them."""
-    precision, program = setup.precision, setup.program
+    precision, program = setup.precision, engine_named(setup.engine)
     if program.float32_sums and setup.shards > 1 and not by_layer:
         return 4
     has_both = program.both_gradients and setup.zero < 2 and precision.gradient > precision.weight
@@ -242,7 +244,7 @@ def _buffers(setup: Setup, parameters: int) -> int:
     precision = setup.precision
     if setup.shards == 1 or (setup.zero == 1 and precision.gradient > precision.weight):
         return 0
-    return min(setup.program.bucket, parameters) * precision.gradient * (2 if setup.overlaps else 1)
+    return min(engine_named(setup.engine).bucket, parameters) * precision.gradient * (2 if setup.overlaps else 1)
 
 
 def outside_of(setup: Setup, ranks: int, cluster: Cluster | None) -> int:

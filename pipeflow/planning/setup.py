@@ -14,7 +14,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import require_at_least, require_positive
 from pipeflow.planning.attention import KERNELS, Kernel
 from pipeflow.planning.block_sizes import near_divisors
-from pipeflow.planning.engines import ENGINES, Engine
+from pipeflow.planning.engines import ENGINES
 
 Checkpoint = Literal["none", "full", "selective"]
 CHECKPOINTS: tuple[Checkpoint, ...] = ("none", "full", "selective")
@@ -248,11 +248,6 @@ class Setup:
     def expert_shards(self) -> int:
         """The number of parts of experts that `zero` divides."""
         return math.gcd(self.shards, self.expert_replicas) if self.zero else 1
-
-    @property
-    def program(self) -> Engine:
-        """What the engine keeps; nothing of its own if none is given."""
-        return Engine() if self.engine is None else ENGINES[self.engine]
 
     @property
     def overlaps(self) -> bool:

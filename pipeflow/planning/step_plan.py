@@ -16,6 +16,7 @@ from pipeflow.core.text import aligned, bytes_text, count_text, number, percent,
 from pipeflow.core.timeline import Timeline
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.engines import engine_named
 from pipeflow.planning.layout_string import LayoutString
 from pipeflow.planning.rank_memory import RankPlan, outside_of
 from pipeflow.planning.setup import Setup
@@ -171,7 +172,7 @@ class StepPlan:
         """Lines on the highest peak, the time of a step, and its bubble."""
         highest = max(self.ranks, key=lambda rank: rank.peak_bytes)
         what = "scores that are" if self.setup.checkpoint == "selective" else "layer that is"
-        what = f"loss or the {what}" if self.setup.program.loss else what
+        what = f"loss or the {what}" if engine_named(self.setup.engine).loss else what
         again = (
             f"{bytes_text(highest.recomputed_bytes)} for the {what} recomputed, " if highest.recomputed_bytes else ""
         )

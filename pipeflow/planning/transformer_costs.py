@@ -24,6 +24,7 @@ from pipeflow.core.partition import Cut, stage_parts
 from pipeflow.core.placement import Placement
 from pipeflow.planning.block_sizes import near_divisors
 from pipeflow.planning.blocks import Part, Transformer
+from pipeflow.planning.engines import engine_named
 from pipeflow.planning.kept import Kept, layer_values
 from pipeflow.planning.recomputation import freed_bytes, recomputed_flops
 from pipeflow.planning.setup import Setup
@@ -237,7 +238,7 @@ def _score_bytes(model: Transformer, setup: Setup) -> int:
 
 def _inputs(model: Transformer, setup: Setup) -> int:
     """Numbers per token of a linear's input that is kept after a norm: with sequence parallelism, the device's part."""
-    return model.hidden if setup.program.gathers_inputs else _whole(model, setup)
+    return model.hidden if engine_named(setup.engine).gathers_inputs else _whole(model, setup)
 
 
 def _layer_bytes(model: Transformer, setup: Setup) -> int:
@@ -264,7 +265,7 @@ def _saved(model: Transformer, setup: Setup, share: Share) -> float:
         kept += (1 + model.further_layers) * (
             width * (whole + _inputs(model, setup)) + 4 * model.head_outputs(setup.tensor)
         )
-    elif setup.program.keeps_outputs:
+    elif engine_named(setup.engine).keeps_outputs:
         kept += width * whole
     return kept
 
