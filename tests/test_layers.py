@@ -71,7 +71,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "colossalai": {"core", "schedules", "torch", "safetensors", "peft", "huggingface", *ENGINE},
     "megatron": {"core", "schedules", "models", "torch", *ENGINE},
-    "pipelining": {"core", "schedules", "parallel", "deferral", "stages", "runtime", "torch"},
+    "pipelining": {"core", "schedules", "parallel", "deferral", "runtime", "torch"},
     "testing": {"pipeflow", "torch", *PLANS, *ENGINE},
     "__init__": {"pipeflow", "pricing", "huggingface", "traces", *PLANS, *ENGINE},
 }

@@ -17,6 +17,7 @@ from torch.distributed.pipelining import (
     pipe_split,
 )
 
+from pipeflow.pipelining import pipe
 from pipeflow.pipelining.pipe import Pipe, pipeline
 from pipeflow.pipelining.schedules import (
     Schedule1F1B,
@@ -47,5 +48,6 @@ __all__ = [
     "pipeline",
 ]
 
+sys.modules[f"{__name__}._IR"] = pipe
 for _module in (_backward, _debug, _unflatten, _utils, microbatch):  # of torch: they need no engine
     sys.modules[f"{__name__}.{_module.__name__.rpartition('.')[2]}"] = _module

@@ -176,3 +176,8 @@ def tie(stages: Sequence[Any], ranks: Mapping[int, int]) -> None:
         for name, parameter in names.items():
             if name in own:
                 wrapper.register_parameter(own[name].get_parameter(parameter))
+
+
+def __getattr__(name: str) -> Any:
+    """Other names of torch's module."""
+    return getattr(_IR, name)

@@ -23,7 +23,6 @@ from pipeflow.runtime.divided import Divided
 from pipeflow.runtime.execution import execute_pipeline
 from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.runtime.step import Output
-from pipeflow.stages.loss import Weighing
 
 
 class Steps(Protocol):
@@ -60,6 +59,7 @@ class Running:
         self.trace = False
         self.output: Output | None = None
         self._loss_kwargs: dict[str, Any] = {}
+        self._scale = 1.0  # of gradients: a sum over microbatches is a multiple of their mean
         self._made_of: list[object] = []
         self._pipeline: Pipeline | None = None
 
@@ -80,6 +80,7 @@ class Running:
 
     def _make(self) -> Pipeline:
         steps = self.steps
+        self._scale = 1.0 if steps.takes_mean else float(steps.schedule.num_microbatches)
         stages = sorted(steps.own_stages, key=lambda stage: stage.stage_index)
         context = context_of(stages[0].group, torch.device(stages[0].device))
         with context.alarm.raised_everywhere():
@@ -91,7 +92,7 @@ class Running:
                 schedule,
                 routes=calls[0].wiring.routes if isinstance(calls[0], TracedCall) else None,
                 criterion=self._loss if steps.has_loss else None,
-                weigh=_alike if steps.takes_mean else Weighing(adds=True),
+                weigh=_alike,
                 stages=[stage.stage_index for stage in stages],
             )
 
@@ -115,7 +116,13 @@ class Running:
         if last is not None:
             last.outputs = outputs
         try:
-            self.output = execute_pipeline(iter([microbatches]), pipeline, forward_only=not training, trace=self.trace)
+            self.output = execute_pipeline(
+                iter([microbatches]),
+                pipeline,
+                forward_only=not training,
+                trace=self.trace,
+                gradient_scale=self._scale,
+            )
         finally:
             self._loss_kwargs = {}
             if last is not None:

@@ -105,3 +105,15 @@ def test_an_order_that_cannot_run_is_refused_before_it_does(ours: Any) -> None:
         {0: [ours._Action.from_str(text) for text in ("1F0", "0F0", "0B0", "1B0")]}, format="compute_comms"
     )
     assert verify(runtime.schedule)
+
+
+def test_torchs_other_modules_have_their_names(ours: Any) -> None:
+    from pipeflow.pipelining._backward import stage_backward_input  # type: ignore[import-not-found]  # made on import
+    from pipeflow.pipelining._IR import Pipe  # type: ignore[import-not-found]  # made on import
+    from pipeflow.pipelining.microbatch import TensorChunkSpec  # type: ignore[import-not-found]  # made on import
+
+    import pipeflow.pipelining
+    from pipeflow.pipelining.stage import _PipelineStageBase
+
+    assert Pipe is pipeflow.pipelining.Pipe
+    assert all(callable(each) for each in (stage_backward_input, TensorChunkSpec, _PipelineStageBase, ours._Action))
