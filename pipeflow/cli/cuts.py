@@ -19,6 +19,30 @@ from pipeflow.schedules import SCHEDULES, options_of
 WORDS = ("even", "cost")
 
 
+def add_cut(group: argparse._ArgumentGroup) -> None:
+    """Adds the options that divide the layers."""
+    cut = "layers per stage: even, cost (what makes the step shortest), or numbers such as 13,12,12,11 (default: even)"
+    group.add_argument("--cut", type=cut_text, metavar="CUT", help=cut)
+    for end in ("first", "last"):
+        help_ = f"layers of the {end} pipeline rank; the others share the rest evenly"
+        group.add_argument(f"--{end}-stage-layers", type=int, metavar="N", help=help_)
+
+
+def ends_of(arguments: argparse.Namespace) -> tuple[int | None, int | None] | None:
+    """The layers of the first and the last rank that were given; None without any. Raises UsageError for negative ones,
+    and for another option that divides the layers.
+    """
+    ends = arguments.first_stage_layers, arguments.last_stage_layers
+    if ends == (None, None):
+        return None
+    for name in ("cut", "layout"):
+        if getattr(arguments, name):
+            raise UsageError(f"--first-stage-layers and --last-stage-layers exclude --{name}: give one of them")
+    if min(size for size in ends if size is not None) < 0:
+        raise UsageError("--first-stage-layers and --last-stage-layers must be at least 0")
+    return ends
+
+
 def cut_text(text: str) -> str | tuple[int, ...]:
     """One of WORDS, or the numbers of layers. Raises ArgumentTypeError for anything else."""
     if text in WORDS:

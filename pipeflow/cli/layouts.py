@@ -55,6 +55,8 @@ REFUSED = {
     "flops": "times are those of --device",
     "cut": "cuts are searched, too",
     "layout": "cuts are searched, too",
+    "first_stage_layers": "cuts are searched, too",
+    "last_stage_layers": "cuts are searched, too",
     "imbalance": "it follows from the number of expert ranks",
     "checkpoint_layers": "layouts recompute all layers or none",
 }

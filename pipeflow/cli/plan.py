@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipeflow.cli.breakdowns import add_breakdown, breakdown_svg, breakdown_table, for_programs, require_seconds
 from pipeflow.cli.clusters import add_cluster, cluster_of
 from pipeflow.cli.costs import Costs
-from pipeflow.cli.cuts import cut_for, cut_of, cut_text
+from pipeflow.cli.cuts import add_cut, cut_for, cut_of, ends_of
 from pipeflow.cli.files import STANDARD_OUTPUT, write
 from pipeflow.cli.layout_strings import add_layout_string, layout_of, placed, said_layout, with_chunks
 from pipeflow.cli.layouts import add_search, require_search
@@ -33,6 +33,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.planning.attention import KERNELS
 from pipeflow.planning.breakdown import breakdown
 from pipeflow.planning.catalog import MODELS, Model, model_named
+from pipeflow.planning.cuts import cut_with_ends
 from pipeflow.planning.estimate import plan
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.omissions import uncounted, unpriced
@@ -138,8 +139,7 @@ def _add_layout(command: Parser) -> None:
     add("--checkpoint-layers", type=int, metavar="N", help="layers of each stage that --checkpoint is for")
     add("--offload-layers", type=int, metavar="N", help="layers of each stage whose activations go to the host")
     add("--cuda-graphs", type=words, metavar="S,...", help=f"scopes of CUDA graphs, of {', '.join(GRAPHS)}")
-    cut = "layers per stage: even, cost (what makes the step shortest), or numbers such as 13,12,12,11 (default: even)"
-    add("--cut", type=cut_text, metavar="CUT", help=cut)
+    add_cut(group)
     add_layout_string(group)
 
 
@@ -194,9 +194,11 @@ def _cuts(
     arguments: argparse.Namespace, model: Model, setup: Setup, cluster: Cluster | None
 ) -> Callable[[Placement], Cut]:
     """The function that gives the cut for the stages of a placement."""
-    layout = layout_of(arguments)
+    layout, ends = layout_of(arguments), ends_of(arguments)
     if layout is not None:
         return partial(placed, layout, model)
+    if ends is not None:
+        return lambda placement: cut_with_ends(model.layers, placement, *ends)
     return lambda placement: cut_of(arguments.cut, model, placement, setup, cluster)
 
 

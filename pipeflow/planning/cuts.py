@@ -7,6 +7,7 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import accumulate
 
+from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import Part, stage_parts
 from pipeflow.core.placement import Placement
 
@@ -47,3 +48,36 @@ def cut_by_load(layers: int, placement: Placement, first: float, last: float) ->
 def even_cut(layers: int, stages: int) -> tuple[Part, ...]:
     """Per stage its layers [start, end), with numbers of layers that are as equal as possible."""
     return tuple(stage_parts(layers, stages))
+
+
+def cut_with_ends(layers: int, placement: Placement, first: int | None, last: int | None) -> tuple[Part, ...]:
+    """Per stage its layers [start, end), where the first and the last pipeline rank have so many layers, spread evenly
+    over their stages, and the other ranks share the rest evenly. These are Megatron-LM's
+    --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers. None: as many as the other ranks.
+
+    >>> cut_with_ends(14, Placement.linear(4), 3, 1)
+    ((0, 3), (3, 8), (8, 13), (13, 14))
+
+    Raises UsageError unless the placement has stage i on rank i modulo its ranks, and for layers that do not divide.
+    """
+    ranks, stages = placement.num_ranks, placement.num_stages
+    chunks = max(1, stages // ranks)
+    if placement != Placement.looped(ranks, chunks):
+        raise UsageError(
+            "layers of the first and the last rank need a schedule with stage i on rank i modulo its ranks"
+        )
+    given = {rank: size for rank, size in ((0, first), (ranks - 1, last)) if size is not None}
+    if ranks == 1 and first is not None and last is not None and first != last:
+        raise UsageError(f"one pipeline rank is the first and the last: it cannot have {first} and {last} layers")
+    others, rest = ranks - len(given), layers - sum(given.values())
+    for name, size in (("first", first), ("last", last)):
+        if size is not None and size % chunks:
+            raise UsageError(f"{size} layers of the {name} rank do not divide over its {chunks} stages: use a multiple")
+    if rest < 0 or (rest and not others) or (others and rest % (others * chunks)):
+        raise UsageError(
+            f"{layers} layers leave {rest} for {others} other ranks of {chunks} stages each, which do not divide: give "
+            f"other numbers, such that the rest is a multiple of {max(1, others * chunks)}"
+        )
+    sizes = [given.get(stage % ranks, rest // others if others else 0) // chunks for stage in range(stages)]
+    ends = list(accumulate(sizes))
+    return tuple(zip([0, *ends], ends, strict=False))

@@ -104,7 +104,9 @@ def test_all_models_are_planned_and_their_sizes_are_options(capsys: pytest.Captu
     assert read(capsys, "vit-b16", "--image", 384)["tokens"] == 8 * (24 * 24 + 1)
 
 
-@pytest.mark.parametrize("more", [["--device", "h100-80gb"], ["--devices", 8, "--batch", 64, "--device", "h100-80gb"]])
+@pytest.mark.parametrize(
+    "more", [["--device", "h100-80gb"], ["--devices", 8, "--batch", 64, "--device", "h100-80gb", "--expert", 1]]
+)
 def test_a_mixture_without_expert_ranks_says_what_no_time_has(
     capsys: pytest.CaptureFixture[str], more: list[object]
 ) -> None:
@@ -245,3 +247,39 @@ def test_memory_has_parts_and_it_is_said_where_it_does_not_fit(capsys: pytest.Ca
 )
 def test_what_cannot_be_is_said(capsys: pytest.CaptureFixture[str], argv: list[object], message: str) -> None:
     assert error(capsys, "plan", *argv).startswith(message)
+
+
+def test_the_first_and_the_last_rank_may_have_layers_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    def layers(*argv: object) -> list[int]:
+        return [rank["layers"] for rank in read(capsys, "tiny", *argv)["ranks"]]
+
+    assert layers("--first-stage-layers", 1, "--last-stage-layers", 1) == [1, 3, 3, 1]
+    assert layers("--last-stage-layers", 2) == [2, 2, 2, 2]
+    assert layers("--layers", 14, "--last-stage-layers", 2) == [4, 4, 4, 2]
+    looped = ["--layers", 16, "--schedule", "interleaved-1f1b", "--chunks", 2, "--first-stage-layers", 4]
+    assert layers(*looped, "--last-stage-layers", 4) == [4, 4, 4, 4]
+    assert layers("--layers", 20, *looped[2:], "--last-stage-layers", 0) == [4, 8, 8, 0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--first-stage-layers", 3], "8 layers leave 5 for 3 other ranks of 1 stages each, which do not divide"),
+        (["--first-stage-layers", 9], "8 layers leave -1 for 3 other ranks"),
+        (["--last-stage-layers", -1], "--last-stage-layers must be at least 0"),
+        (["--last-stage-layers", 2, "--cut", "cost"], "--last-stage-layers exclude --cut: give one of them"),
+        (["--last-stage-layers", 2, "--schedule", "zb-v"], "need a schedule with stage i on rank i modulo its ranks"),
+        (
+            ["--last-stage-layers", 1, "--schedule", "interleaved-1f1b"],
+            "1 layers of the last rank do not divide over its 2 stages: use a multiple",
+        ),
+        (
+            ["--last-stage-layers", 1, "--first-stage-layers", 2, "--pipeline", 1],
+            "one pipeline rank is the first and the last: it cannot have 2 and 1 layers",
+        ),
+    ],
+)
+def test_layers_of_the_ends_that_cannot_be_are_refused(
+    capsys: pytest.CaptureFixture[str], argv: list[object], said: str
+) -> None:
+    assert said in error(capsys, "plan", "tiny", *argv)
