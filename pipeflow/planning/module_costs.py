@@ -20,7 +20,7 @@ from pipeflow.planning.setup import Setup
 from pipeflow.planning.sharding import LayerCosts
 from pipeflow.planning.step_plan import StepPlan
 from pipeflow.planning.transformer_costs import Parameters
-from pipeflow.planning.work import DeviceWork
+from pipeflow.planning.work import DeviceWork, added_bytes
 
 LAYER_OPERATIONS = 16
 """Operations that a GPT's layer launches whose attention is not fused: two norms, four linears, two products of
@@ -69,10 +69,15 @@ class CountedStage:
     sent_bytes: float
 
 
-def piece_seconds(piece: ForwardPart, rates: Rates, checkpoint: str) -> tuple[float, float, float]:
-    """Seconds of a piece's forward, of its whole backward, and of the part of that for weight gradients."""
-    kept = checkpoint if piece.is_block else "none"
-    return layer_times(rates.seconds(piece.work), rates, kept, launches=piece.operations / LAYER_OPERATIONS)
+def piece_seconds(piece: ForwardPart, rates: Rates, setup: Setup) -> tuple[float, float, float]:
+    """Seconds of a piece's forward, of its whole backward, and of the part of that for weight gradients. Fused
+    attention has the kernel of the setup.
+    """
+    kept, work = str(setup.checkpoint) if piece.is_block else "none", piece.work
+    if work.scores is not None:
+        work = work._replace(scores=work.scores._replace(kernel=setup.kernel))
+    work = work._replace(added_bytes=added_bytes(work.products, setup))
+    return layer_times(rates.seconds(work), rates, kept, launches=piece.operations / LAYER_OPERATIONS)
 
 
 def counted_plan(
@@ -85,7 +90,7 @@ def counted_plan(
     """The plan of a module with these stages. `far` has the bytes on each route."""
     placement, rates = schedule.placement, rates_of(cluster, setup)
     mesh = Mesh.of(setup, len(schedule.rows), cluster.devices_per_node)
-    costs = [_stage_costs(stage, rates, str(setup.checkpoint)) for stage in stages]
+    costs = [_stage_costs(stage, rates, setup) for stage in stages]
     held = []
     for rank in range(len(schedule.rows)):
         own = [stages[stage] for stage in placement.stages_of(rank)]
@@ -105,13 +110,13 @@ def counted_plan(
     return step_plan(schedule, setup, physical.cost, held, cluster, physical)
 
 
-def _stage_costs(stage: CountedStage, rates: Rates, checkpoint: str) -> StageCosts:
-    times = [piece_seconds(piece, rates, checkpoint) for piece in stage.pieces]
+def _stage_costs(stage: CountedStage, rates: Rates, setup: Setup) -> StageCosts:
+    times = [piece_seconds(piece, rates, setup) for piece in stage.pieces]
     forward, backward, weight = (sum(column) for column in zip(*times, strict=True)) if times else (0.0, 0.0, 0.0)
     saved: dict[int, int] = {}
     deferred: dict[int, int] = {}
     for piece in stage.pieces:
-        saved |= piece.given if checkpoint == "full" and piece.is_block else piece.saved
+        saved |= piece.given if setup.checkpoint == "full" and piece.is_block else piece.saved
         deferred |= piece.deferred
     held, blocks = sum(stage.parameters.values()), max(1, stage.blocks[1] - stage.blocks[0])
     return StageCosts(

@@ -136,7 +136,7 @@ class CountedModule:
         """The plan under a schedule, for the microbatch that was counted. Raises UsageError as `plan_module`."""
         if cuts is None:
             pieces = _pieces(self.counter, self.found, [])
-            cuts = _weights(pieces, rates_of(cluster, setup), str(setup.checkpoint))
+            cuts = _weights(pieces, rates_of(cluster, setup), setup)
         key = schedule.placement, cuts if cuts is None or isinstance(cuts, str) else tuple(cuts)
         if key not in self.staged:
             self.staged[key] = self._staged(schedule.placement, cuts)
@@ -202,9 +202,9 @@ def _given(leaf: object, dtype: torch.dtype) -> object:
     return made.to(dtype) if leaf.is_floating_point() else made
 
 
-def _weights(pieces: Sequence[ForwardPart], rates: Rates, checkpoint: str) -> list[float]:
+def _weights(pieces: Sequence[ForwardPart], rates: Rates, setup: Setup) -> list[float]:
     """The seconds of each block, including the parts before the first and after the last block."""
-    before, *blocks, after = (sum(piece_seconds(piece, rates, checkpoint)[:2]) for piece in pieces)
+    before, *blocks, after = (sum(piece_seconds(piece, rates, setup)[:2]) for piece in pieces)
     blocks[0] += before
     blocks[-1] += after
     return blocks

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from pipeflow.planning.attention import Scores
 from pipeflow.planning.module_costs import ForwardPart
 from pipeflow.planning.work import ATTENTION_AGAIN, DeviceWork, MatrixProduct
 from pipeflow.stages.flow import Flow
@@ -42,6 +43,7 @@ class _Event:
     attention_flops: float = 0.0
     again_flops: float = 0.0
     moved_bytes: float = 0.0
+    scores: Scores | None = None
 
 
 @dataclass(slots=True)
@@ -109,6 +111,7 @@ class Counter:
                     attention_flops=sum(event.attention_flops for event in events),
                     again_flops=sum(event.again_flops for event in events),
                     moved_bytes=sum(event.moved_bytes for event in events),
+                    scores=next((event.scores for event in events if event.scores is not None), None),
                 ),
                 len(events),
                 saved[index],
@@ -139,7 +142,9 @@ class Counter:
         """Counts fused attention, which skips what a causal mask leaves out."""
         batch, rows, width = query.shape[:-2].numel(), query.shape[-2], query.shape[-1] + value.shape[-1]
         flops = 2.0 * batch * rows * key.shape[-2] * width / (2 if is_causal else 1)
-        self._events.append(_Event(self.flow.clock, attention_flops=flops, again_flops=ATTENTION_AGAIN * flops))
+        shape = Scores("flash1", key.shape[-2], width / 2, is_causal)  # the kernel is that of the setup
+        again = ATTENTION_AGAIN * flops
+        self._events.append(_Event(self.flow.clock, attention_flops=flops, again_flops=again, scores=shape))
 
     def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Counts an operator that has run."""
