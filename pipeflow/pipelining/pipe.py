@@ -139,7 +139,7 @@ class TracedCall(StageCall):
 
     def __init__(self, stage: Any) -> None:
         super().__init__(stage)
-        self.index, self.wiring = stage.stage_index, Wiring(stage.pipe_info)
+        self.wiring = Wiring(stage.pipe_info)
 
     def forward(self, *received: Any, own: Own) -> object:
         """Calls the module for one microbatch."""

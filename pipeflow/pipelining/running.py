@@ -28,6 +28,8 @@ from pipeflow.runtime.step import Output
 class Steps(Protocol):
     """What the engine asks of a schedule of torch's API: its stages on this rank, its order, and its loss."""
 
+    passes_indices: bool
+
     @property
     def own_stages(self) -> Sequence[Any]: ...
 
@@ -87,6 +89,8 @@ class Running:
             schedule = steps.schedule
             tie(stages, stages[0].stage_index_to_group_rank)
             calls = [call_of(stage) for stage in stages]
+            for call in calls:
+                call.passes_indices = steps.passes_indices
             return Pipeline(
                 nn.ModuleList(calls),
                 schedule,

@@ -1,183 +1,20 @@
 """Schedules: the classes of torch.distributed.pipelining, whose steps pipeflow's engine runs in pipeflow's orders.
 
-Constructors, splitting and merging, and files of orders are torch's. A class differs from torch's in `step` and below,
-and in where its order comes from.
+Constructors and files of orders are torch's; a class says where its order comes from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-import torch
 import torch.distributed.pipelining.schedules as theirs
 from torch import Tensor
-from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
-from pipeflow.core.errors import UsageError, unknown
-from pipeflow.core.schedule import Schedule
+from pipeflow.core.errors import unknown
 from pipeflow.pipelining import orders
-from pipeflow.pipelining.running import Running, own_microbatches, raise_everywhere
-from pipeflow.runtime.pipeline import Pipeline
+from pipeflow.pipelining.base import OnEngine
 from pipeflow.schedules.families import FAMILIES
-
-
-class OnEngine(theirs._PipelineSchedule):
-    """A schedule of torch's API that pipeflow's engine runs; the base of all classes here.
-
-    Attributes:
-        running: its steps; `running.trace` measures them, and `running.output` is the result of the last one.
-    """
-
-    _order = ""  # the name of pipeflow's schedule
-
-    @property
-    def own_stages(self) -> list[Any]:
-        """The stages of this rank."""
-        raise NotImplementedError
-
-    @property
-    def running(self) -> Running:
-        """What runs the steps, made when it is first asked for."""
-        if "_running" not in vars(self):
-            self._running = Running(self)
-        return self._running
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """The Pipeline of the stages: for checkpoints, clipping and optimizers over all ranks. The ranks make it
-        together when it is first needed.
-        """
-        return self.running.pipeline([*self._actions.values(), self.scale_grads])
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule as a value, which can be verified, simulated, drawn and compared."""
-        ranks = self.own_stages[0].stage_index_to_group_rank
-        name = self._order or type(self).__name__
-        return orders.schedule_of(self._actions, ranks, self._n_microbatches, name)
-
-    @property
-    def takes_mean(self) -> bool:
-        """Whether gradients are those of the mean of the microbatches' losses, not of their sum."""
-        return self.scale_grads
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether a loss was given."""
-        return self._loss_fn is not None
-
-    def compute_loss(self, output: Any, target: Any, loss_kwargs: dict[str, Any]) -> Tensor:
-        """The loss of a microbatch."""
-        loss: Tensor = self._compute_loss(output, target, loss_kwargs)  # type: ignore[no-untyped-call]  # torch's
-        return loss
-
-    @property
-    def _actions(self) -> dict[int, list[Any]]:
-        """The order that runs."""
-        lowered: dict[int, list[Any]] | None = getattr(self, "pipeline_order_with_comms", None)
-        return lowered or getattr(self, "pipeline_order", None) or {}
-
-    def step(
-        self,
-        *args: Any,
-        target: Any = None,
-        losses: list[Tensor] | None = None,
-        return_outputs: bool = True,
-        loss_kwargs: dict[str, Any] | None = None,
-        arg_mbs: list[Any] | None = None,
-        kwarg_mbs: list[dict[str, Any]] | None = None,
-        target_mbs: list[Any] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Runs one step: splits this rank's batch, runs the schedule, and adds gradients to `.grad`.
-
-        Every rank calls it; only the rank with the first stage needs `args`, and only the one with the last stage
-        `target`. Each stage gets the `kwargs` of its own rank.
-
-        Args:
-            args, kwargs: arguments of the model, split as the schedule's chunk specs say.
-            target: second argument of the loss: a tensor, or a tree of tensors.
-            losses: list that receives the loss of each microbatch on the rank with the last stage.
-            return_outputs: return the merged outputs on the rank with the last stage.
-            loss_kwargs: keywords of the loss.
-            arg_mbs, kwarg_mbs, target_mbs: microbatches that are split already, instead of args, kwargs and target.
-
-        Raises what is wrong with this rank's arguments as torch does, and then a PipelineError that names this rank on
-        all others.
-        """
-        if self._has_backward and not torch.is_grad_enabled():
-            raise RuntimeError("step() requires gradients to be enabled: call eval() where they are not")
-        pipeline = self.pipeline
-        try:
-            if arg_mbs is kwarg_mbs is target_mbs is None:
-                arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
-                target_mbs = self._split_target(target)
-            else:
-                _require_split(args, kwargs, target)
-            arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-            if self._has_backward and target_mbs is None and any(stage.is_last for stage in self.own_stages):
-                raise UsageError(
-                    "step() needs target= on the rank with the last stage, because the schedule has a loss_fn"
-                )
-        except Exception as error:
-            raise_everywhere(pipeline.context, error)
-            raise
-        for stage in self.own_stages:
-            stage.has_backward = self._has_backward
-            stage.clear_runtime_states()
-        self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
-        last = next((stage for stage in self.own_stages if stage.is_last), None)
-        return self._merge_outputs(last.output_chunks) if last is not None and return_outputs else None
-
-    def _check_inputs(self, *args: Any, **kwargs: Any) -> tuple[list[Any], list[Any]]:
-        """This rank's microbatches of arguments and keywords, as many as the schedule has."""
-        arg_mbs, kwarg_mbs = super()._check_inputs(*args, **kwargs)
-        if not all(isinstance(each, tuple) for each in arg_mbs):
-            raise TypeError("arg_mbs must be a list of tuples, one per microbatch, with the arguments of the model")
-        if not all(isinstance(each, dict) for each in kwarg_mbs):
-            raise TypeError("kwarg_mbs must be a list of dicts, one per microbatch, with the keywords of the model")
-        return arg_mbs, kwarg_mbs
-
-    def _split_target(self, target: Any) -> list[Any] | None:
-        if target is None:
-            return None
-        return [part for (part,) in split_args_kwargs_into_chunks((target,), None, self._n_microbatches)[0]]
-
-    def _step_microbatches(
-        self,
-        arg_mbs: list[Any] | None = None,
-        kwarg_mbs: list[Any] | None = None,
-        target_mbs: list[Any] | None = None,
-        losses: list[Tensor] | None = None,
-        return_outputs: bool = True,
-        loss_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        """Runs the microbatches, and leaves the last stage's outputs in it."""
-        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-        outputs = self.running.step(
-            self.pipeline,
-            own_microbatches(arg_mbs, kwarg_mbs, target_mbs),
-            loss_kwargs,
-            training=self._has_backward,
-            keep=return_outputs,
-        )
-        for stage in self.own_stages:
-            if stage.is_last:
-                stage.output_chunks = outputs
-                if losses is not None and self.running.output is not None:
-                    losses[:] = self.running.output.losses.values()
-
-
-def _require_split(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> None:
-    """Raises UsageError for parts of a batch beside microbatches that are split already."""
-    if args:
-        raise UsageError("microbatches are split already: pass pre-split positional inputs through arg_mbs")
-    if kwargs:
-        raise UsageError(f"Unexpected keyword arguments with pre-split inputs: {', '.join(kwargs)}; use kwarg_mbs")
-    if target is not None:
-        raise UsageError("microbatches are split already: pass pre-split targets through target_mbs")
 
 
 class PipelineScheduleSingle(OnEngine, theirs.PipelineScheduleSingle):
@@ -336,7 +173,7 @@ class _OfFamily(_PipelineScheduleRuntime):
     """A schedule of pipeflow with several stages per rank that torch does not have."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
+        super().__init__(*args, **kwargs)
         self.pipeline_order = {rank: self._calculate_single_rank_operations(rank) for rank in range(self.pp_group_size)}
         self._prepare_schedule_with_comms(self.pipeline_order)
 

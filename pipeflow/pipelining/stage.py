@@ -9,11 +9,16 @@ import torch.distributed.pipelining.stage as theirs
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.pipelining.stage import PipelineStage
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from pipeflow.deferral.products import Deferral, Deferred
+from pipeflow.runtime.microbatch import snapshot
 
 __all__ = ["Own", "PipelineStage", "StageCall"]
+
+
+INDICES = ("stage_idx", "mb_idx")
+"""Keywords of a module that is told its stage and its microbatch."""
 
 
 class Own(tuple[tuple[Any, ...], dict[str, Any], int]):
@@ -33,17 +38,21 @@ class StageCall(nn.Module):
 
     Attributes:
         outputs: outputs of the last stage, by microbatch; None to keep none.
+        passes_indices: whether the module gets the indices of the stage and of the microbatch as keywords.
     """
 
     def __init__(self, stage: Any) -> None:
         super().__init__()
         self.module = stage.submod
-        self.is_first, self.is_last = stage.is_first, stage.is_last
+        self.index, self.is_first, self.is_last = stage.stage_index, stage.is_first, stage.is_last
+        self.passes_indices = False
         self.outputs: dict[int, object] | None = None
 
     def forward(self, *received: object, own: Own) -> object:
         """Calls the module for one microbatch."""
         args, kwargs, microbatch = own
+        if self.passes_indices:
+            kwargs = {**kwargs, **dict(zip(INDICES, (self.index, microbatch), strict=True))}
         output = self.module(*(args if self.is_first else self.inputs(received)), **kwargs)
         self.keep(output, microbatch)
         return output
@@ -51,7 +60,7 @@ class StageCall(nn.Module):
     def keep(self, output: object, microbatch: int) -> None:
         """Keeps an output of the last stage, if it was asked for."""
         if self.is_last and self.outputs is not None:
-            self.outputs[microbatch] = tree_map_only(Tensor, Tensor.detach, output)
+            self.outputs[microbatch] = snapshot(output)
 
     def inputs(self, received: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of the module, from what the engine passes on."""

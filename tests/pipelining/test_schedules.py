@@ -241,6 +241,38 @@ def test_functions_for_actions_run_on_torchs_runtime() -> None:
         assert calls
 
 
+class Indexed(nn.Module):
+    """Records the indices that it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[int | None, int | None]] = []
+
+    def forward(self, value: Any, stage_idx: int | None = None, mb_idx: int | None = None) -> Any:
+        self.calls.append((stage_idx, mb_idx))
+        return value
+
+
+def index() -> tuple[list[Any], list[Any], str]:
+    """The indices that a module is told, if it is and if not, and what is said about a keyword with their name."""
+    kind, value, calls = get_schedule_class("GPipe"), torch.ones(2), []
+    for options in ({}, {"pass_stage_and_microbatch_indices": True}):
+        module = Indexed()
+        schedule = kind(PipelineStage(module, 0, 1, CPU), 2, **options)
+        schedule.step(value)
+        calls.append(module.calls)
+    with pytest.raises(UsageError) as caught:
+        schedule.step(value, mb_idx=3)
+    return calls[0], calls[1], str(caught.value)
+
+
+def test_modules_are_told_their_stage_and_microbatch() -> None:
+    [(without, told, said)] = run_processes(index, 1)
+    assert without == [(None, None)] * 2
+    assert told == [(0, 0), (0, 1)]
+    assert "the schedule reserves the keyword mb_idx" in said
+
+
 def refuse() -> list[str]:
     """What is said about what cannot work; one rank alone."""
     stage, found = PipelineStage(nn.Linear(2, 2), 0, 1, CPU), list[str]()
