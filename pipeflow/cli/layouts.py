@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
-from pipeflow.cli.breakdowns import beside_each_other, breakdown_svg, for_programs
+from pipeflow.cli.breakdowns import beside_each_other, for_programs
 from pipeflow.cli.clusters import cluster_of
 from pipeflow.cli.files import STANDARD_OUTPUT, write
+from pipeflow.cli.layout_plots import MADE_FOR, bars_of, plotted, schedule_text, sizes_text
 from pipeflow.cli.layout_strings import said_layout
 from pipeflow.cli.libraries import print_options, require_one_output, schedules_of
 from pipeflow.cli.options import flag
@@ -18,11 +19,10 @@ from pipeflow.cli.outputs import show, wrapped
 from pipeflow.cli.progress import doing
 from pipeflow.core.errors import UsageError
 from pipeflow.core.text import bytes_text, number, seconds_text
-from pipeflow.planning.breakdown import breakdown
 from pipeflow.planning.catalog import Model
 from pipeflow.planning.cuts import even_cut
 from pipeflow.planning.layout import GIVEN, SEARCHED, Layout, Wanted
-from pipeflow.planning.layouts import TIE, Layouts, Ranked, find_layouts
+from pipeflow.planning.layouts import TIE, Layouts, Ranked, faster_on_fewer, find_layouts
 from pipeflow.planning.omissions import uncounted, unpriced
 from pipeflow.planning.setup import PRECISIONS, Setup
 from pipeflow.planning.similar import said
@@ -41,11 +41,6 @@ LEAST = 1e6  # bytes of memory: less must be a number of GB without its unit
 FIXED = (*GIVEN, "checkpoint", "zero")
 SIZES = ("tensor", "pipeline", "data", "context", "expert", "microbatch_size", "microbatches")
 CHOSEN = (*SIZES, "schedule", "checkpoint", "zero", "cut")
-MADE_FOR = (
-    "cost",
-    "bytes_cap",
-    "candidates",
-)  # options that a search for layouts gives to an order that is searched for
 FURTHER = ("context", "expert")  # sizes that are shown where they are more than 1
 REFUSED = {
     "data": "it follows from the other sizes",
@@ -103,19 +98,22 @@ def run(arguments: argparse.Namespace, model: Model) -> int:
     wanted = _wanted(arguments, model)
     with doing("searching for layouts") as progress:
         found = find_layouts(wanted, top=top, progress=progress)
+    with doing("searching on fewer devices"):
+        fewer = faster_on_fewer(found)
     if arguments.svg is not None:
-        write({arguments.svg: _bars(found) if arguments.breakdown else _plot(found)})
+        write({arguments.svg: bars_of(found) if arguments.breakdown else plotted(found)})
     if arguments.library is not None:
         print_options(arguments, *(each.plan for each in found.ranked))
     elif arguments.json:
         import json
 
-        print(json.dumps(_search_for_programs(found)))
+        print(json.dumps(_search_for_programs(found, fewer)))
     elif arguments.svg != STANDARD_OUTPUT:
         layout = said_layout(arguments, found.ranked[0].plan)
         plans = [each.plan for each in found.ranked]
+        said = [*_fewer(found, fewer), *_notes(found)]
         parts = beside_each_other(plans) if arguments.breakdown else _parts(found)
-        show(*_heading(arguments.model, found), "", _table(found), "", parts, "", *_notes(found), *layout)
+        show(*_heading(arguments.model, found), "", _table(found), "", parts, "", *said, *layout)
     return 0
 
 
@@ -151,7 +149,7 @@ def _kept(arguments: argparse.Namespace) -> Setup:
     return Setup(**given | {"precision": PRECISIONS[arguments.precision], "engine": engine})
 
 
-def _search_for_programs(found: Layouts) -> dict[str, Any]:
+def _search_for_programs(found: Layouts, fewer: Layouts | None) -> dict[str, Any]:
     wanted, best = found.wanted, found.ranked[0]
     return {
         "model": asdict(wanted.model),
@@ -163,6 +161,7 @@ def _search_for_programs(found: Layouts) -> dict[str, Any]:
         "memory_bytes": wanted.limit,
         "tie": TIE,
         "simulated": found.simulated,
+        "fewer_devices": None if fewer is None else _fewer_for_programs(fewer),
         "layouts": [
             _sizes(each.layout)
             | {
@@ -179,6 +178,11 @@ def _search_for_programs(found: Layouts) -> dict[str, Any]:
             for each in found.ranked
         ],
     }
+
+
+def _fewer_for_programs(fewer: Layouts) -> dict[str, Any]:
+    first = fewer.ranked[0]
+    return {"devices": fewer.wanted.devices, "step_seconds": first.step_seconds, **_sizes(first.layout)}
 
 
 def _sizes(layout: Layout) -> dict[str, Any]:
@@ -215,7 +219,7 @@ def _table(found: Layouts) -> Table:
         [
             str(place),
             schedule_text(each.layout),
-            _sizes_text(each.layout) + f"x{each.layout.context}" * has_contexts,
+            sizes_text(each.layout) + f"x{each.layout.context}" * has_contexts,
             *[str(each.layout.expert)] * has_experts,
             f"{each.layout.microbatches}x{each.layout.microbatch_size}",
             "scores" if each.layout.checkpoint == "selective" else each.layout.checkpoint,
@@ -227,16 +231,6 @@ def _table(found: Layouts) -> Table:
         for place, each in enumerate(found.ranked, start=1)
     ]
     return Table(titles, rows)
-
-
-def schedule_text(layout: Layout) -> str:
-    """The schedule with its options, in a few letters: `x6` means six chunks."""
-    if layout.pipeline == 1:
-        return "no pipeline"
-    options = {name: value for name, value in layout.options.items() if name not in MADE_FOR}
-    chunks = options.pop("chunks", None)
-    named = layout.schedule if chunks is None else f"{layout.schedule} x{chunks}"
-    return ", ".join([named, *(f"{name} {value}" for name, value in options.items())])
 
 
 def _parts(found: Layouts) -> Table:
@@ -285,6 +279,19 @@ def _notes(found: Layouts) -> Iterator[str]:
     yield from wrapped(said(wanted.model, first.layout.setup, wanted.cluster))
 
 
+def _fewer(found: Layouts, fewer: Layouts | None) -> Iterator[str]:
+    """That fewer devices are faster, if they are."""
+    if fewer is None:
+        return
+    first, devices = fewer.ranked[0], fewer.wanted.devices
+    sizes = f"{sizes_text(first.layout)} with {schedule_text(first.layout)}"
+    saved = 1 - first.step_seconds / found.ranked[0].step_seconds
+    yield from wrapped(
+        f"Fewer devices are faster here: {devices} take {seconds_text(first.step_seconds)} for a step ({sizes}), "
+        f"{saved:.0%} less than {found.wanted.devices}."
+    )
+
+
 def _why(place: int, each: Ranked, first: Ranked) -> str:
     """The parts of its time in which a layout differs from the first one by more than a thousandth."""
     more, least = each.step_seconds - first.step_seconds, 0.001 * first.step_seconds
@@ -296,29 +303,3 @@ def _why(place: int, each: Ranked, first: Ranked) -> str:
 
 def _signed(seconds: float) -> str:
     return f"{'+' * (seconds >= 0)}{seconds_text(seconds)}"
-
-
-def _plot(found: Layouts) -> str:
-    from pipeflow.draw import Axis, Point, scatter_svg
-
-    points = [
-        Point(_named(place, each), each.plan.peak_bytes, each.step_seconds)
-        for place, each in enumerate(found.ranked, start=1)
-    ]
-    return scatter_svg(
-        points, Axis("memory of the fullest device", bytes_text, 1024), Axis("time of a step (s)", number)
-    )
-
-
-def _bars(found: Layouts) -> str:
-    named = [(_named(place, each), breakdown(each.plan)) for place, each in enumerate(found.ranked, start=1)]
-    return breakdown_svg(named)
-
-
-def _named(place: int, each: Ranked) -> str:
-    further = f"x{each.layout.context}" * (each.layout.context > 1)
-    return f"{place}: {schedule_text(each.layout)} {_sizes_text(each.layout)}{further}"
-
-
-def _sizes_text(layout: Layout) -> str:
-    return f"{layout.tensor}x{layout.pipeline}x{layout.data}"

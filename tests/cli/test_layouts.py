@@ -58,6 +58,16 @@ def test_layouts_for_people(capsys: pytest.CaptureFixture[str], fixed: list[obje
     assert "\n2 +" in shown or "\n2 ties with 1" in shown
 
 
+def test_fewer_devices_may_be_faster(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = ["tiny", "--devices", 16, "--batch", 16, "--device", "a100-40gb", "--network-bandwidth", "1e7", "--top", 1]
+    found = read(capsys, *slow)
+    fewer = found["fewer_devices"]
+    assert fewer["devices"] <= 8
+    assert fewer["step_seconds"] < found["layouts"][0]["step_seconds"]
+    assert f"Fewer devices are faster here: {fewer['devices']} take" in out(capsys, "plan", *slow)
+    assert read(capsys, *SMALL)["fewer_devices"] is None
+
+
 @pytest.mark.slow
 def test_programs_in_fp16_may_recompute_scores_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """The table has room for the widest names."""

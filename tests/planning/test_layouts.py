@@ -16,7 +16,7 @@ from pipeflow.planning.cuts import cut_by_load, even_cut
 from pipeflow.planning.layout import SEARCHED, Layout, Wanted
 from pipeflow.planning.layout_cells import Cell, cells, heavier, lighter
 from pipeflow.planning.layout_trials import LayoutTrial, families, least_seconds, trials
-from pipeflow.planning.layouts import TIE, find_layouts, plainness, ranking
+from pipeflow.planning.layouts import TIE, faster_on_fewer, find_layouts, plainness, ranking
 from pipeflow.planning.mesh_sizes import Sizes, meshes
 from pipeflow.planning.schedule_peaks import peaks
 from pipeflow.planning.setup import Setup
@@ -127,6 +127,17 @@ def test_what_needs_more_memory_is_divided_among_replicas() -> None:
     [tight] = find_layouts(replace(task, memory=0.9 * plain.plan.peak_bytes)).ranked
     assert tight.layout.zero > 1
     assert tight.plan.peak_bytes <= 0.9 * plain.plan.peak_bytes
+
+
+def test_fewer_devices_are_faster_over_a_slow_network() -> None:
+    slow = replace(CLUSTER, network_bandwidth=1e7)
+    found = find_layouts(Wanted(MODEL, slow, 8, 8), top=1)
+    fewer = faster_on_fewer(found)
+    assert fewer is not None
+    assert fewer.wanted.devices == 2  # a node
+    assert fewer.ranked[0].step_seconds < found.ranked[0].step_seconds
+    large = Wanted(replace(MODEL, hidden=4096, layers=8), replace(CLUSTER, devices_per_node=8), 8, 64)
+    assert faster_on_fewer(find_layouts(large, top=1)) is None
 
 
 def test_all_sizes_that_fit_are_tried() -> None:
