@@ -15,6 +15,7 @@ from pipeflow.core.files import read_text, replacing
 from pipeflow.core.json_values import is_number, parse
 from pipeflow.core.placement import require_positive
 from pipeflow.planning.device import DEVICES, LINK_BANDWIDTHS, NODE_SIZES, Device, require_bandwidth, require_between
+from pipeflow.planning.engines import COMMUNICATOR, CONTEXT
 from pipeflow.planning.shapes import ShapeTime, shape_times
 
 UNITS = {
@@ -88,6 +89,12 @@ class Cluster:
     def usable_bytes(self) -> float:
         """The most bytes of a device in a plan: its memory minus ALLOWANCE."""
         return (1 - ALLOWANCE) * self.device.memory_bytes
+
+    def outside_bytes(self, groups: int) -> int:
+        """Bytes that a process takes from its device outside of tensors, with so many kinds of groups that communicate:
+        a context, and a communicator for each. A CPU has neither.
+        """
+        return CONTEXT + groups * COMMUNICATOR if self.device.runs_ahead else 0
 
     @classmethod
     def of(cls, device: str | Device, **given: Any) -> Cluster:

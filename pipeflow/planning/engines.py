@@ -58,11 +58,6 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
 """By the names that `pipeflow plan --engine` takes."""
 
 
-def outside_bytes(groups: int) -> int:
-    """Bytes that a process takes from its device outside of tensors, with so many groups of ranks that communicate."""
-    return CONTEXT + groups * COMMUNICATOR
-
-
 def engine_named(name: str | None) -> Engine:
     """What an engine of ENGINES keeps; nothing of its own without a name."""
     return Engine() if name is None else ENGINES[name]

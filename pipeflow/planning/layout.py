@@ -13,7 +13,6 @@ from pipeflow.core.placement import require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.engines import outside_bytes
 from pipeflow.planning.setup import Checkpoint, Setup
 from pipeflow.planning.sharding import require_pipeline
 from pipeflow.schedules import SCHEDULES, make_schedule
@@ -164,8 +163,8 @@ class Wanted:
         """The most bytes of a device in a plan."""
         if self.memory is not None:
             return self.memory
-        outside = outside_bytes(min(GROUPS, _prime_factors(self.devices))) if self.cluster.device.runs_ahead else 0
-        return self.cluster.usable_bytes - outside
+        groups = min(GROUPS, _prime_factors(self.devices))
+        return self.cluster.usable_bytes - self.cluster.outside_bytes(groups)
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:

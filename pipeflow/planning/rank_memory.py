@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from pipeflow.core.placement import Placement
 from pipeflow.planning.blocks import Part, Transformer
-from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.engines import engine_named, outside_bytes
+from pipeflow.planning.engines import engine_named
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.sharding import WHOLE
 from pipeflow.planning.transformer_costs import (
@@ -27,6 +26,12 @@ from pipeflow.planning.transformer_costs import (
 ALLOCATOR = 0.04
 """What torch's caching allocator takes from the device beyond what it hands out, as a share of that: the median of 11
 logs of Megatron-LM jobs that print both, at peaks of 41 to 136 GB (0.8 % to 14 %; benchmarks/data has them).
+"""
+
+
+LEAST_ALLOCATOR = 0.008
+"""The least of these logs. An allocator that finds no room gives back what it does not use, so a layout fits with less
+than ALLOCATOR.
 """
 
 
@@ -111,6 +116,11 @@ class RankPlan:
     def allocator_bytes(self) -> float:
         """An allowance for memory that the allocator reserves but does not use: the share ALLOCATOR of all the rest."""
         return ALLOCATOR * self._used_bytes
+
+    @property
+    def least_bytes(self) -> float:
+        """`peak_bytes` with LEAST_ALLOCATOR: with less, the rank cannot run."""
+        return (1 + LEAST_ALLOCATOR) * self._used_bytes
 
     @property
     def peak_bytes(self) -> float:
@@ -247,13 +257,9 @@ def _buffers(setup: Setup, parameters: int) -> int:
     return min(engine_named(setup.engine).bucket, parameters) * precision.gradient * (2 if setup.overlaps else 1)
 
 
-def outside_of(setup: Setup, ranks: int, cluster: Cluster | None) -> int:
-    """The bytes of a device that are outside of tensors in a layout of so many pipeline ranks: those of its context,
-    and of a communicator per kind of group that communicates. A CPU has neither.
-    """
-    if cluster is not None and not cluster.device.runs_ahead:
-        return 0
-    return outside_bytes(sum(size > 1 for size in (setup.tensor, setup.context, setup.data, setup.expert, ranks)))
+def groups_of(setup: Setup, ranks: int) -> int:
+    """How many kinds of groups communicate in a layout of so many pipeline ranks."""
+    return sum(size > 1 for size in (setup.tensor, setup.context, setup.data, setup.expert, ranks))
 
 
 def _gathered(setup: Setup, held: Held, *, by_layer: bool) -> int:

@@ -18,7 +18,7 @@ from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.engines import engine_named
 from pipeflow.planning.layout_string import LayoutString
-from pipeflow.planning.rank_memory import RankPlan, outside_of
+from pipeflow.planning.rank_memory import RankPlan, groups_of
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer_costs import head_forward, layer_forward, sequence_of
 
@@ -86,13 +86,15 @@ class StepPlan:
 
     @property
     def outside_bytes(self) -> int:
-        """The memory that a process takes from its device outside of tensors: for its context and its communicators."""
-        return outside_of(self.setup, len(self.ranks), self.cluster)
+        """The memory that a process takes from its device outside of tensors: for its context and its communicators. 0
+        without a cluster.
+        """
+        return 0 if self.cluster is None else self.cluster.outside_bytes(groups_of(self.setup, len(self.ranks)))
 
     @property
     def device_bytes(self) -> float:
-        """What the fullest device has to have room for: `peak_bytes` and `outside_bytes`."""
-        return self.peak_bytes + self.outside_bytes
+        """What the fullest device has to have room for: its `least_bytes` and `outside_bytes`."""
+        return max(rank.least_bytes for rank in self.ranks) + self.outside_bytes
 
     @property
     def peak_parts(self) -> dict[str, float]:

@@ -21,6 +21,7 @@ from pipeflow.planning.setup import Checkpoint, Setup
 from pipeflow.pricing.module_plan import CountedModule, ModulePlan
 from pipeflow.stages.blocks import Blocks
 
+GROUPS = 2  # kinds of groups: pipeline ranks and replicas
 CHECKPOINTS: tuple[Checkpoint, ...] = ("none", "full")
 
 
@@ -76,7 +77,8 @@ def find_module_layouts(
     nowhere, the error says how much memory is missing.
     """
     require_positive(devices=devices, batch=batch, top=top)
-    base, limit = Setup() if setup is None else setup, cluster.usable_bytes if memory is None else memory
+    base = Setup() if setup is None else setup
+    limit = cluster.usable_bytes - cluster.outside_bytes(GROUPS) if memory is None else memory
     if not examples:
         raise UsageError("examples is empty: give microbatches by their number of samples, such as {1: batch}")
     found: dict[tuple[int, int], list[ModuleLayout]] = {}
@@ -84,9 +86,9 @@ def find_module_layouts(
     for size, example in examples.items():
         counted = CountedModule.of(module, example, base, blocks)
         for each in _tried(counted, base, cluster, schedules, (devices, batch, size)):
-            if least is None or each.plan.device_bytes < least.plan.device_bytes:
+            if least is None or each.plan.peak_bytes < least.plan.peak_bytes:
                 least = each
-            if each.plan.device_bytes <= limit:
+            if each.plan.peak_bytes <= limit:
                 found.setdefault((each.layout.pipeline, each.layout.data), []).append(each)
     if least is None:
         sizes = " or ".join(map(str, examples))
@@ -95,7 +97,7 @@ def find_module_layouts(
             "these numbers"
         )
     if not found:
-        more, layout = least.plan.device_bytes - limit, least.layout
+        more, layout = least.plan.peak_bytes - limit, least.layout
         raise UsageError(
             f"no layout fits: the closest one, pipeline {layout.pipeline} x data {layout.data} with {layout.schedule} "
             f"and microbatches of {layout.microbatch_size}, needs {bytes_text(more)} more than the limit of "

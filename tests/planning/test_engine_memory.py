@@ -97,13 +97,14 @@ def test_each_kind_of_group_has_a_communicator() -> None:
     assert planned(ranks=1).outside_bytes == CONTEXT
     found = planned(tensor=2, data=8)
     assert found.outside_bytes == CONTEXT + 3 * COMMUNICATOR
-    assert found.device_bytes == found.peak_bytes + found.outside_bytes
+    least = 1.008 / (1 + ALLOCATOR) * found.peak_bytes  # the allocator gives back what it does not use
+    assert found.device_bytes == pytest.approx(least + found.outside_bytes)
 
 
 def test_a_layout_fits_only_with_its_context() -> None:
     """On a device whose memory, but for 1.5 %, is what the tensors take, the context does not fit."""
     found, schedule = planned(), make_schedule("1f1b", ranks=4, microbatches=8)
-    for room, fits in ((found.peak_bytes, False), (found.device_bytes * (1 + 1e-9), True)):
+    for room, fits in ((found.device_bytes - found.outside_bytes, False), (found.device_bytes * (1 + 1e-9), True)):
         known = Cluster.of("a100-80gb")
         tight = replace(known, device=replace(known.device, memory_bytes=room / 0.985))
         assert plan(SMALL, schedule, Setup(), cluster=tight).fits is fits
