@@ -218,13 +218,19 @@ def _factor(inputs: Tensor, shape: Sequence[int], output: Tensor) -> _Factor | N
     if inputs.is_floating_point() and inputs.dim() > 1 and (inputs.shape[-1], output.shape[-1]) == (shape[1], shape[0]):
         values = exact(inputs).reshape(len(inputs), -1, shape[1])
         sketch = values @ signs(1, 0, shape[1], values.dtype, values.device)
-        return _Factor(sketch, values.square().sum(-1), 0)
+        return _Factor(sketch, _squares(values), 0)
     return None
+
+
+def _squares(rows: Tensor) -> Tensor:
+    """The squared norms along the last dimension."""
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
+    return norms.square()
 
 
 def _note_samples(note: Note, own: dict[str, Part], factor: _Factor | None, gradient: Tensor, microbatch: int) -> None:
     rows = gradient.reshape(len(gradient), -1, gradient.shape[-1]) if gradient.dim() > 1 else gradient.reshape(1, 1, -1)
-    sizes = rows.square().sum(-1)
+    sizes = _squares(rows)
     for key, part in own.items():
         told = {"name": part.name, "microbatch": microbatch}
         if key == "weight" and factor is not None and factor.sizes.shape == sizes.shape:

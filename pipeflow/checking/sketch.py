@@ -29,6 +29,11 @@ def _mixed(numbers: Tensor) -> Tensor:
     return mixed ^ ((mixed >> 31) & ((1 << 33) - 1))
 
 
+def _by_probe(values: Tensor) -> Tensor:
+    """The same values, those of a probe side by side in memory: thin products take half the time."""
+    return values.t().contiguous().t()
+
+
 @lru_cache(maxsize=512)
 def signs(dim: int, start: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The entries `start` to `start + length` of the vectors of dimension `dim`, [length, PROBES]. They depend on the
@@ -36,7 +41,7 @@ def signs(dim: int, start: int, length: int, dtype: torch.dtype, device: torch.d
     """
     places = torch.arange(start, start + length, device=device)[:, None] * PROBES
     numbers = places + torch.arange(PROBES, device=device) + (dim << 48) + 1
-    return ((_mixed(numbers) & 2) - 1).to(dtype)
+    return _by_probe(((_mixed(numbers) & 2) - 1).to(dtype))
 
 
 def products(offset: Sequence[int], shape: Sequence[int], first: int, like: Tensor) -> Tensor:
@@ -44,7 +49,7 @@ def products(offset: Sequence[int], shape: Sequence[int], first: int, like: Tens
     found = torch.ones(1, PROBES, dtype=like.dtype, device=like.device)
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True), start=first):
         found = (found[:, None] * signs(dim, start, length, like.dtype, like.device)).reshape(-1, PROBES)
-    return found
+    return _by_probe(found)
 
 
 def exact(tensor: Tensor) -> Tensor:
