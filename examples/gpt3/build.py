@@ -29,7 +29,10 @@ def options_of(shape: pipeflow.GPT) -> dict[str, Any]:
 
 def is_plain(shape: pipeflow.GPT) -> bool:
     """Whether a shape is that of GPT-2 and GPT-3, which is the one that is built here: no LLaMA, for example."""
-    return shape == pipeflow.GPT(shape.layers, shape.hidden, shape.heads, shape.positions, shape.vocabulary)
+    try:
+        return shape == pipeflow.GPT(shape.layers, shape.hidden, shape.heads, shape.positions, shape.vocabulary)
+    except pipeflow.UsageError:  # heads whose width is given, and does not follow from the hidden size
+        return False
 
 
 @dataclass(frozen=True)

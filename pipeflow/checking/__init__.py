@@ -12,8 +12,20 @@ from pipeflow.checking.findings import CAUSES, Cause, Difference, Result
 if TYPE_CHECKING:
     from pipeflow.checking.planting import plant
     from pipeflow.checking.recorder import Recording, record
+    from pipeflow.checking.weights import keep_weights, take_weights
 
-__all__ = ["CAUSES", "Cause", "Difference", "Recording", "Result", "check", "plant", "record"]
+__all__ = [
+    "CAUSES",
+    "Cause",
+    "Difference",
+    "Recording",
+    "Result",
+    "check",
+    "keep_weights",
+    "plant",
+    "record",
+    "take_weights",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,6 +33,10 @@ def __getattr__(name: str) -> Any:
         from pipeflow.checking import recorder
 
         return getattr(recorder, name)
+    if name in ("keep_weights", "take_weights"):
+        from pipeflow.checking import weights
+
+        return getattr(weights, name)
     if name == "plant":
         from pipeflow.checking.planting import plant
 

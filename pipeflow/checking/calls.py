@@ -37,13 +37,28 @@ def named_modules(
 ) -> Iterator[tuple[str, nn.Module]]:
     """The modules of a rank with their names in the whole model, without those of wrappers."""
     seen: set[int] = set()
+    known: dict[str, str] = {}
     for model in models:
         for root in _roots(model):
             for own, module in root.named_modules():
                 if id(module) not in seen:
                     seen.add(id(module))
-                    name = plain(own)
-                    yield name if names is None or not name else names(f"{name}.").removesuffix("."), module
+                    yield _name_of(plain(own), module, names, known), module
+
+
+def _name_of(own: str, module: nn.Module, names: Callable[[str], str] | None, known: dict[str, str]) -> str:
+    """The name of a module in the whole model: what `names` puts before the first tensor in it; for a module without
+    tensors, that of the one around it and its own. `known` has those of the modules before.
+    """
+    if names is None or not own:
+        return own
+    inside = next((plain(name) for name, _ in (*module.named_parameters(), *module.named_buffers())), None)
+    around, _, last = own.rpartition(".")
+    name = f"{known[around]}.{last}" if around in known else own
+    if inside is not None and names(f"{own}.{inside}").endswith(f".{inside}"):
+        name = names(f"{own}.{inside}").removesuffix(f".{inside}")
+    known[own] = name
+    return name
 
 
 def _roots(model: nn.Module) -> Sequence[nn.Module]:

@@ -257,9 +257,9 @@ def of_weight(first: Difference, both: TwoRuns, when: str) -> Cause:
     theirs = both.candidate_wholes(first.step, when)[first.parameter]
     listed: Sequence[int] = first.ranks
     if theirs.spread > max(first.allowed * mine.norm, CLEAR * mine.norm):
-        tied = first.parameter in both.names.ties
+        tied = len({copy.name for copy in theirs.copies}) > 1
         return Cause(
-            "missing_tie" if tied else "stale",
+            "missing_tie" if tied else "sharding",
             f"{first.parameter} differs between ranks {', '.join(map(str, listed))}, which hold the same part",
             "the broadcast of initial weights, and the seeds of ranks",
         )

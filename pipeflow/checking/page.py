@@ -16,7 +16,7 @@ STYLE = """
   --bad: #ff8a80; --mark: #3a1f1d; --good: #7fd6a0; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 60rem;
   margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.3rem; }
+h1, h2 { font-size: 1.2rem; }
 .verdict { border-left: 4px solid var(--bad); padding: .3rem 0 .3rem .8rem; }
 .verdict.alike { border-color: var(--good); }
 ul { list-style: none; margin: 0; padding-left: 1.2rem; border-left: 1px solid var(--line); }
@@ -35,7 +35,7 @@ def page(result: Result, reference: str, candidate: str) -> str:
     wrong: defaultdict[str, list[Difference]] = defaultdict(list)
     for each in result.differences:
         wrong[each.module].append(each)
-    names = sorted({*result.order, *wrong} - {""}, key=_natural)
+    names = [name for name in dict.fromkeys([*result.order, *wrong]) if name]
     tree: dict[str, dict[str, object]] = {}
     for name in names:
         here: dict[str, object] = tree  # type: ignore[assignment]  # a tree of trees
@@ -85,8 +85,3 @@ def _short(each: Difference) -> str:
     what = each.parameter.rpartition(".")[2] or each.what
     kind = f"{each.what} of {what}" if each.parameter else each.what
     return f"{kind}: {each.error:.2g} off"
-
-
-def _natural(name: str) -> list[tuple[int, int | str]]:
-    """Names in alphabetical order, with numbers by value."""
-    return [(0, int(step)) if step.isdigit() else (1, step) for step in name.split(".")]

@@ -53,7 +53,8 @@ def record(
         parts: `parts(name, tensor)` says which part of the whole model's tensor a rank holds: (dim, index, count) for
             an even part along a dimension, (shape, [(slices, offset), ...]) for others, None if pipeflow knows it.
             It knows DTensors, FullyShardedDataParallel, DeepSpeed, Megatron-LM and itself.
-        names: `names(name)` returns the name in the whole model of what this rank calls `name`.
+        names: `names(name)` returns the name in the whole model of the parameter or buffer that this rank calls `name`.
+            Names of modules follow from it.
         samples: also record how much each sample adds to the weight gradients of linear layers and embeddings, which
             tells missing samples from wrong weights. By default in runs of one process.
 

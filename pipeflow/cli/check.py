@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeflow.cli.files import write
 from pipeflow.cli.outputs import show, wrapped
@@ -47,7 +47,21 @@ def add_to(commands: Commands) -> None:
     group.add_argument("--tensor", type=int, metavar="N", help="tensor ranks (default: what the script says)")
     group.add_argument("--schedule", metavar="NAME", help="schedule (default: what the script says)")
     group.add_argument("--steps", type=int, metavar="N", help="steps to compare (default: 2)")
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, arguments=[])
+    _take_the_rest(command)
+
+
+def _take_the_rest(command: argparse.ArgumentParser) -> None:
+    """Keeps what follows `--` for the script; argparse takes no positional arguments after options."""
+    parse = command.parse_known_args
+
+    def split(words: Sequence[str], namespace: Any = None) -> Any:
+        place = words.index("--") if "--" in words else len(words)
+        found, unknown = parse(words[:place], namespace)
+        found.arguments = list(words[place + 1 :])
+        return found, unknown
+
+    command.parse_known_args = split  # type: ignore[method-assign,assignment]  # of this one
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -72,11 +86,13 @@ def _recorded(arguments: argparse.Namespace, folder: Path) -> Sequence[Path]:
 
     if arguments.ranks is None or arguments.ranks < 1:
         raise UsageError("--ranks is missing: on how many ranks shall the script run?")
-    script, *rest = arguments.what
+    script, *more = arguments.what
+    if more:
+        raise UsageError(f"arguments of the script follow --: -- {' '.join(more)}")
     with doing("running the script twice"):
         return run_both(
             Path(script),
-            rest,
+            arguments.arguments,
             folder,
             ranks=arguments.ranks,
             tensor=arguments.tensor,
