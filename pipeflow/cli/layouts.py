@@ -38,14 +38,13 @@ UNITS = {"": 1, "b": 1} | {
     for unit, base in (("b", 1000), ("ib", 1024))
 }
 LEAST = 1e6  # bytes of memory: less must be a number of GB without its unit
-FIXED = (*GIVEN, "checkpoint", "zero")
+FIXED = (*GIVEN, "checkpoint", "zero", "shard_ranks")
 SIZES = ("tensor", "pipeline", "data", "context", "expert", "microbatch_size", "microbatches")
 CHOSEN = (*SIZES, "schedule", "checkpoint", "zero", "cut")
 FURTHER = ("context", "expert")  # sizes that are shown where they are more than 1
 REFUSED = {
     "data": "it follows from the other sizes",
     "microbatches": "they follow from --batch",
-    "shard_ranks": "replicas are searched, and --zero splits over all of them",
     "reduce_once": "it is slower or needs more memory than what a search finds with --zero 1 or 3",
     "flops": "times are those of --device",
     "cut": "cuts are searched, too",

@@ -11,7 +11,7 @@ from typing import Any, cast
 from pipeflow.core.errors import UsageError, unknown
 from pipeflow.core.placement import require_positive
 from pipeflow.core.schedule import Schedule
-from pipeflow.planning.blocks import Part, Transformer
+from pipeflow.planning.blocks import Part, Transformer, near_divisors
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.setup import Checkpoint, Setup
 from pipeflow.planning.sharding import require_pipeline
@@ -91,6 +91,7 @@ class Wanted:
         setup: the sequence, the precision, and how activations are split and kept; its other fields are not used.
         tensor, pipeline, context, expert, expert_tensor, microbatch_size, checkpoint, zero: if given, all layouts have
             these values.
+        shard_ranks: the replicas that hold together what `zero` divides, in all layouts; by default all of them.
         schedules: names to try; by default SEARCHED, and with `kinds` also "zb-auto".
         kinds: what may save memory in orders that are searched for: "offload", "recompute", "both" or "none".
 
@@ -113,6 +114,7 @@ class Wanted:
     microbatch_size: int | None = None
     checkpoint: Checkpoint | None = None
     zero: int | None = None
+    shard_ranks: int | None = None
     schedules: tuple[str, ...] = SEARCHED
     kinds: str = "none"
 
@@ -133,6 +135,8 @@ class Wanted:
             if name not in SCHEDULES:
                 raise unknown("schedule", name, SCHEDULES)
         require_pipeline(self.zero, self.pipeline)
+        if self.shard_ranks is not None:
+            self._require_shards(self.shard_ranks)
         saving = kinds_named(self.kinds)
         if "offload" in saving and not self.cluster.device.host_bandwidth:
             raise UsageError(
@@ -147,6 +151,14 @@ class Wanted:
         fixed = replace(self.setup, tensor=tensor, checkpoint=self.checkpoint or "none", zero=self.zero or 0)
         if not fixed.stores_scores:  # the same kernel in all layouts, whatever they divide
             object.__setattr__(self, "setup", replace(self.setup, attention=fixed.kernel))
+
+    def _require_shards(self, ranks: int) -> None:
+        require_positive(shard_ranks=ranks)
+        if self.zero == 0:
+            raise UsageError(f"shard_ranks={ranks} divides nothing with zero=0: give zero 1, 2 or 3, or leave it out")
+        if self.devices % ranks:
+            near = near_divisors(self.devices, ranks)
+            raise UsageError(f"shard_ranks={ranks} does not divide {self.devices} devices: {near}")
 
     @property
     def without_kinds(self) -> Wanted:

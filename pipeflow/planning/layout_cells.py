@@ -33,16 +33,17 @@ class Cell(NamedTuple):
         """What it does to save memory."""
         return self.setup.checkpoint, self.setup.zero
 
-    def on(self, rung: tuple[Any, int]) -> Cell:
+    def on(self, wanted: Wanted, rung: tuple[Any, int]) -> Cell:
         """The same sizes on another rung."""
         checkpoint, zero = rung
-        return self._replace(setup=replace(self.setup, checkpoint=checkpoint, zero=zero))
+        shards = wanted.shard_ranks if zero else None
+        return self._replace(setup=replace(self.setup, checkpoint=checkpoint, zero=zero, shard_ranks=shards))
 
 
 def cells(wanted: Wanted) -> Iterator[Cell]:
     """All combinations of sizes, microbatches and rungs that `wanted` allows."""
     for cell in _sizes_of(wanted):
-        yield from map(cell.on, product(wanted.checkpoints, _zeros(wanted, cell)))
+        yield from (cell.on(wanted, rung) for rung in product(wanted.checkpoints, _zeros(wanted, cell)))
 
 
 def lightest_cells(wanted: Wanted) -> Iterator[Cell]:
@@ -51,32 +52,33 @@ def lightest_cells(wanted: Wanted) -> Iterator[Cell]:
     """
     checkpoints = wanted.checkpoints if wanted.kinds != "none" else wanted.checkpoints[:1]
     for cell in _sizes_of(wanted):
-        yield from (cell.on((checkpoint, _zeros(wanted, cell)[0])) for checkpoint in checkpoints)
+        yield from (cell.on(wanted, (checkpoint, _zeros(wanted, cell)[0])) for checkpoint in checkpoints)
 
 
 def heavier(wanted: Wanted, cell: Cell) -> Iterator[Cell]:
     """The cells one rung above."""
     order, (checkpoint, zero) = wanted.checkpoints, cell.rung
     if wanted.kinds == "none" and checkpoint != order[-1]:
-        yield cell.on((order[order.index(checkpoint) + 1], zero))
+        yield cell.on(wanted, (order[order.index(checkpoint) + 1], zero))
     zeros = _zeros(wanted, cell)
     if zero == zeros[0]:
-        yield from (cell.on((checkpoint, more)) for more in zeros[1:])
+        yield from (cell.on(wanted, (checkpoint, more)) for more in zeros[1:])
 
 
 def lighter(wanted: Wanted, cell: Cell) -> Iterator[Cell]:
     """The cells one rung below."""
     order, (checkpoint, zero) = wanted.checkpoints, cell.rung
     if wanted.kinds == "none" and checkpoint != order[0]:
-        yield cell.on((order[order.index(checkpoint) - 1], zero))
+        yield cell.on(wanted, (order[order.index(checkpoint) - 1], zero))
     if zero != (least := _zeros(wanted, cell)[0]):
-        yield cell.on((checkpoint, least))
+        yield cell.on(wanted, (checkpoint, least))
 
 
 def _sizes_of(wanted: Wanted) -> Iterator[Cell]:
     """All sizes, without recomputation."""
     for sizes in meshes(wanted):
-        if wanted.zero == 2 and sizes.pipeline > 1:
+        is_divided = not wanted.shard_ranks or sizes.data * sizes.context % wanted.shard_ranks == 0
+        if (wanted.zero == 2 and sizes.pipeline > 1) or not is_divided:
             continue
         for size, ranks in product(microbatch_sizes(wanted, sizes), _experts(wanted, sizes)):
             many = wanted.batch // (sizes.data * size)

@@ -62,7 +62,10 @@ def smallest(wanted: Wanted, enough: float = 0.0) -> tuple[Layout, float]:
         else:
             for _, trial in trials(wanted, node, best[1] if best else float("inf")):
                 heapq.heappush(heap, (max(trial.state), next(number), trial))
-    assert best is not None
+    if best is None:  # only shards may divide no replicas
+        raise UsageError(
+            f"no layout has replicas in groups of shard_ranks={wanted.shard_ranks}: leave other sizes open"
+        )
     return best
 
 

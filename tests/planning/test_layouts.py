@@ -250,6 +250,9 @@ def test_within_a_tie_less_recomputation_is_picked() -> None:
         ({"batch": 0}, "batch must be an integer of at least 1"),
         ({"zero": 4}, "zero must be one of 0, 1, 2, 3; got 4"),
         ({"zero": 2, "pipeline": 2}, "zero=2 needs one pipeline rank, got 2"),
+        ({"zero": 0, "shard_ranks": 2}, "shard_ranks=2 divides nothing with zero=0"),
+        ({"shard_ranks": 3}, "shard_ranks=3 does not divide 4 devices: the nearest that work are 2 and 4"),
+        ({"shard_ranks": 4, "tensor": 2}, "no layout has replicas in groups of shard_ranks=4: leave other sizes open"),
     ],
 )
 def test_what_cannot_be_searched_is_refused(given: dict[str, Any], said: str) -> None:

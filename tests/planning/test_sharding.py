@@ -177,3 +177,9 @@ def test_a_search_lists_layouts_that_divide_gradients_and_weights(zero: int) -> 
     assert all(each.plan.peak_bytes <= 4e9 for each in found)
     if zero == 2:
         assert {each.layout.pipeline for each in found} == {1}
+
+
+def test_a_search_lists_shards_within_a_node() -> None:
+    task = Wanted(SMALL, A100, devices=16, batch=64, zero=3, shard_ranks=8, pipeline=1, tensor=1)
+    [best] = find_layouts(task, top=1).ranked
+    assert (best.layout.data, best.layout.setup.shards) == (16, 8)
