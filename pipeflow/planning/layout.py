@@ -11,7 +11,8 @@ from typing import Any, cast
 from pipeflow.core.errors import UsageError, unknown
 from pipeflow.core.placement import require_positive
 from pipeflow.core.schedule import Schedule
-from pipeflow.planning.blocks import Part, Transformer, near_divisors
+from pipeflow.planning.block_sizes import near_divisors
+from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.setup import Checkpoint, Setup
 from pipeflow.planning.sharding import require_pipeline
