@@ -45,7 +45,7 @@ KINDS = ("products", "attention", "elementwise", "recomputation", "launches", "c
 
 """Precisions in which only the products of the layers' linears are computed."""
 
-_LONG = Scores("flash2", math.inf, 128, True)
+_LONG = Scores("flash1", math.inf, 128, True)
 
 
 @dataclass(frozen=True, slots=True)

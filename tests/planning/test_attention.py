@@ -76,7 +76,7 @@ def test_a_measured_share_of_attention_holds_for_every_shape() -> None:
     rates = Rates(H100, replace(PUBLISHED, attention=0.25), "bf16")
     found = {rates.attention(Scores(kernel, 512, 40, True)) for kernel in KERNELS} | {rates.attention(None)}
     assert found == {(0.25 * rates.peak, 0.25 * rates.peak)}
-    unknown, usual = rates_of_long(None), rates_of_long(Scores("flash2", math.inf, 128, True))
+    unknown, usual = rates_of_long(None), rates_of_long(Scores("flash1", math.inf, 128, True))
     assert unknown == usual
 
 
