@@ -40,13 +40,14 @@ STRENGTH = 3.0  # of what is expected, beside the rows
 WEIGHT = 20.0  # of a row in full
 MOST = 60  # rows of a source that are fitted on
 ROBUST = 0.1  # beyond this error a row counts less than its square
+FAR = 0.3  # of a coefficient's logarithm, beyond which errors are not linear
 STEP = 0.02  # of a coefficient's logarithm, to find slopes
 NAMES = tuple(EXPECTED)  # the others have no value of their own here
 CENTRE = np.log([EXPECTED[name][0] for name in NAMES])
 SPREAD = np.log([EXPECTED[name][1] for name in NAMES])
 
 
-def fitted(rows: Sequence[Row], *, turns: int = 6) -> dict[str, float]:
+def fitted(rows: Sequence[Row], *, turns: int = 3) -> dict[str, float]:
     """The coefficients for these rows, by name, with the method of Gauss and Newton."""
     chosen, point = thinned(rows), point_of(own_coefficients())
     for _ in range(turns):
@@ -60,10 +61,18 @@ def fitted(rows: Sequence[Row], *, turns: int = 6) -> dict[str, float]:
 def fitted_without(
     rows: Sequence[Row], start: Mapping[str, float], parts: Sequence[Callable[[Row], bool]]
 ) -> list[dict[str, float]]:
-    """The coefficients without the rows of each part, from the slopes at `start`, where those of all rows lie."""
+    """The coefficients without the rows of each part, from the slopes at `start`, where those of all rows lie. Where
+    they move far from there, slopes change, and there is another turn.
+    """
     chosen = thinned(rows)
     near = Near.of(chosen, point_of(start))
-    return [_named(near.solved([not part(row) for row in chosen])) for part in parts]
+    found = []
+    for part in parts:
+        point = near.solved([not part(row) for row in chosen])
+        if np.abs(point - near.point).max() > FAR:
+            point = Near.of([row for row in chosen if not part(row)], point).solved()
+        found.append(_named(point))
+    return found
 
 
 def thinned(rows: Sequence[Row]) -> list[Row]:
