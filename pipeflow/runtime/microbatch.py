@@ -77,6 +77,8 @@ class Batch:
         """
         leaves, spec = tree_flatten(tree, _is_whole)
         parts = [self._parts(leaf) for leaf in leaves]
+        if spec.is_leaf():
+            return list(parts[0])
         return [tree_unflatten([part[index] for part in parts], spec) for index in range(len(self.sizes))]
 
     def _parts(self, leaf: object) -> Sequence[object]:

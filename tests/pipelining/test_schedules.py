@@ -123,18 +123,23 @@ def test_what_fails_on_one_rank_is_told_on_all_and_the_next_step_works() -> None
     assert first[2] == second[2] == "True"
 
 
-def in_groups() -> tuple[float, int]:
-    """Two pipelines side by side, each in a group of torch; the error of gradients, and the size of the world."""
-    current_context().close()
+def in_groups() -> tuple[str, float, int]:
+    """Two pipelines side by side, each in a group of torch: what is said while the world is one pipeline, the error of
+    gradients after that, and the size of the world.
+    """
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = dist.get_rank() % 2
     work, data = Work("1F1B", group=groups[mine]), batch(seed=10 + mine)
+    with pytest.raises(UsageError) as caught:
+        work.step(*data)
+    current_context().close()
     work.step(*data)
-    return work.error(serial(work.layers, *data)[0]), current_context().world_size
+    return str(caught.value), work.error(serial(work.layers, *data)[0]), current_context().world_size
 
 
 def test_a_pipeline_is_the_ranks_of_its_process_group() -> None:
-    for error, size in run_processes(in_groups, 4):
+    for said, error, size in run_processes(in_groups, 4):
+        assert "pipeflow.launch made a pipeline of the ranks [0, 1, 2, 3]: pass launch(pipeline=2)" in said
         assert error < TOLERANCE
         assert size == 2
 
