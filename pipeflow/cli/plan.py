@@ -136,6 +136,7 @@ def _add_layout(command: Parser) -> None:
     add("--overlap-experts", action="store_true", help="hide that behind computations of another microbatch")
     modules = f"modules that backwards compute again, of {', '.join(MODULES)}"
     add("--recompute-modules", type=words, metavar="M,...", help=modules)
+    add("--frozen", action="store_true", help="weights do not learn, as with LoRA: no gradients, no optimizer")
     add("--checkpoint-layers", type=int, metavar="N", help="layers of each stage that --checkpoint is for")
     add("--offload-layers", type=int, metavar="N", help="layers of each stage whose activations go to the host")
     add("--cuda-graphs", type=words, metavar="S,...", help=f"scopes of CUDA graphs, of {', '.join(GRAPHS)}")

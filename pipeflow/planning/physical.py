@@ -20,7 +20,7 @@ from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.efficiency import Efficiency
 from pipeflow.planning.layer_times import model_layer_times
 from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.rates import RankGroup, Rates, Seconds
+from pipeflow.planning.rates import FROZEN, RankGroup, Rates, Seconds
 from pipeflow.planning.setup import FEW_BITS, Setup
 from pipeflow.planning.sharding import LayerCosts, Sharding, gathering, holders_of
 from pipeflow.planning.transformer import GPT
@@ -161,7 +161,7 @@ def rates_of(cluster: Cluster, setup: Setup, free: frozenset[str] = frozenset())
     needed, device = setup.precision.needs, cluster.device
     if needed and needed not in device.flops:
         raise UsageError(f"{device.name} has no units for {setup.precision.name}: use fp8-current or bf16")
-    return _rates_in(cluster, setup.precision.products, free)
+    return _rates_in(cluster, setup.precision.products, free | frozenset([FROZEN] * setup.frozen))
 
 
 def head_rates(rates: Rates) -> Rates:

@@ -45,6 +45,9 @@ KINDS = ("products", "attention", "elementwise", "recomputation", "launches", "c
 
 """Precisions in which only the products of the layers' linears are computed."""
 
+FROZEN = "weight gradients"
+"""In `Rates.free` where weights do not learn."""
+
 _LONG = Scores("flash1", math.inf, 128, True)
 
 
@@ -115,7 +118,7 @@ class Rates:
         scores = work.attention_flops / rate + stored
         again = (2 * work.attention_flops + work.again_flops) / back + 2 * stored
         backward, rest = self.efficiency.backward / 2, products + moved
-        weight = backward * products + self.moving(work.added_bytes)
+        weight = 0.0 if FROZEN in self.free else backward * products + self.moving(work.added_bytes)
         whole = backward * (products + 2 * moved + again) + weight
         return Seconds(rest + scores, whole, weight, scores, backward * again)
 

@@ -134,13 +134,12 @@ class Setup:
             equally many, as in most benchmarks; auxiliary losses leave more (arXiv 2408.15664, table 2).
         dispatcher: how tokens go to experts. "all-to-all": once for each expert. "deepep" and "hybridep": once to each
             node of these experts, and there over the node's links to each device.
-        overlap_experts: that way is hidden behind the computations of another microbatch, as with DualPipe (arXiv
-            2412.19437, section 3.2.1) or Megatron-LM's `--overlap-moe-expert-parallel-comm`.
+        overlap_experts: that way is hidden behind another microbatch (arXiv 2412.19437, section 3.2.1).
         recompute_modules: modules of a layer, of MODULES, that its backward computes again.
         checkpoint_layers: with a `checkpoint`, how many layers of each stage have it; all unless given.
-        offload_layers: how many layers of each stage copy what they keep to the host. Two of them are on their way, so
-            they stay.
+        offload_layers: how many layers of each stage copy what they keep to the host; two of them are on their way.
         cuda_graphs: scopes of CUDA graphs, of GRAPHS; what is in them is not launched by the host.
+        frozen: weights do not learn, as with LoRA (arXiv 2106.09685): they have no gradients and no optimizer.
 
     Raises UsageError for sizes below 1 or that do not divide, for an unknown `zero`, `checkpoint`, `attention` or
     `context_kind`, for a fused kernel that should keep or recompute scores, and for `shard_ranks` without `zero`.
@@ -172,9 +171,12 @@ class Setup:
     checkpoint_layers: int | None = None
     offload_layers: int = 0
     cuda_graphs: tuple[str, ...] = ()
+    frozen: bool = False
 
     def __post_init__(self) -> None:
         require_positive(tensor=self.tensor, data=self.data, microbatch_size=self.microbatch_size)
+        if self.frozen:
+            object.__setattr__(self, "precision", replace(self.precision, gradient=0, master=0, moments=0))
         require_positive(context=self.context, expert=self.expert, expert_tensor=self.expert_split)
         if self.context_kind not in CONTEXT_KINDS:
             raise UsageError(f"context_kind must be one of {', '.join(CONTEXT_KINDS)}; got {self.context_kind!r}")

@@ -53,6 +53,7 @@ def kind_of(model: Transformer, setup: Setup, cluster: Cluster) -> str:
     bits = {"fp8": "8 bits", "fp4": "4 bits", "float32": "32 bits"}.get(setup.precision.products, "16 bits")
     parts = [device.name.partition("-")[0] if device.like == "a100" else device.like, bits]
     parts += ["sharded weights"] * (setup.zero == 3) + ["experts"] * (model.experts > 1)
+    parts += ["frozen weights"] * setup.frozen
     return ", ".join(parts)
 
 

@@ -220,7 +220,8 @@ def _operations(model: Transformer, setup: Setup, share: Share) -> tuple[float, 
     first = model.embedding_flops if share.first else 0
     last = head_forward(model) if share.last else 0
     forward = first + linears + attention + last
-    return forward, linears + 2 * attention + last + again, first + linears + last
+    weights = 0 if setup.frozen else first + linears + last
+    return forward, linears + 2 * attention + last + again, weights
 
 
 def _whole(model: Transformer, setup: Setup) -> int:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from pipeflow import GPT, Placement, Setup, UsageError
+from pipeflow import GPT, Placement, Setup, UsageError, make_schedule, plan
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.exchanges import expert_seconds
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import Physical, physical_costs, rates_of
+from pipeflow.planning.similar import kind_of
 from pipeflow.planning.transformer_costs import layer_kept, recomputed_bytes, stage_costs
 from pipeflow.planning.work import layer_work
 
@@ -150,6 +151,21 @@ def test_cuda_graphs_save_launches() -> None:
     assert forward() == pytest.approx(known.forward_launch)
     assert forward("attn") == pytest.approx(known.forward_launch / 2)
     assert forward("full_iteration") < known.forward_launch / 4
+
+
+def test_frozen_weights_have_no_gradients_and_no_optimizer() -> None:
+    """Of a model of bf16: two bytes a parameter, and no products for weights in a backward."""
+    learns, frozen = Setup(microbatch_size=4, data=2), Setup(microbatch_size=4, data=2, frozen=True)
+    one, other = costs(DENSE, replace(learns, attention="flash3")), costs(DENSE, frozen)
+    assert other.cost.backward_weight[0] < 0.01 * one.cost.backward_weight[0]
+    assert other.cost.backward_input == pytest.approx(one.cost.backward_input)
+    assert other.cost.saved_bytes == one.cost.saved_bytes
+    assert other.cost.reduce == (0.0,)
+    found = plan(DENSE, make_schedule("1f1b", ranks=1, microbatches=2), frozen, cluster=H100).ranks[0]
+    assert (found.weight_bytes, found.gradient_bytes, found.optimizer_bytes) == (2 * DENSE.parameters, 0, 0)
+    assert kind_of(DENSE, frozen, H100) == "h100, 16 bits, frozen weights"
+    work = stage_costs(DENSE, Placement.linear(1), frozen, flops=1.0)
+    assert work.backward_weight == (0.0,)
 
 
 @pytest.mark.parametrize(
