@@ -63,7 +63,14 @@ class Shares(NamedTuple):
 _AMPERE = {"flash1": Shares(0.40, 0.30), "flash2": Shares(0.67, 0.58), "flash3": Shares(0.67, 0.58)}
 _HOPPER = {"flash1": Shares(0.216, 0.162), "flash2": Shares(0.36, 0.313), "flash3": Shares(0.64, 0.53)}
 _BLACKWELL = dict.fromkeys(("flash1", "flash2", "flash3"), Shares(0.64, 0.55))
-SHARES: Mapping[str, Mapping[str, Shares]] = MappingProxyType({"a100": _AMPERE, "h100": _HOPPER, "b200": _BLACKWELL})
+_SCALED = {"a100-pcie": 0.93, "mi250x": 0.885, "mi300x": 0.69}  # as their products, since nobody published more
+SHARES: Mapping[str, Mapping[str, Shares]] = MappingProxyType(
+    {"a100": _AMPERE, "h100": _HOPPER, "b200": _BLACKWELL}
+    | {
+        like: {kernel: Shares(part * each.forward, part * each.backward) for kernel, each in _AMPERE.items()}
+        for like, part in _SCALED.items()
+    }
+)
 """By the measured device (`Device.like`) and the kernel. Other devices are as A100."""
 
 EXPONENTIAL: Mapping[str, float] = MappingProxyType({"a100": 25.0, "h100": 30.0, "b200": 60.0})

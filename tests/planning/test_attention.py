@@ -10,7 +10,9 @@ import pytest
 from pipeflow import GPT, Cluster, Setup
 from pipeflow.core.errors import UsageError
 from pipeflow.planning.attention import KERNELS, Kernel, Scores, fused_shares
+from pipeflow.planning.device import DEVICES
 from pipeflow.planning.efficiency import PUBLISHED
+from pipeflow.planning.physical import rates_of
 from pipeflow.planning.rates import Rates
 from pipeflow.planning.setup import PRECISIONS
 from pipeflow.planning.work import DeviceWork, layer_work
@@ -48,6 +50,13 @@ def test_h100_needs_kernels_of_its_own() -> None:
     assert slow == pytest.approx(335, rel=0.08)
     assert 1.5 < fast / slow < 1.75
     assert reached(A100, Scores("flash3", 16384, 128, True)) == reached(A100, Scores("flash2", 16384, 128, True))
+
+
+def test_attention_is_no_faster_than_products_on_any_device() -> None:
+    for name in DEVICES:
+        cluster, precision = Cluster.of(name), "bf16" if "bf16" in DEVICES[name].flops else "fp16"
+        rates = rates_of(cluster, Setup(precision=PRECISIONS[precision], attention="flash3"))
+        assert max(rates.attention(Scores("flash3", 1e6, 128, True))) < rates.peak * rates.efficiency.products, name
 
 
 def test_heads_that_are_no_multiple_of_32_are_filled_up() -> None:
