@@ -43,8 +43,6 @@ class Seconds(NamedTuple):
 KINDS = ("products", "attention", "elementwise", "recomputation", "launches", "context", "experts", "tensor")
 """What the time of a stage's actions consists of. A breakdown frees one after the other, from the last to the first."""
 
-"""Precisions in which only the products of the layers' linears are computed."""
-
 FROZEN = "weight gradients"
 """In `Rates.free` where weights do not learn."""
 
