@@ -55,6 +55,12 @@ def lightest_cells(wanted: Wanted) -> Iterator[Cell]:
         yield from (cell.on(wanted, (checkpoint, _zeros(wanted, cell)[0])) for checkpoint in checkpoints)
 
 
+def leanest_cells(wanted: Wanted) -> Iterator[Cell]:
+    """The cells that keep the fewest activations: in the smallest microbatches, with the most recomputation."""
+    for cell in _sizes_of(wanted, smallest=True):
+        yield from (cell.on(wanted, (wanted.checkpoints[-1], zero)) for zero in _zeros(wanted, cell))
+
+
 def heavier(wanted: Wanted, cell: Cell) -> Iterator[Cell]:
     """The cells one rung above."""
     order, (checkpoint, zero) = wanted.checkpoints, cell.rung
@@ -74,13 +80,14 @@ def lighter(wanted: Wanted, cell: Cell) -> Iterator[Cell]:
         yield cell.on(wanted, (checkpoint, least))
 
 
-def _sizes_of(wanted: Wanted) -> Iterator[Cell]:
-    """All sizes, without recomputation."""
+def _sizes_of(wanted: Wanted, *, smallest: bool = False) -> Iterator[Cell]:
+    """All sizes, without recomputation; with `smallest`, with one size of microbatches."""
     for sizes in meshes(wanted):
         is_divided = not wanted.shard_ranks or sizes.data * sizes.context % wanted.shard_ranks == 0
         if (wanted.zero == 2 and sizes.pipeline > 1) or not is_divided:
             continue
-        for size, ranks in product(microbatch_sizes(wanted, sizes), _experts(wanted, sizes)):
+        microbatches = microbatch_sizes(wanted, sizes)[: 1 if smallest else None]
+        for size, ranks in product(microbatches, _experts(wanted, sizes)):
             many = wanted.batch // (sizes.data * size)
             setup = replace(
                 wanted.setup, tensor=sizes.tensor, data=sizes.data, context=sizes.context, microbatch_size=size, **ranks

@@ -13,7 +13,7 @@ from typing import Any
 from pipeflow.core.errors import UsageError
 from pipeflow.core.text import bytes_text
 from pipeflow.planning.layout import Layout, Wanted
-from pipeflow.planning.layout_cells import Cell, cells
+from pipeflow.planning.layout_cells import Cell, leanest_cells
 from pipeflow.planning.layout_trials import LayoutTrial, trials
 
 MORE = (2, 4, 8, 16, 32, 64)  # times as many devices are tried
@@ -47,7 +47,7 @@ def smallest(wanted: Wanted, enough: float = 0.0) -> tuple[Layout, float]:
     """
     number = count()
     heap: list[tuple[float, int, Cell | LayoutTrial]] = [
-        (_least(wanted, cell), next(number), cell) for cell in cells(wanted)
+        (_least(wanted, cell), next(number), cell) for cell in leanest_cells(wanted)
     ]
     heapq.heapify(heap)
     best: tuple[Layout, float] | None = None
@@ -62,11 +62,19 @@ def smallest(wanted: Wanted, enough: float = 0.0) -> tuple[Layout, float]:
         else:
             for _, trial in trials(wanted, node, best[1] if best else float("inf")):
                 heapq.heappush(heap, (max(trial.state), next(number), trial))
-    if best is None:  # only shards may divide no replicas
-        raise UsageError(
-            f"no layout has replicas in groups of shard_ranks={wanted.shard_ranks}: leave other sizes open"
-        )
+    if best is None:
+        raise UsageError(_undivided(wanted))
     return best
+
+
+def _undivided(wanted: Wanted) -> str:
+    """The error for expert ranks or shards that divide no layout."""
+    if wanted.expert is not None or wanted.expert_tensor is not None:
+        free = (cell.setup.expert for cell in leanest_cells(replace(wanted, expert=None, expert_tensor=None)))
+        asked = f"{wanted.expert or 1} expert ranks of {wanted.expert_tensor or 1} devices"
+        works = " or ".join(map(str, sorted(set(free))))
+        return f"{asked} divide no stage of {wanted.devices} devices: expert {works} works"
+    return f"no layout has replicas in groups of shard_ranks={wanted.shard_ranks}: leave other sizes open"
 
 
 def _least(wanted: Wanted, cell: Cell) -> float:

@@ -117,6 +117,8 @@ def test_context_and_expert_ranks_are_tried_where_there_is_use_for_them() -> Non
     assert {each.layout.expert for each in found} == {2}
     with pytest.raises(UsageError, match="expert=4 does not divide 6 experts: the nearest"):
         replace(task, expert=4)
+    with pytest.raises(UsageError, match="3 expert ranks of 1 devices divide no stage of 8 devices"):
+        find_layouts(replace(task, expert=3))
 
 
 def test_what_needs_more_memory_is_divided_among_replicas() -> None:
