@@ -40,6 +40,8 @@ NAMES = (
     "explain_large",
     "checking",
     "checking_large",
+    "checking_clean",
+    "checking_cost",
 )
 
 

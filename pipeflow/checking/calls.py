@@ -93,6 +93,7 @@ class Calls:
         self._by_tensor = {id(part.tensor): part for part in reversed(parts)}
         self._handles: list[Any] = []
         self._depth = 0
+        self._outer = {id(root) for model in models for root in _roots(model)}
         self._outermost = 0
         self._counts: Counter[str] = Counter()
 
@@ -114,7 +115,7 @@ class Calls:
             handle.remove()
 
     def _before(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._depth += 1
+        self._depth = 1 if id(module) in self._outer else self._depth + 1  # an engine may have left the last call early
         if self._depth > 1 or _is_left_out():
             return
         self._began()

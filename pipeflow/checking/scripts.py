@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -58,9 +59,18 @@ def run_both(
     return plain, parallel
 
 
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
 def _run(command: Sequence[str], changes: Changes) -> None:
     environment = {**os.environ, VARIABLE: json.dumps(asdict(changes))}
     environment.setdefault("OMP_NUM_THREADS", "1")
+    if changes.plain:  # as torchrun starts one process, so that the script starts no others
+        environment |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     what = "in one process" if changes.plain else "on several ranks"
     if done.returncode:

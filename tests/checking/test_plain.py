@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeflow.checking import CAUSES, check, plant
+from pipeflow.checking import CAUSES, check, plant, record
 from pipeflow.core.errors import UsageError
 from tests.checking.jobs import GPT, train
 
@@ -86,6 +86,29 @@ def test_another_order_of_samples_is_another_batch(plain: Path, tmp_path: Path) 
     result = check(plain, train(tmp_path, fault=("order", {})))
     assert result.first is not None
     assert result.first.what == "loss"
+
+
+def test_forwards_that_are_left_early(tmp_path: Path) -> None:
+    """As stages of a cut module leave it after their last call."""
+
+    class Left(BaseException):
+        pass
+
+    def leave(*_: object) -> None:
+        raise Left
+
+    model = GPT()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with record(tmp_path, model) as recording:
+        for step in range(3):
+            handle = model.head.register_forward_pre_hook(leave)
+            with pytest.raises(Left):
+                model(torch.zeros(2, 4, dtype=torch.long))
+            handle.remove()
+            model(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
+            optimizer.step()
+            assert recording.done == step + 1
+            assert recording.step == step
 
 
 def test_two_uses_of_one_weight(tmp_path: Path) -> None:
