@@ -151,7 +151,9 @@ def fewer_bytes(case: Case, by: float) -> Case:
     """Gradients of two bytes, not of four; where they have two, a smaller vocabulary."""
     narrow = FEWER.get(case.setup.precision.name)
     if narrow is not None:
-        return replace(case, setup=replace(case.setup, precision=PRECISIONS[narrow]))
+        kernel, overlaps = case.setup.kernel, case.setup.overlaps  # of a program, which precisions suggest
+        narrower = replace(case.setup, precision=PRECISIONS[narrow], attention=kernel, overlap=overlaps)
+        return replace(case, setup=narrower)
     return replace(case, model=replace(case.model, vocabulary=max(1, case.model.vocabulary // 2)))
 
 
