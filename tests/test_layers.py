@@ -66,8 +66,20 @@ LAYERS: dict[str, set[str]] = {
         "checkpoint",
         "torch",
         "transformers",
-        "accelerate",
+        "accelerate itself",
         "numpy",
+    },
+    "accelerate": {
+        "core",
+        "schedules",
+        "parallel",
+        "stages",
+        "runtime",
+        "optim",
+        "checkpoint",
+        "torch",
+        "huggingface",
+        "accelerate itself",
     },
     "colossalai": {"core", "schedules", "torch", "safetensors", "peft", "huggingface", *ENGINE},
     "megatron": {"core", "schedules", "models", "torch", *ENGINE},
@@ -76,7 +88,7 @@ LAYERS: dict[str, set[str]] = {
     "__init__": {"pipeflow", "pricing", "huggingface", "traces", *PLANS, *ENGINE},
 }
 FOREIGN = {
-    "accelerate",
+    "accelerate itself",
     "mlflow",
     "networkx",
     "numpy",
@@ -117,11 +129,15 @@ def imported(source: Source) -> Iterator[tuple[int, str]]:
 
 
 def target(name: str) -> str | None:
-    """The layer of pipeflow or the foreign package that a module belongs to; None for the standard library."""
+    """The layer of pipeflow or the foreign package that a module belongs to; None for the standard library. A package
+    of which a layer has the name is called "itself".
+    """
     first, *rest = name.split(".")
     if first in sys.stdlib_module_names:
         return None
-    return rest[0] if first == "pipeflow" and rest else first
+    if first == "pipeflow" and rest:
+        return rest[0]
+    return f"{first} itself" if first in LAYERS and first != "pipeflow" else first
 
 
 def foreign_imports(source: Source) -> Iterator[Fault]:

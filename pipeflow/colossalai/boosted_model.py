@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from pipeflow.colossalai.sharders import optimize
 from pipeflow.colossalai.stages import make_stages, make_whole
 from pipeflow.core.errors import UsageError
 from pipeflow.optim.clip import clip_grad_norm_
+from pipeflow.optim.whole import WholeGroups, names_of
 from pipeflow.optim.zero import Zero
 from pipeflow.runtime.custom_backward import backward
 from pipeflow.runtime.names import plain_name
@@ -49,9 +49,7 @@ class BoostedModel(nn.Module):
         self.plugin = plugin
         self.loss = Loss()
         self.reduces = True
-        self.names: dict[int, list[str]] = defaultdict(list)
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            self.names[id(parameter)].append(plain_name(name))
+        self.names = names_of(module)
         self._batches = Batches(module, dtype)
         self._waiting: list[Callable[[Pipeline], None]] = []
         if plugin.pp_size == 1:
@@ -137,14 +135,10 @@ class BoostedOptimizer(Optimizer):
     """
 
     def __init__(self, inner: Optimizer, model: BoostedModel) -> None:
-        if not isinstance(inner, Optimizer):
-            raise UsageError(f"optimizer must be a torch.optim.Optimizer, got {type(inner).__name__}")
-        if any(id(each) not in model.names for group in inner.param_groups for each in group["params"]):
-            raise UsageError("the optimizer has parameters that are not in the model: make it from model.parameters()")
+        self._groups = WholeGroups(inner, model.names)
         super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
         self.model = model
-        self._names = [[model.names[id(each)] for each in group["params"]] for group in inner.param_groups]
         self._grad_norm: Tensor | None = None
         self._share()
         model.when_made(self._point_at)
@@ -154,22 +148,7 @@ class BoostedOptimizer(Optimizer):
 
     def _point_at(self, pipeline: Pipeline) -> None:
         """Keeps only this rank's parameters in the groups, and wraps the optimizer as the plugin says."""
-        here = dict(self.model.named_parameters(remove_duplicate=False))
-        kept: set[nn.Parameter] = set()
-        for group, names in zip(self.inner.param_groups, self._names, strict=True):
-            own = [[name for name in each if name in here] for each in names]
-            group["params"] = [here[found[0]] for found in own if found]
-            if "param_names" in group:
-                group["param_names"] = [found[0] for found in own if found]
-            kept.update(group["params"])
-        for parameter, state in list(self.inner.state.items()):
-            if parameter not in kept:
-                del self.inner.state[parameter]
-            elif _has_others(state, parameter):
-                raise UsageError(
-                    f"{type(self.inner).__name__} has states of whole weights, but a tensor rank has only parts: "
-                    "boost an optimizer that has taken no step, and load its states with booster.load_optimizer"
-                )
+        self._groups.keep(self.model.named_parameters(remove_duplicate=False))
         plugin = self.model.plugin
         if plugin.settings.zero_stage == 1:
             self.inner = Zero(pipeline, self.inner)
@@ -205,8 +184,3 @@ class BoostedOptimizer(Optimizer):
         """Loads a pipeflow checkpoint into the model and this optimizer."""
         load_checkpoint(checkpoint, self.model.pipeline, self.inner)
         self._share()
-
-
-def _has_others(state: Mapping[str, Any], parameter: Tensor) -> bool:
-    """True if there are states of another shape than the parameter."""
-    return any(isinstance(each, Tensor) and each.dim() and each.shape != parameter.shape for each in state.values())

@@ -1,0 +1,1 @@
+"""accelerate's loop through a pipeline."""

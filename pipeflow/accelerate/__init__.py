@@ -1,0 +1,31 @@
+"""accelerate's Accelerator for a pipeline: the usual loop, in which a prepared model is cut into stages at its first
+call. The library is an optional extra, `accelerate`; it is imported when a name here is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeflow.core.errors import UsageError
+from pipeflow.core.extras import install
+
+if TYPE_CHECKING:
+    from pipeflow.accelerate.accelerator import Accelerator
+    from pipeflow.accelerate.options import ParallelismConfig
+
+__all__ = ["Accelerator", "ParallelismConfig"]
+
+
+def __getattr__(name: str) -> object:
+    """The classes, which derive from accelerate's. Raises UsageError if accelerate is not installed."""
+    if name not in __all__:
+        raise AttributeError(f"module 'pipeflow.accelerate' has no attribute {name!r}")
+    try:
+        import accelerate  # noqa: F401  # asked for only
+    except ImportError as error:
+        raise UsageError(
+            f"this needs the package accelerate: {install('accelerate')} (importing it failed with: {error})"
+        ) from error
+    from pipeflow.accelerate import accelerator, options
+
+    return getattr(options if name == "ParallelismConfig" else accelerator, name)

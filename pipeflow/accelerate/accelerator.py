@@ -1,0 +1,269 @@
+"""Accelerator: accelerate's, whose prepared model is a pipeline. Trackers, accumulation, loaders and files besides the
+model's are accelerate's. Must not contain: the step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DataLoaderConfiguration, DistributedType
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from pipeflow.accelerate.model import PreparedModel, Settings
+from pipeflow.accelerate.options import launched, require_possible, sizes_of
+from pipeflow.accelerate.saving import SavingAccelerator
+from pipeflow.core.errors import UsageError
+from pipeflow.huggingface.training.replicas import gathered, padded
+from pipeflow.optim.clip import clip_grad_norm_
+from pipeflow.optim.whole import WholeGroups
+from pipeflow.parallel.context import Context
+from pipeflow.parallel.transport.agreement import all_gather, all_gather_object
+from pipeflow.schedules.registry import make_schedule
+from pipeflow.stages.blocks import Blocks, Cuts
+
+
+class Accelerator(SavingAccelerator):
+    """accelerate's Accelerator, with a pipeline as model. All ranks run the same script. A "process" is a replica:
+    `num_processes` is their number, and a loader gives each of them its own batches, of which the schedule makes
+    microbatches.
+
+    Args:
+        pipeline: number of ranks in a pipeline; by default all processes form one.
+        tensor: number of processes that share every layer.
+        schedule: name of the schedule, as in `pipeflow.make_schedule`.
+        microbatches: number of microbatches in a batch.
+        schedule_options: further arguments of `pipeflow.make_schedule`, such as `{"chunks": 2}`.
+        cuts, blocks: where the model is cut, as in `Pipeline.from_module`.
+        parallelism_config: sizes by accelerate's names, in place of `pipeline` and `tensor`.
+        options: further arguments of accelerate's Accelerator.
+
+    Raises UsageError for an option that is not possible with a pipeline, and for sizes that do not fit the processes.
+    """
+
+    def __init__(
+        self,
+        pipeline: int | None = None,
+        tensor: int | None = None,
+        schedule: str = "1f1b",
+        microbatches: int = 4,
+        *,
+        schedule_options: dict[str, Any] | None = None,
+        cuts: Cuts = None,
+        blocks: Blocks = None,
+        parallelism_config: Any = None,
+        **options: Any,
+    ) -> None:
+        require_possible(options)
+        depth, width = sizes_of(parallelism_config, pipeline, tensor)
+        self._context = launched(depth, width, cpu=bool(options.get("cpu")), config=parallelism_config)
+        self._layout = parallelism_config
+        self._model: PreparedModel | None = None
+        self.flag_tensor: Tensor | None
+        ranks = self._context.pipeline_size
+        made = make_schedule(schedule, ranks=ranks, microbatches=microbatches, **(schedule_options or {}))
+        _share_place(self._context)
+        options["dataloader_config"] = options.get("dataloader_config") or DataLoaderConfiguration()
+        options["dataloader_config"].dispatch_batches = False
+        super().__init__(**options)
+        autocast = torch.bfloat16 if self.mixed_precision == "bf16" else None
+        cut = {"cuts": cuts, "blocks": blocks, "autocast": autocast}
+        self._settings = Settings(made, cut, lambda: 1 / self.gradient_accumulation_steps)
+
+    @property
+    def parallelism_config(self) -> Any:
+        """None: what accelerate would do with one, the pipeline does."""
+        return None
+
+    @property
+    def is_main_process(self) -> bool:
+        """True on rank 0 of the world."""
+        return self._context.rank == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """True on the last rank of the world."""
+        return self._context.rank == self._context.world_size - 1
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """This rank among those that share its layers."""
+        return self._context.tensor_rank
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """This rank in its pipeline."""
+        return self._context.pipeline_rank
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The replica of this rank."""
+        return self._context.data_rank
+
+    def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
+        """Returns the model as one that is cut at its first call. Raises UsageError for a second model."""
+        if model is self._model:
+            return model
+        if self._model is not None or isinstance(model, nn.parallel.DistributedDataParallel):
+            raise UsageError(
+                "an Accelerator of a pipeline prepares one model, which no DistributedDataParallel wraps: pass the "
+                "module that is trained, and call further models without preparing them"
+            )
+        self._model = PreparedModel(model, self._settings, self._context)
+        self._models.append(self._model)
+        return self._model
+
+    def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
+        """Like accelerate's `prepare`; the model may come after its optimizer."""
+        for each in objects:
+            if isinstance(each, nn.Module):
+                self.prepare_model(each)
+        return super().prepare(
+            *(self._model if isinstance(each, nn.Module) else each for each in objects),
+            device_placement=device_placement,
+        )
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: Any = None) -> Any:
+        """Returns the optimizer as accelerate's; its groups keep this rank's parameters when the model is cut."""
+        model = self._model
+        if model is None:
+            raise UsageError("prepare the optimizer together with its model, or after it")
+        groups = WholeGroups(optimizer, model.names)
+        model.when_made(lambda made: groups.keep(made.named_parameters(remove_duplicate=False)))
+        return super().prepare_optimizer(optimizer, device_placement=False)
+
+    def _prepare_device_mesh(self) -> Any:
+        """What a loader asks for its part of the data: which ranks get the same batches."""
+        return _Mesh(self._context)
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Adds the gradients of the model's last step to `.grad`, divided by the accumulated batches. `loss` is that of
+        the step, or computed from it. Raises UsageError for another loss.
+        """
+        step = None if self._model is None else self._model.step
+        if step is not None and loss is step.loss:
+            step.release()
+            return
+        if step is not None and isinstance(loss, Tensor) and loss.requires_grad and not step.is_released:
+            super().backward(loss, **options)
+            if step.is_released:
+                return
+        raise UsageError(
+            "backward got a loss that is not that of the model's last call: pass output.loss, or what a loss of "
+            "torch.nn.functional returned for the output, after a call in training mode; a pipeline computes the "
+            "gradients of this loss only"
+        )
+
+    def clip_grad_norm_(self, parameters: object, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clips the whole model's gradient, whatever parameters are passed. Returns the norm before clipping."""
+        return clip_grad_norm_(self._pipeline, max_norm, norm_type).float()
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenates the tensors of all replicas along dim 0."""
+        return gathered(tensor, self._context)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Like `gather`, without the samples that fill up the last batch. Objects are gathered into one list."""
+        if use_gather_object or not all(isinstance(leaf, Tensor) for leaf in tree_leaves(input_data)):
+            return self._counted([each for one in self._of_replicas(input_data) for each in one])
+        return tree_map_only(Tensor, self._counted, self.gather(input_data))
+
+    def _counted(self, whole: Any) -> Any:
+        state = self.gradient_state
+        return whole[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else whole
+
+    def _of_replicas(self, value: object) -> list[Any]:
+        """The value of each replica, from the ranks with this rank's place in it."""
+        context = self._context
+        size = context.world_size // context.data_size
+        return all_gather_object(context.world, value)[context.rank % size :: size]
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Adds up, or averages, the tensors of all replicas."""
+        size = self._context.data_size if reduction == "mean" else 1
+
+        def total(each: Tensor) -> Tensor:
+            return self.gather(each[None]).sum(0) * scale / size if reduction != "none" else each
+
+        return tree_map_only(Tensor, total, tensor)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Pads tensors at their end to the length of the longest among all replicas."""
+        if pad_first:
+            raise UsageError("pad_first=True is not possible with a pipeline: pad in the collator")
+        return padded(tensor, self._context, dim, pad_index)
+
+    def wait_for_everyone(self) -> None:
+        """Waits until all ranks have called it."""
+        with self._context.alarm.raised_everywhere():
+            all_gather(self._context.world, [0.0])
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Lets rank 0 run the `with` block before the others."""
+        yield from self._first(self.is_main_process)
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Lets the first rank of each machine run the `with` block before the others."""
+        yield from self._first(self.is_local_main_process)
+
+    def _first(self, goes_first: bool) -> Iterator[None]:
+        if not goes_first:
+            self.wait_for_everyone()
+        yield
+        if goes_first:
+            self.wait_for_everyone()
+
+    def check_trigger(self) -> bool:
+        """Returns True on every rank if one has called `set_trigger` since the last check."""
+        is_set = self.flag_tensor is not None and bool(self.flag_tensor.item())
+        self.flag_tensor = None
+        return any(told for [told] in all_gather(self._context.world, [float(is_set)]))
+
+    def unwrap_model(self, model: Any, *_: object, **__: object) -> Any:
+        """Returns the module that was prepared; once it is cut, this rank's part of it."""
+        return model.unwrap() if isinstance(model, PreparedModel) else model
+
+
+class _Mesh:
+    """What accelerate's loaders ask a device mesh: the sizes of its dimensions."""
+
+    mesh_dim_names = ("dp_replicate", "tp")
+
+    def __init__(self, context: Context) -> None:
+        self._sizes = {"dp_replicate": context.data_size, "tp": context.world_size // context.data_size}
+
+    def __getitem__(self, name: str) -> Any:
+        return _Dimension(self._sizes[name])
+
+
+class _Dimension:
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def size(self) -> int:
+        return self._length
+
+
+def _share_place(context: Context) -> None:
+    """Tells accelerate this rank's place. Its processes are replicas, and only rank 0 of the world logs and writes."""
+    AcceleratorState._shared_state.clear()
+    PartialState._shared_state.clear()
+    PartialState._shared_state.update(
+        _cpu=context.device.type == "cpu",
+        backend=None,
+        debug=False,
+        device=context.device,
+        distributed_type=DistributedType.NO,
+        fork_launched=False,
+        local_process_index=int(os.environ.get("LOCAL_RANK", context.rank)),
+        num_processes=context.data_size,
+        process_index=context.rank,
+    )

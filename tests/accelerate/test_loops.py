@@ -1,0 +1,48 @@
+"""The usual loops on pipeflow's Accelerator, against accelerate's own in one process: the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeflow.testing import run_processes
+from tests.accelerate.loops import BATCH, train_images, train_texts
+
+pytest.importorskip("accelerate", reason="not installed", exc_type=ImportError)
+pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+MORE: dict[str, tuple[int, dict[str, Any]]] = {"tensor": (4, {"tensor": 2}), "one": (1, {})}
+
+
+def require_same(results: list[list[float]], expected: list[float]) -> None:
+    for result in results:
+        assert len(result) == len(expected)
+        assert result == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("layout", [None, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in MORE)])
+def test_texts_train_as_in_one_process(layout: str | None) -> None:
+    ranks, sizes = MORE.get(layout or "", (2, {}))
+    expected = train_texts("accelerate", BATCH)
+    require_same(run_processes(train_texts, ranks, "pipeflow", BATCH, deadline=200.0, **sizes), expected)
+
+
+@pytest.mark.exhaustive
+def test_dropout_leaves_the_data_of_ranks_alike() -> None:
+    """The engine raises an error where ranks read other batches."""
+    first, second = run_processes(_dropped, 2, deadline=200.0)
+    assert first == second
+
+
+def _dropped() -> list[float]:
+    return train_texts("pipeflow", BATCH, dropout=0.3)
+
+
+def test_images_train_as_in_one_process_and_resume_under_another_layout(tmp_path: Path) -> None:
+    expected = train_images("accelerate")
+    assert expected[-1] < expected[0]
+    require_same(run_processes(train_images, 2, "pipeflow", tmp_path / "state", deadline=200.0), expected)
+    resumed = run_processes(train_images, 2, "pipeflow", tmp_path / "state", True, deadline=200.0, tensor=2)
+    require_same(resumed, expected[len(expected) // 3 :])

@@ -1,0 +1,123 @@
+"""What an Accelerator of a pipeline refuses, each time with one sentence that says what works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeflow import UsageError
+from pipeflow.parallel.context import context_if_launched
+from tests.accelerate.loops import Images
+
+accelerate = pytest.importorskip("accelerate", reason="not installed", exc_type=ImportError)
+pytestmark = pytest.mark.filterwarnings("ignore")
+BATCH = torch.randn(8, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+LABELS = torch.arange(8) % 5
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    """A world of one process, whose context is closed at the end."""
+    yield
+    context = context_if_launched()
+    if context is not None:
+        context.close()
+
+
+def make(**options: Any) -> Any:
+    from pipeflow.accelerate import Accelerator
+
+    return Accelerator(pipeline=1, cpu=True, microbatches=2, **options)
+
+
+def prepared() -> tuple[Any, Any, Any]:
+    accelerator, model = make(), Images()
+    return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fsdp_plugin": object()}, "takes no fsdp_plugin: pipeline= and tensor= divide the model"),
+        ({"deepspeed_plugin": object()}, "takes no deepspeed_plugin"),
+        ({"kwargs_handlers": [accelerate.DistributedDataParallelKwargs()]}, "uses no DistributedDataParallel"),
+        ({"mixed_precision": "fp16"}, "use 'bf16' or 'no'"),
+        ({"dataloader_config": accelerate.DataLoaderConfiguration(dispatch_batches=True)}, "reads its own batches"),
+        ({"parallelism_config": accelerate.ParallelismConfig(dp_shard_size=2)}, "dp_shard_size is not possible"),
+        ({"parallelism_config": accelerate.ParallelismConfig(tp_size=2), "tensor": 1}, "give each size once"),
+        ({"tensor": 2}, "does not divide|world|processes"),
+    ],
+)
+def test_an_option_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make(**options)
+
+
+def test_a_variable_of_the_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UsageError, match="asks for FSDP"):
+        make()
+
+
+def test_names_of_a_parallelism_config() -> None:
+    from pipeflow.accelerate import Accelerator, ParallelismConfig
+
+    sizes = ParallelismConfig(pp_size=1, tp_size=1, dp_replicate_size=1)
+    assert Accelerator(parallelism_config=sizes, cpu=True).num_processes == 1
+
+
+def test_a_second_call_needs_the_backward_of_the_first() -> None:
+    accelerator, model, _ = prepared()
+    loss = nn.functional.cross_entropy(model(BATCH), LABELS)
+    with pytest.raises(UsageError, match="called again before the backward of its last loss"):
+        model(BATCH)
+    accelerator.backward(loss)
+    with pytest.raises(UsageError, match="called before"):
+        accelerator.backward(loss)
+
+
+def test_only_the_loss_of_the_step_has_a_backward() -> None:
+    accelerator, model, _ = prepared()
+    with pytest.raises(UsageError, match="not that of the model's last call"):
+        accelerator.backward(torch.zeros((), requires_grad=True))
+    nn.functional.cross_entropy(model(BATCH), LABELS)
+    with pytest.raises(UsageError, match="not that of the model's last call"):
+        accelerator.backward(torch.zeros((), requires_grad=True) * 2)
+
+
+def test_an_output_in_training_is_for_a_loss_alone() -> None:
+    _, model, _ = prepared()
+    output = model(BATCH)
+    with pytest.raises(UsageError, match="softmax was called with a model's output in training"):
+        torch.softmax(output, 1)
+    with pytest.raises(UsageError, match="cannot be split like the 8 samples"):
+        nn.functional.cross_entropy(output, LABELS[:3])
+    with pytest.raises(UsageError, match="computed no loss at its first call"):
+        print(output.loss)  # noqa: T201  # an attribute
+
+
+def test_a_loss_scales_its_gradients() -> None:
+    """A part of it, and a module of torch's that calls a function."""
+    accelerator, model, _ = prepared()
+    gradients = []
+    for factor in (1.0, 0.25):
+        accelerator.backward(nn.CrossEntropyLoss()(model(BATCH), LABELS) * factor)
+        gradients.append([each.grad.clone() for each in model.parameters()])
+        model.zero_grad()
+    for whole, quarter in zip(*gradients, strict=True):
+        torch.testing.assert_close(whole / 4, quarter)
+
+
+def test_a_model_is_prepared_once_and_first() -> None:
+    accelerator, model, _ = prepared()
+    with pytest.raises(UsageError, match="prepares one model"):
+        accelerator.prepare(Images())
+    with pytest.raises(UsageError, match="cut when it is first called"):
+        accelerator.save_state("nowhere")
+    with pytest.raises(UsageError, match="together with its model"):
+        make().prepare(torch.optim.SGD(Images().parameters(), lr=0.1))
+    assert isinstance(accelerator.unwrap_model(model), Images)
