@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from benchmarks.checked.gpt import RATE, SIZES, STEPS, Sizes, batches, mean_loss, model, tokens_of
 from pipeflow.checking import record
@@ -55,3 +55,17 @@ def _stale(made: nn.Module, last: dict[str, Tensor]) -> None:
             now = gradient.to_local().clone()
             gradient.to_local().copy_(last.get(name, now))
             last[name] = now
+
+
+def run_flat(folder: str, with_originals: bool) -> None:
+    """The same under FullyShardedDataParallel, FSDP1."""
+    rank = dist.get_rank()
+    made = FullyShardedDataParallel(model(SIZES), use_orig_params=with_originals, device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(made.parameters(), RATE)
+    words, labels = batches(SIZES)
+    with record(Path(folder), made, optimizer):
+        for step in range(STEPS):
+            mine = slice(rank * SIZES.batch // RANKS, (rank + 1) * SIZES.batch // RANKS)
+            optimizer.zero_grad()
+            (RANKS * mean_loss(made(words[step, mine]), labels[step, mine], tokens_of(labels[step]))).backward()
+            optimizer.step()

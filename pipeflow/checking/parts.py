@@ -182,7 +182,7 @@ def _of_flat(model: nn.Module) -> list[Part] | None:
         infos = zip(flat._fqns, flat._shapes, flat._shard_param_infos, flat._params or flat._fqns, strict=True)
         offset_of = _starts(flat)
         for number, (name, shape, info, own) in enumerate(infos):
-            full = plain(f"{prefix}.{name}")
+            full = plain(f"{prefix}.{name}".lstrip("."))
             found.append(_flat_part(full, tuple(shape), info, flat, own, offset_of[number]))
     flat_names = {each.name for each in found}
     rest = [(name, tensor) for name, tensor in tensors_of(model) if name.rpartition(".")[2] != "_flat_param"]

@@ -36,6 +36,16 @@ def test_tensor_ranks_of_a_pipeline(references: dict[str, Path], tmp_path: Path)
     assert check(references["plain"], tmp_path).alike
 
 
+@pytest.mark.parametrize("with_originals", [True, False])
+def test_flat_parameters(with_originals: bool, references: dict[str, Path], tmp_path: Path) -> None:
+    """Those of FSDP1, whose shards begin and end within rows."""
+    run_processes(sharded.run_flat, 2, str(tmp_path), with_originals)
+    result = check(references["plain"], tmp_path)
+    assert result.alike, result.first
+    assert not result.notes
+    assert result.compared["outputs"] > 80
+
+
 @pytest.mark.parametrize("case", some(CASES, CASES[::3]), ids=lambda case: case.report)
 def test_faults_are_found(case: Case, references: dict[str, Path], tmp_path: Path) -> None:
     result = recorded(case, tmp_path, references)
