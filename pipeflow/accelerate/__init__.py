@@ -4,7 +4,7 @@ call. The library is an optional extra, `accelerate`; it is imported when a name
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.extras import install
@@ -16,16 +16,21 @@ if TYPE_CHECKING:
 __all__ = ["Accelerator", "ParallelismConfig"]
 
 
-def __getattr__(name: str) -> object:
-    """The classes, which derive from accelerate's. Raises UsageError if accelerate is not installed."""
-    if name not in __all__:
+def __getattr__(name: str) -> Any:
+    """The classes, which derive from accelerate's, and its other names. Raises UsageError if accelerate is not
+    installed.
+    """
+    if name.startswith("__"):
         raise AttributeError(f"module 'pipeflow.accelerate' has no attribute {name!r}")
     try:
-        import accelerate  # noqa: F401  # asked for only
+        import accelerate
     except ImportError as error:
         raise UsageError(
             f"this needs the package accelerate: {install('accelerate')} (importing it failed with: {error})"
         ) from error
-    from pipeflow.accelerate import accelerator, options
+    if name not in __all__:
+        return getattr(accelerate, name)
+    from pipeflow.accelerate.accelerator import Accelerator
+    from pipeflow.accelerate.options import ParallelismConfig
 
-    return getattr(options if name == "ParallelismConfig" else accelerator, name)
+    return Accelerator if name == "Accelerator" else ParallelismConfig

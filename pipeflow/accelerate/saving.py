@@ -47,6 +47,15 @@ class SavingAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # accele
         """
         save_safetensors(save_directory, self._pipeline)
 
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """The weights by name, if this rank has the whole model. Raises UsageError otherwise."""
+        if model is self._model and self._context.pipeline_size * self._context.tensor_size > 1:
+            raise UsageError(
+                "a rank of a pipeline has a part of the weights only: write those of all ranks with "
+                "accelerator.save_model(model, folder), or with accelerator.save_state(folder)"
+            )
+        return super().get_state_dict(model, unwrap)
+
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
         """Like accelerate's `save_state`: besides its files, the folder has model and optimizer as a checkpoint of
         pipeflow, which any layout can load. All ranks call it together. Raises UsageError before the model's first

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from pipeflow import UsageError
 from pipeflow.huggingface.lazy_import import library
 
 BATCH = 8
@@ -124,4 +126,6 @@ def train_images(which: str, folder: Path | None = None, load: bool = False) -> 
             seen.append(loss.item())
         if folder is not None and not load and epoch == 0:
             accelerator.save_state(str(folder))
+            with pytest.raises(UsageError, match="a part of the weights only"):
+                accelerator.get_state_dict(model)
     return seen

@@ -64,10 +64,12 @@ def test_a_variable_of_the_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_names_of_a_parallelism_config() -> None:
-    from pipeflow.accelerate import Accelerator, ParallelismConfig
+    from pipeflow.accelerate import Accelerator, DistributedType, ParallelismConfig
 
     sizes = ParallelismConfig(pp_size=1, tp_size=1, dp_replicate_size=1)
-    assert Accelerator(parallelism_config=sizes, cpu=True).num_processes == 1
+    made = Accelerator(parallelism_config=sizes, cpu=True)
+    assert made.num_processes == 1
+    assert made.distributed_type is DistributedType.NO  # its other names are accelerate's
 
 
 def test_a_second_call_needs_the_backward_of_the_first() -> None:
