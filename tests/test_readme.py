@@ -50,7 +50,8 @@ def test_the_changed_loop_learns_what_the_loop_learns(
 @pytest.mark.lint
 def test_the_trainer_changes_as_the_guide_to_transformers_says() -> None:
     """Whose difference `tests/huggingface/test_trainer_docs.py` runs."""
-    assert blocks(guide("docs/huggingface.md"), "diff")[0] == TRAINER
+    shown = section(guide("docs/huggingface.md"), "Training with transformers' Trainer")
+    assert blocks(shown, "diff") == [TRAINER]
 
 
 def test_the_explorer_has_a_tour(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import chain, zip_longest
 from threading import RLock
 from typing import Any
@@ -67,6 +69,7 @@ class Planner:
         self._placement = Placement.linear(stages) if placement is None else placement
         self._first: CutPlan | None = None
         self._plans: dict[Hashable, CutPlan] = {}
+        self._forward: Callable[..., Any] | None = None  # in place of the module's own
 
     def __deepcopy__(self, memo: object) -> Planner:
         return self
@@ -89,6 +92,24 @@ class Planner:
                     plan = self._first = completed(plan, self._fakes, self._in_training(entries, plan))
                 self._plans[key] = self._fitting(plan)
         return plan
+
+    @contextmanager
+    def computing(self, forward: Callable[..., Any], stages: Iterable[nn.Module]) -> Iterator[None]:
+        """Inside the `with` block, `forward(module, **entries)` takes the place of the module's own forward, in plans
+        and in `stages`, which are copies of the module. It calls the module once. The cuts and the owners of parameters
+        stay those of the first batch.
+        """
+        modules = [self._fakes.module, *stages]
+        before = self.entries, self._forward
+        for module in modules:
+            vars(module)["forward"] = partial(forward, module)
+        self.entries, self._forward = Entries(self._fakes.module), forward
+        try:
+            yield
+        finally:
+            for module in modules:
+                vars(module).pop("forward", None)
+            self.entries, self._forward = before
 
     @property
     def module(self) -> nn.Module:
@@ -211,7 +232,7 @@ class Planner:
     def _key(self, entries: Mapping[str, Any], training: bool) -> Hashable:
         device = self._fakes.device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        return tuple((name, _look(entry)) for name, entry in entries.items()), training, autocast
+        return tuple((name, _look(entry)) for name, entry in entries.items()), training, autocast, self._forward
 
 
 def _set_modes(module: nn.Module, like: nn.Module) -> None:

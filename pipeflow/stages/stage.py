@@ -59,6 +59,11 @@ class ModuleStage(nn.Module):
         """A copy of the whole module whose parameters have shapes, but no memory."""
         return self._planner.module
 
+    @property
+    def planner(self) -> Planner:
+        """The planner of the module, which all stages of a rank share."""
+        return self._planner
+
     def blocks(self, plan: CutPlan) -> dict[str, nn.Module]:
         """The module's blocks, by name.
 

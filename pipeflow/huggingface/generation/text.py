@@ -30,6 +30,7 @@ from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.parallel.transport.telling import hear, tell
 from pipeflow.runtime.microbatch import Whole
 from pipeflow.runtime.pipeline import Pipeline
+from pipeflow.stages.entries import LABELS
 from pipeflow.stages.stage import ModuleStage
 
 _IDS = ("decoder_input_ids", "input_ids", "decoder_inputs_embeds", "inputs_embeds")
@@ -277,7 +278,7 @@ class _Encoder:
 
     def __call__(self, **entries: Any) -> Any:
         """Returns the encoder's output for its inputs."""
-        taken = signature(self._shell.forward).parameters
+        taken = signature(self._shell.forward).parameters.keys() - {LABELS}
         given = {name: each for name, each in entries.items() if name in taken and each is not None}
         inputs = given[self._shell.main_input_name]
         token = torch.zeros(len(inputs), 1, dtype=torch.long, device=inputs.device)

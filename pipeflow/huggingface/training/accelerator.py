@@ -99,6 +99,7 @@ class PipelineAccelerator:
         self.local_process_index = world.local_process_index
         self.is_main_process, self.is_local_main_process = world.is_main_process, world.is_local_main_process
         self.gradient_state = _Gradients()
+        self._is_alone = False
         self.state = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None, torch_tp_plugin=None)
 
     @property
@@ -154,13 +155,28 @@ class PipelineAccelerator:
         return clip_grad_norm_(self._model, max_norm, norm_type).float()
 
     def gather(self, tree: Any) -> Any:
-        """Concatenates the tensors of all replicas along dim 0."""
+        """Concatenates the tensors of all replicas along dim 0; within `alone`, scalars become tensors of one entry."""
+        if self._is_alone:
+            return tree_map_only(Tensor, lambda tensor: tensor if tensor.dim() else tensor[None], tree)
         return gathered(tree, self._context)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside the `with` block, nothing is gathered: a loss that a stage computes is that of one microbatch."""
+        before, self._is_alone = self._is_alone, True
+        try:
+            yield
+        finally:
+            self._is_alone = before
+
+    def autocast(self, *_: object, **__: object) -> Any:
+        """Does nothing: the Pipeline says in which dtype its stages run."""
+        return nullcontext()
 
     def gather_for_metrics(self, tree: Any, *_: object, **__: object) -> Any:
         """Like `gather`, without the samples that fill up the last batch."""
         whole, loader = self.gather(tree), self.gradient_state.loader
-        if loader is None or not loader.end_of_dataloader or loader.remainder <= 0:
+        if self._is_alone or loader is None or not loader.end_of_dataloader or loader.remainder <= 0:
             return whole
         return tree_map_only(Tensor, lambda tensor: tensor[: loader.remainder], whole)
 

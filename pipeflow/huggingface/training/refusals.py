@@ -17,7 +17,6 @@ from pipeflow.stages.stage import ModuleStage
 
 _DIVIDES = "pipeflow.launch(pipeline=, tensor=) determines how the model is divided"
 _BEFORE = "apply it to the module before it is cut"
-_CRITERION = "give the Pipeline a criterion, as with from_module(criterion=)"
 _ARGUMENTS = {
     "fsdp": _DIVIDES,
     "deepspeed": _DIVIDES,
@@ -30,11 +29,13 @@ _ARGUMENTS = {
     "neftune_noise_alpha": f"it hooks into the whole model: {_BEFORE}",
     "activation_checkpointing": "call module.gradient_checkpointing_enable() on the module before it is cut",
     "gradient_checkpointing": "call module.gradient_checkpointing_enable() on the module before it is cut",
+    "activation_offloading": "let the schedule offload, as with pipeflow.make_schedule(..., offload=)",
+    "precompute_ref_log_probs": "ref_model=, a Pipeline, runs before each step",
+    "sync_ref_model": "save the model, and start again with it as ref_model=",
     "fp16": "use bf16=True with a Pipeline made with autocast=torch.bfloat16",
     "fp16_full_eval": "evaluation runs in the dtypes of the Pipeline",
     "bf16_full_eval": "evaluation runs in the dtypes of the Pipeline",
     "auto_find_batch_size": "if one rank runs out of memory, all would have to start again: choose a batch size",
-    "label_smoothing_factor": _CRITERION,
     "use_legacy_prediction_loop": "pipelines support only the current evaluation loop",
     "enable_jit_checkpoint": "ranks are told to end at different moments: use save_steps",
     "save_on_each_node": "all ranks write one checkpoint together, to a folder that all of them share",
@@ -90,8 +91,6 @@ def require_possible(args: Any, model: Pipeline, options: Mapping[str, Any]) -> 
         raise _refused("TrainingArguments(save_only_model=True, load_best_model_at_end=True)", "save the state too")
     if options.get("model_init") is not None:
         raise _refused("Trainer(model_init=)", "make the Pipeline first, and a new Trainer for each Pipeline")
-    if options.get("compute_loss_func") is not None:
-        raise _refused("Trainer(compute_loss_func=)", _CRITERION)
     if args.bf16 and model.autocast is not torch.bfloat16:
         raise _refused("TrainingArguments(bf16=True)", "make the Pipeline with autocast=torch.bfloat16 too")
     _require_usual_data(args, model)

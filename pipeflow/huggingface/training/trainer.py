@@ -1,26 +1,26 @@
 """Trainer: transformers' Trainer for a Pipeline. Loop, arguments, callbacks, learning-rate schedules and metrics are
-transformers'; steps, division of the data, clipping, evaluation and checkpoints are the pipeline's.
+transformers'; steps, division of the data, clipping and evaluation are the pipeline's. Must not contain: checkpoints.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeflow.checkpoint.load import load_checkpoint
-from pipeflow.checkpoint.save import save_checkpoint
 from pipeflow.core.errors import UsageError
 from pipeflow.huggingface.lazy_import import library
-from pipeflow.huggingface.model.adapters import LOADED, has_adapters
-from pipeflow.huggingface.model.saving import save_pretrained
-from pipeflow.huggingface.training.accelerator import PipelineAccelerator, World
+from pipeflow.huggingface.training.accelerator import PipelineAccelerator
+from pipeflow.huggingface.training.checkpoints import Checkpoints
+from pipeflow.huggingface.training.metrics import share_metrics
+from pipeflow.huggingface.training.own_loss import Chunks, OwnLoss, computes_own
+from pipeflow.huggingface.training.places import place_arguments, shifts_labels, show_attributes
 from pipeflow.huggingface.training.random_states import DataRandom, Reading, seed_layers
+from pipeflow.huggingface.training.reference import Reference, require_reference
 from pipeflow.huggingface.training.refusals import require_pipeline, require_possible
 from pipeflow.huggingface.training.replicas import shared_outputs
 from pipeflow.optim.clip import grad_norm as norm_of
@@ -30,11 +30,9 @@ from pipeflow.runtime.execution import execute_pipeline
 from pipeflow.runtime.pipeline import Pipeline
 
 transformers: Any = library()  # its types differ between versions
-STATE = "pipeflow"
-"""The folder in a checkpoint that `pipeflow.load_checkpoint` reads."""
 
 
-class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
+class Trainer(Checkpoints):
     """transformers' Trainer for a Pipeline, with its arguments, callbacks, logs, learning rates, metrics and
     checkpoints. Every rank makes one with the same arguments, and makes the same calls.
 
@@ -56,27 +54,26 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
     data_collator: Any
     preprocess_logits_for_metrics: Any
     _signature_columns: list[str] | None
+    _loss: OwnLoss | None = None
+    _reference: Reference | None = None
 
-    def __init__(self, model: Pipeline, args: Any = None, *arguments: Any, **options: Any) -> None:
+    def __init__(self, model: Pipeline, *arguments: Any, **options: Any) -> None:
         model = require_pipeline(model)
-        args = transformers.TrainingArguments("tmp_trainer") if args is None else args
-        given = inspect.signature(transformers.Trainer.__init__).bind(self, model, args, *arguments, **options)
-        require_possible(args, model, given.arguments)
-        if type(self).compute_loss is not Trainer.compute_loss:
-            raise UsageError(f"a pipeline does not call {type(self).__name__}.compute_loss: {_COMPUTES}")
+        takes = inspect.signature(super().__init__)
+        bound = takes.bind(model, *arguments, **options)
+        given = bound.arguments
+        args = given["args"] = given.get("args") or transformers.TrainingArguments("tmp_trainer")
+        require_possible(args, model, given)
+        if "ref_model" in takes.parameters:
+            require_reference(given)
         context = model.context
-        local = int(os.environ.get("LOCAL_RANK", context.rank))
-        world = World(context.data_size, context.rank, local, context.device)
-        args.distributed_state, args._n_gpu = world, int(context.device.type == "cuda")
-        vars(args)["_setup_devices"] = context.device
-        args.average_tokens_across_devices = False  # `_items_of` adds them up
         self._root = model.chunks[0].root
-        for name in ("config", "generation_config", "main_input_name"):
-            if not hasattr(model, name) and hasattr(self._root, name):
-                setattr(model, name, getattr(self._root, name))
+        show_attributes(model)
         self._drawing = DataRandom(args.seed)
-        super().__init__(model, args, *arguments, **options)
+        super().__init__(*bound.args, **bound.kwargs)
+        self._loss = OwnLoss(self, model) if computes_own(self, transformers.Trainer) else None
         self._introspect(args)
+        self._reference = Reference(self) if "ref_model" in takes.parameters else None
         self._preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
         transformers.set_seed(args.seed)
         seed_layers(args.seed, context)
@@ -89,8 +86,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         self.model_accepts_loss_kwargs = getattr(base, "accepts_loss_kwargs", takes_any)
         self.label_names = transformers.utils.find_labels(type(base)) if args.label_names is None else args.label_names
         self.can_return_loss = transformers.utils.can_return_loss(type(base))
-        weigh = self.model.runner.weigh
-        self._loss_shifts_labels = getattr(weigh, "skipped", 0) == 1
+        skipped = getattr(self.model.runner.weigh, "skipped", 0) == 1
+        self._loss_shifts_labels = shifts_labels(base) if self._loss is not None else skipped
 
     @property
     def _base(self) -> Any:
@@ -99,12 +96,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         return self._root if inner is None else inner()
 
     def _set_signature_columns_if_needed(self) -> None:
-        if self._signature_columns is None:
+        own = transformers.Trainer._set_signature_columns_if_needed
+        if super()._set_signature_columns_if_needed.__func__ is not own:
+            super()._set_signature_columns_if_needed()
+        elif self._signature_columns is None:
             names = list(inspect.signature(self._base.forward).parameters)
             self._signature_columns = [*names, "label", "label_ids", *self.label_names]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Makes pipeflow's accelerator, which divides data among replicas, instead of accelerate's."""
+        place_arguments(self.args, self.model.context)
         config, seed = self.args.accelerator_config, self.args.data_seed
         seed = self.args.seed if seed is None else seed
         state = self.args.distributed_state
@@ -146,14 +147,20 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         return sum(of_replica for [of_replica] in everyones[:: len(everyones) // context.data_size])
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Returns them as they are: each stage copies what it takes to its device, which nothing waits for."""
-        return inputs or super()._prepare_inputs(inputs)  # which says what may be wrong with the dataset
+        """Returns them as they are: each stage copies what it takes to its device, which nothing waits for. What a
+        reference model gives is added.
+        """
+        if not inputs:
+            return super()._prepare_inputs(inputs)  # which says what may be wrong with the dataset
+        return inputs if self._reference is None else self._reference.added(inputs)
 
     def _get_dataloader(self, *arguments: Any, is_training: bool = False, **options: Any) -> Any:
         """Like transformers', but evaluations read whole batches, also if the collator divides those of training."""
         collator: Any = self.data_collator
         if not is_training:
             self.data_collator = getattr(collator, "undivided", collator)
+        if self._loss is not None and self.data_collator is collator:
+            self.data_collator = Chunks(collator, self.model)
         try:
             return super()._get_dataloader(*arguments, is_training=is_training, **options)
         finally:
@@ -166,6 +173,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
             self.optimizer.train()
         part = self._part_of(inputs, num_items_in_batch)
         inputs = self._prepare_inputs(inputs)
+        if self._loss is None:
+            return self._trained(inputs, part)
+        items = self._items_of([inputs]) if num_items_in_batch is None else num_items_in_batch
+        batch = self._loss.batch(inputs, items, outputs=False)
+        with self._loss.computing(batch):
+            return self._trained(batch, 1.0 if self._loss.divides else part)
+
+    def _trained(self, inputs: Any, part: float) -> Tensor:
         schedule = self.model.schedule
         if not isinstance(inputs, Divided) and 0 < (samples := _samples(inputs)) < schedule.num_microbatches:
             schedule = schedule.first(samples)
@@ -189,9 +204,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         assert items is not None
         return items / float(num_items_in_batch)
 
-    def compute_loss(self, *_: Any, **__: Any) -> Any:
-        """Raises UsageError, since a rank has only a part of the model."""
-        raise UsageError(f"a pipeline does not call compute_loss: {_COMPUTES}")
+    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
+        """Like transformers', with what the last stage counted while it computed the trainer's own loss."""
+        if self._loss is not None:
+            share_metrics(self, self.model.context)
+        super().log(logs, *arguments, **options)
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **options: Any) -> Any:
         """Like transformers', with the same batches on all ranks of a replica."""
@@ -202,8 +219,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
         """Evaluates a batch. Returns loss, logits and labels, the same on every rank of the pipeline."""
-        labels = tuple(inputs.get(name) for name in self.label_names)
         inputs = self._prepare_inputs(inputs)
+        if self._loss is not None:
+            return self._judged(inputs, prediction_loss_only, ignore_keys)
+        if getattr(self.args, "predict_with_generate", False) and not prediction_loss_only:
+            loss, texts, targets = super().prediction_step(self._loss_alone, inputs, prediction_loss_only, ignore_keys)
+            return loss, texts, targets
+        labels = tuple(inputs.get(name) for name in self.label_names)
         has_labels = bool(labels) and all(each is not None for each in labels)
         makes_loss = has_labels or (not labels and bool(inputs.get("return_loss", self.can_return_loss)))
         own_loss = makes_loss and "labels" not in inputs
@@ -224,6 +246,28 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
             return loss, None, None
         prepared = self._prepare_input(labels) if has_labels else None
         return loss, logits, prepared[0] if prepared is not None and len(prepared) == 1 else prepared
+
+    def _loss_alone(self, **inputs: Any) -> dict[str, Any]:
+        """What a trainer that generates text calls in place of the model, for the loss of its labels."""
+        told = execute_pipeline(iter([inputs]), self.model, forward_only=True, broadcast_loss=True)
+        return {"loss": told.loss}
+
+    def _judged(self, inputs: Any, loss_only: bool, ignore_keys: list[str] | None) -> tuple[Tensor | None, Any, Any]:
+        """Loss, logits and labels of a batch, where the trainer computes the loss."""
+        assert self._loss is not None
+        batch = self._loss.batch(inputs, self._items_of([inputs]), outputs=not loss_only)
+        with self._loss.computing(batch):
+            told = execute_pipeline(
+                iter([batch]), self.model, forward_only=True, return_outputs=not loss_only, broadcast_loss=True
+            )
+        if loss_only:
+            return told.loss, None, None
+        labels = () if isinstance(inputs, Divided) else tuple(inputs.get(name) for name in self.label_names)
+        labels = tuple(each for each in labels if each is not None)
+        with self.model.alarm.raised_everywhere():
+            outputs = None if told.outputs is None else told.outputs[1]  # type: ignore[index]  # compute_loss returns a pair
+            logits, _ = self._shared(outputs, (), ignore_keys, 0)
+        return told.loss, logits, labels[0] if len(labels) == 1 else labels or None
 
     def _shared(self, outputs: Any, labels: Any, ignore_keys: list[str] | None, samples: int) -> Any:
         """Sends the last stage's logits and the module's own mean loss to all ranks of the pipeline."""
@@ -250,62 +294,27 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
     def _ignored(self) -> list[str]:
         return getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the model to a folder that transformers reads. All ranks call it together."""
-        self._save(output_dir)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save")
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        save_pretrained(self.model, folder)
-        if not self.args.should_save:
-            return
-        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        torch.save(self.args, folder / "training_args.bin")
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_checkpoint(
-            Path(output_dir, STATE),
-            self.model,
-            self.optimizer,
-            scheduler=self.lr_scheduler,
-            step=self.state.global_step,
-        )
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Does nothing: `_save_optimizer_and_scheduler` also saves the random states."""
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        load_checkpoint(self._state_in(resume_from_checkpoint), self.model)
-
-    def _state_in(self, checkpoint: str) -> Path:
-        path = Path(checkpoint, STATE)
-        if not path.exists():
-            made = "make the Pipeline with pipeflow.huggingface.from_pretrained(folder)"
-            raise UsageError(
-                f"{checkpoint} has no folder {STATE!r}, perhaps because of save_only_model=True: "
-                f"{LOADED if has_adapters(Path(checkpoint)) else made}, and train without resume_from_checkpoint"
-            )
-        return path
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            loaded = load_checkpoint(self._state_in(checkpoint), self.model, self.optimizer, self.lr_scheduler)
-            self._drawing = DataRandom(self.args.seed + loaded.step)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Does nothing: `_load_optimizer_and_scheduler` also loads the random states."""
-
-    def _load_best_model(self) -> None:
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
-
-
-_COMPUTES = "give the Pipeline a criterion, as with from_module(criterion=), or let the module compute its loss"
-
 
 def _samples(inputs: Mapping[str, Any]) -> int:
     """Number of samples in a batch."""
     return next((len(each) for each in inputs.values() if isinstance(each, Tensor) and each.dim()), 0)
+
+
+@cache
+def pipelined(kind: Any) -> Any:
+    """A subclass of a trainer class that trains a Pipeline, such as `pipelined(trl.SFTTrainer)`.
+
+    `pipeflow.huggingface.Trainer` is `pipelined(transformers.Trainer)`; its documentation says what differs from a
+    trainer in one process. If the class computes its loss itself, each stage runs its `compute_loss` up to the stage's
+    last block, and the last stage computes the loss. `compute_loss` must call its model once.
+
+    Args:
+        kind: transformers' Trainer or a subclass, such as Seq2SeqTrainer, TRL's SFTTrainer or one of your own.
+
+    Raises UsageError for another class.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, transformers.Trainer)):
+        raise UsageError(f"pipelined takes a subclass of transformers.Trainer, got {kind!r}")
+    if issubclass(kind, Trainer):
+        return kind
+    return Trainer if kind is transformers.Trainer else type(kind.__name__, (Trainer, kind), {"__doc__": kind.__doc__})

@@ -1,0 +1,169 @@
+"""OwnLoss: the `compute_loss` of a trainer as the forward of a pipeline's stages. Each stage runs it up to its last
+block; the last stage computes the loss. Must not contain: steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeflow.core.errors import UsageError
+from pipeflow.huggingface.training.metrics import METRICS
+from pipeflow.runtime.computing import computing, weighing
+from pipeflow.runtime.divided import Divided
+from pipeflow.runtime.pipeline import Pipeline
+from pipeflow.stages.loss import Weighing
+
+_ITEMS, _OUTPUTS = "num_items_in_batch", "return_outputs"
+
+
+class OwnLoss:
+    """The loss of a trainer that computes it itself.
+
+    Args:
+        trainer: the trainer.
+        model: its Pipeline.
+
+    Attributes:
+        divides: True if the loss is a sum divided by `num_items_in_batch`, so that microbatches and accumulated batches
+            are added up. It is known once a batch with this number was traced.
+    """
+
+    def __init__(self, trainer: Any, model: Pipeline) -> None:
+        self.divides = False
+        self._weigh: Weighing | None = None
+        self._is_traced = False
+        self._trainer = trainer
+        self._model = model
+        self._takes_items = _ITEMS in inspect.signature(trainer.compute_loss).parameters
+
+    @contextmanager
+    def computing(self, batch: object) -> Iterator[None]:
+        """Inside the `with` block, steps of the Pipeline compute this loss of a batch that `batch` made."""
+        if not self._is_traced:
+            with self._model.alarm.raised_everywhere(), computing(self._model, self._forward):
+                self._trace(batch)
+            self._is_traced = True
+        with computing(self._model, self._forward, Weighing(adds=True) if self.divides else self._weigh):
+            yield
+
+    def _trace(self, batch: object) -> None:
+        try:
+            self._weigh = weighing(self._model, batch)
+        except UsageError as error:
+            raise UsageError(
+                f"{type(self._trainer).__name__}.compute_loss cannot be computed in stages: it must call its model "
+                f"once, and compute the loss from what the last stage returns, such as logits ({error})"
+            ) from error
+
+    def batch(self, inputs: Any, items: float | None, *, outputs: bool) -> Any:
+        """The batch with what else the loss takes.
+
+        Args:
+            inputs: the trainer's batch.
+            items: the number of items in all accumulated batches of all replicas, or None.
+            outputs: whether the model's outputs are returned, too.
+        """
+        own = {_ITEMS: None if items is None else torch.tensor(float(items)), _OUTPUTS: outputs}
+        if not isinstance(inputs, Divided):
+            return {**inputs, **own}
+        parts: list[Any] = inputs.microbatches
+        return Divided([{**each, **own} for each in parts], inputs.schedule)
+
+    def _forward(self, module: nn.Module, **entries: Any) -> Any:
+        """The trainer's loss on a stage, or on the module without memory."""
+        items, outputs = entries.pop(_ITEMS), entries.pop(_OUTPUTS)
+        is_traced = module is self._model.chunks[0].whole
+        if is_traced and items is not None:
+            items = items.detach().requires_grad_()
+        keywords: dict[str, Any] = {_ITEMS: items} if self._takes_items else {}
+        with acting(self._trainer, self._model, module):
+            found = self._trainer.compute_loss(module, entries, return_outputs=outputs, **keywords)
+        if is_traced and items is not None:
+            self.divides = _reaches(found[0] if outputs else found, items)
+        return found
+
+
+@contextmanager
+def acting(trainer: Any, model: Pipeline, module: nn.Module) -> Iterator[None]:
+    """Inside the `with` block, the trainer's model is `module`, a copy of the whole module of `model`, with its own
+    forward, and the trainer gathers nothing. What it counts while the forward is traced is forgotten.
+    """
+    state, replaced = vars(trainer), vars(module).pop("forward")
+    patch = vars(model).get("forward")
+    if isinstance(patch, MethodType):  # by the trainer, for the whole model
+        vars(module)["forward"] = MethodType(patch.__func__, module)
+    vars(module)["forward"] = partial(_without_states, module, module.forward)
+    is_traced = module is model.chunks[0].whole
+    before = {**state, METRICS: copy.deepcopy(state.get(METRICS))} if is_traced else {"model": state["model"]}
+    state["model"] = module
+    try:
+        with trainer.accelerator.alone():
+            yield
+    finally:
+        vars(module)["forward"] = replaced
+        if is_traced:
+            state.clear()
+        state.update(before)
+
+
+def _without_states(module: Any, forward: Any, *arguments: Any, **options: Any) -> Any:
+    """The module's forward. Raises UsageError if it is asked for tensors of all blocks."""
+    for name in ("output_hidden_states", "output_attentions"):
+        if options.get(name) or getattr(getattr(module, "config", None), name, False):
+            raise UsageError(f"{name} asks for tensors of all stages")
+    return forward(*arguments, **options)
+
+
+class Chunks:
+    """A collate function whose batches can be divided into microbatches. If rows of a batch are not its samples, as in
+    batches of pairs, it collates each microbatch by itself.
+
+    Args:
+        collate: the trainer's collate function.
+        model: the Pipeline, whose schedule says how many microbatches there are.
+    """
+
+    def __init__(self, collate: Any, model: Pipeline) -> None:
+        self.collate = collate
+        self._schedule = model.schedule
+
+    def __call__(self, samples: list[Any]) -> Any:
+        whole = self.collate(samples)
+        if all(len(each) == len(samples) for each in whole.values() if isinstance(each, Tensor) and each.dim()):
+            return whole
+        many = min(self._schedule.num_microbatches, len(samples))
+        base, larger = divmod(len(samples), many)
+        starts = [index * base + min(index, larger) for index in range(many + 1)]
+        parts = [self.collate(samples[start:end]) for start, end in pairwise(starts)]
+        return Divided(parts, self._schedule.first(many))
+
+
+def computes_own(trainer: Any, plain: Any) -> bool:
+    """True if a trainer computes another loss than its model does; `plain` is transformers' own Trainer."""
+    return bool(
+        type(trainer).compute_loss is not plain.compute_loss or trainer.compute_loss_func or trainer.label_smoother
+    )
+
+
+def _reaches(loss: Tensor, items: Tensor) -> bool:
+    """True if the loss was computed with the number of items."""
+    left, seen = [loss.grad_fn], set[Any]()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        if getattr(node, "variable", None) is items:
+            return True
+        seen.add(node)
+        left += [each for each, _ in node.next_functions]
+    return False

@@ -1,0 +1,73 @@
+"""computing: steps of a Pipeline that run another forward than the module's own, such as one that computes another loss
+from what the module returns. Must not contain: how a forward is traced and cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from pipeflow.core.errors import UsageError
+from pipeflow.runtime.microbatch import as_batch
+from pipeflow.runtime.pipeline import Pipeline
+from pipeflow.stages.loss import Weighing, own_loss, weigh_by
+from pipeflow.stages.stage import ModuleStage
+
+
+@contextmanager
+def computing(
+    model: Pipeline,
+    forward: Callable[..., Any],
+    weigh: Callable[..., float] | None = None,
+    *,
+    has_loss: bool = True,
+) -> Iterator[None]:
+    """Inside the `with` block, steps run `forward(module, **entries)` in place of the module's own forward.
+
+    Args:
+        model: a Pipeline of a cut module.
+        forward: function that calls `module`, once, and returns its loss, or a tuple that starts with it. `module` is a
+            stage's copy of the whole module, whose own forward it has during the call. Equal functions share plans.
+        weigh: as in `Pipeline`.
+        has_loss: False for a forward without a loss, for evaluations.
+
+    Cuts, parameters and their owners stay as they are. Raises UsageError for a Pipeline of chunks; a step raises it for
+    a forward that cannot be cut where the module was.
+    """
+    stages = _stages(model)
+    runner, planner = model.runner, stages[0].planner
+
+    def _with_labels(batch: object) -> tuple[dict[str, Any], object]:
+        """A batch without labels has a loss all the same."""
+        entries, labels = planner.entries.of(batch)
+        return entries, next(iter(entries.values())) if labels is None else labels
+
+    before = runner.read, runner.criterion, runner.weigh
+    with planner.computing(forward, [stage.root for stage in stages]):
+        runner.read = _with_labels if has_loss else planner.entries.of
+        runner.criterion, runner.weigh = own_loss, weigh
+        try:
+            yield
+        finally:
+            runner.read, runner.criterion, runner.weigh = before
+
+
+def weighing(model: Pipeline, batch: object) -> Weighing | None:
+    """How microbatches weigh in the loss of the forward that runs now: by their labels, or None for their samples. It
+    traces the first microbatch of `batch`.
+    """
+    stage = _stages(model)[0]
+    made = as_batch(batch, model.schedule.num_microbatches, model.context.device, stage.planner.entries.of)
+    entries: Mapping[str, Any] = made.split(made.inputs)[0]
+    loss = stage.planner.plan(entries, stage.root).trace.loss
+    if loss is None:
+        return None
+    return weigh_by(loss, entries.get("labels"), made.sizes[0], lambda: (None, 0))[0]
+
+
+def _stages(model: Pipeline) -> list[ModuleStage]:
+    stages = [chunk for chunk in model.chunks if isinstance(chunk, ModuleStage)]
+    if len(stages) < len(model.chunks):
+        raise UsageError("only a Pipeline made by from_module can run another forward: this one was made from chunks")
+    return stages
