@@ -134,8 +134,7 @@ def _of_megatron(name: str, tensor: Any) -> Part:
 
 def _megatron_group() -> tuple[int, int]:
     """Size of Megatron-LM's tensor group, and the rank in it."""
-    known = (module for name, module in sys.modules.items() if name.endswith("megatron.core.parallel_state"))
-    state = next(known, None)
+    state: Any = sys.modules.get("megatron.core.parallel_state")
     if state is None:
         raise UsageError(
             "a parameter has Megatron-LM's tensor_model_parallel, but megatron.core is not loaded: pass parts"

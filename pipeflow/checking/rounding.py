@@ -4,7 +4,7 @@ A product of length n whose errors are independent has a relative error near sqr
 and Mary, "A new approach to probabilistic rounding error analysis" (2019). Errors of the layers before add up in the
 same way, so that after layers of lengths n_1 ... n_d, whose outputs are rounded to the unit u' of their dtype,
 
-    tolerance = SAFETY (u' sqrt(d) + u sqrt(n_1 + ... + n_d)).
+    tolerance = SAFETY (u' sqrt(d) + u sqrt(n_1 + ... + n_d)) + SKETCH.
 
 A backward goes through the layers once more, and the gradient of a weight also sums over samples and tokens. Its error
 is relative to the terms of this sum, whose root of summed squares the plain run records.
@@ -83,7 +83,7 @@ def tolerance(coarsest: float, layers: float, lengths: float) -> float:
     """The formula above, with float32 sums unless the outputs are float64.
 
     >>> f"{tolerance(FLOAT32, 10, 10 * 1024):.1e}"
-    '3.7e-05'
+    '3.9e-05'
     """
     accumulated = min(coarsest, FLOAT32)
     return SAFETY * (coarsest * sqrt(layers) + accumulated * sqrt(lengths)) + SKETCH
