@@ -38,8 +38,9 @@ def place(first: Difference) -> str:
     listed = ", ".join(map(str, first.ranks[:8]))
     where = f" ({stage}rank{'s' if len(first.ranks) > 1 else ''} {listed})" if first.ranks else ""
     verb = "are" if first.what in ("batch", "weight", "update") else "is"
+    size = "the terms that it adds up" if first.what == "gradient" else "the reference"
     return (
-        f"in step {first.step}, {what}{where} {verb} the first to differ, by {first.error:.2g} of the reference, where "
+        f"in step {first.step}, {what}{where} {verb} the first to differ, by {first.error:.2g} of {size}, where "
         f"rounding explains {first.allowed:.1g}"
     )
 

@@ -41,7 +41,7 @@ def _starts(placement: Placement, period: int, pause: int) -> dict[tuple[Kind, i
     starts: dict[tuple[Kind, int], int] = {}
 
     def run(kind: Kind, stage: int, earliest: int) -> int:
-        """When it ends."""
+        """Puts an action into the first free slot of its rank from `earliest` on. Returns when it ends."""
         own, start = free[placement.paths[0][stage]], earliest
         while not own[start % period]:
             start += 1

@@ -35,6 +35,7 @@ def test_runs_that_differ(runs: dict[str, str], tmp_path: Path, capsys: pytest.C
     assert main(["check", runs["plain"], runs["wrong"], "--html", str(page)]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "the gradient of blocks.1.up.bias (rank 0) is the first to differ" in said
+    assert "of the terms that it adds up, where rounding explains" in said
     assert re.search(r"Cause: scale\. 2 of \d+ gradients are 4 times the reference's", said)
     text = page.read_text()
     assert "<script" not in text
