@@ -115,10 +115,13 @@ def test_large_first_says_the_makespan_of_its_schedule(placement: Placement, for
 
 
 @pytest.mark.parametrize("factors", [(1.0, 1.0), (0.5, 1.5), (0.1, 1.9), (1.9, 0.1)])
-def test_no_order_ends_before_the_bound_of_the_largest_microbatch(factors: tuple[float, float]) -> None:
+@pytest.mark.parametrize("times", [(1, 0.8), (0.3, 2)])
+def test_no_order_ends_before_the_bound_of_the_largest_microbatch(
+    times: tuple[float, float], factors: tuple[float, float]
+) -> None:
     """All orders of two stages and two microbatches, which may overtake each other."""
     placement = Placement.linear(2)
-    cost = replace(CostModel.even(placement, 1, 0.8, 0.7), microbatch_factors=factors)
+    cost = replace(CostModel.even(placement, *times, 0.7), microbatch_factors=factors)
     chains = [[Action(kind, 0, microbatch) for kind in (Kind.F, Kind.I, Kind.W)] for microbatch in range(2)]
     rows = []
     for places in combinations(range(6), 3):
