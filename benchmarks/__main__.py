@@ -39,6 +39,7 @@ NAMES = (
     "explain",
     "explain_large",
     "checking",
+    "checking_second",
     "checking_large",
     "checking_clean",
     "checking_cost",

@@ -1,10 +1,12 @@
 """`pipeflow check` on faults of public reports: the 11 of Megatron-LM#7452 and the 14 of TTrace (arXiv 2506.09280),
-each planted in a job of one of five engines. Does it find the first wrong value, and the cause?
+each planted in a job of one of five engines. Does it find the first wrong value, and the cause? `checking_second` has
+a second set of faults.
 """
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -40,6 +42,7 @@ class Case:
         stage: the stage, if the engine has stages.
         reference: the plain run to compare with.
         options: more arguments of the job.
+        job: the function of the engine that runs it.
     """
 
     report: str
@@ -52,6 +55,7 @@ class Case:
     stage: int | None = None
     reference: str = "plain"
     options: tuple[Any, ...] = ()
+    job: str = "run"
 
 
 CASES = (
@@ -104,18 +108,23 @@ CASES = (
 
 def run(rounds: int | None = None) -> Report:
     report = Report("checking", "pipeflow check: 25 faults of public reports in jobs of five engines", COLUMNS)
+    with tempfile.TemporaryDirectory() as folder:
+        fill(report, CASES, references_in(Path(folder)))
+    report.notes.append("target: found 25, right module and stage 25, right cause 23")
+    return report
+
+
+def fill(report: Report, cases: Sequence[Case], references: dict[str, Path]) -> None:
+    """Runs each case, and adds its row and the totals."""
     found = places = causes = 0
     with tempfile.TemporaryDirectory() as folder:
-        references = references_in(Path(folder))
-        for case in CASES:
+        for case in cases:
             result = recorded(case, Path(folder, "candidate"), references)
             seen, place, cause = judged(case, result)
             found, places, causes = found + seen, places + place, causes + cause
             report.rows.append(_row(case, result, seen + place + cause))
             report.data[case.report] = result.to_json()
-    report.notes.append(f"found {found}, right place {places}, right cause {causes} of {len(CASES)}")
-    report.notes.append("target: found 25, right module and stage 25, right cause 23")
-    return report
+    report.notes.append(f"found {found}, right place {places}, right cause {causes} of {len(cases)}")
 
 
 def references_in(folder: Path) -> dict[str, Path]:
@@ -125,7 +134,7 @@ def references_in(folder: Path) -> dict[str, Path]:
 
 def recorded(case: Case, folder: Path, references: dict[str, Path]) -> Result:
     """Runs a job with its fault, and compares it with its reference."""
-    run_processes(case.engine.run, case.engine.RANKS, str(folder), case.fault, *case.options)
+    run_processes(getattr(case.engine, case.job), case.engine.RANKS, str(folder), case.fault, *case.options)
     return check(references[case.reference], folder)
 
 

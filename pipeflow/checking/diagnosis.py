@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeflow.checking.comparing import differences
-from pipeflow.checking.factors import told
+from pipeflow.checking.factors import fit, told
 from pipeflow.checking.findings import Cause, Difference, Result
 from pipeflow.checking.gradient_causes import Gradients, norms, precision
 from pipeflow.checking.loss_causes import of_loss
 from pipeflow.checking.output_causes import Outputs, of_batch, of_weight
 from pipeflow.checking.runs import load, norm
 from pipeflow.checking.two_runs import TwoRuns
+from pipeflow.checking.weighing import CLEAR
 
 
 def check(
@@ -78,6 +79,13 @@ def _of_update(both: TwoRuns, first: Difference) -> Cause:
         return Cause("stale", what, "who gathers the new weights, and when")
     if {copy.dtype for copy in whole.copies} != {"torch.float32"} and first.error < 0.3:
         return precision(f"the new {first.parameter} is {first.error:.1%} of its change off")
+    times, decay = fit(change, moved), fit(whole.sketch - moved, moved - change)
+    if decay.error < CLEAR:
+        what = f"the step takes {-decay.factor:.3g} times the weight itself off {first.parameter} more than it must"
+        return Cause("optimizer", what, "weight decay: its size, and the groups of parameters that have it", None)
+    if times.error < CLEAR:
+        what = f"the gradients are right, and the step changes {first.parameter} by {told(times.factor)} as much"
+        return Cause("optimizer", what, "the learning rate, and who steps its schedule", round(times.factor, 6))
     factor = norm(moved) / norm(change)
     what = f"the gradients are right, and the step changes {first.parameter} by {told(factor)} as much"
     return Cause("unknown", what, "the learning rate, weight decay and the optimizer's state")

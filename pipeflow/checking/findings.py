@@ -18,6 +18,7 @@ CAUSES = (
     "precision",
     "order",
     "sharding",
+    "optimizer",
     "unknown",
 )
 
@@ -35,6 +36,7 @@ class Difference:
         error: how far the runs are apart, relative to the reference.
         allowed: how far rounding explains.
         partial: of an output: the ranks' outputs add up to that of the reference.
+        lacking: of an output: no rank has some rows of the reference.
     """
 
     step: int
@@ -46,6 +48,7 @@ class Difference:
     error: float
     allowed: float
     partial: bool = False
+    lacking: bool = False
 
 
 @dataclass(frozen=True)

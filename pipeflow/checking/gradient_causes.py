@@ -18,6 +18,7 @@ from pipeflow.checking.runs import Whole, norm
 from pipeflow.checking.two_runs import TwoRuns
 from pipeflow.checking.weighing import CLEAR, cause_of, listed, weights_of
 
+PARTLY = 0.25  # relative: what may be left of a gradient whose parts have different factors
 LESS_PRECISE = 0.08  # relative: errors below it may come from a dtype of 8 bits
 
 
@@ -47,6 +48,7 @@ class Gradients:
             self._stale,
             self._one_factor,
             self._samples,
+            self._clipped,
             self._factor,
             self._places,
             self._recomputed,
@@ -74,7 +76,7 @@ class Gradients:
         if whole.spread <= max(self.first.allowed * mine.norm, CLEAR * mine.norm):
             return None
         names = {copy.name for copy in whole.copies}
-        stages = {self.both.stages.get(copy.rank) for copy in whole.copies}
+        stages = {self.both.stage_of([copy.rank], self.name) for copy in whole.copies}
         ranks = ", ".join(str(copy.rank) for copy in whole.copies)
         if len(names) > 1 or (len(stages) > 1 and self.name in self.both.names.ties):
             both = " and ".join(sorted(names))
@@ -152,9 +154,9 @@ class Gradients:
             if self.name not in before:
                 continue
             old, now, new = before[self.name].sketch, self.mine[self.name].sketch, self.theirs[self.name].sketch
-            same = norm(new - old) < CLEAR * norm(new)
-            if same or norm(new - old - now) < CLEAR * norm(new):
-                how = "is" if same else "has, besides its own,"
+            same, more = norm(new - old) < CLEAR * norm(new), fit(old, new - now)
+            if same or (more.error < CLEAR and norm(new - now) > CLEAR * norm(new)):
+                how = "is" if same else f"has, besides its own, {told(more.factor)}"
                 return Cause(
                     "stale",
                     f"the gradient of {self.name} {how} that of step {self.step - 1} in the {whose}",
@@ -173,7 +175,7 @@ class Gradients:
         clear = max(CLEAR, min(0.1, self.first.allowed))
         shares = [each.factor for each in fits.values() if each.error < 2 * clear]
         alike = len(shares) == len(fits) and spread_of(shares) < max(NEAR, clear)
-        if first.error > clear or (same and not alike):
+        if first.error > clear or (same and not alike) or abs(first.factor - 1.0) < 2 * first.error:
             return None
         count = (
             "all gradients" if alike and len(fits) == len(self.mine) else f"{len(fits)} of {len(self.mine)} gradients"
@@ -196,6 +198,14 @@ class Gradients:
             "what the loss and its gradients are divided or multiplied by, and whether a sum is a mean",
             round(first.factor, 6),
         )
+
+    def _clipped(self) -> Cause | None:
+        """Nearly a multiple for all gradients, and a run that clips: parts of the gradients have other factors."""
+        fits = [self._fit(each.parameter) for each in self.wrong if each.parameter in self.theirs]
+        if not self._is_clipped() or len(fits) < len(self.mine) or any(each.error > PARTLY for each in fits):
+            return None
+        low, high = min(each.factor for each in fits), max(each.factor for each in fits)
+        return _norm(f"all gradients are multiples of the reference's, or their parts are: by {low:.3g} to {high:.3g}")
 
     def _fit(self, name: str) -> Fit:
         return fit(self.mine[name].sketch, self.theirs[name].sketch)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import inf, sqrt
+from math import inf, prod, sqrt
 
+from pipeflow.checking.factors import fit
 from pipeflow.checking.files import Array
 from pipeflow.checking.findings import Difference
 from pipeflow.checking.matching import wholes
 from pipeflow.checking.rounding import SKETCH, masses, unit
 from pipeflow.checking.runs import Whole, norm
 from pipeflow.checking.two_runs import TwoRuns
+from pipeflow.checking.weighing import CLEAR
 
+LEAST_CHANGE = 0.05  # of a dtype's rounding: a change that is not that of single entries
 LARGEST = 0.5  # relative tolerance above which an update is not compared: adaptive optimizers make it of noise
 OF_VECTORS = 1.2  # relative tolerance of updates of biases, of which a part, that of keys, is always such noise
 
@@ -105,9 +108,24 @@ def updates(both: TwoRuns, step: int) -> Iterator[Difference]:
         gradient = gradients.get(name)
         allowed = _of_update(both, name, whole, change, gradient, max(sizes.get(name, 0.0), 1e-5 * total))
         error = max(norm(moved - change), other.spread - norm(change) * LARGEST)
-        if not error <= allowed:
+        before = whole.sketch - change
+        if not error <= allowed or (not both.rounding.given and is_other_rule(whole, before, change, moved)):
             size = max(norm(change), 1e-300)
             yield both.of_tensor(step, "update", name, other, error / size, allowed / size)
+
+
+def is_other_rule(whole: Whole, before: Array, change: Array, moved: Array) -> bool:
+    """Whether a change of a weight is none, a multiple of the right one, or off by a multiple of the weight: what the
+    noise of a gradient, however large, does not make of it.
+    """
+    size = sum(prod(shape) for _, shape in {block for copy in whole.copies for block in copy.blocks})
+    least = max(2 * max(unit(copy.dtype) for copy in whole.copies), 4 * SKETCH) * whole.norm
+    if norm(change) < LEAST_CHANGE * least or size < 8:
+        return False
+    times, decay = fit(change, moved), fit(before, moved - change)
+    is_scaled = times.error < CLEAR and abs(times.factor - 1.0) > 2 * CLEAR
+    is_decayed = decay.error < CLEAR and norm(moved - change) > max(least, CLEAR * norm(change))
+    return not norm(moved) or (norm(change) > least and (is_scaled or is_decayed))
 
 
 def _of_update(both: TwoRuns, name: str, whole: Whole, change: Array, gradient: Whole | None, terms: float) -> float:

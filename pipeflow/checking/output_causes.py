@@ -46,13 +46,14 @@ class Outputs:
     def cause(self) -> Cause:
         """The first explanation that holds."""
         rows, others = joined(self.mine, self.tail), joined(self.theirs, self.tail)
-        found = self._dropped() or self._partial()
+        found = self._dropped() or self._partial() or self._statistics()
         if found is None and rows is not None and others is not None:
             found = self._rows(rows, others)
         return (
             found
-            or self._coarse()
+            or self._coarse(others is not None)
             or self._split()
+            or self._divided()
             or Cause(
                 "unknown",
                 f"the output of {self.first.module} is {self.first.error:.1%} off; its inputs are right",
@@ -223,7 +224,43 @@ class Outputs:
             "which part of its weight each rank takes for its own, and masks for what is on other ranks",
         )
 
-    def _coarse(self) -> Cause | None:
+    def _divided(self) -> Cause | None:
+        """Ranks that compute a part of each row, such as some of its tokens, from inputs that are right."""
+        shapes = {tuple(event["shape"][1:]) for _, event in self.theirs}
+        if self.tail in shapes:
+            return None
+        listed = " and ".join(str(list(shape)) for shape in sorted(shapes))
+        return Cause(
+            "sharding",
+            f"ranks have parts {listed} of the rows {list(self.tail)} of {self.first.module}, whose norm is wrong",
+            "positions and masks of each part, and what it needs of the parts of other ranks",
+        )
+
+    def _statistics(self) -> Cause | None:
+        """A norm over samples whose ranks or microbatches have statistics of their own."""
+        module = self.first.module
+        if f"{module}.running_mean" not in self.both.names.first or len(self.theirs) <= len(self.mine):
+            return None
+        return Cause(
+            "missing_reduction",
+            f"{module} normalizes over samples, whose statistics are those of {len(self.theirs)} calls instead of "
+            f"{len(self.mine)}",
+            "batch norms: each replica and microbatch has its own mean and variance unless they are synchronized",
+        )
+
+    def _used_before(self) -> Cause | None:
+        """A layer that was right in the step before, with the same inputs and weights."""
+        weights = [name for name in self.both.names.first if self.both.owner(name) == self.first.module]
+        if not self.first.step or not weights:
+            return None
+        return Cause(
+            "stale",
+            f"{self.first.module} has the right weights and inputs, was right in step {self.first.step - 1}, and is "
+            f"{self.first.error:.2%} off now, after its weights changed",
+            "copies of the weight that are not made again: caches, casts, and gathers that came before the step",
+        )
+
+    def _coarse(self, has_rows: bool) -> Cause | None:
         """Errors like those of a dtype with fewer bits."""
         dtypes = {event["dtype"] for _, event in self.theirs}
         coarse = max(map(unit, dtypes)) > max(unit(event["dtype"]) for _, event in self.mine)
@@ -232,7 +269,9 @@ class Outputs:
             return precision(
                 f"the outputs of {self.first.module} are {names} in the candidate, and {self.first.error:.2%} off"
             )
-        if self.first.error < COARSE:
+        if stale := self._used_before():
+            return stale
+        if self.first.error < COARSE and has_rows:
             return precision(
                 f"the outputs of {self.first.module} are {self.first.error:.2%} off, as in a coarser dtype"
             )
@@ -269,8 +308,16 @@ def of_weight(first: Difference, both: TwoRuns, when: str) -> Cause:
             f"{first.parameter} has the reference's values, but at other places",
             "how parts are cut from the whole: along which dimension, in which order of ranks, and in which blocks",
         )
+    others = wholes(both.reference, first.step, when, None)
+    same = [name for name, each in others.items() if norm(each.sketch - theirs.sketch) <= first.allowed * theirs.norm]
+    if same and mine.copies[0].blocks == others[same[0]].copies[0].blocks:
+        return Cause(
+            "sharding",
+            f"{first.parameter} has the values that {same[0]} has in the reference",
+            "which layers, stages or experts a rank takes for its own, and the order in which they are counted",
+        )
     return Cause(
-        "sharding" if both.stages else "unknown",
+        "sharding" if both.stages or theirs.kinds > 1 else "unknown",
         f"{first.parameter} has other values than in the reference as the run begins",
         "which layers and parts a rank takes, the seeds, and the checkpoint that is loaded",
     )

@@ -52,19 +52,28 @@ def weights(both: TwoRuns) -> Iterator[Difference]:
 
 
 def outputs(both: TwoRuns, step: int) -> Iterator[Difference]:
-    """Outputs that differ, in the order of the forward."""
+    """Outputs that differ, in the order of the forward. Those of a module of which a rank has a part count only if
+    later ones are wrong, too: they may be terms of a sum, or those of a stage.
+    """
     mine, theirs = both.outputs(both.reference, step), both.outputs(both.candidate, step)
     partial: Difference | None = None
+    of_parts: list[Difference] = []
     for key, events in mine.items():
         if key not in theirs:
             continue
+        is_whole = both.is_whole(key[0], theirs[key])
         found = output(both, step, key, events, theirs[key])
-        if found is not None and found.partial:
+        if not is_whole:
+            of_parts += [found] if found is not None and found.lacking else []
+        elif found is None:
+            of_parts = []
+        elif found.partial:
             partial = found
-        elif found is not None:
+        else:
             if partial is not None and _ranks_disagree(both, theirs[key], both.places(partial.module)):
                 yield partial
-            partial = None
+            yield from of_parts
+            partial, of_parts = None, []
             yield found
 
 
@@ -81,8 +90,9 @@ def output(both: TwoRuns, step: int, key: Key, mine: Sequence[Called], theirs: S
     if not apart.reference and not apart.candidate:
         return None
     ranks = _ranks(others, apart.candidate) or tuple(sorted({rank for rank, _ in theirs}))
-    partial = _adds_up(both, module, rows, theirs, allowed)
-    return Difference(step, "output", module, "", both.stage_of(ranks), ranks, apart.error, allowed, partial)
+    partial, stage = _adds_up(both, module, rows, theirs, allowed), both.stage_of(ranks, module)
+    lacking = bool(apart.reference)
+    return Difference(step, "output", module, "", stage, ranks, apart.error, allowed, partial, lacking)
 
 
 def _total(
@@ -102,7 +112,7 @@ def _total(
     if error <= 2 * allowed:
         return None
     ranks = tuple(sorted({rank for rank, _ in theirs}))
-    return Difference(step, "output", module, "", both.stage_of(ranks), ranks, error, 2 * allowed)
+    return Difference(step, "output", module, "", both.stage_of(ranks, module), ranks, error, 2 * allowed)
 
 
 def _adds_up(both: TwoRuns, module: str, rows: Rows, theirs: Sequence[Called], allowed: float) -> bool:

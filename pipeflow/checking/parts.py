@@ -46,6 +46,7 @@ class Part:
         cut: cuts a tensor of the local shape, such as a gradient, into blocks of the whole.
         stage: index of its pipeline stage; None if the engine does not say.
         gradient: returns the gradient that the optimizer will use; None if there is none.
+        chunk: index of the module that has it, of those that are recorded.
         offsets: where the blocks lie: (offset, shape) for each.
     """
 
@@ -55,6 +56,7 @@ class Part:
     cut: Cut
     stage: int | None = None
     gradient: Callable[[], Tensor | None] | None = None
+    chunk: int = 0
 
     @property
     def offsets(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -71,10 +73,12 @@ def own_values(tensor: Tensor) -> Tensor:
 def parts_of(models: Sequence[nn.Module], given: Parts | None, names: Callable[[str], str] | None) -> list[Part]:
     """This rank's parts of the parameters and buffers of its modules. A tensor with several names has one for each."""
     found: list[Part] = []
-    for model in models:
+    for chunk, model in enumerate(models):
         known = _of_pipeflow(model) or _of_flat(model)
         if known is None:
             known = [_plain_part(name, tensor) for name, tensor in tensors_of(model)]
+        for part in known:
+            part.chunk = chunk
         found.extend(known)
     for part in found:
         part.name = part.name if names is None else names(part.name)
@@ -119,7 +123,15 @@ def _distributed(name: str, tensor: Any) -> Part:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Part(name, tensor, tuple(tensor.shape), lambda values: [Block(own_values(values), tuple(offset))])
+
+    def cut(values: Any) -> list[Block]:
+        if (
+            getattr(values, "placements", tensor.placements) != tensor.placements
+        ):  # a gradient that is partial, or whole
+            values = values.redistribute(placements=tensor.placements)  # as the optimizer does
+        return [Block(own_values(values), tuple(offset))]
+
+    return Part(name, tensor, tuple(tensor.shape), cut)
 
 
 def _of_megatron(name: str, tensor: Any) -> Part:

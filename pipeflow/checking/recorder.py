@@ -156,6 +156,7 @@ class Recording:
                 "offsets": part.offsets,
                 "dtype": str(part.tensor.dtype),
                 "stage": part.stage,
+                "chunk": part.chunk,
                 "same": id(part.tensor),
             }
             for part in self._parts

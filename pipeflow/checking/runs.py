@@ -52,6 +52,7 @@ class Info(NamedTuple):
         stage: its pipeline stage, if the engine said so.
         same: equal for the names of one tied tensor.
         parameter: whether it is trained, rather than a buffer.
+        chunk: index of the module that has it, of those that the rank recorded.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Info(NamedTuple):
     stage: int | None
     same: int
     parameter: bool
+    chunk: int
 
 
 @dataclass
@@ -159,9 +161,8 @@ def _infos(path: Path, first: Event) -> Iterator[Info]:
             shape, stage = tuple(map(int, each["shape"])), each["stage"]
             if not isinstance(each["name"], str) or not (stage is None or type(stage) is int):
                 raise TypeError("a name or a stage")
-            yield Info(
-                each["name"], shape, blocks, str(each["dtype"]), stage, int(each["same"]), bool(each["parameter"])
-            )
+            same, chunk = int(each["same"]), int(each.get("chunk", 0))
+            yield Info(each["name"], shape, blocks, str(each["dtype"]), stage, same, bool(each["parameter"]), chunk)
     except (KeyError, TypeError, ValueError) as error:
         misread(path, first, f"has a tensor that cannot be read ({error!r})")
 

@@ -56,27 +56,36 @@ class TwoRuns:
             self.notes.append(f"the reference has no {_listed(self.names.unmatched)}")
 
     @cached_property
-    def stages(self) -> dict[int, int]:
-        """The pipeline stage of each rank of the candidate, by the tensors that it holds; empty without stages."""
-        held: defaultdict[frozenset[str], list[int]] = defaultdict(list)
+    def stages(self) -> dict[tuple[int, int], int]:
+        """The pipeline stage of each rank of the candidate and each of its modules, by the tensors that it holds; empty
+        without stages, whose tensors are others but for tied ones.
+        """
+        by_place: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
         for rank in self.candidate.ranks:
-            mine = {
-                self.names.tensors[rank.rank, name] for name in rank.tensors if (rank.rank, name) in self.names.tensors
-            }
-            held[frozenset(mine)].append(rank.rank)
-        if len(held) < 2:
+            for info in rank.tensors.values():
+                if (rank.rank, info.name) in self.names.tensors:
+                    by_place[rank.rank, info.chunk].add(self.names.tensors[rank.rank, info.name])
+        held: defaultdict[frozenset[str], list[tuple[int, int]]] = defaultdict(list)
+        for where, names in by_place.items():
+            held[frozenset(names)].append(where)
+        if len(held) < 2 or any(len(one & other) * 2 > len(one) for one in held for other in held if one != other):
             return {}
         place = {name: index for index, name in enumerate(self.names.first.values())}
         ordered = sorted(held, key=lambda names: sum(place[name] for name in names) / max(1, len(names)))
-        return {rank: stage for stage, names in enumerate(ordered) for rank in held[names]}
+        return {where: stage for stage, names in enumerate(ordered) for where in held[names]}
 
-    def stage_of(self, ranks: Sequence[int], parameter: str = "") -> int | None:
-        """The stage of these ranks, or the one that the engine named for a parameter."""
-        for rank in self.candidate.ranks:
-            for info in rank.tensors.values() if rank.rank in ranks else ():
-                if info.stage is not None and self.names.tensors.get((rank.rank, info.name)) == parameter:
-                    return info.stage
-        return next((self.stages[rank] for rank in ranks if rank in self.stages), None)
+    def stage_of(self, ranks: Sequence[int], name: str = "") -> int | None:
+        """The stage of these ranks that has a parameter or module; for a module without weights, that of the one around
+        it, and for a loss the last.
+        """
+        while name:
+            for rank in ranks:
+                for info in self.candidate.ranks[rank].tensors.values():
+                    known = self.names.tensors.get((rank, info.name), "")
+                    if known == name or known.startswith(f"{name}."):
+                        return self.stages.get((rank, info.chunk)) if info.stage is None else info.stage
+            name = self.owner(name)
+        return max((stage for (rank, _), stage in self.stages.items() if rank in ranks), default=None)
 
     def of_tensor(self, step: int, what: str, name: str, whole: Whole, error: float, allowed: float) -> Difference:
         """The difference of a parameter, or of a buffer."""
@@ -106,9 +115,13 @@ class TwoRuns:
         found: defaultdict[Key, list[Called]] = defaultdict(list)
         for rank, event in run.events(step, "output"):
             name = event["module"] if run is self.reference else self.names.module(rank, event["module"])
-            if run is self.reference or self._holds_all(rank, name):
+            if run is self.reference or name in self.reference.types:
                 found[name, event["place"]].append((rank, event))
         return dict(found)
+
+    def is_whole(self, module: str, calls: Sequence[Called]) -> bool:
+        """Whether the ranks of these calls have all of a module, and not a stage of it, or some of its experts."""
+        return all(self._holds_all(rank, module) for rank in {rank for rank, _ in calls})
 
     @cached_property
     def held(self) -> dict[int, set[str]]:
@@ -119,12 +132,10 @@ class TwoRuns:
 
     def _holds_all(self, rank: int, module: str) -> bool:
         """Whether a rank has all of a module, and not a stage of it."""
-        kind = self.reference.types.get(module)
-        if kind is None:
-            return False
         start = f"{module}." if module else ""
         inside = {name for name in self.names.first.values() if name.startswith(start)}
-        return inside <= self.held.get(rank, set()) and (bool(inside) or bool(kind.get("leaf")))
+        is_leaf = bool(self.reference.types[module].get("leaf"))
+        return inside <= self.held.get(rank, set()) and (bool(inside) or is_leaf)
 
     def places(self, module: str) -> dict[int, Blocks]:
         """For each rank of the candidate, the part that it holds of a module's weight."""
