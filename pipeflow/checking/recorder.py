@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from hashlib import sha256
@@ -21,7 +22,14 @@ from pipeflow.checking.calls import Calls
 from pipeflow.checking.files import FORMAT, file_of, line_of
 from pipeflow.checking.parts import Part, Parts, own_values, parts_of
 from pipeflow.checking.sketch import norm_squared, sketch
-from pipeflow.checking.watching import backwards_seen, clipping_seen, labels_seen, steps_seen, trials_seen
+from pipeflow.checking.watching import (
+    backwards_seen,
+    clipping_seen,
+    engine_losses_seen,
+    labels_seen,
+    steps_seen,
+    trials_seen,
+)
 from pipeflow.core.errors import UsageError
 
 Models = nn.Module | Sequence[nn.Module]
@@ -85,6 +93,7 @@ class Recording:
         self._seen: set[str] = set()  # whose gradients of this step are recorded
         self._clipped: set[str] = set()
         self._others: dict[str, tuple[dict[str, object], Tensor]] = {}
+        self._losses: dict[int, weakref.ref[Tensor]] = {}  # noted in this step
         self._has_stepped = False
         self._thread = threading.get_ident()
         self._is_paused = False
@@ -102,6 +111,7 @@ class Recording:
         calls = Calls(self._models, self._parts, self._names, self.event, self._called, samples)
         self._stack.enter_context(calls)
         self._stack.enter_context(trials_seen(self._pause))
+        self._stack.enter_context(engine_losses_seen(self._models, self._loss))
         self._stack.enter_context(backwards_seen(self._loss))
         self._stack.enter_context(labels_seen(self._labels))
         self._stack.enter_context(clipping_seen(self._on_clip))
@@ -209,9 +219,14 @@ class Recording:
         self._gradients("unclipped", self._mine(parameters), self._clipped)
         self.event("norm", {"most": float(most)}, value=own_values(norm).detach())
 
-    def _loss(self, value: Tensor) -> None:
-        if threading.get_ident() == self._thread:
-            self.event("loss", value=value)
+    def _loss(self, loss: Tensor) -> None:
+        """Notes a loss once, even if it comes from its computation and from its backward."""
+        known = self._losses.get(id(loss))
+        if threading.get_ident() != self._thread or (known is not None and known() is loss):
+            return
+        self._losses[id(loss)] = weakref.ref(loss)
+        value = loss.detach()
+        self.event("loss", value=value.full_tensor() if hasattr(value, "full_tensor") else value)
 
     def _labels(self, rows: Tensor, valid: Tensor) -> None:
         if threading.get_ident() == self._thread:
@@ -237,6 +252,7 @@ class Recording:
         self._seen.clear()
         self._others.clear()
         self._clipped.clear()
+        self._losses.clear()
         self.step += 1
 
     def _flush(self) -> None:

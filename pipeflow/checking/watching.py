@@ -33,19 +33,54 @@ def _replaced(owner: Any, name: str, around: Callable[[Any], Any]) -> Iterator[N
 
 @contextmanager
 def backwards_seen(seen: Callable[[Tensor], None]) -> Iterator[None]:
-    """Calls `seen(loss)` with the value of each scalar at which a backward starts."""
+    """Calls `seen(loss)` with each scalar at which a backward starts."""
 
     def around(original: Any) -> Any:
         def backward(tensors: Any, *arguments: Any, **named: Any) -> Any:
             for each in [tensors] if isinstance(tensors, Tensor) else list(tensors):
                 if isinstance(each, Tensor) and each.numel() == 1 and each.is_floating_point():
-                    value = each.detach()
-                    seen(value.full_tensor() if hasattr(value, "full_tensor") else value)
+                    seen(each)
             return original(tensors, *arguments, **named)
 
         return backward
 
     with _replaced(torch.autograd, "backward", around):
+        yield
+
+
+@contextmanager
+def engine_losses_seen(models: Sequence[Any], seen: Callable[[Tensor], None]) -> Iterator[None]:
+    """Calls `seen(loss)` for losses at which no backward of torch starts: that of each step of these Pipelines, and
+    those of torch's pipelining schedules, of which some divide the backward. The latter may come from a backward again.
+    """
+    steps, schedules = (
+        sys.modules.get(name) for name in ("pipeflow.runtime.step", "torch.distributed.pipelining.schedules")
+    )
+    runners = {id(model.runner) for model in models if hasattr(model, "runner")}
+
+    def around_step(original: Any) -> Any:
+        def step(runner: Any, data_iter: Any, call: Any, *arguments: Any) -> Any:
+            output = original(runner, data_iter, call, *arguments)
+            if id(runner) in runners and call.training and output.loss is not None:
+                seen(output.loss.detach())
+            return output
+
+        return step
+
+    def around_loss(original: Any) -> Any:
+        def compute(*arguments: Any, **named: Any) -> Any:
+            loss = original(*arguments, **named)
+            if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+                seen(loss)
+            return loss
+
+        return compute
+
+    with ExitStack() as stack:
+        if runners and steps is not None:
+            stack.enter_context(_replaced(steps.Runner, "step", around_step))
+        if hasattr(owner := getattr(schedules, "_PipelineSchedule", None), "_compute_loss"):
+            stack.enter_context(_replaced(owner, "_compute_loss", around_loss))
         yield
 
 

@@ -43,6 +43,7 @@ def test_clean_jobs_are_alike(engine: object, references: dict[str, Path], tmp_p
     result = check(references["plain"], tmp_path)
     assert result.alike, result.first
     assert not result.notes
+    assert result.compared["losses"] == 2
     assert result.compared["outputs"] > 80
     assert result.compared["gradients"] == 2 * len([*gpt.model().parameters()])
 
@@ -87,6 +88,7 @@ def test_clean_jobs_of_the_second_set(
     result = check(second_references[reference], tmp_path)
     assert result.alike, result.first
     assert not result.notes
+    assert result.compared["losses"] == 2
 
 
 @pytest.mark.parametrize("case", some(checking_second.CASES, checking_second.CASES[3::5]), ids=lambda case: case.report)
