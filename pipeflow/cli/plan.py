@@ -119,7 +119,8 @@ def _add_layout(command: Parser) -> None:
     add("--sequence", type=int, metavar="S", help="tokens per sequence (default: the model's positions)")
     add("--precision", choices=PRECISIONS, default="bf16", help="types of weights and states (default: %(default)s)")
     add_sharding(group)
-    checkpoint = "full (or no value): keep only each layer's input and recompute the layer; selective: recompute scores"
+    checkpoint = "full (or no value): keep only each layer's input and recompute the layer; selective: recompute "
+    checkpoint += "scores; op: recompute all but attention and every other product"
     add("--checkpoint", choices=CHECKPOINTS, nargs="?", const="full", help=checkpoint)
     add("--sequence-parallel", action="store_true", help="also split the activations of norms over the tensor ranks")
     add("--keep-scores", action="store_true", help="keep attention scores, as without scaled_dot_product_attention")

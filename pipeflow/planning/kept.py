@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pipeflow.core.errors import UsageError
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.linears import latent_values
 from pipeflow.planning.setup import Precision, Setup
@@ -53,6 +54,26 @@ def layer_values(model: Transformer, setup: Setup) -> Kept:
     plain = query + key + latent // parted - normed + sum(each.plain for each in rest)
     inputs = normed + sum(each.inputs for each in rest)
     return Kept(plain, inputs, again=heads * model.value_width)
+
+
+def op_values(model: Transformer, setup: Setup) -> Kept:
+    """What a layer with checkpoint "op" keeps: its input, attention's output, and every other product in the order of
+    torchtitan's linears, which are query, key, value, output, gate, up and down. Kept are query, value and the gate, or
+    the first wide linear of an MLP without one. With sequence parallelism the sum of attention's parts is kept, too,
+    since a reduce-scatter is not repeated. The last product is not needed, so compiled programs do not keep it.
+
+    Source: `_save_list` of pytorch/torchtitan/torchtitan/parallelisms/parallelize_llama.py at 9dec370ad26b. Raises
+    UsageError for layers with other linears.
+    """
+    if model.experts > 1 or model.kv_rank is not None:
+        raise UsageError(
+            "checkpoint 'op' is for layers with one MLP and without latent attention: use 'full', or recompute_modules"
+        )
+    tensor, is_parted = setup.tensor, setup.sequence_parallel
+    whole = model.hidden // tensor if is_parted else model.hidden
+    heads = model.heads // tensor * (model.head_width + model.value_width)
+    value = max(model.key_width // tensor, model.head_width)
+    return Kept(whole * (2 if is_parted and tensor > 1 else 1) + heads + value + model.wide // tensor, 0)
 
 
 def mlp_values(model: Transformer, count: int, tensor: int) -> Kept:

@@ -25,12 +25,15 @@ GROUPED = 16  # experts of a device whose products are launched one by one; prog
 
 
 def recomputed_seconds(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates) -> float:
-    """Seconds in which the backward of a layer computes its `recompute_modules` again, with their communication."""
-    modules = recomputed_modules(model, setup)
-    if not modules:
+    """Seconds in which the backward of a layer computes its `recompute_modules` again, or what a checkpoint "op" does
+    not keep, with their communication. The latter gathers the inputs of both MLP and attention, which together are as
+    many bytes as one sum over tensor ranks.
+    """
+    modules, is_op = recomputed_modules(model, setup), setup.checkpoint == "op"
+    if not (modules or is_op):
         return 0.0
     seconds = rates.seconds(recomputed_work(model, setup)).forward
-    if "mlp" in modules or "shared_experts" in modules:
+    if (is_op and setup.sequence_parallel) or "mlp" in modules or "shared_experts" in modules:
         summed = tokens_of(model, setup) * model.hidden * setup.precision.weight
         seconds += rates.tensor_sum(mesh.tensor_group, summed)
     return seconds + (expert_seconds(model, setup, mesh, rates) if "moe" in modules else 0.0)

@@ -42,7 +42,7 @@ from pipeflow.soundness.schedule import verify
 TIE = 0.02
 """Steps whose times differ by less than this share are ties: the error of the cost model is no smaller."""
 
-RECOMPUTATION = ("none", "selective", "full")  # the least first
+RECOMPUTATION = ("none", "selective", "op", "full")  # the least first
 
 TRUST = 0.98  # an estimate of a long step may be too long by this share; of 334 layouts, the worst was by 1.8 %
 

@@ -31,7 +31,12 @@ def no_room(wanted: Wanted) -> UsageError:
 
 def described(layout: Layout) -> str:
     """The layout in a few words."""
-    kept = {"none": "without recomputation", "full": "recomputing layers", "selective": "recomputing scores"}
+    kept = {
+        "none": "without recomputation",
+        "selective": "recomputing scores",
+        "op": "recomputing every other product",
+        "full": "recomputing layers",
+    }
     zero = f", ZeRO-{layout.zero}" if layout.zero else ""
     further = {"context": layout.context, "expert": layout.expert}
     others = "".join(f" x {name} {ranks}" for name, ranks in further.items() if ranks > 1)

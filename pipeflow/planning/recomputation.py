@@ -4,14 +4,14 @@ contain: how long it takes.
 The names are those of Megatron-LM's `--recompute-modules`: attention between its linears (core_attn), norms
 (layernorm), the linears that make query, key and value of latent vectors (mla_up_proj), MLPs of layers without experts
 (mlp), experts with their router and the way of tokens there and back (moe), their activation functions alone (moe_act),
-and shared experts.
+and shared experts. A checkpoint "op" chooses single products instead.
 """
 
 from __future__ import annotations
 
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.kept import Kept, mlp_values, routed_kept
-from pipeflow.planning.linears import attention_linears
+from pipeflow.planning.linears import Linear, attention_linears
 from pipeflow.planning.setup import Setup
 
 
@@ -31,7 +31,11 @@ def recomputed_modules(model: Transformer, setup: Setup) -> tuple[str, ...]:
 
 
 def recomputed_flops(model: Transformer, setup: Setup, sequence: int) -> int:
-    """Operations per token, on all tensor ranks, of the modules that the backward of a layer makes again."""
+    """Operations per token, on all tensor ranks, of the modules that the backward of a layer makes again, or of the
+    products that a checkpoint "op" does.
+    """
+    if setup.checkpoint == "op":
+        return 2 * sum(linear.weights for linear in op_linears(model, setup))
     attention = attention_linears(model)
     mlps = model.linear_flops - 2 * sum(linear.weights for linear in attention)
     matrices = 3 if model.gated else 2
@@ -43,6 +47,16 @@ def recomputed_flops(model: Transformer, setup: Setup, sequence: int) -> int:
         "shared_experts": 2 * model.shared_experts * matrices * model.hidden * model.wide,
     }
     return sum(flops.get(module, 0) for module in recomputed_modules(model, setup))
+
+
+def op_linears(model: Transformer, setup: Setup) -> tuple[Linear, ...]:
+    """The linears that a backward with checkpoint "op" computes again: key, the output of attention unless its sum is
+    kept, and up.
+    """
+    hidden, output = model.hidden, attention_linears(model)[-1]
+    keeps_sum = setup.sequence_parallel and setup.tensor > 1
+    found = Linear(hidden, model.key_width, "outputs"), *([] if keeps_sum else [output])
+    return (*found, Linear(hidden, model.wide, "outputs")) if model.gated else found
 
 
 def _freed(model: Transformer, setup: Setup, module: str) -> Kept:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.linears import attention_linears
-from pipeflow.planning.recomputation import recomputed_modules
+from pipeflow.planning.recomputation import op_linears, recomputed_modules
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer_costs import tokens_of
 from pipeflow.planning.work import DeviceWork, MatrixProduct, layer_work, linear_product, perceptrons, routed_values
@@ -14,7 +14,9 @@ ROPE_VALUES = 2  # read and written where positions are applied
 
 
 def recomputed_work(model: Transformer, setup: Setup) -> DeviceWork:
-    """The forwards of the setup's `recompute_modules` of one layer."""
+    """The forwards of the setup's `recompute_modules` of one layer, or of what its checkpoint "op" makes again."""
+    if setup.checkpoint == "op":
+        return _op_work(model, setup)
     whole, modules = layer_work(model, setup), recomputed_modules(model, setup)
     products: list[MatrixProduct] = []
     values = 0.0
@@ -24,6 +26,15 @@ def recomputed_work(model: Transformer, setup: Setup) -> DeviceWork:
     moved = values * tokens_of(model, setup) * setup.precision.weight
     attended = whole.attention_flops if "core_attn" in modules else 0.0
     return DeviceWork(tuple(products), attention_flops=attended, moved_bytes=moved, scores=whole.scores)
+
+
+def _op_work(model: Transformer, setup: Setup) -> DeviceWork:
+    """Norms, positions, activation functions and every other product."""
+    tokens = tokens_of(model, setup)
+    rotated = ROPE_VALUES * (model.query_width + model.key_width) / setup.tensor
+    values = _values(model, setup, "layernorm") + rotated + _values(model, setup, "mlp")
+    products = tuple(linear_product(linear, tokens, setup) for linear in op_linears(model, setup))
+    return DeviceWork(products, moved_bytes=values * tokens * setup.precision.weight)
 
 
 def _products(model: Transformer, setup: Setup, module: str) -> list[MatrixProduct]:

@@ -16,8 +16,8 @@ from pipeflow.planning.attention import KERNELS, Kernel
 from pipeflow.planning.block_sizes import near_divisors
 from pipeflow.planning.engines import ENGINES
 
-Checkpoint = Literal["none", "full", "selective"]
-CHECKPOINTS: tuple[Checkpoint, ...] = ("none", "full", "selective")
+Checkpoint = Literal["none", "full", "selective", "op"]
+CHECKPOINTS: tuple[Checkpoint, ...] = ("none", "full", "selective", "op")
 ContextKind = Literal["ring", "all-to-all"]
 CONTEXT_KINDS: tuple[ContextKind, ...] = ("ring", "all-to-all")
 ZERO = (0, 1, 2, 3)
@@ -117,8 +117,8 @@ class Setup:
             with `sequence_parallel` and `zero` below 3. By default with `zero` 3, and as in Megatron-Core with fused
             attention in 8 bits or with gradients in float32.
         checkpoint: what a layer's backward recomputes. "full": the whole layer, which keeps only its input.
-            "selective": attention's scores, which are not kept (arXiv 2205.05198, section 5). "none": nothing. True and
-            False stand for "full" and "none".
+            "selective": attention's scores, which are not kept (arXiv 2205.05198, section 5). "op": all but attention
+            and every other product, as in torchtitan. "none": nothing. True and False: "full" and "none".
         sequence_parallel: activations that each tensor rank would have whole are split by the sequence (arXiv
             2205.05198, section 4.2.2).
         keep_scores: attention writes its scores to memory, as without torch's scaled_dot_product_attention or
@@ -218,12 +218,15 @@ class Setup:
                 if word not in words:
                     raise UsageError(f"{name} must be of {', '.join(words)}; got {word!r}")
         require_at_least(0, offload_layers=self.offload_layers, checkpoint_layers=self.checkpoint_layers or 0)
-        if self.recompute_modules and self.checkpoint in (True, "full") and self.checkpoint_layers is None:
-            raise UsageError("checkpoint 'full' recomputes all modules of a layer: leave out recompute_modules")
+        kind = "full" if self.checkpoint is True else self.checkpoint
+        if self.recompute_modules and kind in ("full", "op") and self.checkpoint_layers is None:
+            raise UsageError(f"checkpoint {kind!r} recomputes all modules of a layer: leave out recompute_modules")
         if self.checkpoint_layers is not None and self.checkpoint in (False, "none"):
             raise UsageError("checkpoint_layers says how many layers have a checkpoint: give checkpoint, too")
 
     def _require_kernel(self) -> None:
+        if self.checkpoint == "op" and (self.keep_scores or self.attention == "unfused"):
+            raise UsageError("checkpoint 'op' keeps the output of fused attention, which stores no scores: use one")
         if self.attention is None or self.attention == "unfused":
             return
         if self.attention not in KERNELS:
@@ -279,7 +282,8 @@ class Setup:
         if self.attention is not None:
             return self.attention
         precision = self.precision
-        if self.keep_scores or self.checkpoint == "selective" or precision.products == "fp16":
+        is_old = precision.products == "fp16" and self.checkpoint != "op"
+        if self.keep_scores or self.checkpoint == "selective" or is_old:
             return "unfused"
         is_alone = self.tensor == self.context == self.expert == 1 and precision.gradient == precision.weight
         is_plain = precision.products == "bf16" and (self.zero == 3 or is_alone)

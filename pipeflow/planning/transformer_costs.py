@@ -25,7 +25,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.planning.block_sizes import near_divisors
 from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.engines import engine_named
-from pipeflow.planning.kept import Kept, layer_values
+from pipeflow.planning.kept import Kept, layer_values, op_values
 from pipeflow.planning.recomputation import freed_bytes, recomputed_flops
 from pipeflow.planning.setup import Setup
 
@@ -170,12 +170,12 @@ def head_forward(model: Transformer) -> float:
 
 def recomputed_bytes(model: Transformer, setup: Setup) -> int:
     """Bytes that the backward of one layer recomputes while it runs: with "full" recomputation everything that the
-    layer needs except its input. With "selective" recomputation its scores, if they are stored, and what its modules
-    make again.
+    layer needs except its input, with "op" all that it does not keep. With "selective" recomputation its scores, if
+    they are stored, and what its modules make again.
     """
     tokens = tokens_of(model, setup)
-    if setup.checkpoint == "full":
-        return tokens * (_layer_bytes(model, setup) - setup.precision.weight * _whole(model, setup))
+    if setup.checkpoint in ("full", "op"):
+        return max(0, tokens * (_layer_bytes(model, setup) - layer_kept(model, replace(setup, offload_layers=0))))
     scores = _score_bytes(model, setup) if setup.checkpoint == "selective" else 0
     return tokens * (scores + freed_bytes(model, setup))
 
@@ -215,7 +215,7 @@ def _operations(model: Transformer, setup: Setup, share: Share) -> tuple[float, 
     for layers, kind, each in share.kinds(model, setup):
         linears += layers * kind.linear_flops
         attention += layers * attended
-        kept = {"none": 0, "selective": attended, "full": kind.linear_flops + attended}[str(each.checkpoint)]
+        kept = {"selective": attended, "full": kind.linear_flops + attended}.get(str(each.checkpoint), 0)
         again += layers * (kept + recomputed_flops(kind, each, sequence_of(model, setup)))
     first = model.embedding_flops if share.first else 0
     last = head_forward(model) if share.last else 0
@@ -277,6 +277,8 @@ def layer_kept(model: Transformer, setup: Setup) -> int:
         return 0
     if setup.checkpoint == "full":
         return setup.precision.weight * _whole(model, setup)
+    if setup.checkpoint == "op":
+        return op_values(model, setup).bytes(setup.precision)
     scores = _score_bytes(model, setup) if setup.checkpoint == "selective" else 0
     return _layer_bytes(model, setup) - scores - freed_bytes(model, setup)
 

@@ -167,7 +167,7 @@ def _require_plain(setup: Setup) -> None:
         )
     if setup.context > 1 or setup.expert > 1:
         raise UsageError("plan_module plans no context or expert ranks: use context=1 and expert=1, or plan a GPT")
-    if setup.checkpoint == "selective" or setup.keep_scores:
+    if setup.checkpoint in ("selective", "op") or setup.keep_scores:
         raise UsageError(
             "the module's own forward decides what attention keeps: use checkpoint 'none' or 'full', and no keep_scores"
         )

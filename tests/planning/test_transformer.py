@@ -375,7 +375,7 @@ def test_llama_405b_is_planned_as_it_was_trained() -> None:
             lambda: Setup(data=8, zero=3, shard_ranks=3),
             "does not divide the 8 replicas: the nearest that work are 2 and 4",
         ),
-        (lambda: Setup(checkpoint="some"), "checkpoint must be one of none, full, selective; got 'some'"),  # type: ignore[arg-type]  # so it is refused
+        (lambda: Setup(checkpoint="some"), "checkpoint must be one of none, full, selective, op; got 'some'"),  # type: ignore[arg-type]  # so it is refused
         (lambda: Setup(sequence=0), "sequence must be an integer of at least 1, got 0"),
         (lambda: planned(setup=Setup(tensor=3)), "tensor=3 does not divide 4 heads and hidden 64: .* are 2 and 4"),
         (lambda: planned(setup=Setup(tensor=8)), "tensor=8 .* the nearest that works is 4"),

@@ -98,7 +98,7 @@ def _require(found: Plan) -> None:
     if precision not in PRECISION:
         nearest = "fp16" if precision == "fp16-mixed" else "bf16-mixed"
         raise UsageError(f"{NAME} does not train in {precision} as planned: the nearest is --precision {nearest}")
-    if setup.checkpoint == "selective":
+    if setup.checkpoint in ("selective", "op"):
         raise UsageError(f"{NAME} recomputes whole layers only: the nearest is --checkpoint full")
     if setup.zero > 1 and pipeline > 1:
         raise UsageError(f"the pipeline of {NAME} has ZeRO-1 at most: the nearest is --zero 1, or --pipeline 1")

@@ -108,7 +108,11 @@ def _sharding(found: Plan) -> Iterator[str]:
 
 
 def _recomputation(setup: Setup) -> Iterator[str]:
-    """The flags for what backwards compute again, and for what goes to the host."""
+    """The flags for what backwards compute again, and for what goes to the host. Raises UsageError for single products,
+    which Megatron-LM does not recompute.
+    """
+    if setup.checkpoint == "op":
+        raise UsageError(f"{NAME} recomputes modules, not single products: the nearest is --recompute-modules mlp")
     if setup.checkpoint_layers is None and not setup.recompute_modules:
         yield from RECOMPUTATION[str(setup.checkpoint)]
     elif setup.checkpoint_layers is not None:

@@ -89,7 +89,8 @@ def _lines(found: Plan, schedule: str) -> Iterator[str]:
     yield f'mixed_precision_param = "{"float32" if setup.precision.name == "float32" else "bfloat16"}"'
     yield 'mixed_precision_reduce = "float32"'
     yield "\n[activation_checkpoint]"
-    yield f'mode = "{setup.checkpoint}"'
+    yield f'mode = "{"selective" if setup.checkpoint == "op" else setup.checkpoint}"'
+    yield from ['selective_ac_option = "op"'] * (setup.checkpoint == "op")
 
 
 def _modules(found: Plan) -> list[list[str]]:
