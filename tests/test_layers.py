@@ -77,6 +77,7 @@ LAYERS: dict[str, set[str]] = {
         "runtime",
         "optim",
         "checkpoint",
+        "tensor",
         "torch",
         "huggingface",
         "accelerate itself",

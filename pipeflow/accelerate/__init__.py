@@ -28,6 +28,10 @@ def __getattr__(name: str) -> Any:
         raise UsageError(
             f"this needs the package accelerate: {install('accelerate')} (importing it failed with: {error})"
         ) from error
+    if name == "utils":  # the module of this package, not accelerate's
+        import pipeflow.accelerate.utils as found
+
+        return found
     if name not in __all__:
         return getattr(accelerate, name)
     from pipeflow.accelerate.accelerator import Accelerator

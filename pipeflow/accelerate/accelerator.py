@@ -4,29 +4,30 @@ model's are accelerate's. Must not contain: the step.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DataLoaderConfiguration, DistributedType
+from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from pipeflow.accelerate import utils
 from pipeflow.accelerate.model import PreparedModel, Settings
 from pipeflow.accelerate.options import launched, require_possible, sizes_of
+from pipeflow.accelerate.place import is_last_process, share_place
 from pipeflow.accelerate.saving import SavingAccelerator
 from pipeflow.core.errors import UsageError
-from pipeflow.huggingface.training.replicas import gathered, padded
 from pipeflow.optim.clip import clip_grad_norm_
 from pipeflow.optim.whole import WholeGroups
-from pipeflow.parallel.context import Context
-from pipeflow.parallel.transport.agreement import all_gather, all_gather_object
+from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.schedules.registry import make_schedule
 from pipeflow.stages.blocks import Blocks, Cuts
+from pipeflow.tensor.random import share_default_state
 
 
 class Accelerator(SavingAccelerator):
@@ -68,7 +69,9 @@ class Accelerator(SavingAccelerator):
         self.flag_tensor: Tensor | None
         ranks = self._context.pipeline_size
         made = make_schedule(schedule, ranks=ranks, microbatches=microbatches, **(schedule_options or {}))
-        _share_place(self._context)
+        share_place(self._context)
+        world = self._context.world
+        share_default_state(world.group(range(world.size)), self._context.device)
         options["dataloader_config"] = options.get("dataloader_config") or DataLoaderConfiguration()
         options["dataloader_config"].dispatch_batches = False
         super().__init__(**options)
@@ -89,7 +92,12 @@ class Accelerator(SavingAccelerator):
     @property
     def is_last_process(self) -> bool:
         """True on the last rank of the world."""
-        return self._context.rank == self._context.world_size - 1
+        return is_last_process()
+
+    @property
+    def process_index(self) -> int:
+        """The replica of this rank."""
+        return self._context.data_rank
 
     @property
     def tensor_parallel_rank(self) -> int:
@@ -110,10 +118,15 @@ class Accelerator(SavingAccelerator):
         """Returns the model as one that is cut at its first call. Raises UsageError for a second model."""
         if model is self._model:
             return model
-        if self._model is not None or isinstance(model, nn.parallel.DistributedDataParallel):
+        if isinstance(model, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
             raise UsageError(
-                "an Accelerator of a pipeline prepares one model, which no DistributedDataParallel wraps: pass the "
-                "module that is trained, and call further models without preparing them"
+                f"the model is a {type(model).__name__}, but pipeline= and tensor= divide it here, and the pipeline "
+                "averages the gradients of its replicas: pass the module itself"
+            )
+        if self._model is not None:
+            raise UsageError(
+                "an Accelerator of a pipeline prepares one model: pass the module that is trained, and call further "
+                "models without preparing them"
             )
         self._model = PreparedModel(model, self._settings, self._context)
         self._models.append(self._model)
@@ -134,13 +147,14 @@ class Accelerator(SavingAccelerator):
         model = self._model
         if model is None:
             raise UsageError("prepare the optimizer together with its model, or after it")
+        if self._optimizers:
+            raise UsageError(
+                "an Accelerator of a pipeline prepares one optimizer: give it the parameters of the others as groups, "
+                'such as AdamW([{"params": first, "lr": 1e-3}, {"params": second, "lr": 1e-4}])'
+            )
         groups = WholeGroups(optimizer, model.names)
         model.when_made(lambda made: groups.keep(made.named_parameters(remove_duplicate=False)))
         return super().prepare_optimizer(optimizer, device_placement=False)
-
-    def _prepare_device_mesh(self) -> Any:
-        """What a loader asks for its part of the data: which ranks get the same batches."""
-        return _Mesh(self._context)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Adds the gradients of the model's last step to `.grad`, divided by the accumulated batches. `loss` is that of
@@ -166,60 +180,35 @@ class Accelerator(SavingAccelerator):
 
     def gather(self, tensor: Any) -> Any:
         """Concatenates the tensors of all replicas along dim 0."""
-        return gathered(tensor, self._context)
+        return utils.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Like `gather`, without the samples that fill up the last batch. Objects are gathered into one list."""
         if use_gather_object or not all(isinstance(leaf, Tensor) for leaf in tree_leaves(input_data)):
-            return self._counted([each for one in self._of_replicas(input_data) for each in one])
+            return self._counted(utils.gather_object(input_data))
         return tree_map_only(Tensor, self._counted, self.gather(input_data))
 
     def _counted(self, whole: Any) -> Any:
         state = self.gradient_state
         return whole[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else whole
 
-    def _of_replicas(self, value: object) -> list[Any]:
-        """The value of each replica, from the ranks with this rank's place in it."""
-        context = self._context
-        size = context.world_size // context.data_size
-        return all_gather_object(context.world, value)[context.rank % size :: size]
-
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Adds up, or averages, the tensors of all replicas."""
-        size = self._context.data_size if reduction == "mean" else 1
-
-        def total(each: Tensor) -> Tensor:
-            return self.gather(each[None]).sum(0) * scale / size if reduction != "none" else each
-
-        return tree_map_only(Tensor, total, tensor)
+        """Adds up, averages, or takes the largest of the tensors of all replicas."""
+        return utils.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pads tensors at their end to the length of the longest among all replicas."""
-        if pad_first:
-            raise UsageError("pad_first=True is not possible with a pipeline: pad in the collator")
-        return padded(tensor, self._context, dim, pad_index)
-
-    def wait_for_everyone(self) -> None:
-        """Waits until all ranks have called it."""
-        with self._context.alarm.raised_everywhere():
-            all_gather(self._context.world, [0.0])
+        """Pads tensors to the length of the longest among all replicas."""
+        return utils.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     @contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        """Lets rank 0 run the `with` block before the others."""
-        yield from self._first(self.is_main_process)
-
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
-        """Lets the first rank of each machine run the `with` block before the others."""
-        yield from self._first(self.is_local_main_process)
-
-    def _first(self, goes_first: bool) -> Iterator[None]:
-        if not goes_first:
-            self.wait_for_everyone()
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Runs the `with` block. Raises UsageError for replicas with different numbers of batches."""
+        if self.num_processes > 1 and not (self.even_batches if even_batches is None else even_batches):
+            raise UsageError(
+                "replicas of a pipeline make each step together, so all need the same number of batches: leave "
+                "even_batches at True, and gather_for_metrics drops the samples that fill up the last one"
+            )
         yield
-        if goes_first:
-            self.wait_for_everyone()
 
     def check_trigger(self) -> bool:
         """Returns True on every rank if one has called `set_trigger` since the last check."""
@@ -230,40 +219,3 @@ class Accelerator(SavingAccelerator):
     def unwrap_model(self, model: Any, *_: object, **__: object) -> Any:
         """Returns the module that was prepared; once it is cut, this rank's part of it."""
         return model.unwrap() if isinstance(model, PreparedModel) else model
-
-
-class _Mesh:
-    """What accelerate's loaders ask a device mesh: the sizes of its dimensions."""
-
-    mesh_dim_names = ("dp_replicate", "tp")
-
-    def __init__(self, context: Context) -> None:
-        self._sizes = {"dp_replicate": context.data_size, "tp": context.world_size // context.data_size}
-
-    def __getitem__(self, name: str) -> Any:
-        return _Dimension(self._sizes[name])
-
-
-class _Dimension:
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def size(self) -> int:
-        return self._length
-
-
-def _share_place(context: Context) -> None:
-    """Tells accelerate this rank's place. Its processes are replicas, and only rank 0 of the world logs and writes."""
-    AcceleratorState._shared_state.clear()
-    PartialState._shared_state.clear()
-    PartialState._shared_state.update(
-        _cpu=context.device.type == "cpu",
-        backend=None,
-        debug=False,
-        device=context.device,
-        distributed_type=DistributedType.NO,
-        fork_launched=False,
-        local_process_index=int(os.environ.get("LOCAL_RANK", context.rank)),
-        num_processes=context.data_size,
-        process_index=context.rank,
-    )

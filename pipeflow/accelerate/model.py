@@ -111,7 +111,9 @@ class PreparedModel(nn.Module):
         if self._has_loss:
             loss = self._train(batch, None)
             return loss if self._is_bare else StepOutput(loss)
-        return LazyOutput(lambda asked: self._train((batch[0], asked.labels(_samples(batch[0]))), asked))
+        return LazyOutput(
+            lambda asked: self._train((batch[0], asked.labels(_samples(batch[0]))), asked), self._context.device
+        )
 
     @property
     def _is_waiting(self) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -117,14 +118,15 @@ class LazyOutput:
 
     Args:
         run: function that runs the step with a loss, and returns it.
+        device: the device to which the script moves its labels.
         reads: what was done with the output so far.
     """
 
-    def __init__(self, run: Callable[[AskedLoss], Tensor], reads: Sequence[_Read] = ()) -> None:
-        self._run, self._reads = run, reads
+    def __init__(self, run: Callable[[AskedLoss], Tensor], device: torch.device, reads: Sequence[_Read] = ()) -> None:
+        self._run, self.device, self._reads = run, device, reads
 
     def _then(self, kind: str, value: Any) -> LazyOutput:
-        return LazyOutput(self._run, [*self._reads, _Read(kind, value)])
+        return LazyOutput(self._run, self.device, [*self._reads, _Read(kind, value)])
 
     def __getattr__(self, name: str) -> LazyOutput:
         """What the output has there, such as its logits. Raises UsageError for a loss."""

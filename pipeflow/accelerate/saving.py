@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState
 
 from pipeflow.accelerate.model import PreparedModel
 from pipeflow.checkpoint.load import load_checkpoint
@@ -113,12 +113,11 @@ class SavingAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # accele
 
     @contextmanager
     def _as_process(self, index: int) -> Iterator[None]:
-        """Inside the `with` block, accelerate takes this rank for another process."""
-        states = PartialState._shared_state, AcceleratorState._shared_state
+        """Inside the `with` block, accelerate names this process's files like those of process `index`."""
+        state = AcceleratorState._shared_state
+        before = state["process_index"]
+        state["process_index"] = index
         try:
-            for state in states:
-                state["process_index"] = index
             yield
         finally:
-            for state in states:
-                state["process_index"] = self._context.rank
+            state["process_index"] = before

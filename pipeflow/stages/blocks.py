@@ -146,6 +146,8 @@ def choose(trace: Trace, module: nn.Module, blocks: Blocks, stages: int, cuts: C
         raise UsageError(f'cuts must be "uniform", a cost per block or a list of names, got {cuts!r}')
     if listed is not None and all(isinstance(cut, str) for cut in listed) and (listed or stages == 1):
         return _by_name(trace, module, blocks, stages, [str(cut) for cut in listed])
+    if stages == 1 and blocks is None and listed is None:
+        return []
     found = blocks_of(trace, module, blocks, stages)
     if len(found) < stages:
         raise UsageError(

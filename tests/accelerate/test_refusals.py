@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from pipeflow import UsageError
 from pipeflow.parallel.context import context_if_launched
@@ -123,3 +124,37 @@ def test_a_model_is_prepared_once_and_first() -> None:
     with pytest.raises(UsageError, match="together with its model"):
         make().prepare(torch.optim.SGD(Images().parameters(), lr=0.1))
     assert isinstance(accelerator.unwrap_model(model), Images)
+
+
+def test_one_optimizer_is_prepared() -> None:
+    accelerator, model = make(), Images()
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.blocks, model.head))
+    with pytest.raises(UsageError, match="prepares one optimizer: give it the parameters of the others as groups"):
+        accelerator.prepare(model, first, second)
+
+
+@pytest.mark.parametrize("kind", [nn.parallel.DistributedDataParallel, FullyShardedDataParallel, FSDPModule])
+def test_a_model_of_other_engines_is_refused(kind: Any) -> None:
+    class Wrapped(kind, nn.Module):  # type: ignore[misc]  # what is wrapped does not matter
+        def __new__(cls) -> Any:
+            return nn.Module.__new__(cls)
+
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+
+    with pytest.raises(UsageError, match="the model is a Wrapped, but pipeline= and tensor= divide it here"):
+        make().prepare(Wrapped())
+
+
+def test_replicas_join_only_with_even_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, model, _ = prepared()
+    with accelerator.join_uneven_inputs([model], even_batches=False):  # one replica has no other to wait for
+        pass
+    monkeypatch.setattr(type(accelerator), "num_processes", 2)
+    with accelerator.join_uneven_inputs([model]):
+        pass
+    with (
+        pytest.raises(UsageError, match="all need the same number of batches"),
+        accelerator.join_uneven_inputs([model], even_batches=False),
+    ):
+        pass

@@ -340,6 +340,11 @@ REFUSED: dict[str, tuple[nn.Module, Any, int, dict[str, Any], str]] = {
 }
 
 
+def test_one_stage_needs_no_place_to_cut() -> None:
+    [stage] = planned(Block(), vectors(2), 1).stages
+    assert sorted(stage.owned) == sorted(name for name, _ in Block().named_parameters())
+
+
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_is_refused(what: str) -> None:

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from accelerate import DistributedType
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import BatchSampler, DataLoader
