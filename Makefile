@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[examples,exact,accelerate,huggingface,dev]'
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[examples,exact,accelerate,lightning,huggingface,dev]'
 	touch $@
 
 demo: .venv/installed           ## train a GPT on real text with 4 pipeline ranks

@@ -25,6 +25,15 @@ def run_ranks(script: Path, *options: str, ranks: int, folder: Path | None = Non
     """What the ranks of a script print, those of rank 0 first; run in `folder`, with these environment variables. It
     ends well, and says nothing on stderr.
     """
+    outputs, errors = said_by_ranks(script, *options, ranks=ranks, folder=folder, **variables)
+    assert errors == [""] * ranks, "".join(errors)
+    return "".join(outputs)
+
+
+def said_by_ranks(
+    script: Path, *options: str, ranks: int, folder: Path | None = None, **variables: str
+) -> tuple[list[str], list[str]]:
+    """Like `run_ranks`, but returns what each rank says on stdout, and on stderr."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", **variables}
@@ -52,8 +61,7 @@ def run_ranks(script: Path, *options: str, ranks: int, folder: Path | None = Non
         outputs = [Path(said, f"{rank}.out").read_text() for rank in range(ranks)]
         errors = [Path(said, f"{rank}.err").read_text() for rank in range(ranks)]
     assert codes == [0] * ranks, f"{codes}\n{''.join(errors)}\n{''.join(outputs)}"
-    assert errors == [""] * ranks, "".join(errors)
-    return "".join(outputs)
+    return outputs, errors
 
 
 def _run(script: Path, options: tuple[str, ...], folder: Path, said: Path, **variables: str) -> None:

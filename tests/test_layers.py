@@ -82,6 +82,19 @@ LAYERS: dict[str, set[str]] = {
         "huggingface",
         "accelerate itself",
     },
+    "lightning": {
+        "core",
+        "schedules",
+        "parallel",
+        "stages",
+        "runtime",
+        "optim",
+        "checkpoint",
+        "torch",
+        "huggingface",
+        "accelerate",
+        "lightning itself",
+    },
     "colossalai": {"core", "schedules", "torch", "safetensors", "peft", "huggingface", *ENGINE},
     "megatron": {"core", "schedules", "models", "torch", *ENGINE},
     "pipelining": {"core", "schedules", "parallel", "deferral", "runtime", "torch"},
@@ -90,6 +103,7 @@ LAYERS: dict[str, set[str]] = {
 }
 FOREIGN = {
     "accelerate itself",
+    "lightning itself",
     "mlflow",
     "networkx",
     "numpy",

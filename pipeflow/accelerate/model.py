@@ -112,7 +112,7 @@ class PreparedModel(nn.Module):
             loss = self._train(batch, None)
             return loss if self._is_bare else StepOutput(loss)
         return LazyOutput(
-            lambda asked: self._train((batch[0], asked.labels(_samples(batch[0]))), asked), self._context.device
+            lambda asked: self._train((batch[0], asked.labels(samples_of(batch[0]))), asked), self._context.device
         )
 
     @property
@@ -137,7 +137,7 @@ class PreparedModel(nn.Module):
 
     def _schedule(self, entries: dict[str, Any]) -> Schedule:
         """The schedule for a batch, with fewer microbatches if it has fewer samples."""
-        schedule, samples = self._settings.schedule, _samples(entries)
+        schedule, samples = self._settings.schedule, samples_of(entries)
         return schedule.first(samples) if 0 < samples < schedule.num_microbatches else schedule
 
     def _train(self, batch: tuple[dict[str, Any], object], asked: AskedLoss | None) -> Tensor:
@@ -191,7 +191,7 @@ def _as_it_is(batch: Any) -> tuple[object, object]:
     return batch  # type: ignore[no-any-return]  # a pair, as `Entries.of` makes
 
 
-def _samples(entries: Mapping[str, Any]) -> int:
+def samples_of(entries: Mapping[str, Any]) -> int:
     """Number of samples in a batch."""
     return next((len(each) for each in tree_leaves(dict(entries)) if isinstance(each, Tensor) and each.dim()), 0)
 

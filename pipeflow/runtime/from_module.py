@@ -31,6 +31,7 @@ from pipeflow.stages.loss import Made, all_counted, own_loss, weigh_by
 from pipeflow.stages.plan import CutPlan
 from pipeflow.stages.planner import Planner
 from pipeflow.stages.stage import ModuleStage
+from pipeflow.stages.trace import Trace
 from pipeflow.tensor.module_sharding import shard
 from pipeflow.tensor.random import share_default_state
 from pipeflow.tensor.rules import Rule
@@ -112,7 +113,7 @@ def parts_of(
     chunks = nn.ModuleList(stages)
     if plan.trace.loss is None:
         return Parts(chunks, sized, planner.entries.of, None, None)
-    other = cache(partial(_other_size, batch, planner, module))
+    other = cache(partial(_other_loss, batch, planner, module))
     weigh, is_certain = weigh_by(plan.trace.loss, entries.get(LABELS), batch.sizes[0], other)
     return Parts(chunks, sized, planner.entries.of, own_loss, weigh, knows_weights=is_certain)
 
@@ -132,9 +133,14 @@ def _require_plain(module: object) -> None:
         )
 
 
-def _other_size(batch: Batch, planner: Planner, module: nn.Module) -> tuple[Made | None, int]:
-    """The computation of the loss for a microbatch of another size, and this size. The computation is None if the
-    forward does not accept the size. The size is 0 if the batch is too small for another one.
+def _other_loss(batch: Batch, planner: Planner, module: nn.Module) -> tuple[Made | None, int]:
+    trace, size = traced_otherwise(batch, planner, module)
+    return None if trace is None else trace.loss, size
+
+
+def traced_otherwise(batch: Batch, planner: Planner, module: nn.Module) -> tuple[Trace | None, int]:
+    """The forward of a microbatch of another size, and this size. The trace is None if the forward does not accept the
+    size. The size is 0 if the batch is too small for another one.
     """
     samples, size = sum(batch.sizes), batch.sizes[0]
     other = size + 1 if samples > size else size - 1
@@ -145,7 +151,7 @@ def _other_size(batch: Batch, planner: Planner, module: nn.Module) -> tuple[Made
     if LABELS in entries:
         entries[LABELS] = all_counted(entries[LABELS])
     try:
-        return planner.trace_of(module, entries, lambda _: None).loss, other
+        return planner.trace_of(module, entries, lambda _: None), other
     except Exception:  # whatever the forward raises
         return None, other
 

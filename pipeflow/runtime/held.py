@@ -23,15 +23,20 @@ class HeldStep:
         held: the gradients of the step, times `scale`, by parameter.
         loss: the mean loss of its batch, a scalar tensor without a graph.
         scale: factor that the gradients have already.
+        outputs: the last stage's outputs, as in `Output`.
 
     Attributes:
+        outputs: as given.
         loss: the same number, with a graph that leads to the gradients. A loss computed from it, such as `loss / 2`,
             scales them.
         is_released: True once they are in `.grad`.
     """
 
-    def __init__(self, held: list[tuple[nn.Parameter, Tensor]], loss: Tensor, scale: float) -> None:
+    def __init__(
+        self, held: list[tuple[nn.Parameter, Tensor]], loss: Tensor, scale: float, outputs: object = None
+    ) -> None:
         self._held = held
+        self.outputs = outputs
         self._scale = scale
         self.is_released = False
         anchor = torch.zeros((), requires_grad=True, device=loss.device)
@@ -70,13 +75,18 @@ class _Releasing(torch.autograd.Function):
 
 
 def held_step(
-    data_iter: Iterator[object], model: Pipeline, *, schedule: Schedule | None = None, gradient_scale: float = 1.0
+    data_iter: Iterator[object],
+    model: Pipeline,
+    *,
+    schedule: Schedule | None = None,
+    gradient_scale: float = 1.0,
+    return_outputs: bool = False,
 ) -> HeldStep:
     """Runs one training step like `execute_pipeline`, and holds its gradients back: `.grad` is as before, until the
     backward of `HeldStep.loss`, or `release`. The loss is known on every rank.
 
     Args:
-        data_iter, model, schedule: as in `execute_pipeline`.
+        data_iter, model, schedule, return_outputs: as in `execute_pipeline`.
         gradient_scale: factor that the gradients get within the step, where it costs nothing: pass the one that
             the gradient of the loss will have. `release()` then adds them as they are.
 
@@ -87,11 +97,16 @@ def held_step(
         parameter.grad = None
     try:
         output = execute_pipeline(
-            data_iter, model, broadcast_loss=True, schedule=schedule, gradient_scale=gradient_scale
+            data_iter,
+            model,
+            broadcast_loss=True,
+            schedule=schedule,
+            gradient_scale=gradient_scale,
+            return_outputs=return_outputs,
         )
         held = [(each, each.grad) for each in model.parameters() if each.grad is not None]
     finally:
         for parameter, gradient in earlier:
             parameter.grad = gradient
     assert output.loss is not None, "it was broadcast"
-    return HeldStep(held, output.loss, gradient_scale)
+    return HeldStep(held, output.loss, gradient_scale, output.outputs)

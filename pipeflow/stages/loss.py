@@ -50,17 +50,25 @@ class Weighing:
             predict them.
         classes: the weight of each class, with which its labels count; None for 1.
         adds: True if the loss is a sum, so that microbatches are added up, and labels do not matter.
+        leaf: index of the labels among the leaves, if a tree is passed in which they are.
     """
 
     def __init__(
-        self, ignored: int = IGNORED, skipped: int = 0, classes: Tensor | None = None, *, adds: bool = False
+        self,
+        ignored: int = IGNORED,
+        skipped: int = 0,
+        classes: Tensor | None = None,
+        *,
+        adds: bool = False,
+        leaf: int | None = None,
     ) -> None:
-        self.ignored, self.skipped, self.adds = ignored, skipped, adds
+        self.ignored, self.skipped, self.adds, self.leaf = ignored, skipped, adds, leaf
         self.classes = None if classes is None else classes.detach().to("cpu", torch.float64)
 
     def __call__(self, labels: object) -> float:
         if self.adds:
             return 1.0
+        labels = labels if self.leaf is None else tree_leaves(labels)[self.leaf]
         if not isinstance(labels, Tensor):  # the loss chooses among them
             return next((float(len(each)) for each in tree_leaves(labels) if isinstance(each, Tensor)), 1.0)
         if labels.is_floating_point():  # probabilities of classes, whose mean is over samples
@@ -70,15 +78,17 @@ class Weighing:
             return float((counted != self.ignored).sum())
         return float(self.classes[counted[counted != self.ignored].cpu()].sum())
 
-    def fits(self, mean: Mean, labels: object) -> bool:
-        """Returns True if a mean over targets is one over the labels that count here."""
+    def fits(self, mean: Mean, labels: object, *, exactly: bool = False) -> bool:
+        """Returns True if a mean over targets is one over the labels that count here, which may have other numbers
+        unless `exactly` is set.
+        """
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() < 1 + bool(self.skipped):
             return False
         assert mean.target is not None
         mine, its = labels[:, self.skipped :] if self.skipped else labels, mean.target
         mine, its = mine[mine != self.ignored], its[its != mean.ignored]
         # models may count the labels that others ignore by default, and give them other numbers
-        is_renumbered = mean.ignored == IGNORED and self.classes is None and labels.dim() > 1
+        is_renumbered = not exactly and mean.ignored == IGNORED and self.classes is None and labels.dim() > 1
         return mine.shape == its.shape and (is_renumbered or torch.equal(mine, its.to(mine.dtype)))
 
 
@@ -100,7 +110,7 @@ def weigh_by(
 
     Args:
         made: how the loss of a microbatch is made.
-        labels: its labels, none of which may be IGNORED.
+        labels: its labels, none of which may be IGNORED; or a tree in which they are.
         samples: its number of samples.
         other: function that returns the same for a microbatch of another size, and the size.
     """
@@ -129,7 +139,10 @@ def weigh_by(
             case Sum() if not any(isclose(term.divisor or 0.0, count, rel_tol=1e-6) for count in counts):
                 return guess
     sums = any(each is not None and each.adds for each in found)
-    alike = {None if each is None else (each.ignored, each.skipped, each.adds, _listed(each.classes)) for each in found}
+    alike = {
+        None if each is None else (each.ignored, each.skipped, each.adds, each.leaf, _listed(each.classes))
+        for each in found
+    }
     if len(alike) > 1 or (sums and Constant() in made.terms):
         return guess
     return (found[0] if found else None), True
@@ -140,10 +153,16 @@ def _listed(classes: Tensor | None) -> tuple[float, ...]:
 
 
 def _over_labels(mean: Mean, labels: object) -> Weighing | None:
-    """The weighing by labels of a mean over targets; None if the targets are others."""
-    for skipped in (0, 1):
-        if (found := Weighing(mean.ignored, skipped, mean.weight)).fits(mean, labels):
-            return found
+    """The weighing by labels of a mean over targets; None if the targets are others. In a tree of labels, a leaf with
+    the targets' own numbers is preferred.
+    """
+    leaves: list[tuple[int | None, object]] = [*enumerate(tree_leaves(labels))]
+    for exactly in (True, False):
+        for leaf, each in [(None, labels)] if isinstance(labels, Tensor) else leaves:
+            for skipped in (0, 1):
+                found = Weighing(mean.ignored, skipped, mean.weight, leaf=leaf)
+                if found.fits(mean, each, exactly=exactly):
+                    return found
     return None
 
 

@@ -105,8 +105,14 @@ def record(
             raise
     recorder.end(output)
     leaks, loss = _leaks(recorder.calls, flow), loss_in(output)
-    made = None if loss is None else Made(notes.terms(loss), notes.targets, notes.read)
-    return Trace(recorder.calls, leaks, flow.decided, flow.guesses, made)
+
+    def made(leaf: object) -> Made | None:
+        if not isinstance(leaf, Tensor) or leaf.dim():
+            return None
+        return Made(notes.terms(leaf), notes.targets, notes.read)
+
+    scalars = tuple(made(leaf) for leaf in flattened(output)[0])
+    return Trace(recorder.calls, leaks, flow.decided, flow.guesses, made(loss), scalars)
 
 
 class Located(Protocol):

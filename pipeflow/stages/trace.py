@@ -177,6 +177,7 @@ class Trace:
         decided: calls that read a random number.
         guesses: calls that branched on a value that depends on parameters, with the first time that they did.
         loss: how the loss that the module returned is made; None if it returned none.
+        scalars: the same for each leaf of what the module returned, with None for leaves that are no scalar tensor.
     """
 
     calls: list[Call]
@@ -184,6 +185,7 @@ class Trace:
     decided: list[int]
     guesses: dict[int, int]
     loss: Made | None
+    scalars: tuple[Made | None, ...] = ()
 
     @property
     def returned(self) -> Returned:

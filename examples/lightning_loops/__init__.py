@@ -1,0 +1,1 @@
+"""Lightning's loops through a pipeline."""
