@@ -26,8 +26,8 @@ from pipeflow.stages.ways import lay
 #
 # Models may collect outputs of their blocks by hooks (all hidden states, say). A hook of a replaced call can be run on
 # the received tensor, but each replay means one more tensor to send. So a stage is planned without replays first. If it
-# then does not run like the whole forward, it is planned with the replays of hooks that surely collect, and at last
-# with all.
+# then does not compute what the whole forward does, it is planned with the replays of hooks that surely collect, and at
+# last with all.
 
 _EMPTY = StagePlan(Script(Node(), frozenset()), (), (), frozenset(), frozenset(), is_empty=True)
 
@@ -48,9 +48,10 @@ def make_plan(
     wanted: tuple[TensorRef, ...] = ()  # needed by later stages
     stages: list[StagePlan] = []
     made = [cut for cut in cuts if cut is not None]
+    ends = [cut.exit for cut in made]
     for start, end in reversed(list(pairwise([None, *made, None]))):
         _require_known(trace, start)
-        planned = _planned(fakes, trace, start, end, wanted, batch)
+        planned = _planned(fakes, trace, start, end, wanted, batch, ends)
         stages.insert(0, planned)
         wanted = tuple({*wanted, *planned.receives}.difference(planned.makes))
     stages = [*[_EMPTY] * (len(cuts) - len(made)), *stages]
@@ -66,6 +67,7 @@ def _planned(
     end: Call | None,
     wanted: tuple[TensorRef, ...],
     batch: Callable[[], Batch],
+    ends: Sequence[int],
 ) -> StagePlan:
     """The plan of the stage between two cuts. Hooks see calls that are replaced only if the stage does not compute the
     same without: first those hooks that surely collect tensors, then all.
@@ -73,25 +75,17 @@ def _planned(
     attempts: list[list[Call]] = [[]]
     if start is not None:
         attempts += [trace.seen_until(start, trace.collectors), trace.seen_until(start)]
-    found: StagePlan | None = None
     raised: Exception | None = None
     for attempt, seen in enumerate(attempts):
         if attempt and seen in attempts[:attempt]:
             continue
         try:
             _require_no_leak(trace, fakes, start, replays=bool(seen))
-            stage = StageCut(fakes, trace, start, end, wanted, seen)
-            planned, is_same = stage.plan(batch())
+            return StageCut(fakes, trace, start, end, wanted, seen, ends).plan(batch())
         except Exception as error:
             raised = error if raised is None or attempt == 1 else raised
-            continue
-        if is_same:
-            return planned
-        found = planned if found is None else found
-    if found is None:
-        assert raised is not None
-        raise raised
-    return found
+    assert raised is not None
+    raise raised
 
 
 def _require_separate_buffers(stages: Sequence[StagePlan], placement: Placement) -> None:

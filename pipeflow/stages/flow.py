@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pipeflow.stages.identities import Identities, Identity
 from pipeflow.stages.reductions import Reductions
 
 # Theory of operation
@@ -82,8 +83,8 @@ class Flow(TorchDispatchMode):
         written: for each storage that was written to in place, how often.
         decided: calls that read a random number.
         guesses: calls in which values were guessed, with the first time.
-        operators: how many operators ran.
         reductions: notes how the loss is made; None to note nothing.
+        identities: how each tensor was computed.
         is_live: True while random numbers belong to this stage; before, they count as a source.
     """
 
@@ -104,8 +105,8 @@ class Flow(TorchDispatchMode):
         self.written: Counter[int] = Counter()
         self.decided: list[int] = []
         self.guesses: dict[int, int] = {}
-        self.operators = 0
         self.reductions: Reductions | None = None
+        self.identities = Identities(self.key)
         self.is_live = False
 
     def mark(self, tensor: Tensor, sources: int) -> int:
@@ -113,6 +114,11 @@ class Flow(TorchDispatchMode):
         key = self.key(tensor)
         self._sources[key] = self._sources.get(key, 0) | sources
         return key
+
+    def give(self, tensor: Tensor, source: int, identity: Identity | None = None) -> int:
+        """Makes the tensor a source with this bit, and by default with an identity of its own. Returns its key."""
+        self.identities.give(tensor, Identity.of_source(source) if identity is None else identity)
+        return self.mark(tensor, source)
 
     def overwrite(self, tensor: Tensor, sources: int) -> int:
         """Adds sources to the tensor's storage, in place of all others if the tensor is all of it. Returns its key."""
@@ -147,9 +153,10 @@ class Flow(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.operators += 1
         sources, is_fake, is_guessed, read = 0, False, False, set[int]()
-        for tensor in tree_leaves((args, kwargs)):
+        leaves = tree_leaves((args, kwargs))
+        given = self.identities.identified(leaves)
+        for tensor in leaves:
             if not isinstance(tensor, Tensor):
                 continue
             key = self.key(tensor)
@@ -177,13 +184,12 @@ class Flow(TorchDispatchMode):
             self.reductions.note(func, args, kwargs, output)
         if is_guessed and not is_fake:
             self._guess_at(output)
-        for index in _written_by(func):
-            target = kwargs.get(index) if isinstance(index, str) else args[index] if index < len(args) else None
-            for tensor in tree_leaves(target):
-                if isinstance(tensor, Tensor):
-                    self.written[self.mark(tensor, sources)] += 1
-                    if is_fake:
-                        self._guessed.discard(self.key(tensor))
+        written = _written(func, args, kwargs)
+        for tensor in written:
+            self.written[self.mark(tensor, sources)] += 1
+            if is_fake:
+                self._guessed.discard(self.key(tensor))
+        self.identities.note(func, given, output, written, self.clock)
         return output
 
     def _run(self, func: Any, args: Any, kwargs: Any, *, is_fake: bool, draws: bool) -> Any:
@@ -281,6 +287,15 @@ def host_random_state() -> object:
 
 def _shapes(output: object) -> list[Any]:
     return [tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(output)]
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operator writes to."""
+    found = [
+        kwargs.get(each) if isinstance(each, str) else args[each] if each < len(args) else None
+        for each in _written_by(func)
+    ]
+    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
 
 
 @cache

@@ -27,7 +27,7 @@ def isolated() -> Iterator[None]:
 @contextmanager
 def _without_saved_tensors_hooks() -> Iterator[None]:
     """Lets autograd save as without hooks. A step that recomputes or offloads has some, and they change which
-    operators run, which plans count. torch has no public function that does this.
+    operators run, which plans compare. torch has no public function that does this.
     """
     autograd: Any = torch._C._autograd
     hooks = []

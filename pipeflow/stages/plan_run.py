@@ -25,7 +25,6 @@ class PlanRun(Run):
         bits: bits of these values as sources.
         flow: flow under which it runs, in which the stubs are marked.
         start: the last call of the stage before; None for the first stage.
-        end: the last call of the stage; None for the last stage.
         trace: the forward that is cut.
 
     Attributes:
@@ -40,19 +39,17 @@ class PlanRun(Run):
         bits: Mapping[TensorRef, int],
         flow: Flow,
         start: Call | None,
-        end: Call | None,
         trace: Trace,
     ) -> None:
         super().__init__(script, stubs, _never)
         self.flow = flow
         self.current = ""
         self.given: dict[int, int] = {}
-        self._start, self._end, self._trace, self._bits = start, end, trace, bits
+        self._start, self._trace, self._bits = start, trace, bits
         self._keys = {value: flow.key(stub) for value, stub in stubs.items()}
         self._sharing: dict[int, list[TensorRef]] = defaultdict(list)  # by their memory in the trace
         for value in stubs:
             self._sharing[trace.look(*value).storage].append(value)
-        self._begun = self._ended = 0  # operators of the flow when the stage's own part began and ended
         self._made: dict[
             TensorRef, dict[TensorRef, int]
         ] = {}  # when a value is made: writes to others in the same memory
@@ -62,30 +59,18 @@ class PlanRun(Run):
     def called(self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         outer, self.current = self.current, name
         node = self._node.inner.get((name, self._turns.get(name, 0)))
-        try:
-            output = super().called(name, call, arguments, keywords)
-        finally:
-            self._ended = self.flow.operators if node is not None and node.call is self._end else self._ended
+        output = super().called(name, call, arguments, keywords)
         self.current = outer
         if node is not None and node.call is self._start:
             self.flow.is_live = True
-            self._begun = self.flow.operators
         return output
-
-    def is_like_trace(self) -> bool:
-        """True if the stage's own part ran as many operators as in the whole forward. A forward that reads what hooks
-        collected runs fewer if they collected less.
-        """
-        if self._start is None:
-            return True
-        there = (self._trace.calls[0] if self._end is None else self._end).operators - self._start.operators
-        ended = self.flow.operators if self._end is None else self._ended
-        return ended - self._begun - len(self._copied) == there
 
     def _copy(self, value: TensorRef) -> Tensor:
         key = self.flow.key(self.kept[value])
         self._copied[value] = key, self.flow.written[key]
-        return super()._copy(value)
+        copy = super()._copy(value)
+        self.flow.identities.give(copy, self.flow.identities.of(self.kept[value]))
+        return copy
 
     def _write(self, node: Node, given: object) -> None:
         """Only marks the memory, since unused values are not written."""
@@ -94,6 +79,7 @@ class PlanRun(Run):
         for index, tensor in self._written(node, given):
             value = TensorRef(node.call.index, -1 - index)
             self._overwritten[value] = self.flow.overwrite(tensor, self._bits[value])
+            self.flow.identities.give(tensor, self._trace.look(*value).identity)
 
     def _tensor(self, value: TensorRef, look: Look, call: Call) -> Tensor:
         sharing = self._sharing[self._trace.look(*value).storage]

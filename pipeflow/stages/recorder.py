@@ -66,7 +66,7 @@ class Recorder:
         self._end(self.calls[0], output)
 
     def _end(self, call: Call, output: object) -> None:
-        call.exit, call.operators, call.returned = self._tick(), self.flow.operators, Returned.of(output, self.flow)
+        call.exit, call.returned = self._tick(), Returned.of(output, self.flow)
 
     @property
     def current(self) -> str:
@@ -92,7 +92,7 @@ def record(
     flow = Flow(fakes.mode, fakes.of_buffers, draw=draw, guess=guess)
     bits = fakes.sources()
     for name, tensor in fakes.tensors().items():
-        flow.mark(tensor, bits[name])
+        flow.give(tensor, bits[name])
     flow.reductions = notes = Reductions(flow.key, flow.is_known)
     notes.give(flattened(batch)[0])
     modules = {name: module for name, module in fakes.module.named_modules() if name}
@@ -112,7 +112,7 @@ def record(
         return Made(notes.terms(leaf), notes.targets, notes.read)
 
     scalars = tuple(made(leaf) for leaf in flattened(output)[0])
-    return Trace(recorder.calls, leaks, flow.decided, flow.guesses, made(loss), scalars)
+    return Trace(recorder.calls, leaks, flow.decided, flow.guesses, made(loss), flow.identities.writes, scalars)
 
 
 class Located(Protocol):

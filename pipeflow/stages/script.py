@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from pipeflow.core.errors import UsageError
+from pipeflow.stages.absent import Absent
 from pipeflow.stages.calls import watched
 from pipeflow.stages.trace import Batch, Call, Look, Returned, Unknown
 
@@ -176,7 +177,7 @@ class Run:
                     self._tensor(TensorRef(call.index, index if tree is call.returned else -1 - index), leaf, call)
                 )
             else:
-                leaves.append(_Absent(call.name, leaf.kind) if isinstance(leaf, Unknown) else leaf)
+                leaves.append(_absent(call.name, leaf.kind) if isinstance(leaf, Unknown) else leaf)
         return leaves[0] if tree.is_bare else tree_unflatten(leaves, tree.spec)
 
     def _replay(self, call: Call, output: Any) -> None:
@@ -216,16 +217,9 @@ def _own_forwards(module: nn.Module, wraps: bool) -> Iterator[None]:
                 vars(each).pop("forward", None)
 
 
-class _Absent:
-    """Stands for an object that an earlier stage returned and that is no tensor. Using it raises UsageError."""
-
-    def __init__(self, module: str, kind: str) -> None:
-        self.__dict__["_said"] = (
-            f"{module} returned a {kind} that a later stage needs, but stages receive tensors only: "
-            "register its class with torch.utils._pytree, or cut elsewhere"
-        )
-
-    def _refuse(self, *_: object, **__: object) -> Any:
-        raise UsageError(self.__dict__["_said"])
-
-    __getattr__ = __getitem__ = __iter__ = __call__ = __bool__ = __len__ = __setattr__ = _refuse
+def _absent(module: str, kind: str) -> Absent:
+    """Stands for an object that an earlier stage returned and that is no tensor."""
+    return Absent(
+        f"{module} returned a {kind} that a later stage needs, but stages receive tensors only: register its class "
+        "with torch.utils._pytree, or cut elsewhere"
+    )

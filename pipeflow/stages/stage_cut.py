@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from pipeflow.core.errors import UsageError
 from pipeflow.stages.copies import Fakes
 from pipeflow.stages.flow import RANDOM, Flow
+from pipeflow.stages.identities import Identity
 from pipeflow.stages.plan import StagePlan
 from pipeflow.stages.plan_run import PlanRun
 from pipeflow.stages.recorder import explained
@@ -30,8 +31,9 @@ from pipeflow.stages.trace import Batch, Call, Look, Returned, Trace
 #
 # The run also proves the cut. In the whole forward the same outputs have sources too; one that is missing here, and
 # does not come in through a received value, went a way that the script cannot see: through an attribute, a list or a
-# cache. That raises an error. Calls that depend on the batch alone (`is_free`) are not replaced: each stage has the
-# batch and repeats them, so nothing need be sent.
+# cache. That raises an error, as does a value that other operators made, or the same from other tensors (`identities`).
+# Calls that depend on the batch alone (`is_free`) are not replaced: each stage has the batch and repeats them, so
+# nothing need be sent.
 
 
 def is_free(trace: Trace, call: Call, fakes: Fakes) -> bool:
@@ -59,8 +61,9 @@ class StageCut:
         end: Call | None,
         wanted: tuple[TensorRef, ...],
         collected: list[Call],
+        ends: Sequence[int],
     ) -> None:
-        self.fakes, self.trace, self.start, self.end = fakes, trace, start, end
+        self.fakes, self.trace, self.start, self.end, self.ends = fakes, trace, start, end, ends
         before = 0 if start is None else start.exit
         self.kept = sorted(value for value in wanted if trace.calls[value.call].exit > before)
         self.collected = collected
@@ -69,11 +72,13 @@ class StageCut:
         self.replayed: list[Call] = []
         self._write()
 
-    def plan(self, batch: Batch) -> tuple[StagePlan, bool]:
-        """Runs the stage on fake tensors. Returns its plan, and whether its part was as in the whole forward."""
+    def plan(self, batch: Batch) -> StagePlan:
+        """Runs the stage on fake tensors. Returns its plan. Raises UsageError if it does not compute what the whole
+        forward does.
+        """
         flow = Flow(self.fakes.mode, self.fakes.of_buffers)
         bits, tensors = self.fakes.sources(), self.fakes.tensors()
-        own = {name: flow.mark(tensor, bits[name]) for name, tensor in tensors.items()}
+        own = {name: flow.give(tensor, bits[name]) for name, tensor in tensors.items()}
         values = [TensorRef(call.index, leaf) for call in self.replaced for leaf in call.looks]
         values += [TensorRef(call.index, -1 - leaf) for call in self.replaced for leaf in call.writes]
         for call in self.replayed:
@@ -83,7 +88,7 @@ class StageCut:
         values = list(dict.fromkeys(values))
         value_bits = {value: 2 << (len(bits) + index) for index, value in enumerate(values)}
         stubs = {value: self._stub(self.trace.look(*value)) for value in values}
-        keys = {value: flow.mark(stub, value_bits[value]) for value, stub in stubs.items()}
+        keys = {value: flow.give(stub, value_bits[value], self._identity(value)) for value, stub in stubs.items()}
         flow.is_live = self.start is None
         script = Script(
             self.root,
@@ -92,7 +97,7 @@ class StageCut:
             wraps=any(call.is_wrapped for call in self.trace.calls),
         )
         batch_keys = {flow.key(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
-        run = PlanRun(script, stubs, value_bits, flow, self.start, self.end, self.trace)
+        run = PlanRun(script, stubs, value_bits, flow, self.start, self.trace)
         watched = {name: module for name, module in self.fakes.module.named_modules() if name in script.names}
         with explained(run), torch.enable_grad(), flow:
             output = run.forward(self.fakes.module, watched, batch)
@@ -101,12 +106,13 @@ class StageCut:
         used = {value for value, bit in value_bits.items() if bit & sources}
         self._require_gradients(used, sources, value_bits, run.given)
         run.require_separate(used)
+        self._require_same(made)
         written = run.written(used)
         self._write_only(used, run)
         named = self.fakes.owners(sources)
         writes = frozenset(name for name in self.fakes.buffers if own[name] in written)
         buffers = writes | set(self.fakes.buffers).intersection(named)
-        plan = StagePlan(
+        return StagePlan(
             replace(
                 script,
                 written=frozenset(value for value in values if keys[value] in written),
@@ -118,19 +124,31 @@ class StageCut:
             buffers,
             writes,
         )
-        return plan, run.is_like_trace()
 
     def _stub(self, look: Look) -> Tensor:
         with self.fakes.mode, torch.enable_grad():
-            tensor = torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device=self.fakes.device)
-            return tensor.requires_grad_() * 1 if look.requires_grad else tensor
+            reach = sum((size - 1) * step for size, step in zip(look.shape, look.stride, strict=True))
+            memory = torch.empty(reach + 1, dtype=look.dtype, device=self.fakes.device)
+            memory = memory.requires_grad_() * 1 if look.requires_grad else memory
+            return memory.as_strided(look.shape, look.stride)  # with the places that views have in the whole forward
+
+    def _identity(self, value: TensorRef) -> Identity:
+        """How a value was computed in the whole forward when its stage sends it."""
+        call = self.trace.calls[value.call]
+        end = next(each for each in self.ends if each >= call.exit)
+        return self.trace.identity(call.look(value.leaf), self.trace.around(call, end).exit)
 
     def _made(self, run: PlanRun, output: object, flow: Flow) -> list[tuple[str, Look, Look]]:
         """The tensors that the stage made: for each its description, its properties here, and those in the trace."""
         if self.end is not None:
             calls = self.trace.calls
             return [
-                (calls[value.call].name, Look.of(run.kept[value], flow), self.trace.look(*value)) for value in self.kept
+                (
+                    calls[value.call].name,
+                    Look.of(run.kept[value], flow),
+                    self.trace.look(*value)._replace(identity=self._identity(value)),
+                )
+                for value in self.kept
             ]
         here, there = Returned.of(output, flow), self.trace.returned
         mine, its = here.looks(), there.looks()
@@ -167,6 +185,15 @@ class StageCut:
                     "this value"
                 )
         return found
+
+    def _require_same(self, made: Sequence[tuple[str, Look, Look]]) -> None:
+        """Raises UsageError if something that the stage makes is computed in another way than in the whole forward."""
+        if other := next((what for what, here, there in made if here.identity != there.identity), None):
+            raise UsageError(
+                f"after a cut at {self.start and self.start.name}, {other} is computed from other tensors than in the "
+                "whole module: it picks some of those that it collects from blocks, such as hidden states; switch off "
+                "their collection, or cut elsewhere"
+            )
 
     def _require_gradients(
         self, used: Collection[TensorRef], sources: int, bits: Mapping[TensorRef, int], given: Mapping[int, int]
@@ -228,9 +255,7 @@ class StageCut:
         stages replace is that call, and who collects the output sees what is written to it until there.
         """
         assert self.end is not None
-        while call.parent and self.trace.calls[call.parent].exit <= self.end.exit:
-            call = self.trace.calls[call.parent]
-        return self._node(call)
+        return self._node(self.trace.around(call, self.end.exit))
 
     def _write_only(self, used: Collection[TensorRef], run: PlanRun) -> None:
         """Leaves only those writes and copies in the script that are needed."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from pipeflow.stages.flow import Flow
+from pipeflow.stages.identities import Identity
 from pipeflow.stages.loss import Made
 from pipeflow.stages.trees import flattened
 
@@ -26,6 +27,7 @@ class Look(NamedTuple):
         shape, stride, dtype, requires_grad: as in torch.
         sources: bits of the sources that flowed into it.
         storage: a number that stands for its memory.
+        identity: how it was computed.
     """
 
     shape: tuple[int, ...]
@@ -34,6 +36,7 @@ class Look(NamedTuple):
     requires_grad: bool
     sources: int
     storage: int
+    identity: Identity
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +48,8 @@ class Look(NamedTuple):
         """The shape, stride, dtype and sources of `tensor`."""
         stride = tensor.stride() if tensor.layout is torch.strided else ()
         shape, sources, storage = tuple(tensor.shape), flow.sources(tensor), flow.key(tensor)
-        return cls(shape, tuple(stride), tensor.dtype, tensor.requires_grad, sources, storage)
+        identity = flow.identities.of(tensor)
+        return cls(shape, tuple(stride), tensor.dtype, tensor.requires_grad, sources, storage, identity)
 
 
 class Unknown(NamedTuple):
@@ -111,7 +115,6 @@ class Call:
         is_wrapped: True if the module's forward was replaced.
         returned: its output.
         turns: number of calls of each module within it.
-        operators: how many operators ran until its exit.
     """
 
     index: int
@@ -130,7 +133,6 @@ class Call:
     is_wrapped: bool = False
     returned: Returned | None = None
     turns: dict[str, int] = field(default_factory=dict)
-    operators: int = 0
 
     @property
     def looks(self) -> dict[int, Look]:
@@ -177,7 +179,8 @@ class Trace:
         decided: calls that read a random number.
         guesses: calls that branched on a value that depends on parameters, with the first time that they did.
         loss: how the loss that the module returned is made; None if it returned none.
-        scalars: the same for each leaf of what the module returned, with None for leaves that are no scalar tensor.
+        writes: as in Identities.
+        scalars: as `loss`, for each leaf of what the module returned, with None for leaves that are no scalar tensor.
     """
 
     calls: list[Call]
@@ -185,6 +188,7 @@ class Trace:
     decided: list[int]
     guesses: dict[int, int]
     loss: Made | None
+    writes: dict[int, list[tuple[int, int]]]
     scalars: tuple[Made | None, ...] = ()
 
     @property
@@ -203,6 +207,17 @@ class Trace:
     def look(self, call: int, leaf: int) -> Look:
         """A tensor that a call returned or was given; see `Call.look`."""
         return self.calls[call].look(leaf)
+
+    def around(self, call: Call, until: int) -> Call:
+        """The outermost call around `call`, or itself, that ended until a time."""
+        while call.parent and self.calls[call.parent].exit <= until:
+            call = self.calls[call.parent]
+        return call
+
+    def identity(self, look: Look, until: int) -> Identity:
+        """How a tensor of a call was computed, with what was written to it until a time, the exit of a call."""
+        made = [number for clock, number in self.writes.get(look.storage, []) if clock < until]
+        return look.identity._replace(made=made[-1]) if made else look.identity
 
     def seen_in(self, outer: Call) -> list[Call]:
         """The calls within `outer`, including itself, that code beside their callers may see, such as hooks."""

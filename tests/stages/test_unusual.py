@@ -52,6 +52,8 @@ class Stack(nn.Module):
 class Hooked(Stack):
     """Its loss is also one of what hooks collect from within its blocks, and of the first one's input."""
 
+    chosen = slice(None)
+
     def forward(self, values: Tensor) -> Any:
         found: list[Tensor] = []
 
@@ -64,7 +66,13 @@ class Hooked(Stack):
         finally:
             for hook in hooks:
                 hook.remove()
-        return loss + sum((index + 1) * each.square().sum() for index, each in enumerate(found))
+        return loss + sum((index + 1) * each.square().sum() for index, each in enumerate(found[self.chosen]))
+
+
+class Picking(Hooked):
+    """Reads one of the collected tensors by its place, which is another one if some were not collected."""
+
+    chosen = slice(2, 3)
 
 
 class Wrapped(Stack):
@@ -255,6 +263,7 @@ def gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 MODULES: dict[str, Any] = {
     "hooked": Hooked,
+    "picking": Picking,
     "wrapped": Wrapped,
     "experts": lambda: Stack(Experts),
     "ended": Ended,

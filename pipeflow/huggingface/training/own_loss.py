@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from pipeflow.core.errors import UsageError
 from pipeflow.huggingface.training.metrics import METRICS
 from pipeflow.runtime.computing import computing, weighing
 from pipeflow.runtime.divided import Divided
 from pipeflow.runtime.pipeline import Pipeline
+from pipeflow.stages.absent import Absent
 from pipeflow.stages.loss import Weighing
 
 _ITEMS, _OUTPUTS = "num_items_in_batch", "return_outputs"
@@ -42,6 +44,7 @@ class OwnLoss:
         self.divides = False
         self._weigh: Weighing | None = None
         self._is_traced = False
+        self._known: dict[Any, int] = {}  # tensors in the parts of the module's output
         self._trainer = trainer
         self._model = model
         self._takes_items = _ITEMS in inspect.signature(trainer.compute_loss).parameters
@@ -86,7 +89,7 @@ class OwnLoss:
         if is_traced and items is not None:
             items = items.detach().requires_grad_()
         keywords: dict[str, Any] = {_ITEMS: items} if self._takes_items else {}
-        with acting(self._trainer, self._model, module):
+        with acting(self._trainer, self._model, module, self._known):
             found = self._trainer.compute_loss(module, entries, return_outputs=outputs, **keywords)
         if is_traced and items is not None:
             self.divides = _reaches(found[0] if outputs else found, items)
@@ -94,16 +97,17 @@ class OwnLoss:
 
 
 @contextmanager
-def acting(trainer: Any, model: Pipeline, module: nn.Module) -> Iterator[None]:
+def acting(trainer: Any, model: Pipeline, module: nn.Module, known: dict[Any, int]) -> Iterator[None]:
     """Inside the `with` block, the trainer's model is `module`, a copy of the whole module of `model`, with its own
-    forward, and the trainer gathers nothing. What it counts while the forward is traced is forgotten.
+    forward, and the trainer gathers nothing. What it counts while the forward is traced is forgotten. `known` keeps how
+    many tensors the parts of the output have.
     """
     state, replaced = vars(trainer), vars(module).pop("forward")
     patch = vars(model).get("forward")
     if isinstance(patch, MethodType):  # by the trainer, for the whole model
         vars(module)["forward"] = MethodType(patch.__func__, module)
-    vars(module)["forward"] = partial(_without_states, module, module.forward)
     is_traced = module is model.chunks[0].whole
+    vars(module)["forward"] = partial(_whole_parts, module.forward, known, is_traced)
     before = {**state, METRICS: copy.deepcopy(state.get(METRICS))} if is_traced else {"model": state["model"]}
     state["model"] = module
     try:
@@ -116,12 +120,31 @@ def acting(trainer: Any, model: Pipeline, module: nn.Module) -> Iterator[None]:
         state.update(before)
 
 
-def _without_states(module: Any, forward: Any, *arguments: Any, **options: Any) -> Any:
-    """The module's forward. Raises UsageError if it is asked for tensors of all blocks."""
-    for name in ("output_hidden_states", "output_attentions"):
-        if options.get(name) or getattr(getattr(module, "config", None), name, False):
-            raise UsageError(f"{name} asks for tensors of all stages")
-    return forward(*arguments, **options)
+def _whole_parts(forward: Any, known: dict[Any, int], is_traced: bool, *arguments: Any, **options: Any) -> Any:
+    """The module's forward. A part of its output, such as all hidden states, is absent if it has not as many tensors as
+    in the trace: then the plan did not foresee that it is read, and blocks of other stages are missing in it.
+    """
+    output = forward(*arguments, **options)
+    items = output.items() if isinstance(output, dict) else enumerate(output) if isinstance(output, tuple) else ()
+    parts: list[tuple[Any, Any]] = list(items)
+    for name, part in parts:
+        count = len(tree_leaves(part)) if isinstance(part, tuple | list) else 0
+        if count and is_traced:
+            known[name] = max(count, known.get(name, 0))
+        if count and count != known.get(name):
+            absent = Absent(
+                f"it reads {name!r}, of which this stage has {count} of {known.get(name, 'no')} tensors, since it did "
+                "not read them in its first call: let it always read them"
+            )
+            output = _replaced(output, name, absent)
+    return output
+
+
+def _replaced(output: Any, name: Any, part: object) -> Any:
+    if isinstance(output, dict):
+        output[name] = part
+        return output
+    return tuple(part if index == name else each for index, each in enumerate(output))
 
 
 class Chunks:

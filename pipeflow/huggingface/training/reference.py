@@ -44,6 +44,7 @@ class Reference:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._model: Pipeline = trainer.ref_model
+        self._known: dict[Any, int] = {}  # as in OwnLoss
         trainer.precompute_ref_logps = True  # the loss reads them from the batch
 
     def added(self, inputs: Any) -> Divided:
@@ -62,5 +63,5 @@ class Reference:
         return Divided([{**each, **column} for each, column in zip(parts, columns, strict=True)], inputs.schedule)
 
     def _forward(self, module: nn.Module, **entries: Any) -> Any:
-        with acting(self._trainer, self._model, module):
+        with acting(self._trainer, self._model, module, self._known):
             return self._trainer.compute_ref_log_probs(module, entries)

@@ -266,6 +266,7 @@ class Trainer(Checkpoints):
         labels = tuple(each for each in labels if each is not None)
         with self.model.alarm.raised_everywhere():
             outputs = None if told.outputs is None else told.outputs[1]  # type: ignore[index]  # compute_loss returns a pair
+            outputs = outputs[1:] if isinstance(outputs, tuple | list) else outputs  # a tuple starts with the loss
             logits, _ = self._shared(outputs, (), ignore_keys, 0)
         return told.loss, logits, labels[0] if len(labels) == 1 else labels or None
 
