@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measured_steps import DATA, MeasuredBytes, Row, memory_rows, rows
+from benchmarks.measured_steps import DATA, MeasuredBytes, Row, memory_commands, memory_rows, rows
 from benchmarks.planner_fit import fitted, fitted_without, own_coefficients
 from benchmarks.planner_tables import write_tables
 from benchmarks.report import Report
@@ -50,7 +50,7 @@ def run(rounds: int | None = None) -> Report:
     report.notes.append("fitted on all: " + ", ".join(f"{name} {value:.3g}" for name, value in start.items()))
     apart = max(abs(value / start[name] - 1) for name, value in own_coefficients().items())
     report.notes.append(f"the planner's own coefficients differ from these by at most {apart:.1%}")
-    _add_memory(report, memory_rows())
+    _add_memory(report, [*memory_rows(), *memory_commands()])
     return report
 
 
@@ -150,7 +150,7 @@ def _regrets(
 
 
 def _add_memory(report: Report, measured: Sequence[MeasuredBytes]) -> None:
-    errors = [each.planned / 2**30 / each.gib - 1 for each in measured]
+    errors = [each.error for each in measured]
     report.data["memory"] = {"rows": len(errors), "error": fmean(map(abs, errors)), "largest": max(map(abs, errors))}
     shares = allocator_shares()
     report.notes.append(

@@ -5,9 +5,12 @@ benchmarks/results/planner.json.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+
+from benchmarks.measured_steps import MeasuredBytes, memory_commands, memory_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- written by: python -m benchmarks planner --save -->", "<!-- end -->"
@@ -32,22 +35,34 @@ SOURCES = {
     "torchtitan-2025-06-tp": "64 and 256 H100 of 96 GB, FSDP with tensor ranks, Llama 3, bf16 and fp8 (torchtitan)",
     "nemo-24.07": "8 to 512 H100, fp8, GPTs and Llamas ([NeMo 24.07](https://github.com/NVIDIA/NeMo))",
 }
+FORMULA = "2205.05198-tab5"
+MEMORY = "8 to 512 H100 of 96 GB, Llama 3.1, torchtitan ([arXiv 2410.06511](https://arxiv.org/abs/2410.06511))"
 
 
 def docs_table(data: Mapping[str, Any]) -> str:
-    """A line per source: the errors of coefficients that never saw it, and that of the planner's own."""
-    lines = ["| published steps | rows | mean error | largest | bias | regret | largest | mean error, fitted on all |"]
-    lines.append("|---|---:|---:|---:|---:|---:|---:|---:|")
+    """A line per source: the errors of coefficients that never saw it, that of the planner's own, and that of memory,
+    which has no coefficients.
+    """
+    seen = "mean error, fitted on all | memory: rows | mean error | largest"
+    lines = [f"| published steps | rows | mean error | largest | bias | regret | largest | {seen} |"]
+    lines.append("|---" + "|---:" * 10 + "|")
     for source, steps in SOURCES.items():
         own, unseen = data["errors"][source], data["errors"][f"{source}, fitted without it"]
         cells = [_percent(unseen[key]) for key in ("error", "largest", "bias", "regret", "largest_regret")]
-        lines.append(" | ".join([f"| {steps}", f"{own['rows']:,}", *cells, _percent(own["error"])]) + " |")
+        memory = _memory(memory_rows()) if source == FORMULA else [""] * 3
+        lines.append(" | ".join([f"| {steps}", f"{own['rows']:,}", *cells, _percent(own["error"]), *memory]) + " |")
+    lines.append(" | ".join([f"| {MEMORY}", *[""] * 7, *_memory(memory_commands())]) + " |")
     lines += ["", "Sharded weights by the length of a sequence, unseen:", ""]
     lines += ["| device | tokens | rows | mean error | bias |", "|---|---:|---:|---:|---:|"]
     for each in data["lengths"]:
         cells = [_percent(each[key]) for key in ("error", "bias")]
         lines.append(" | ".join([f"| {each['device']}", f"{each['tokens']:,}", str(each["rows"]), *cells]) + " |")
     return "\n".join(lines)
+
+
+def _memory(found: Sequence[MeasuredBytes]) -> list[str]:
+    errors = [abs(each.error) for each in found]
+    return [str(len(errors)), _percent(fmean(errors)), _percent(max(errors))]
 
 
 def similar_rows(data: Mapping[str, Any]) -> str:

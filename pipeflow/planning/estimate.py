@@ -19,7 +19,8 @@ from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import Physical, physical_costs
-from pipeflow.planning.rank_memory import Held, held_by, rank_plan
+from pipeflow.planning.rank_memory import Held, RankPlan, held_by, rank_plan, stage_gradients
+from pipeflow.planning.schedule_peaks import with_gradients
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.sharding import require_pipeline
 from pipeflow.planning.step_plan import Plan, StepParts, StepPlan
@@ -68,7 +69,8 @@ def plan(
     cost = replace(cost, microbatch_factors=microbatch_factors)
     physical = physical and replace(physical, cost=cost)
     parts = stage_layers(model, schedule.placement, cut)
-    held = [held_by(model, setup, schedule.placement, parts, rank) for rank in range(len(schedule.rows))]
+    many = schedule.num_microbatches
+    held = [held_by(model, setup, schedule.placement, parts, rank, many) for rank in range(len(schedule.rows))]
     step = step_plan(schedule, setup, cost, held, cluster, physical)
     known: dict[str, Any] = {each.name: getattr(step, each.name) for each in fields(step)}
     return Plan(model=model, flops=flops, **known)
@@ -90,11 +92,22 @@ def step_plan(
     computing = [sum(each.end - each.start for each in row) for row in timeline.on(Stream.COMPUTE)]
     idle = [1 - time / timeline.makespan for time in computing]
     ranks = tuple(
-        rank_plan(setup, schedule.placement, rank, held[rank], kept=kept, idle=idle[rank])
-        for rank, kept in enumerate(timeline.peak_bytes)
+        _rank_plan(schedule, setup, cost, rank, held[rank], timeline.peak_bytes[rank], idle[rank])
+        for rank in range(len(idle))
     )
     parts = None if physical is None else _step_parts(schedule, physical, timeline, computing)
     return StepPlan(schedule, setup, cost, timeline, ranks, cluster, parts)
+
+
+def _rank_plan(
+    schedule: Schedule, setup: Setup, cost: CostModel, rank: int, held: Held, kept: float, idle: float
+) -> RankPlan:
+    """The plan of a rank that keeps `kept` bytes; where gradients come and go, those at the fullest moment of both."""
+    gradients = stage_gradients(setup, schedule.placement, rank, held)
+    if not gradients or cost.microbatch_factors:
+        return rank_plan(setup, schedule.placement, rank, held, kept=kept, idle=idle)
+    kept, whole = with_gradients(list(schedule.actions(rank)), cost.sizes, gradients)
+    return rank_plan(setup, schedule.placement, rank, held, kept=kept, idle=idle, gradients=whole)
 
 
 def _step_parts(schedule: Schedule, physical: Physical, timeline: Timeline, computing: list[float]) -> StepParts:

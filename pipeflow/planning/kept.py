@@ -82,6 +82,14 @@ def mlp_values(model: Transformer, count: int, tensor: int) -> Kept:
     return Kept(wide * (2 if model.gated else 1) // tensor, wide // tensor)
 
 
+def wide_values(model: Transformer, setup: Setup) -> int:
+    """Numbers per token in the outputs of wide linears, of all MLPs that a token uses."""
+    always = model.shared_experts if model.experts > 1 else 1
+    each = (2 if model.gated else 1) * model.wide
+    routed = model.experts_per_token if model.experts > 1 else 0
+    return (always + routed) * each // setup.tensor
+
+
 def routed_kept(model: Transformer, setup: Setup) -> Kept:
     """What experts keep: the inputs that the router sends to each, and one number per expert. Their outputs are kept
     where the router's weights multiply them. On expert ranks, these multiply the activations, as in Megatron-LM, so

@@ -102,7 +102,7 @@ def counted_plan(
         unit = max(size // max(1, end - start) for size, (start, end) in zip(sizes, parts, strict=True))
         kept = again if setup.checkpoint == "full" else 0
         counts = Parameters(sum(names.values()), 0), Parameters(unit, 0), Parameters(0, 0)
-        held.append(Held(parts, kept, received, tuple(Parameters(size, 0) for size in sizes), *counts))
+        held.append(Held(parts, kept, 0, received, tuple(Parameters(size, 0) for size in sizes), *counts))
     tied = _tied(stages, schedule, setup, mesh, rates)
     most = max((each.whole for each in held), key=lambda each: each.total)
     physical = physical_of(costs, placement, setup, mesh, rates, most=most, tied=tied)

@@ -20,7 +20,7 @@ def uncounted(model: Transformer, cluster: Cluster | None) -> tuple[str, ...]:
     """Names of the parts that a plan of the model leaves out. `cluster`: None if the plan has no seconds."""
     found = {
         "communication between devices": cluster is None,
-        "temporary buffers of operations": True,
+        "temporary buffers of single operations": True,
     }
     return tuple(text for text, is_left_out in found.items() if is_left_out)
 

@@ -13,9 +13,11 @@ from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.engines import engine_named
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.sharding import WHOLE
+from pipeflow.planning.transformer import GPT
 from pipeflow.planning.transformer_costs import (
     Parameters,
     Share,
+    gradient_bytes,
     parameters_of,
     passed_bytes,
     recomputed_bytes,
@@ -47,8 +49,9 @@ class RankPlan:
         weight_bytes, gradient_bytes: bytes of these parameters and of their gradients.
         master_bytes, moment_bytes: bytes of the optimizer's master weights, and of Adam's two moments.
         activation_bytes: the most bytes that the schedule keeps at once for backwards.
-        recomputed_bytes: additional bytes that the backward of one layer recomputes, or those of the loss if they are
-            more.
+        recomputed_bytes: additional bytes that the backward of one layer recomputes, or those of the loss if they and
+            the gradients in it are less.
+        backward_bytes: gradients of activations while the backward of one layer runs.
         gathered_bytes: bytes of weights that are whole only while they are used, and of gradients before each device
             has its part.
         buffer_bytes: bytes of the buffers in which the engine reduces gradients.
@@ -56,7 +59,7 @@ class RankPlan:
             backwards then, so only what exceeds that adds to the peak.
         transfer_bytes: bytes of received activations and gradients that no computation has taken yet. This is one
             activation for each stage whose previous stage is on another rank, and one gradient for each stage whose
-            next stage is.
+            next stage is; with an engine that buffers all, one for each microbatch, and the logits of all of them.
         idle: the part of the step time in which the rank computes nothing.
     """
 
@@ -70,6 +73,7 @@ class RankPlan:
     moment_bytes: int
     activation_bytes: float
     recomputed_bytes: int
+    backward_bytes: int
     gathered_bytes: int
     buffer_bytes: int
     step_bytes: int
@@ -89,7 +93,8 @@ class RankPlan:
     @property
     def _beside_step(self) -> float:
         """Bytes that are free during the optimizer's step."""
-        return self.activation_bytes + self.recomputed_bytes + self.gathered_bytes + self.transfer_bytes
+        in_layer = self.recomputed_bytes + self.backward_bytes
+        return self.activation_bytes + in_layer + self.gathered_bytes + self.transfer_bytes
 
     @property
     def _used_bytes(self) -> float:
@@ -105,6 +110,7 @@ class RankPlan:
             "optimizer": self.optimizer_bytes,
             "activations": self.activation_bytes,
             "recomputed": self.recomputed_bytes,
+            "backward": self.backward_bytes,
             "gathered": self.gathered_bytes,
             "buffers": self.buffer_bytes,
             "transfers": self.transfer_bytes,
@@ -124,7 +130,7 @@ class RankPlan:
 
     @property
     def peak_bytes(self) -> float:
-        """The sum of all these bytes, with the allowance. Buffers of single operations are not counted."""
+        """The sum of all these bytes, with the allowance."""
         return self._used_bytes + self.allocator_bytes
 
 
@@ -132,19 +138,22 @@ class Held(NamedTuple):
     """The memory of one device of a pipeline rank, besides activations: see RankPlan.
 
     Attributes:
-        parts, recomputed_bytes, transfer_bytes: as in RankPlan.
+        parts, recomputed_bytes, backward_bytes, transfer_bytes: as in RankPlan.
         stages: parameters of each of its stages.
         whole: parameters of all of them. A word table that is also the head counts once.
         layer, ends: of these, those of one layer, and those in no layer.
+        tables: per stage, numbers of its whole gradients that belong to other tensor ranks.
     """
 
     parts: tuple[Part, ...]
     recomputed_bytes: int
+    backward_bytes: int
     transfer_bytes: float
     stages: tuple[Parameters, ...]
     whole: Parameters
     layer: Parameters
     ends: Parameters
+    tables: tuple[int, ...] = ()
 
 
 class StateBytes(NamedTuple):
@@ -176,26 +185,42 @@ def state_bytes(model: Transformer, setup: Setup, placement: Placement, parts: S
     return StateBytes(held_, step)
 
 
-def held_by(model: Transformer, setup: Setup, placement: Placement, parts: Sequence[Part], rank: int) -> Held:
+def held_by(
+    model: Transformer, setup: Setup, placement: Placement, parts: Sequence[Part], rank: int, microbatches: int = 1
+) -> Held:
     """The memory of one device of a pipeline rank, besides activations. `parts` are the layers of all stages."""
-    stages = placement.stages_of(rank)
+    stages, engine = placement.stages_of(rank), engine_named(setup.engine)
+    buffers = microbatches if engine.buffers_all and placement.num_ranks > 1 else 1
     own = [shares_of(model, parts)[stage] for stage in stages]
-    again = recomputed_bytes(model, setup) if any(share.layers for share in own) else 0
+    has_layers = any(share.layers for share in own)
+    again, backward = (each(model, setup) if has_layers else 0 for each in (recomputed_bytes, gradient_bytes))
+    received = transferred(placement, rank, [float(buffers * passed_bytes(model, setup))] * len(parts))
     if any(share.last for share in own):  # the loss comes before any layer is computed again
-        again = max(
-            again, round(engine_named(setup.engine).loss * tokens_of(model, setup) * model.head_outputs(setup.tensor))
-        )
-    received = transferred(placement, rank, [float(passed_bytes(model, setup))] * len(parts))
+        logits, width = round(tokens_of(model, setup) * model.head_outputs(setup.tensor)), setup.precision.weight
+        loss = engine.loss if setup.tensor == 1 else engine.loss_parts
+        kept = width * logits if engine.buffers_all and placement.num_ranks > 1 else 0
+        if (in_loss := loss * logits - kept) > again + backward:
+            again, backward = in_loss, 0
+        received += buffers * kept
     layer = parameters_of(model, [Share(min(1, sum(share.layers for share in own)), first=False, last=False)], setup)
     return Held(
         tuple(parts[stage] for stage in stages),
         again,
+        backward,
         received,
         tuple(parameters_of(model, [share], setup) for share in own),
         parameters_of(model, own, setup),
         layer,
         parameters_of(model, [share._replace(layers=0, dense=0) for share in own], setup),
+        tuple(_others_rows(model, setup) if share.first else 0 for share in own),
     )
+
+
+def _others_rows(model: Transformer, setup: Setup) -> int:
+    """Numbers of the word table's gradient that belong to other tensor ranks and are kept until it is divided."""
+    if not (isinstance(model, GPT) and engine_named(setup.engine).whole_tables):
+        return 0
+    return (model.vocabulary - model.vocabulary_rows(setup.tensor)) * model.hidden
 
 
 def transferred(placement: Placement, rank: int, sent: Sequence[float]) -> float:
@@ -215,23 +240,56 @@ def _borders(placement: Placement) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, found))
 
 
-def rank_plan(setup: Setup, placement: Placement, rank: int, held: Held, *, kept: float, idle: float) -> RankPlan:
-    """The plan of a rank that keeps at most `kept` bytes of activations and is idle for the part `idle` of the step."""
+def stage_gradients(setup: Setup, placement: Placement, rank: int, held: Held) -> dict[int, float]:
+    """Per stage of a rank, the bytes of its whole gradients if they are whole only from its first backward to its last.
+    Empty if that is not so.
+    """
+    if placement.num_ranks == 1 or not _divides_float32(setup):
+        return {}
+    width, stages = _gradient_width(setup, by_layer=False), placement.stages_of(rank)
+    counts = zip(stages, held.stages, held.tables, strict=True)
+    return {stage: float(width * (each.total + others)) for stage, each, others in counts}
+
+
+def _divides_float32(setup: Setup) -> bool:
+    """Whether float32 weights and gradients are what the engine divides, and what it gathers is cast (FSDP2)."""
+    return engine_named(setup.engine).float32_sums and setup.zero == 3 and setup.shards > 1
+
+
+def rank_plan(
+    setup: Setup,
+    placement: Placement,
+    rank: int,
+    held: Held,
+    *,
+    kept: float,
+    idle: float,
+    gradients: float | None = None,
+) -> RankPlan:
+    """The plan of a rank that keeps at most `kept` bytes of activations and is idle for the part `idle` of the step.
+    `gradients`: bytes of the whole gradients at that time, if that is not all of them all the time.
+    """
     precision, zero, by_layer = setup.precision, setup.zero, placement.num_ranks == 1
     parameters = held.whole.total
     part = -(-held.whole.others // setup.shards) - (-held.whole.experts // setup.expert_shards)
+    is_divided = zero > 1 and by_layer and not setup.reduce_once
+    width = _gradient_width(setup, by_layer=by_layer)
+    whole = width * (part if is_divided else parameters) if gradients is None else round(gradients)
+    if _divides_float32(setup) and not is_divided:
+        whole += width * part
     return RankPlan(
         rank,
         placement.stages_of(rank),
         held.parts,
         parameters,
-        weight_bytes=(part if zero == 3 else parameters) * precision.weight,
-        gradient_bytes=(part if zero > 1 and by_layer and not setup.reduce_once else parameters)
-        * _gradient_width(setup, by_layer=by_layer),
+        weight_bytes=(part if zero == 3 else parameters)
+        * (0 if _divides_float32(setup) and precision.master else precision.weight),
+        gradient_bytes=whole,
         master_bytes=part * precision.master,
         moment_bytes=part * precision.moments,
         activation_bytes=kept,
         recomputed_bytes=held.recomputed_bytes,
+        backward_bytes=held.backward_bytes,
         gathered_bytes=_gathered(setup, held, by_layer=by_layer),
         buffer_bytes=_buffers(setup, parameters),
         step_bytes=4 * part if precision.master and precision.gradient < 4 else 0,
@@ -243,8 +301,8 @@ def rank_plan(setup: Setup, placement: Placement, rank: int, held: Held, *, kept
 def _gradient_width(setup: Setup, *, by_layer: bool) -> int:
     """Bytes of a parameter's gradient, or of both of its gradients, as the engine keeps them."""
     precision, program = setup.precision, engine_named(setup.engine)
-    if program.float32_sums and setup.shards > 1 and not by_layer:
-        return 4
+    if program.float32_sums and setup.shards > 1 and (setup.zero == 3 or not by_layer):
+        return 4 if precision.gradient else 0
     has_both = program.both_gradients and setup.zero < 2 and precision.gradient > precision.weight
     return precision.gradient + (precision.weight if has_both else 0)
 
@@ -264,14 +322,15 @@ def groups_of(setup: Setup, ranks: int) -> int:
 
 def _gathered(setup: Setup, held: Held, *, by_layer: bool) -> int:
     """The `gathered_bytes` of a rank. Of layers, two are whole at a time, the one that computes and the next one; so
-    are their gradients. What is in no layer is whole all the time. A pipeline rank has WHOLE of its stages whole.
+    are their gradients. What is in no layer is whole all the time. A pipeline rank has WHOLE of its stages whole, and
+    two layers in the buffers from which gathered weights are copied.
     """
     precision = setup.precision
     if setup.zero < 2:
         return 0
     if not by_layer:
         sizes = sorted(_divided(setup, each) for each in held.stages)
-        return precision.weight * sum(sizes[-WHOLE:]) if setup.zero == 3 else 0
+        return precision.weight * (sum(sizes[-WHOLE:]) + 2 * _divided(setup, held.layer)) if setup.zero == 3 else 0
     units = 2 * _divided(setup, held.layer) + _divided(setup, held.ends)
     gradient = 0 if setup.reduce_once else precision.gradient
     return units * (gradient + (precision.weight if setup.zero == 3 else 0))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeflow.core.action import Action
-from pipeflow.core.dataflow import Content
+from pipeflow.core.dataflow import DATAFLOW, Content
 from pipeflow.core.liveness import MemoryChange, memory_changes
 from pipeflow.core.schedule import Schedule
 
@@ -41,6 +41,34 @@ def peaks(schedule: Schedule) -> tuple[RankPeaks, ...]:
     rank computes one action after another, so times do not matter.
     """
     return tuple(_of_rank(list(schedule.actions(rank))) for rank in range(len(schedule.rows)))
+
+
+def with_gradients(
+    row: Sequence[Action], sizes: Mapping[Content, Sequence[float]], gradients: Mapping[int, float]
+) -> tuple[float, float]:
+    """The bytes that a rank keeps for backwards, and those of whole gradients, at the moment when both together are
+    most. A stage's `gradients` are whole from its first backward to its last.
+    """
+    makes = [any(content is Content.WEIGHT_GRADIENT for content, _ in DATAFLOW[each.kind].makes) for each in row]
+    backwards = [(each.stage, position) for position, each in enumerate(row) if makes[position]]
+    last, begun = dict(backwards), set[int]()
+    kept = whole = 0.0
+    most = kept, whole
+
+    def bytes_of(contents: Sequence[Content], stage: int) -> float:
+        return sum(sizes[content][stage] for content in contents if content in sizes)
+
+    for position, (change, action) in enumerate(zip(memory_changes(row), row, strict=True)):
+        stage = action.stage
+        kept += bytes_of(change.from_start, stage)
+        if makes[position] and stage not in begun:
+            begun.add(stage)
+            whole += gradients[stage]
+        most = max(most, (kept, whole), key=sum)
+        kept += bytes_of(change.from_end, stage) - bytes_of(change.frees, stage)
+        if last.get(stage) == position:
+            whole -= gradients[stage]
+    return most
 
 
 def _of_rank(row: Sequence[Action]) -> RankPeaks:

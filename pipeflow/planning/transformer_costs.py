@@ -25,7 +25,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.planning.block_sizes import near_divisors
 from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.engines import engine_named
-from pipeflow.planning.kept import Kept, layer_values, op_values
+from pipeflow.planning.kept import Kept, layer_values, op_values, wide_values
 from pipeflow.planning.recomputation import freed_bytes, recomputed_flops
 from pipeflow.planning.setup import Setup
 
@@ -180,6 +180,13 @@ def recomputed_bytes(model: Transformer, setup: Setup) -> int:
     return tokens * (scores + freed_bytes(model, setup))
 
 
+def gradient_bytes(model: Transformer, setup: Setup) -> int:
+    """Bytes of gradients of activations while the backward of one layer runs: those of the layer's output, which tensor
+    ranks have whole, and of its wide linears' outputs.
+    """
+    return tokens_of(model, setup) * setup.precision.weight * (model.hidden + wide_values(model, setup))
+
+
 def sequence_of(model: Transformer, setup: Setup) -> int:
     """Tokens per sequence. Raises UsageError where the model has no place for them, or the setup cannot split it."""
     sequence = model.tokens if setup.sequence is None else setup.sequence
@@ -256,7 +263,8 @@ def _layer_bytes(model: Transformer, setup: Setup) -> int:
 def _saved(model: Transformer, setup: Setup, share: Share) -> float:
     """Bytes per token that are kept from a forward to its backward. A layer keeps everything that it needs except
     recomputed scores, or only its input. The first stage keeps the embedding's dropout mask, with a byte per number.
-    The last stage keeps the inputs of its norm and its head, and the logits in float32 (section 4.3).
+    The last stage keeps the inputs of its norm and its head, and the logits in float32 (section 4.3). What engines
+    keep besides is in `engines.py`.
     """
     width, whole = setup.precision.weight, _whole(model, setup)
     kept: float = sum(layers * layer_kept(kind, each) for layers, kind, each in share.kinds(model, setup))
@@ -268,6 +276,8 @@ def _saved(model: Transformer, setup: Setup, share: Share) -> float:
         )
     elif engine_named(setup.engine).keeps_outputs:
         kept += width * whole
+    if not share.first and share.layers and engine_named(setup.engine).buffers_all:
+        kept -= width * whole  # the first layer's input is in a buffer, which transfers have
     return kept
 
 

@@ -60,8 +60,7 @@ def test_linears_keep_gathered_inputs_where_the_engine_does() -> None:
     """Of 2 tensor ranks, each keeps 1024 numbers per token, not 512, before two linears of each of its 2 layers."""
     of: dict[str, Any] = {"ranks": 4, "tensor": 2, "sequence_parallel": True}
     kept, parts = (planned(**of, engine=engine).cost.saved_bytes[1] for engine in ("torchtitan", "megatron"))
-    outputs = TOKENS * 512 * 2  # torchtitan also keeps what the stage sends
-    assert kept - parts - outputs == 2 * 2 * TOKENS * 512 * 2
+    assert kept - parts == 2 * 2 * TOKENS * 512 * 2  # its output, too, but its input is in a buffer
 
 
 def test_a_buffer_of_reductions_has_at_most_the_numbers_of_the_rank_and_is_there_twice_with_overlap() -> None:
@@ -73,9 +72,58 @@ def test_a_buffer_of_reductions_has_at_most_the_numbers_of_the_rank_and_is_there
 
 
 def test_the_loss_has_copies_of_the_logits() -> None:
-    last = planned(engine="torchtitan").ranks[-1]
-    assert last.recomputed_bytes == 10 * TOKENS * SMALL.vocabulary
-    assert planned(engine="torchtitan").ranks[0].recomputed_bytes == 0
+    """Over tensor ranks, torch's has four bytes more. 16-bit logits are among those that a pipeline keeps."""
+    for tensor, copies in ((1, 10), (2, 14)):
+        split: dict[str, Any] = {"engine": "torchtitan", "tensor": tensor, "sequence_parallel": tensor > 1}
+        one, several = planned(1, **split), planned(**split)
+        logits = TOKENS * SMALL.vocabulary // tensor
+        assert one.ranks[-1].recomputed_bytes == copies * logits
+        assert several.ranks[-1].recomputed_bytes == (copies - 2) * logits
+        assert one.ranks[-1].backward_bytes == several.ranks[0].recomputed_bytes == 0
+
+
+def test_a_layer_has_gradients_of_its_widest_values_in_its_backward() -> None:
+    """Those of its output, and of its wide linear's output: 1024 and 4096 numbers; with tensor ranks 1024 and 2048."""
+    assert first().backward_bytes == 2 * TOKENS * (1024 + 4096)
+    assert first(tensor=2).backward_bytes == 2 * TOKENS * (1024 + 2048)
+    assert planned().ranks[-1].backward_bytes == 2 * TOKENS * (1024 + 4096)
+
+
+def test_an_engine_has_a_buffer_for_each_microbatch_and_keeps_all_logits() -> None:
+    """Of 8 microbatches, the second of 4 ranks receives activations and gradients, the last one activations."""
+    one = TOKENS * 1024 * 2
+    ranks, plain = planned(engine="torchtitan").ranks, planned().ranks
+    assert [rank.transfer_bytes for rank in plain] == [one, 2 * one, 2 * one, one]
+    assert [rank.transfer_bytes for rank in ranks[:3]] == [8 * one, 16 * one, 16 * one]
+    assert ranks[3].transfer_bytes == 8 * one + 8 * 2 * TOKENS * SMALL.vocabulary
+
+
+def test_shards_of_fsdp_are_float32() -> None:
+    """16 bytes a parameter: a master weight, two moments, and a gradient."""
+    for precision in ("bf16", "bf16-mixed"):
+        rank = first(ranks=1, engine="torchtitan", zero=3, data=8, precision=precision)
+        held = rank.weight_bytes + rank.gradient_bytes + rank.optimizer_bytes
+        assert held == 16 * -(-rank.parameters // 8)
+
+
+def test_gradients_of_a_stage_are_whole_from_its_first_backward_to_its_last() -> None:
+    """Interleaved, all backwards of a rank's second stage precede those of its first. With 1F1B all are there."""
+    setup = Setup(data=8, zero=3, engine="torchtitan", precision=PRECISIONS["bf16"])
+    one = plan(SMALL, make_schedule("1f1b", ranks=4, microbatches=4), setup, cluster=Cluster.of("a100-80gb"))
+    schedule = make_schedule("interleaved-1f1b", ranks=4, microbatches=4, chunks=2)
+    two = plan(SMALL, schedule, setup, cluster=Cluster.of("a100-80gb"))
+    for found, stages in ((one, 1), (two, 2)):
+        rank = found.ranks[1]  # two layers, in as many stages
+        assert rank.gradient_bytes == 4 * rank.parameters / stages + 4 * -(-rank.parameters // 8)
+    assert plan(SMALL, schedule, setup, microbatch_factors=(1, 1, 1, 1)).ranks[1].gradient_bytes > 4 * rank.parameters
+
+
+def test_tensor_ranks_have_gradients_for_all_words() -> None:
+    split: dict[str, Any] = {"data": 8, "zero": 3, "engine": "torchtitan", "tensor": 2, "sequence_parallel": True}
+    ranks = planned(**split).ranks
+    others = 4 * SMALL.vocabulary // 2 * 1024
+    assert ranks[0].gradient_bytes == 4 * ranks[0].parameters + others + 4 * -(-ranks[0].parameters // 8)
+    assert ranks[1].gradient_bytes == 4 * ranks[1].parameters + 4 * -(-ranks[1].parameters // 8)
 
 
 def test_the_step_of_the_optimizer_has_float32_gradients_when_activations_are_gone() -> None:
@@ -84,7 +132,7 @@ def test_the_step_of_the_optimizer_has_float32_gradients_when_activations_are_go
     assert rank.step_bytes == 4 * -(-rank.parameters // 8)
     assert rank.peak_parts["step"] == 0
     whole = first(microbatch_size=1, checkpoint="full")
-    beside = whole.activation_bytes + whole.recomputed_bytes + whole.transfer_bytes
+    beside = whole.activation_bytes + whole.recomputed_bytes + whole.backward_bytes + whole.transfer_bytes
     state = whole.weight_bytes + whole.gradient_bytes + whole.optimizer_bytes
     assert whole.step_bytes == 4 * whole.parameters > beside
     assert whole.peak_parts["step"] == whole.step_bytes - beside
