@@ -173,13 +173,22 @@ def _of_deepspeed(name: str, tensor: Any) -> Part:
     shape, mapping = tuple(tensor.shape), tensor._hp_mapping
     if mapping is None:
         return Part(name, tensor.detach().flatten()[:0], shape, lambda _: [])
-    start = mapping.lp_fragment_address.start
+    address = mapping.lp_fragment_address
 
     def fragment(values: Tensor) -> list[Block]:
-        return list(flat_blocks(values.flatten(), start, shape))
+        values = values.flatten()
+        if values.numel() > address.numel:  # of bfloat16 weights, the rank keeps whole gradients
+            values = values[address.start : address.start + address.numel]
+        return list(flat_blocks(values, address.start, shape))
 
-    weight = mapping.get_hp_fragment()
-    return Part(name, weight, shape, fragment, None, lambda: mapping.get_hp_grad_fragment())
+    def gradient() -> Tensor | None:
+        kept = mapping.offload_gradient_dict if mapping.use_offload else mapping.gradient_dict
+        if kept.get(mapping.param_group_index) is None:  # before a backward
+            return None
+        found: Tensor = mapping.get_lp_grad_fragment(tensor._index_in_param_group)
+        return found
+
+    return Part(name, mapping.get_hp_fragment(), shape, fragment, None, gradient)
 
 
 def _of_flat(model: nn.Module) -> list[Part] | None:

@@ -297,8 +297,14 @@ def _modules(models: Sequence[nn.Module], names: Callable[[str], str] | None) ->
 
 def _drops(module: nn.Module) -> bool:
     """Whether the module drops values at random while it trains."""
-    given = (getattr(module, name, 0.0) for name in ("p", "dropout", "dropout_p", "attention_dropout", "attn_dropout"))
-    return module.training and any(isinstance(each, float) and each > 0 for each in given)
+    return module.training and any(True for _ in shares_dropped(module))
+
+
+def shares_dropped(module: nn.Module) -> Iterator[str]:
+    """The attributes that say which share of its values a module drops at random, where it is not 0."""
+    for name in ("p", "dropout", "dropout_p", "dropout_prob", "attention_dropout", "attn_dropout"):
+        if isinstance(share := getattr(module, name, 0.0), float) and share > 0:
+            yield name
 
 
 def _place() -> tuple[int, int]:

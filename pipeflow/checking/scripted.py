@@ -9,9 +9,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 import pipeflow
 from pipeflow import schedules
-from pipeflow.checking.recorder import Recording
+from pipeflow.checking.recorder import Recording, shares_dropped
 from pipeflow.checking.scripts import VARIABLE, Changes
 from pipeflow.parallel import launcher
 from pipeflow.runtime import execution
@@ -62,6 +64,7 @@ class Recorded:
         """Starts to record before the first step of training, and ends the script after the last."""
         if not named.get("forward_only"):
             if self.recording is None:
+                drop_nothing(model)
                 self.recording = Recording(self.changes.folder, model)
                 self.recording.__enter__()
             elif self.recording.done >= self.changes.steps:
@@ -72,6 +75,13 @@ class Recorded:
         """Ends the recording, if one has begun."""
         if self.recording is not None:
             self.recording.__exit__(None, None, None)
+
+
+def drop_nothing(model: nn.Module) -> None:
+    """Switches dropout off: ranks and microbatches would drop other values than one process."""
+    for module in model.modules():
+        for name in [*shares_dropped(module)]:
+            setattr(module, name, 0.0)
 
 
 def main() -> None:

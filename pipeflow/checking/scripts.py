@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from pipeflow.core.errors import UsageError
 
+_OF_TORCHRUN = re.compile(r"E\d{4} .*failed \(exitcode")
 VARIABLE = "PIPEFLOW_CHECK"  # tells the processes what to do
 
 
@@ -43,20 +45,31 @@ def run_both(
     ranks: int,
     tensor: int | None = None,
     schedule: str | None = None,
+    plain_arguments: Sequence[str] | None = None,
     steps: int = 2,
 ) -> tuple[Path, Path]:
-    """Runs a script in one process and on `ranks`, and returns the folders of both recordings.
+    """Runs a script in one process and on `ranks`, and returns the folders of both recordings. The plain run has
+    `plain_arguments`, or those of the other.
 
     Raises UsageError if the script is missing, if it fails, or if it runs no step of a Pipeline.
     """
     if not script.is_file():
         raise UsageError(f"{script} is no script: name a file of Python, or two folders of recordings")
     plain, parallel = folder / "plain", folder / "parallel"
-    command = [sys.executable, "-m", "pipeflow.checking.scripted", str(script), *arguments]
-    _run(command, Changes(str(plain), steps, True))
+    command = ["-m", "pipeflow.checking.scripted", str(script)]
+    alone = arguments if plain_arguments is None else plain_arguments
+    _run([sys.executable, *command, *alone], Changes(str(plain), steps, True))
     many = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    _run([sys.executable, *many, *command[1:]], Changes(str(parallel), steps, False, tensor, schedule))
+    _run([sys.executable, *many, *command, *arguments], Changes(str(parallel), steps, False, tensor, schedule))
     return plain, parallel
+
+
+def _message(text: str) -> str:
+    """The line of a script's error output that says what went wrong, before what torchrun adds."""
+    found = [line.strip() for line in text.splitlines() if line.strip()]
+    end = next((index for index, line in enumerate(found) if _OF_TORCHRUN.match(line)), len(found))
+    own = found[:end] or ["it ended with an error, and without a message"]
+    return next((line for line in reversed(own) if "Error" in line), own[-1])
 
 
 def _free_port() -> int:
@@ -74,9 +87,7 @@ def _run(command: Sequence[str], changes: Changes) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     what = "in one process" if changes.plain else "on several ranks"
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-        told = next((line for line in reversed(lines) if "Error" in line and "ChildFailedError" not in line), lines[-1])
-        raise UsageError(f"the script failed {what}: {told.strip()}")
+        raise UsageError(f"the script failed {what}: {_message(done.stderr)}")
     if not Path(changes.folder).is_dir():
         raise UsageError(
             f"the script ran no step of a pipeflow.Pipeline {what}: record its runs with pipeflow.checking.record"

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import split
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ examples:
   pipeflow check plain parallel --json
   pipeflow check train.py --ranks 4 --tensor 2
   pipeflow check train.py --ranks 2 --schedule zb-v -- --layers 2
+  pipeflow check train.py --ranks 4 --plain "--tensor 1" -- --tensor 2
 
 exit status: 0 alike, 1 different, 2 a recording cannot be read
 """
@@ -46,6 +48,7 @@ def add_to(commands: Commands) -> None:
     group.add_argument("--ranks", type=int, metavar="N", help="ranks of the run to check")
     group.add_argument("--tensor", type=int, metavar="N", help="tensor ranks (default: what the script says)")
     group.add_argument("--schedule", metavar="NAME", help="schedule (default: what the script says)")
+    group.add_argument("--plain", metavar="ARGUMENTS", help="arguments of the plain run (default: those after --)")
     group.add_argument("--steps", type=int, metavar="N", help="steps to compare (default: 2)")
     command.set_defaults(run=run, arguments=[])
     _take_the_rest(command)
@@ -55,13 +58,13 @@ def _take_the_rest(command: argparse.ArgumentParser) -> None:
     """Keeps what follows `--` for the script; argparse takes no positional arguments after options."""
     parse = command.parse_known_args
 
-    def split(words: Sequence[str], namespace: Any = None) -> Any:
+    def divided(words: Sequence[str], namespace: Any = None) -> Any:
         place = words.index("--") if "--" in words else len(words)
         found, unknown = parse(words[:place], namespace)
         found.arguments = list(words[place + 1 :])
         return found, unknown
 
-    command.parse_known_args = split  # type: ignore[method-assign,assignment]  # of this one
+    command.parse_known_args = divided  # type: ignore[method-assign,assignment]  # of this one
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -72,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     if first.endswith(".py"):
         with TemporaryDirectory() as folder:
             return _compare(arguments, *_recorded(arguments, Path(folder)))
-    given = [name for name in ("ranks", "tensor", "schedule", "steps") if getattr(arguments, name) is not None]
+    given = [name for name in ("ranks", "tensor", "schedule", "plain", "steps") if getattr(arguments, name) is not None]
     if given:
         raise UsageError(f"--{given[0]} is for scripts: name a file that ends with .py")
     if len(arguments.what) != 2:
@@ -97,6 +100,7 @@ def _recorded(arguments: argparse.Namespace, folder: Path) -> Sequence[Path]:
             ranks=arguments.ranks,
             tensor=arguments.tensor,
             schedule=arguments.schedule,
+            plain_arguments=None if arguments.plain is None else split(arguments.plain),
             steps=arguments.steps or 2,
         )
 

@@ -63,7 +63,7 @@ import sys, pipeflow, torch
 from torch import nn
 context = pipeflow.launch(pipeline=2)
 torch.manual_seed(0)
-module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
 batch = torch.randn(8, 4), torch.randn(8, 1)
 schedule = pipeflow.make_schedule("1f1b", ranks=context.pipeline_size, microbatches=4)
 model = pipeflow.Pipeline.from_module(module, schedule, batch, criterion=nn.MSELoss())
@@ -71,7 +71,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 while True:  # `check` ends it
     optimizer.zero_grad()
     pipeflow.execute_pipeline(iter([batch]), model)
-    if context.pipeline_size > 1 and "wrong" in sys.argv:
+    if "wrong" in sys.argv:
         for parameter in model.parameters():
             parameter.grad *= 4
     optimizer.step()
@@ -83,10 +83,12 @@ def test_both_runs_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     assert out(capsys, "check", str(script), "--ranks", "2", "--schedule", "zb-h1").startswith("alike: 2 batches")
-    assert main(["check", str(script), "--ranks", "2", "--", "wrong"]) == 1
+    assert main(["check", str(script), "--ranks", "2", "--plain", "right", "--", "wrong"]) == 1
     assert "all gradients are 4 times" in " ".join(capsys.readouterr().out.split()).lower()
     script.write_text("raise RuntimeError('mine')")
     assert "the script failed in one process: RuntimeError: mine" in error_after_progress(capsys, script)
+    script.write_text("import os, sys\nif os.environ['WORLD_SIZE'] == '2':\n    sys.exit('train.py: no')\n" + SCRIPT)
+    assert "the script failed on several ranks: train.py: no" in error_after_progress(capsys, script)
     script.write_text("")
     assert "ran no step of a pipeflow.Pipeline in one process" in error_after_progress(capsys, script)
 
