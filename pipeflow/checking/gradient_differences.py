@@ -120,7 +120,7 @@ def is_other_rule(whole: Whole, before: Array, change: Array, moved: Array) -> b
     """
     size = sum(prod(shape) for _, shape in {block for copy in whole.copies for block in copy.blocks})
     least = max(2 * max(unit(copy.dtype) for copy in whole.copies), 4 * SKETCH) * whole.norm
-    if norm(change) < LEAST_CHANGE * least or size < 8:
+    if norm(change) <= LEAST_CHANGE * least or size < 8:
         return False
     times, decay = fit(change, moved), fit(before, moved - change)
     is_scaled = times.error < CLEAR and abs(times.factor - 1.0) > 2 * CLEAR

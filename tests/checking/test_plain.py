@@ -111,6 +111,34 @@ def test_forwards_that_are_left_early(tmp_path: Path) -> None:
             assert recording.step == step
 
 
+def updates_of(folder: Path, rate: float, decay: float = 0.0) -> Path:
+    """A layer whose weight is zero as it begins, and one step of it."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 4))
+    torch.nn.init.zeros_(model[1].weight)
+    optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=decay)
+    with record(folder, model):
+        (model(torch.arange(12.0).view(2, 6)) - 1.0).square().sum().backward()
+        optimizer.step()
+    return folder
+
+
+def test_steps_that_follow_another_rule(tmp_path: Path) -> None:
+    still = updates_of(tmp_path / "still", 0.0)
+    assert check(still, updates_of(tmp_path / "still-too", 0.0)).alike
+    one = updates_of(tmp_path / "one", 1e-3)
+    for folder, rate, decay, evidence in (
+        ("fast", 1.2e-3, 0.0, "by 1.2 times as much"),
+        ("decayed", 1e-3, 0.2, "0.0002 times the weight itself"),
+        ("stopped", 0.0, 0.0, "the step does not change"),
+    ):
+        result = check(one, updates_of(tmp_path / folder, rate, decay))
+        assert result.first is not None
+        assert result.cause is not None
+        assert (result.first.what, result.cause.name) == ("update", "stale" if folder == "stopped" else "optimizer")
+        assert evidence in result.cause.evidence
+
+
 def test_two_uses_of_one_weight(tmp_path: Path) -> None:
     one = train(tmp_path / "one", tied=True)
     result = check(one, train(tmp_path / "two", tied=True, fault=("scale", {"name": "embed", "factor": 3.0})))
