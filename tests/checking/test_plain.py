@@ -114,8 +114,9 @@ def test_forwards_that_are_left_early(tmp_path: Path) -> None:
 def updates_of(folder: Path, rate: float, decay: float = 0.0) -> Path:
     """A layer whose weight is zero as it begins, and one step of it."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 4))
-    torch.nn.init.zeros_(model[1].weight)
+    second = torch.nn.Linear(8, 4)
+    torch.nn.init.zeros_(second.weight)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), second)
     optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=decay)
     with record(folder, model):
         (model(torch.arange(12.0).view(2, 6)) - 1.0).square().sum().backward()
