@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed.pipelining.schedules as theirs
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 from torch.distributed.pipelining.stage import PipelineStage
 
@@ -18,6 +18,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.pipelining import orders
 from pipeflow.pipelining.running import Running, own_microbatches, raise_everywhere
 from pipeflow.pipelining.stage import INDICES
+from pipeflow.runtime.gradients.fully_sharded import fully_sharded_in
 from pipeflow.runtime.pipeline import Pipeline
 
 
@@ -64,10 +65,13 @@ class OnEngine(theirs._PipelineSchedule):
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule as a value, which can be verified, simulated, drawn and compared."""
+        """The schedule as a value, which can be verified, simulated, drawn and compared. It has the unshards of its
+        table if all stages of this rank are under fully_shard.
+        """
         ranks = self.own_stages[0].stage_index_to_group_rank
         name = self._order or type(self).__name__
-        return orders.schedule_of(self._actions, ranks, self._n_microbatches, name)
+        unshards = all(isinstance(each.submod, nn.Module) and fully_sharded_in(each.submod) for each in self.own_stages)
+        return orders.schedule_of(self._actions, ranks, self._n_microbatches, name, unshards=unshards)
 
     @property
     def takes_mean(self) -> bool:

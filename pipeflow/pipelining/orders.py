@@ -25,6 +25,7 @@ _KINDS = {
     Kind.W: _ComputationType.BACKWARD_WEIGHT,
 }
 _COMPUTATIONS = {*_KINDS.values(), _ComputationType.OVERLAP_F_B}
+_UNSHARDS = {_ComputationType.UNSHARD, _ComputationType.RESHARD}
 
 
 @lru_cache(maxsize=64)
@@ -50,14 +51,18 @@ def _action(entry: Entry) -> Any:
     return _Action(-1, _ComputationType.OVERLAP_F_B, None, tuple(map(_action, actions_of(entry))))
 
 
-def schedule_of(actions: Actions, stage_to_rank: Mapping[int, int], microbatches: int, name: str) -> Schedule:
-    """The schedule of a table of actions. Idle time, transfers, reductions and unshards are left out, because pipeflow
-    derives them. Raises UsageError for a table without actions, and ScheduleError for one that cannot be read.
+def schedule_of(
+    actions: Actions, stage_to_rank: Mapping[int, int], microbatches: int, name: str, *, unshards: bool = False
+) -> Schedule:
+    """The schedule of a table of actions. Idle time, transfers and reductions are left out, because pipeflow derives
+    them; unshards and reshards stay only with `unshards`, for stages under fully_shard. Raises UsageError for a table
+    without actions, and ScheduleError for one that cannot be read.
     """
     if not actions:
         raise UsageError(f"{name} has no order yet: set pipeline_order, or load one with _load_csv")
+    kinds = _COMPUTATIONS | (_UNSHARDS if unshards else set())
     kept = [
-        [str(action) for action in actions[rank] if action is not None and action.computation_type in _COMPUTATIONS]
+        [str(action) for action in actions[rank] if action is not None and action.computation_type in kinds]
         for rank in sorted(actions)
     ]
     placement = Placement((tuple(stage_to_rank[stage] for stage in sorted(stage_to_rank)),))

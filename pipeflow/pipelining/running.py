@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from pipeflow.core.errors import PipelineError, UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.parallel.context import Context
+from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.pipelining.pipe import TracedCall, tie
 from pipeflow.pipelining.stage import BuilderCall, Own, StageCall
 from pipeflow.pipelining.world import context_of
@@ -86,7 +87,7 @@ class Running:
         stages = sorted(steps.own_stages, key=lambda stage: stage.stage_index)
         context = context_of(stages[0].group, torch.device(stages[0].device))
         with context.alarm.raised_everywhere():
-            schedule = steps.schedule
+            schedule = _as_all_can(steps.schedule, context)
             tie(stages, stages[0].stage_index_to_group_rank)
             calls = [call_of(stage) for stage in stages]
             for call in calls:
@@ -132,6 +133,13 @@ class Running:
             if last is not None:
                 last.outputs = None
         return [outputs[microbatch] for microbatch in sorted(outputs)]
+
+
+def _as_all_can(schedule: Schedule, context: Context) -> Schedule:
+    """The schedule, without unshards if a rank has stages that are not under fully_shard. All ranks call it."""
+    plain = schedule.without_unshards()
+    able = [bool(told) for [told] in all_gather(context.transport, [float(plain.rows != schedule.rows)])]
+    return schedule if all(able) else plain
 
 
 def call_of(stage: Any) -> StageCall:

@@ -6,12 +6,13 @@ Constructors and files of orders are torch's; a class says where its order comes
 from __future__ import annotations
 
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch.distributed.pipelining.schedules as theirs
 from torch import Tensor
 
-from pipeflow.core.errors import unknown
+from pipeflow.core.errors import UsageError, unknown
 from pipeflow.pipelining import orders
 from pipeflow.pipelining.base import OnEngine
 from pipeflow.schedules.families import FAMILIES
@@ -73,6 +74,9 @@ class Schedule1F1B(PipelineScheduleSingle, theirs.Schedule1F1B):
     _order = "1f1b"
 
 
+_SPLIT = {"arg_mbs", "kwarg_mbs", "target_mbs"}
+
+
 class _PipelineScheduleRuntime(PipelineScheduleMulti, theirs._PipelineScheduleRuntime):
     """Any order, such as one of a file. If functions are registered for actions, torch's own runtime runs it, because
     they call parts of that runtime.
@@ -85,8 +89,16 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, theirs._PipelineScheduleRu
         return self.scale_grads and theirs.REDUCE_GRAD in kinds
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs one step, as the other schedules do."""
+        """Runs one step, as the other schedules do. Raises UsageError for microbatches that are split already, if
+        functions are registered and torch's runtime takes whole batches only.
+        """
         if self._comp_type_to_function_map:
+            unknown_there = sorted(_SPLIT & {*kwargs} - {*signature(theirs.PipelineScheduleMulti.step).parameters})
+            if unknown_there:
+                raise UsageError(
+                    "functions are registered for actions, so torch's runtime makes this step, and before torch 2.14 "
+                    f"it takes no {' or '.join(unknown_there)}: pass the whole batch, as args, kwargs and target"
+                )
             return theirs.PipelineScheduleMulti.step(self, *args, **kwargs)
         return super().step(*args, **kwargs)
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from pipeflow import clip_grad_norm_, load_checkpoint, save_checkpoint
+from pipeflow.core.action import Kind
 from pipeflow.parallel.context import current_context
 from pipeflow.pipelining import PipelineStage, ScheduleGPipe, SplitPoint, pipeline
 from pipeflow.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
@@ -150,6 +151,8 @@ def titan(name: str) -> tuple[float, float]:
             loss_kwargs={"divisor": SAMPLES * LENGTH},
             return_outputs=False,
         )
+    several = isinstance(schedule, PipelineScheduleMulti)
+    assert any(action.kind is Kind.U for action in schedule.pipeline.schedule.actions(0)) == several
     expected = reference([data(5), data(6)], scale)
     found = [pair for part in parts for pair in part.named_parameters()]
     errors = [difference(whole_of(each.grad), expected[name]) for name, each in found]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.pipelining.schedules as theirs
 from torch import nn
 from torch.distributed.pipelining.schedules import _ComputationType
 
@@ -237,6 +239,9 @@ def register() -> tuple[float, int]:
     work, data, calls = Work("Interleaved1F1B"), batch(), list[str]()
     work.schedule.register_custom_function(_ComputationType.UNSHARD, lambda action, _: calls.append(str(action)))
     work.step(*data)
+    if "arg_mbs" not in inspect.signature(theirs.PipelineScheduleMulti.step).parameters:
+        with pytest.raises(UsageError, match=r"before torch 2\.14 it takes no arg_mbs: pass the whole batch"):
+            work.schedule.step(arg_mbs=[(data[0],)])
     return work.error(serial(work.layers, *data)[0]), len(calls)
 
 
