@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pipeflow.checking.comparing import differences
+from pipeflow.checking.elements import where
 from pipeflow.checking.factors import fit, told
 from pipeflow.checking.findings import Cause, Difference, Result
 from pipeflow.checking.gradient_causes import Gradients, norms, precision
 from pipeflow.checking.loss_causes import of_loss
+from pipeflow.checking.matching import wholes
 from pipeflow.checking.output_causes import Outputs, of_batch, of_weight
 from pipeflow.checking.runs import load, norm
 from pipeflow.checking.two_runs import TwoRuns
@@ -31,8 +34,26 @@ def check(
     """
     both = TwoRuns(load(Path(reference)), load(Path(candidate)), tolerance)
     found = differences(both)
-    cause = _cause(both, found) if found else None
+    cause = _in_detail(both, found[0], _cause(both, found)) if found else None
     return Result(found, cause, both.notes, dict(both.compared), [*both.rounding.order])
+
+
+def _in_detail(both: TwoRuns, first: Difference, cause: Cause) -> Cause:
+    """The cause with the elements that are wrong, if the tensor was recorded whole; otherwise a note that it can be."""
+    if first.what not in ("weight", "gradient") or not first.parameter:
+        return cause
+    kinds = ("before",) if first.what == "weight" else ("unclipped", "gradient")
+    for kind in kinds:
+        mine = wholes(both.reference, first.step, kind, None).get(first.parameter)
+        theirs = both.candidate_wholes(first.step, kind).get(first.parameter)
+        if mine is None or theirs is None or (values := mine.values) is None or (others := theirs.values) is None:
+            continue
+        told, moved = where(values, others, first.allowed * mine.norm)
+        name = "sharding" if moved and cause.name == "unknown" else cause.name
+        return replace(cause, name=name, evidence=f"{cause.evidence}; {told}")
+    if cause.name in ("sharding", "unknown"):
+        both.notes.append(f"record both runs with whole={first.parameter!r} to see which elements of it are wrong")
+    return cause
 
 
 def _cause(both: TwoRuns, found: Sequence[Difference]) -> Cause:

@@ -178,5 +178,8 @@ def wholes(run: Run, step: int, kind: str, matching: Matching | None) -> dict[st
             done.add((name, info.same))
             shapes[name] = info.shape
             sketch = event["sketch"]
-            copies[name].append(Copy(rank.rank, info.name, info.blocks, sketch[:8], float(sketch[8]), event["dtype"]))
+            told = Copy(
+                rank.rank, info.name, info.blocks, sketch[:8], float(sketch[8]), event["dtype"], event.get("values")
+            )
+            copies[name].append(told)
     return {name: Whole.of(mine, shapes[name]) for name, mine in copies.items()}

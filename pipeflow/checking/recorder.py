@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +44,7 @@ def record(
     parts: Parts | None = None,
     names: Callable[[str], str] | None = None,
     samples: bool | None = None,
+    whole: str = "",
 ) -> Recording:
     """Records the steps of a training job that run in its `with` block, for `pipeflow check`. Every rank calls it.
 
@@ -65,10 +67,12 @@ def record(
             Names of modules follow from it.
         samples: also record how much each sample adds to the weight gradients of linear layers and embeddings, which
             tells missing samples from wrong weights. By default in runs of one process.
+        whole: a pattern such as "blocks.1.*.weight" of the parameters whose initial values and gradients are recorded
+            whole, to be told which of their rows and columns are wrong. Pass the same in both runs.
 
     Raises UsageError if the folder cannot be written.
     """
-    return Recording(folder, model, optimizer, parts=parts, names=names, samples=samples)
+    return Recording(folder, model, optimizer, parts=parts, names=names, samples=samples, whole=whole)
 
 
 class Recording:
@@ -83,11 +87,12 @@ class Recording:
         parts: Parts | None = None,
         names: Callable[[str], str] | None = None,
         samples: bool | None = None,
+        whole: str = "",
     ) -> None:
         self.folder = None if folder is None else Path(folder)
         self._models = [model] if isinstance(model, nn.Module) else list(model)
         self._optimizers = _listed(optimizer)
-        self._given, self._names, self._samples = parts, names, samples
+        self._given, self._names, self._samples, self._whole = parts, names, samples, whole
         self._events: list[tuple[dict[str, object], dict[str, Tensor]]] = []
         self._stack = ExitStack()
         self._seen: set[str] = set()  # whose gradients of this step are recorded
@@ -187,7 +192,12 @@ class Recording:
     def _tensor(self, kind: str, part: Part, values: Tensor) -> None:
         found = _sketched(part, values)
         if found is not None:
-            self.event(kind, {"name": part.name, "dtype": str(values.dtype)}, sketch=found)
+            told: dict[str, object] = {"name": part.name, "dtype": str(values.dtype)}
+            if kind != "after" and fnmatchcase(part.name, self._whole):
+                flat = [block.values.detach().flatten().to(torch.float64) for block in part.cut(values)]
+                self.event(kind, told, sketch=found, values=torch.cat(flat))
+            else:
+                self.event(kind, told, sketch=found)
 
     def _gradients(self, kind: str, parts: Iterable[Part], seen: set[str]) -> None:
         for part in parts:

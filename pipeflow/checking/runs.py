@@ -180,10 +180,29 @@ def _check(path: Path, event: Event, tensors: Mapping[str, Info]) -> None:
             misread(path, event, f"has no sizes in {name!r}")
     if "sketch" in event and (event["sketch"].shape != (WIDTH,) or event["name"] not in tensors):
         misread(path, event, "is of no known tensor")
+    if "values" in event and not _has_values(event, tensors):
+        misread(path, event, "has other values than its tensor")
     if any(name in event and not event[name].size for name in ("value", "valid", "mass")):
         misread(path, event, "has no number")
     if kind in ("batch", "output", "samples") and not _has_rows(event):
         misread(path, event, "has other rows than its shape")
+
+
+def _has_values(event: Event, tensors: Mapping[str, Info]) -> bool:
+    """Whether the values are those of the blocks that the rank has of a tensor, within the tensor."""
+    info = tensors.get(str(event.get("name")))
+    return (
+        info is not None
+        and isinstance(event["values"], np.ndarray)
+        and event["values"].shape == (sum(prod(shape) for _, shape in info.blocks),)
+        and all(
+            len(offset) == len(shape) == len(info.shape)
+            and all(
+                0 <= start <= start + size <= most for start, size, most in zip(offset, shape, info.shape, strict=True)
+            )
+            for offset, shape in info.blocks
+        )
+    )
 
 
 def _is_sizes(value: object) -> bool:
@@ -203,7 +222,7 @@ def _has_rows(event: Event) -> bool:
 
 @dataclass(frozen=True)
 class Copy:
-    """What a rank recorded of a tensor: a sketch of its part, and the part's squared norm."""
+    """What a rank recorded of a tensor: a sketch of its part, the part's squared norm, and its values if asked."""
 
     rank: int
     name: str
@@ -211,6 +230,7 @@ class Copy:
     sketch: Array
     square: float
     dtype: str
+    values: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -223,6 +243,7 @@ class Whole:
         square: its squared norm.
         spread: the largest distance of a copy from the mean of its kind.
         covered: whether the parts make up the whole.
+        shape: of the whole.
     """
 
     copies: Sequence[Copy]
@@ -230,6 +251,7 @@ class Whole:
     square: float
     spread: float
     covered: bool
+    shape: tuple[int, ...]
 
     @classmethod
     def of(cls, copies: Sequence[Copy], shape: Sequence[int]) -> Whole:
@@ -240,11 +262,28 @@ class Whole:
         squares = [float(np.mean([each.square for each in mine])) for mine in kinds.values()]
         spread = max(norm(each.sketch - means[each.blocks]) for each in copies)
         volume = sum(prod(size) for blocks in kinds for _, size in blocks)
-        return cls(copies, np.sum(list(means.values()), axis=0), sum(squares), spread, volume == prod(shape))
+        return cls(
+            copies, np.sum(list(means.values()), axis=0), sum(squares), spread, volume == prod(shape), tuple(shape)
+        )
 
     @property
     def norm(self) -> float:
         return float(np.sqrt(self.square))
+
+    @property
+    def values(self) -> Array | None:
+        """The values, if all ranks recorded them; of parts that several ranks hold, those of the last."""
+        if not self.covered or any(copy.values is None for copy in self.copies):
+            return None
+        found = np.zeros(self.shape)
+        for copy in self.copies:
+            start = 0
+            assert copy.values is not None
+            for offset, shape in copy.blocks:
+                where = tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
+                found[where] = copy.values[start : start + prod(shape)].reshape(shape)
+                start += prod(shape)
+        return found
 
     @property
     def kinds(self) -> int:

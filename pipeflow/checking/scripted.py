@@ -65,7 +65,7 @@ class Recorded:
         if not named.get("forward_only"):
             if self.recording is None:
                 drop_nothing(model)
-                self.recording = Recording(self.changes.folder, model)
+                self.recording = Recording(self.changes.folder, model, whole=self.changes.whole)
                 self.recording.__enter__()
             elif self.recording.done >= self.changes.steps:
                 sys.exit(0)

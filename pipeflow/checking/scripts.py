@@ -28,6 +28,7 @@ class Changes:
         plain: one stage on one rank, without tensor ranks.
         tensor: number of tensor ranks; None: as the script says.
         schedule: name of the schedule; None: as the script says.
+        whole: as in `record`.
     """
 
     folder: str
@@ -35,6 +36,7 @@ class Changes:
     plain: bool
     tensor: int | None = None
     schedule: str | None = None
+    whole: str = ""
 
 
 def run_both(
@@ -47,6 +49,7 @@ def run_both(
     schedule: str | None = None,
     plain_arguments: Sequence[str] | None = None,
     steps: int = 2,
+    whole: str = "",
 ) -> tuple[Path, Path]:
     """Runs a script in one process and on `ranks`, and returns the folders of both recordings. The plain run has
     `plain_arguments`, or those of the other.
@@ -58,9 +61,9 @@ def run_both(
     plain, parallel = folder / "plain", folder / "parallel"
     command = ["-m", "pipeflow.checking.scripted", str(script)]
     alone = arguments if plain_arguments is None else plain_arguments
-    _run([sys.executable, *command, *alone], Changes(str(plain), steps, True))
+    _run([sys.executable, *command, *alone], Changes(str(plain), steps, True, whole=whole))
     many = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    _run([sys.executable, *many, *command, *arguments], Changes(str(parallel), steps, False, tensor, schedule))
+    _run([sys.executable, *many, *command, *arguments], Changes(str(parallel), steps, False, tensor, schedule, whole))
     return plain, parallel
 
 

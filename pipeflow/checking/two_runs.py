@@ -54,6 +54,8 @@ class TwoRuns:
             self.notes.append(f"the candidate has no {_listed(self.names.lacking)}")
         if self.names.unmatched:
             self.notes.append(f"the reference has no {_listed(self.names.unmatched)}")
+        if shapes := [name for name in self.names.unmatched if name in self.names.first]:
+            self.notes.append(f"{_listed(shapes)} have other shapes: pass parts to record if ranks have parts of them")
 
     @cached_property
     def stages(self) -> dict[tuple[int, int], int]:

@@ -49,6 +49,7 @@ def add_to(commands: Commands) -> None:
     group.add_argument("--tensor", type=int, metavar="N", help="tensor ranks (default: what the script says)")
     group.add_argument("--schedule", metavar="NAME", help="schedule (default: what the script says)")
     group.add_argument("--plain", metavar="ARGUMENTS", help="arguments of the plain run (default: those after --)")
+    group.add_argument("--whole", metavar="PATTERN", help="parameters of which to tell the wrong rows and columns")
     group.add_argument("--steps", type=int, metavar="N", help="steps to compare (default: 2)")
     command.set_defaults(run=run, arguments=[])
     _take_the_rest(command)
@@ -75,7 +76,11 @@ def run(arguments: argparse.Namespace) -> int:
     if first.endswith(".py"):
         with TemporaryDirectory() as folder:
             return _compare(arguments, *_recorded(arguments, Path(folder)))
-    given = [name for name in ("ranks", "tensor", "schedule", "plain", "steps") if getattr(arguments, name) is not None]
+    given = [
+        name
+        for name in ("ranks", "tensor", "schedule", "plain", "whole", "steps")
+        if getattr(arguments, name) is not None
+    ]
     if given:
         raise UsageError(f"--{given[0]} is for scripts: name a file that ends with .py")
     if len(arguments.what) != 2:
@@ -102,6 +107,7 @@ def _recorded(arguments: argparse.Namespace, folder: Path) -> Sequence[Path]:
             schedule=arguments.schedule,
             plain_arguments=None if arguments.plain is None else split(arguments.plain),
             steps=arguments.steps or 2,
+            whole=arguments.whole or "",
         )
 
 

@@ -65,6 +65,7 @@ def train(
     tied: bool = False,
     clip: float | None = None,
     seed: int = 0,
+    whole: str = "",
 ) -> Path:
     """A recorded job, with a fault from `plant`."""
     torch.manual_seed(seed)
@@ -74,7 +75,7 @@ def train(
     with ExitStack() as stack:
         if fault is not None:
             stack.enter_context(plant(fault[0], model, **fault[1]))
-        stack.enter_context(record(folder, model))
+        stack.enter_context(record(folder, model, whole=whole))
         for step in range(steps):
             optimizer.zero_grad()
             total = (labels[step] != -100).sum()

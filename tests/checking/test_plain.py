@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pipeflow.checking import CAUSES, check, plant, record
 from pipeflow.core.errors import UsageError
@@ -138,6 +139,28 @@ def test_steps_that_follow_another_rule(tmp_path: Path) -> None:
         assert result.cause is not None
         assert (result.first.what, result.cause.name) == ("update", "stale" if folder == "stopped" else "optimizer")
         assert evidence in result.cause.evidence
+
+
+def test_which_elements_are_wrong(tmp_path: Path) -> None:
+    whole = "blocks.1.*.weight"
+    one = train(tmp_path / "one", whole=whole)
+    moved = check(one, train(tmp_path / "two", whole=whole, fault=("sharding", {"name": "blocks.1.up.weight"})))
+    assert moved.cause is not None
+    assert moved.cause.evidence.endswith("rows 0 to 63 have the values of rows 32, 33, 34, 35, 36, 37, 38, 39 ...")
+    with register_optimizer_step_pre_hook(lambda optimizer, *_: spoil(optimizer)):
+        wrong = check(one, train(tmp_path / "three", whole=whole))
+    assert wrong.first is not None
+    assert wrong.first.parameter == "blocks.1.down.weight"
+    assert wrong.cause is not None
+    assert wrong.cause.evidence.endswith("12 of 1024 elements are wrong: rows 3 to 5 of 16 and columns 8 to 11 of 64")
+    other = check(one, train(tmp_path / "four", fault=("sharding", {"name": "blocks.1.up.weight"})))
+    assert "record both runs with whole='blocks.1.up.weight' to see which elements of it are wrong" in other.notes
+
+
+def spoil(optimizer: torch.optim.Optimizer) -> None:
+    """Changes twelve elements of the gradient of blocks.1.down.weight."""
+    gradient = next(each.grad for each in optimizer.param_groups[0]["params"][6:] if each.shape == (16, 64))
+    gradient[3:6, 8:12] += gradient.abs().max() * torch.arange(1.0, 13.0).view(3, 4)
 
 
 def test_two_uses_of_one_weight(tmp_path: Path) -> None:
