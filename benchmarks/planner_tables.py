@@ -36,7 +36,9 @@ SOURCES = {
     "nemo-24.07": "8 to 512 H100, fp8, GPTs and Llamas ([NeMo 24.07](https://github.com/NVIDIA/NeMo))",
 }
 FORMULA = "2205.05198-tab5"
-MEMORY = "8 to 512 H100 of 96 GB, Llama 3.1, torchtitan ([arXiv 2410.06511](https://arxiv.org/abs/2410.06511))"
+MEMORY = (
+    "4 to 512 H100 and H200, Llama 3.1 and Qwen3, torchtitan ([arXiv 2410.06511](https://arxiv.org/abs/2410.06511))"
+)
 
 
 def docs_table(data: Mapping[str, Any]) -> str:

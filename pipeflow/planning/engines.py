@@ -10,7 +10,8 @@ Sources:
   it reduces gradients in a buffer of 5e8 numbers (`reduce_bucket_size`), and in two of them with `overlap_comm`.
 - The loss of Megatron-LM has logits in 16 bits and in float32 beside its softmax, as Megatron-DeepSpeed does. torch's
   cross_entropy has logits in 16 bits and two float32 gradients beside the logarithms of its softmax; 16-bit logits are
-  freed before, but leave a hole too small for a gradient. Over tensor ranks, torch's loss_parallel has one more
+  freed before, but leave a hole too small for a gradient. A compiled loss has 16-bit logits and their gradients alone;
+  torchtitan compiles it since 2025 (`build_cross_entropy_loss`). Over tensor ranks, torch's loss_parallel has one more
   (`_nll_loss_and_log_softmax_backward` of torch/distributed/tensor/parallel/loss.py).
 - torch.distributed.pipelining keeps a stage's output until its backward, and the last stage its logits until the end of
   the step (`output_chunks`). It makes a buffer for every microbatch that a stage receives, which the first layer's
@@ -64,18 +65,20 @@ class Engine(NamedTuple):
     loss_parts: int = 0
 
 
+_TITAN = Engine(
+    float32_sums=True,
+    whole_tables=True,
+    keeps_outputs=True,
+    buffers_all=True,
+    gathers_inputs=True,
+    loss=10,
+    loss_parts=14,
+)
 ENGINES: Mapping[str, Engine] = MappingProxyType(
     {
         "megatron": Engine(loss=6, loss_parts=6),
-        "torchtitan": Engine(
-            float32_sums=True,
-            whole_tables=True,
-            keeps_outputs=True,
-            buffers_all=True,
-            gathers_inputs=True,
-            loss=10,
-            loss_parts=14,
-        ),
+        "torchtitan": _TITAN,
+        "torchtitan-compiled": _TITAN._replace(loss=0),
         "deepspeed": Engine(both_gradients=True, keeps_outputs=True, bucket=500_000_000, loss=6, loss_parts=6),
     }
 )

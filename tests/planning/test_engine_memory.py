@@ -80,6 +80,8 @@ def test_the_loss_has_copies_of_the_logits() -> None:
         assert one.ranks[-1].recomputed_bytes == copies * logits
         assert several.ranks[-1].recomputed_bytes == (copies - 2) * logits
         assert one.ranks[-1].backward_bytes == several.ranks[0].recomputed_bytes == 0
+    compiled = planned(1, engine="torchtitan-compiled").ranks[0]
+    assert (compiled.recomputed_bytes, compiled.backward_bytes) == (0, planned(1).ranks[0].backward_bytes)
 
 
 def test_a_layer_has_gradients_of_its_widest_values_in_its_backward() -> None:
