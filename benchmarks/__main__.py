@@ -28,6 +28,7 @@ NAMES = (
     "precision",
     "optimizers",
     "trainer",
+    "lightning_loop",
     "planning_llama",
     "pipelining",
     "unmodified",

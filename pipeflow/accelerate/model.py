@@ -5,6 +5,7 @@ whose gradients wait for the backward of its loss. Must not contain: accelerate'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -83,6 +84,13 @@ class PreparedModel(nn.Module):
         else:
             self._waiting.append(action)
 
+    @contextmanager
+    def layers(self) -> Iterator[None]:
+        """Inside the `with` block, torch's random numbers are those of this rank's layers."""
+        assert self.layer_random is not None
+        with self.layer_random():
+            yield
+
     def unwrap(self) -> nn.Module:
         """Returns the whole module; once it is cut, this rank's first stage of it."""
         first = self.inner.chunks[0] if isinstance(self.inner, Pipeline) else self.inner
@@ -146,8 +154,7 @@ class PreparedModel(nn.Module):
             raise UsageError("the output has a loss already: compute one loss of it, and call backward for it")
         if asked is not None:
             pipeline.runner.criterion, pipeline.runner.weigh = asked, asked.weigh
-        assert self.layer_random is not None
-        with self.layer_random():
+        with self.layers():
             self.step = held_step(
                 iter([batch]),
                 pipeline,
@@ -158,8 +165,7 @@ class PreparedModel(nn.Module):
 
     def _evaluate(self, batch: tuple[dict[str, Any], object]) -> Any:
         pipeline, makes_loss = self.pipeline, self._has_loss and batch[1] is not None
-        assert self.layer_random is not None
-        with self.layer_random():
+        with self.layers():
             told = execute_pipeline(
                 iter([(batch[0], batch[1] if makes_loss else None)]),
                 pipeline,

@@ -4,26 +4,19 @@ Trainer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch import nn
 
 from pipeflow.accelerate.model import PreparedModel, Settings, samples_of
 from pipeflow.core.errors import UsageError
-from pipeflow.huggingface.training.replicas import shared_outputs
+from pipeflow.lightning.results import Results
 from pipeflow.lightning.step import TRAINING, Running, stepping
 from pipeflow.parallel.context import Context
 from pipeflow.runtime.execution import execute_pipeline
-from pipeflow.runtime.from_module import traced_otherwise
 from pipeflow.runtime.held import held_step
-from pipeflow.runtime.microbatch import Batch, as_batch
 from pipeflow.runtime.pipeline import Pipeline
-from pipeflow.stages.loss import Made, weigh_by
 from pipeflow.stages.stage import ModuleStage
 
 
@@ -45,14 +38,7 @@ class StepModel(PreparedModel):
         vars(self)["whole"] = module
         self.running = Running(trainer)
         self._modes: list[bool] = []
-        self._weighings: dict[str, list[Any]] = {}
-
-    @contextmanager
-    def layers(self) -> Iterator[None]:
-        """Inside the `with` block, torch's random numbers are those of this rank's layers."""
-        assert self.layer_random is not None
-        with self.layer_random():
-            yield
+        self.results: Results | None = None
 
     def run(self, method: str, batch: Any, *places: int) -> Any:
         """Runs a step of a batch, logs what it logs, and returns what it returns, on every rank.
@@ -69,7 +55,8 @@ class StepModel(PreparedModel):
         self._make(entries)
         self._set_modes()
         outputs = self._trained(entries) if method == TRAINING else self._evaluated(entries)
-        result = self._whole(method, entries, outputs)
+        assert self.results is not None
+        result = self.results.whole(outputs, entries, self._schedule(entries).num_microbatches)
         loss = self.step.loss if method == TRAINING and self.step is not None else None
         for name, value in result.get("logs", {}).items():
             options = self.running.options[method][name]
@@ -93,6 +80,7 @@ class StepModel(PreparedModel):
                     f"{type(whole).__name__}.training_step cannot be cut into stages ({error}); it must compute its "
                     "loss from the batch by calling its modules, and it was traced on the first batch of the run"
                 ) from error
+        self.results = Results(self.pipeline)
         _keep_own(whole, self.pipeline)
 
     def _set_modes(self) -> None:
@@ -122,51 +110,6 @@ class StepModel(PreparedModel):
         with self.layers():
             batch = iter([(entries, None)])
             return execute_pipeline(batch, self.pipeline, forward_only=True, return_outputs=True).outputs
-
-    def _whole(self, method: str, entries: dict[str, Any], outputs: Any) -> dict[str, Any]:
-        """The result of a whole batch, on every rank, from those of its microbatches."""
-        with self.pipeline.alarm.raised_everywhere():
-            leaves, spec = tree_flatten(shared_outputs(outputs, self._context))
-        batch = as_batch((entries, None), self._schedule(entries).num_microbatches, self._context.device)
-        parts = batch.split(entries)
-        if method not in self._weighings:
-            self._weighings[method] = self._weighing_of(parts[0], batch)
-        samples = [float(size) for size in batch.sizes]
-
-        def merged(leaf: Any, weigh: Any) -> Any:
-            if weigh is False:
-                return leaf
-            weights = samples if weigh is None else [weigh(part["labels"]) for part in parts]
-            return _mean(leaf, weights, adds=getattr(weigh, "adds", False))
-
-        leaves = [merged(*each) for each in zip(leaves, self._weighings[method], strict=True)]
-        result: dict[str, Any] = tree_unflatten(leaves, spec)
-        return result
-
-    def _weighing_of(self, part: dict[str, Any], batch: Batch) -> list[Any]:
-        """For each leaf of a step's result, what weighs its microbatches: a function, None for the number of samples,
-        or False for a leaf that is no scalar.
-        """
-        stage = self.pipeline.chunks[0]
-        assert isinstance(stage, ModuleStage)
-        planner = stage.planner
-        traced = cache(lambda: traced_otherwise(batch, planner, planner.module))
-
-        def weighing(index: int, made: Made | None) -> Any:
-            def other() -> tuple[Made | None, int]:
-                trace, size = traced()
-                return None if trace is None else trace.scalars[index], size
-
-            return False if made is None else weigh_by(made, part["labels"], batch.sizes[0], other)[0]
-
-        return [weighing(*each) for each in enumerate(planner.plan(part, stage.root).trace.scalars)]
-
-
-def _mean(values: Tensor, weights: Sequence[float], *, adds: bool) -> Tensor:
-    """The mean, or sum, of a number of each microbatch; those without weight, such as without labels, may be nan."""
-    factors = torch.tensor(weights, dtype=torch.float64, device=values.device)
-    total = torch.where(factors == 0, 0.0, values.double() * factors).sum()
-    return (total if adds else total / factors.sum()).to(values.dtype)
 
 
 def _keep_own(whole: nn.Module, pipeline: Pipeline) -> None:

@@ -4,21 +4,17 @@ reads, which has Lightning's checkpoint, without weights, among its values.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch.strategies import ParallelStrategy
 
-from pipeflow.checkpoint import state
 from pipeflow.checkpoint.load import load_checkpoint
-from pipeflow.checkpoint.manifest import find, verified
+from pipeflow.checkpoint.manifest import find
 from pipeflow.checkpoint.save import save_checkpoint
-from pipeflow.checkpoint.storage import CheckpointStorage
-from pipeflow.core.errors import UsageError
 from pipeflow.lightning.model import StepModel
+from pipeflow.lightning.packed import packed, unpacked
 from pipeflow.runtime.pipeline import Pipeline
 
 
@@ -53,12 +49,13 @@ class SavingStrategy(ParallelStrategy):  # type: ignore[misc]  # Lightning's typ
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         assert self._prepared is not None
-        body = io.BytesIO()
-        torch.save(checkpoint, body)
-        kept = torch.frombuffer(bytearray(body.getvalue()), dtype=torch.uint8)
         with self._prepared.layers():
             save_checkpoint(
-                filepath, self._prepared.pipeline, self._optimizer, step=checkpoint["global_step"], extra=kept
+                filepath,
+                self._prepared.pipeline,
+                self._optimizer,
+                step=checkpoint["global_step"],
+                extra=packed(checkpoint),
             )
 
     @property
@@ -73,10 +70,7 @@ class SavingStrategy(ParallelStrategy):  # type: ignore[misc]  # Lightning's typ
         if not Path(checkpoint_path).is_dir():
             return super().load_checkpoint(checkpoint_path, weights_only)
         self._folder = find(Path(checkpoint_path))
-        kept = state.read_run(CheckpointStorage(self._folder, verified(self._folder, 0, 0)))["extra"]
-        if kept is None:
-            raise UsageError(f"{checkpoint_path} was not saved by a Trainer: load it with pipeflow.load_checkpoint")
-        return torch.load(io.BytesIO(kept.numpy().tobytes()), weights_only=bool(weights_only))
+        return unpacked(self._folder, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads the weights, and in training also the optimizer's states, when the module is cut."""

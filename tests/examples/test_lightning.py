@@ -12,10 +12,16 @@ from tests.scripts import said_by_ranks
 
 pytest.importorskip("lightning", reason="not installed", exc_type=ImportError)
 FOLDER = EXAMPLES / "lightning_loops"
-IMPORT = "from pipeflow.lightning import PipelineStrategy\n"
+IMPORTS = [
+    "from pipeflow.lightning import PipelineStrategy\n",
+    "from pipeflow.lightning.fabric import PipelineStrategy\n",
+]
 SCRIPTS = [
     "language",
-    *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("autoencoder", "classifier", "images")),
+    *(
+        pytest.param(each, marks=pytest.mark.exhaustive)
+        for each in ("autoencoder", "classifier", "images", "fabric_loop")
+    ),
 ]
 
 
@@ -24,7 +30,7 @@ def plain(script: str) -> tuple[str, int]:
     lines, differ = [], 0
     for line in script.splitlines(keepends=True):
         before, strategy, after = line.partition("strategy=PipelineStrategy(")
-        made = "" if line == IMPORT else before + after.partition("), devices=2, ")[2] if strategy else line
+        made = "" if line in IMPORTS else before + after.partition("), devices=2, ")[2] if strategy else line
         lines.append(made)
         differ += made != line
     return "".join(lines), differ

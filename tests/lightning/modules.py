@@ -19,14 +19,15 @@ class Classifier(LightningModule):  # type: ignore[misc]  # Lightning's types ar
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Dropout(dropout)) for _ in range(4))
+        layers = [nn.TransformerEncoderLayer(4, 2, 8, dropout, batch_first=True) for _ in range(4)]
+        self.blocks = nn.ModuleList(layers)
         self.head = nn.Linear(12, 5)
 
     def forward(self, images: Tensor) -> Tensor:
-        hidden = images.flatten(1)
+        hidden = images.flatten(2)
         for block in self.blocks:
             hidden = block(hidden)
-        logits: Tensor = self.head(hidden)
+        logits: Tensor = self.head(hidden.flatten(1))
         return logits
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -51,7 +52,7 @@ class Classifier(LightningModule):  # type: ignore[misc]  # Lightning's types ar
         return logits
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-2)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5), "interval": "step"},
@@ -98,6 +99,9 @@ def fit(
     ranks: int = 1,
     sizes: dict[str, Any] | None = None,
     resume: str | None = None,
+    shuffle: bool = True,
+    batch: int = BATCH,
+    sampler: Any = None,
     **options: Any,
 ) -> Any:
     """Trains a Classifier: the losses of all batches, everything else that was seen, and the last metrics."""
@@ -108,7 +112,7 @@ def fit(
     trainer = trainer_of(which, folder, ranks, sizes or {}, **options)
     trainer.fit(
         Classifier(),
-        DataLoader(make_images(), batch_size=BATCH, shuffle=True),
+        DataLoader(make_images(), batch_size=batch, shuffle=shuffle and sampler is None, sampler=sampler),
         DataLoader(make_images(20), batch_size=BATCH),
         ckpt_path=resume,
     )

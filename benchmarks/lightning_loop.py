@@ -1,0 +1,113 @@
+"""What Lightning's Trainer costs around a pipeline: its steps beside those of a bare loop on execute_pipeline; the same
+module, batches and optimizer, on 2 ranks. Blocks sleep, which needs no cores.
+
+Steps of both take turns: a bare one runs in a callback at the end of each of the Trainer's. The time of a Trainer's
+step is all that lies between two bare ones, so loaders, callbacks and logging count.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+from benchmarks.measure import paired
+from benchmarks.processes import run_ranks
+from benchmarks.report import Report
+
+RANKS, MICROBATCHES, WARM = 2, 4, 5
+SECONDS = 0.0015  # of a block's forward; its backward takes twice that
+BARE, TRAINER = "bare loop", "Lightning's Trainer"
+
+
+def run(rounds: int | None = None) -> Report:
+    rounds = rounds or 60
+    results = run_ranks("lightning_loop:measure", RANKS, {"rounds": rounds}, deadline=120 + rounds)
+    seconds = {name: [max(both) for both in zip(*(each[name] for each in results), strict=True)] for name in results[0]}
+    title = f"lightning_loop: {RANKS} ranks, {MICROBATCHES} microbatches, 4 blocks that sleep, {rounds} steps"
+    report = Report("lightning_loop", title, ["", "median ms", "x bare loop"], data={"seconds": seconds})
+    for name in seconds:
+        median, ratio = statistics.median(seconds[name]), paired(seconds, name, BARE)
+        report.rows.append([name, f"{1e3 * median:.2f}", f"{ratio:.4f}"])
+    report.notes.append("target: 1.02 x the bare loop; the ratio is a median over pairs of neighbouring steps")
+    return report
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """On every rank: the times of steps."""
+    import torch
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from torch import Tensor, nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    import pipeflow
+    from pipeflow.lightning import PipelineStrategy
+
+    class Sleeping(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: Tensor) -> Tensor:
+            time.sleep(SECONDS)
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            time.sleep(2 * SECONDS)
+            return gradients[0]
+
+    class Block(nn.Linear):
+        def forward(self, value: Tensor) -> Tensor:
+            hidden: Tensor = Sleeping.apply(super().forward(value))  # type: ignore[no-untyped-call]  # torch's
+            return hidden
+
+    class Module(LightningModule):  # type: ignore[misc]  # Lightning's types are not read
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(16, 16) for _ in range(4))
+
+        def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+            for block in self.blocks:
+                inputs = block(inputs)
+            return nn.functional.mse_loss(inputs, labels)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss: Tensor = self(*batch)
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    torch.manual_seed(0)
+    inputs = torch.randn(16, 16)
+    schedule = pipeflow.make_schedule("1f1b", ranks=RANKS, microbatches=MICROBATCHES)
+    model = pipeflow.Pipeline.from_module(Module(), schedule, {"inputs": inputs, "labels": inputs})
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = {"inputs": inputs, "labels": inputs}
+
+    class Turns(Callback):  # type: ignore[misc]  # as above
+        def __init__(self) -> None:
+            self.seconds: dict[str, list[float]] = {TRAINER: [], BARE: []}
+            self.end = time.perf_counter()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            pipeflow.execute_pipeline(iter([batch]), model, broadcast_loss=True)
+            optimizer.step()
+            end = time.perf_counter()
+            self.seconds[TRAINER].append(start - self.end)
+            self.seconds[BARE].append(end - start)
+            self.end = end
+
+    turns = Turns()
+    data = DataLoader(TensorDataset(inputs.repeat(rounds + WARM, 1), inputs.repeat(rounds + WARM, 1)), batch_size=16)
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    strategy = PipelineStrategy(microbatches=MICROBATCHES)
+    trainer = Trainer(accelerator="cpu", devices=RANKS, max_epochs=1, callbacks=[turns], strategy=strategy, **quiet)
+    trainer.fit(Module(), data)
+    return {name: each[WARM:] for name, each in turns.seconds.items()}

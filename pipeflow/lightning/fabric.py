@@ -1,0 +1,172 @@
+"""PipelineStrategy for Fabric: loops that call a module and `fabric.backward`. The module is cut at its first call, as
+that of accelerate's loop. Must not contain: the step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.strategies import ParallelStrategy
+from torch import Tensor, nn
+
+from pipeflow.accelerate.model import PreparedModel, Settings
+from pipeflow.checkpoint.load import load_checkpoint
+from pipeflow.checkpoint.manifest import find
+from pipeflow.checkpoint.save import save_checkpoint
+from pipeflow.core.errors import UsageError
+from pipeflow.lightning.packed import packed, unpacked
+from pipeflow.lightning.refusals import mixed_of, require_one, require_precision, require_unwrapped
+from pipeflow.lightning.world import World
+from pipeflow.optim.clip import clip_grad_norm_
+from pipeflow.optim.whole import WholeGroups
+from pipeflow.runtime.pipeline import Pipeline
+
+
+class FabricModel(PreparedModel):
+    """The module that `fabric.setup` returns, wrapped in Fabric's own."""
+
+    def forward(self, *arguments: Any, **entries: Any) -> Any:
+        """Runs a batch, as PreparedModel does. Raises UsageError if another method of the module was called."""
+        if not isinstance(self.inner, Pipeline) and "forward" in vars(self.inner):
+            raise UsageError(
+                "with Fabric, a pipeline runs the module's forward only: call the module, and compute the loss from "
+                "its output with a function of torch.nn.functional; a Trainer runs training_step"
+            )
+        return super().forward(*arguments, **entries)
+
+    def _make(self, entries: dict[str, Any]) -> None:
+        """Makes the Pipeline; what a LightningModule knows of Fabric is not copied."""
+        own: dict[str, Any] = vars(self.inner)
+        kept: dict[str, Any] = {name: own.pop(name) for name in ("_fabric", "_fabric_optimizers") if name in own}
+        own.update({name: None if name == "_fabric" else [] for name in kept})
+        try:
+            super()._make(entries)
+        finally:
+            own.update(kept)
+
+
+class PipelineStrategy(World, ParallelStrategy):  # type: ignore[misc]  # Lightning's types are not read
+    """Trains a module in a pipeline in Fabric's loop, as in
+    `Fabric(strategy=PipelineStrategy(schedule="1f1b", microbatches=8), devices=4)`.
+
+    Args:
+        pipeline, tensor, schedule, microbatches, schedule_options, cuts, blocks: as in the strategy for a Trainer.
+        options: further arguments of Fabric's ParallelStrategy.
+
+    The loss is the model's own, or what a function of torch.nn.functional returns for its output. Raises UsageError for
+    what is not possible with a pipeline.
+    """
+
+    def __init__(
+        self,
+        pipeline: int | None = None,
+        tensor: int = 1,
+        schedule: str = "1f1b",
+        microbatches: int = 4,
+        *,
+        schedule_options: dict[str, Any] | None = None,
+        cuts: Any = None,
+        blocks: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self._arrange((pipeline, tensor), schedule, {"microbatches": microbatches, **(schedule_options or {})})
+        self._cut = {"cuts": cuts, "blocks": blocks}
+        self._model: FabricModel | None = None
+
+    @property
+    def distributed_sampler_kwargs(self) -> Any:
+        """Which part of the data this rank reads, if there are replicas."""
+        return super().distributed_sampler_kwargs if self._context.data_size > 1 else None
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Returns the module as one that is cut at its first call. Raises UsageError for a second one."""
+        require_unwrapped(module)
+        require_precision(self.precision)
+        if self._model is not None:
+            raise UsageError("a pipeline trains one module: set up the one that is trained, and call others directly")
+        options = {**self._cut, "autocast": mixed_of(self.precision)}
+        self._model = FabricModel(module, Settings(self._made_schedule(), options, lambda: 1.0), self._context)
+        return self._model
+
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        """Returns the optimizer; its groups keep this rank's parameters when the module is cut."""
+        model = self._model
+        if model is None:
+            raise UsageError("set up the optimizer together with its module: fabric.setup(model, optimizer)")
+        require_one([optimizer], "the script")
+        groups = WholeGroups(optimizer, model.names)
+        model.when_made(lambda made: groups.keep(made.named_parameters(remove_duplicate=False)))
+        return optimizer
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Any], scheduler: Any = None) -> Any:
+        """Like `setup_module` and `setup_optimizer`. Raises UsageError for several optimizers."""
+        require_one(optimizers, "the script")
+        return self.setup_module(module), [self.setup_optimizer(each) for each in optimizers], scheduler
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Does nothing: the module is cut before its parts leave the CPU."""
+
+    def backward(self, tensor: Tensor, module: Any, *arguments: Any, **options: Any) -> None:
+        """Adds the gradients to `.grad`. Raises UsageError for a loss that is not that of the module's last call."""
+        super().backward(tensor, module, *arguments, **options)
+        step = None if self._model is None else self._model.step
+        if step is None or not step.is_released:
+            raise UsageError(
+                "fabric.backward got a loss that is not that of the module's last call: pass output.loss, or what a "
+                "loss of torch.nn.functional returned for the output"
+            )
+
+    def clip_gradients_norm(
+        self, module: Any, optimizer: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True
+    ) -> Tensor:
+        """Clips the whole model's gradient. Returns its norm before."""
+        assert self._model is not None, "Fabric clips what was set up"
+        return clip_grad_norm_(self._model.pipeline, max_norm, norm_type).float()
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The mean, or sum, of a tensor over the replicas."""
+        return self.reduce(tensor, group, reduce_op)
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Saves a module that was called, its optimizer, and other objects, to the folder `path`."""
+        model, optimizer, others = self._parted(state)
+        values = self._convert_stateful_objects_in_state(others, filter=filter or {})
+        with model.layers():
+            save_checkpoint(path, model.pipeline, optimizer, extra=packed(values))
+
+    def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, weights_only: Any = None) -> Any:
+        """Loads what `save_checkpoint` wrote under any layout; module and optimizer when the module is cut. Returns
+        what `state` does not name.
+        """
+        if not Path(path).is_dir():
+            return super().load_checkpoint(path, state, strict, weights_only)
+        folder = find(Path(path))
+        model, optimizer, others = self._parted(state)
+        kept = unpacked(folder, weights_only)
+        for name in others.keys() & kept.keys():
+            if hasattr(others[name], "load_state_dict"):
+                others[name].load_state_dict(kept.pop(name))
+            else:
+                state[name] = kept.pop(name)
+
+        def load(made: Pipeline) -> None:
+            with model.layers():
+                load_checkpoint(folder, made, optimizer)
+
+        model.when_made(load)
+        return kept
+
+    def _parted(self, state: Any) -> tuple[FabricModel, Any, dict[str, Any]]:
+        """The module, its optimizer, and the other entries of a state. Raises UsageError if the module is not there."""
+        if not isinstance(state, dict) or not any(each is self._model for each in state.values()):
+            raise UsageError("pass the module that was set up within a dict: fabric.save(path, {'model': model})")
+        assert self._model is not None
+        optimizers = [each for each in state.values() if isinstance(each, torch.optim.Optimizer)]
+        own = [self._model, *optimizers]
+        others = {name: each for name, each in state.items() if not any(each is mine for mine in own)}
+        return self._model, optimizers[0] if optimizers else None, others
