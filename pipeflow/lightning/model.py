@@ -11,6 +11,7 @@ from torch import nn
 
 from pipeflow.accelerate.model import PreparedModel, Settings, samples_of
 from pipeflow.core.errors import UsageError
+from pipeflow.lightning.metrics import among_replicas, call_again
 from pipeflow.lightning.results import Results
 from pipeflow.lightning.step import TRAINING, Running, stepping
 from pipeflow.parallel.context import Context
@@ -36,6 +37,7 @@ class StepModel(PreparedModel):
     def __init__(self, module: Any, settings: Settings, context: Context, trainer: Any) -> None:
         super().__init__(module, settings, context)
         vars(self)["whole"] = module
+        among_replicas(module, context)
         self.running = Running(trainer)
         self._modes: list[bool] = []
         self.results: Results | None = None
@@ -58,7 +60,16 @@ class StepModel(PreparedModel):
         assert self.results is not None
         result = self.results.whole(outputs, entries, self._schedule(entries).num_microbatches)
         loss = self.step.loss if method == TRAINING and self.step is not None else None
-        for name, value in result.get("logs", {}).items():
+        for name, more in result.get("lists", {}).items():
+            vars(self.whole)[name].extend(more)
+        values = call_again(self.whole, result.get("calls", {}))
+        logs = dict(result.get("logs", {}))
+        for name, (metric, is_itself) in self.running.metrics.get(method, {}).items():
+            if metric in values:
+                logs[name] = self.whole.get_submodule(metric) if is_itself else values[metric]
+        if loss is not None:
+            logs |= dict.fromkeys(self.running.of_loss, loss.detach())
+        for name, value in logs.items():
             options = self.running.options[method][name]
             if options.get("batch_size") is not None:  # that of a microbatch
                 options = {**options, "batch_size": samples_of(entries)}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
+from pipeflow.core.errors import UsageError
 from pipeflow.huggingface.training.replicas import shared_outputs
 from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.runtime.from_module import traced_otherwise
@@ -46,12 +47,14 @@ class Results:
         self._known: dict[str, _Known] = {}
 
     def whole(self, outputs: Any, entries: dict[str, Any], microbatches: int) -> Any:
-        """The result of a batch, on every rank of the pipeline, which call it together.
+        """The result of a batch without its loss, on every rank of the pipeline, which call it together.
 
         Args:
             outputs: those of the last stage, merged over the microbatches; None on other ranks.
             entries: the batch, with the method that ran it.
             microbatches: how many microbatches it had at most.
+
+        Raises UsageError for a training step that logs something although it logged nothing but its loss before.
         """
         pipeline = self._pipeline
         batch = as_batch((entries, None), microbatches, pipeline.context.device)
@@ -60,7 +63,7 @@ class Results:
             self._known[method] = self._traced(batch)
         known = self._known[method]
         with pipeline.alarm.raised_everywhere():
-            shared = self._shared(outputs, known, len(batch.sizes))
+            shared = self._shared(_without_loss(outputs), known, len(batch.sizes))
         parts = cache(lambda: batch.split(entries["labels"]))
 
         def merged(path: str, leaf: Any) -> Any:
@@ -88,7 +91,7 @@ class Results:
             return False if made is None else weigh_by(made, part["labels"], batch.sizes[0], otherwise)[0]
 
         weighings = [weighing(*each) for each in enumerate(trace.scalars)]
-        leaves, spec = tree_flatten_with_path(tree_unflatten(weighings, trace.returned.spec))
+        leaves, spec = tree_flatten_with_path(_without_loss(tree_unflatten(weighings, trace.returned.spec)))
         return _Known(spec, {keystr(path): weigh for path, weigh in leaves})
 
     def _shared(self, outputs: Any, known: _Known, microbatches: int) -> Any:
@@ -97,6 +100,13 @@ class Results:
         if any(weigh is False for weigh in known.weighings.values()):
             return shared_outputs(outputs, self._pipeline.context)
         leaves = None if outputs is None else tree_flatten_with_path(outputs)[0]
+        if not many:
+            if leaves:
+                raise UsageError(
+                    f"a step returns or logs {keystr(leaves[0][0])} in some batches only, after a first batch without: "
+                    "do it in every batch, so that all ranks expect it"
+                )
+            return {}
         mine = [0.0] * (1 + many * microbatches)
         if leaves is not None:
             is_known = [keystr(path) for path, _ in leaves] == [*known.weighings]
@@ -109,6 +119,11 @@ class Results:
         row = next(row for row in rows if row[0])
         numbers = torch.tensor(row[1:], device=transport.device).view(many, microbatches)
         return tree_unflatten([*numbers], known.spec)
+
+
+def _without_loss(result: Any) -> Any:
+    """The result without the loss, which the training step itself tells all ranks."""
+    return result if result is None else {name: each for name, each in result.items() if name != "loss"}
 
 
 def _mean(values: Tensor, weights: Sequence[float], *, adds: bool) -> Tensor:

@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from pipeflow.core.errors import UsageError
+from pipeflow.lightning.metrics import Recorded, recording
 
 TRAINING = "training_step"
 
@@ -28,11 +29,15 @@ class Running:
         trainer: the Trainer.
         places: the arguments of the step after the batch, such as its index.
         options: for each step, the arguments with which it logs a name, by the name.
+        metrics: for each step, which metric's value, or which metric itself, it logs under a name.
+        of_loss: names under which the training step logs its loss itself.
     """
 
     trainer: Any = None
     places: tuple[int, ...] = ()
     options: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    metrics: dict[str, dict[str, tuple[str, bool]]] = field(default_factory=dict)
+    of_loss: list[str] = field(default_factory=list)
 
 
 class StepForward:
@@ -50,21 +55,20 @@ class StepForward:
 
         Raises UsageError for a training step without a loss.
         """
-        running, logs = self.running, Logs(self, method)
-        self._meet(running.trainer)
+        logs = Logs(self, method)
+        self._meet(self.running.trainer)
         replaced = {"forward": partial(self.own.forward, self), "log": logs.log, "log_dict": logs.log_dict}
-        with _instead(vars(self), replaced):
-            returned = getattr(self.own, method)(self, labels, *running.places)
-        result: dict[str, Any] = {"loss": _loss_of(returned, type(self).__name__)} if method == TRAINING else {}
-        rest = returned
+        own: Any = self
+        with _instead(vars(self), replaced), recording(own) as calls, _growing(vars(self)) as grown:
+            returned = getattr(self.own, method)(self, labels, *self.running.places)
+        result: dict[str, Any] = {}
         if method == TRAINING:
-            is_dict = isinstance(returned, Mapping)
-            rest = {name: each for name, each in returned.items() if name != "loss"} if is_dict else None
-        if rest is not None:
-            result["rest"] = rest
-        if logs.values:
-            result["logs"] = logs.values
-        return result
+            loss = _loss_of(returned, self.own.__name__)
+            result["loss"] = loss
+            self.running.of_loss = logs.of(loss)
+            returned = _rest_of(returned)
+        found = {"rest": returned, "logs": logs.values, "calls": calls, "lists": grown}
+        return result | {name: each for name, each in found.items() if each is not None and not _is_empty(each)}
 
     def _meet(self, trainer: Any) -> None:
         if vars(self).get("_trainer") is None:
@@ -80,20 +84,37 @@ class Logs:
 
     Attributes:
         values: the values as tensors, by name.
+        given: the values as they were given.
     """
 
     def __init__(self, module: Any, method: str) -> None:
         self.values: dict[str, Tensor] = {}
+        self.given: dict[str, Any] = {}
+        self._module = module
         self._options = module.running.options.setdefault(method, {})
+        self._metrics = module.running.metrics.setdefault(method, {})
 
     def log(self, name: str, value: Any, *arguments: Any, **options: Any) -> None:
         """Keeps a value until the batch has run. Raises UsageError for one that is no number."""
         options = {**dict(zip(_POSITIONS, arguments, strict=False)), **options}
         self._options[name] = options
+        recorded = (each for each in self._module.modules() if isinstance(each, Recorded))
+        found = next((each for each in recorded if value is each or value is each.value), None)
+        if found is not None:
+            self._metrics[name] = found.name, value is found
+            return
         if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.numel() != 1):
             raise UsageError(f"self.log({name!r}) got a {type(value).__name__}: log a number or a tensor of one entry")
+        self.given[name] = value
         number = value.detach().reshape(()) if isinstance(value, Tensor) else torch.tensor(float(value))
         self.values[name] = number.float()
+
+    def of(self, loss: Tensor) -> list[str]:
+        """The names under which the loss itself is logged, which are taken out of the values."""
+        names = [name for name, value in self.given.items() if value is loss]
+        for name in names:
+            del self.values[name]
+        return names
 
     def log_dict(self, dictionary: Mapping[str, Any], *arguments: Any, **options: Any) -> None:
         """Keeps several values, as `log` does."""
@@ -112,6 +133,31 @@ def _loss_of(returned: Any, name: str) -> Tensor:
             "batch, or a dict with it as 'loss'"
         )
     return loss
+
+
+def _rest_of(returned: Any) -> dict[str, Any]:
+    """What a training step returns beside its loss."""
+    return {name: each for name, each in returned.items() if name != "loss"} if isinstance(returned, Mapping) else {}
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, dict) and not value
+
+
+@contextmanager
+def _growing(own: dict[str, Any]) -> Iterator[dict[str, list[Any]]]:
+    """Inside the `with` block, lists of a module may grow. Afterwards they are as before, and their new entries are
+    returned, by name: such as outputs that are kept until the end of an epoch.
+    """
+    lists = {name: (each, len(each)) for name, each in own.items() if type(each) is list}
+    grown: dict[str, list[Any]] = {}
+    try:
+        yield grown
+    finally:
+        for name, (each, length) in lists.items():
+            if len(each) > length:
+                grown[name] = each[length:]
+                del each[length:]
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,6 +23,8 @@ class Classifier(LightningModule):  # type: ignore[misc]  # Lightning's types ar
         layers = [nn.TransformerEncoderLayer(4, 2, 8, dropout, batch_first=True) for _ in range(4)]
         self.blocks = nn.ModuleList(layers)
         self.head = nn.Linear(12, 5)
+        self.right, self.mean = torchmetrics.MeanMetric(), torchmetrics.MeanMetric()
+        self.kept: list[Tensor] = []
 
     def forward(self, images: Tensor) -> Tensor:
         hidden = images.flatten(2)
@@ -45,7 +48,16 @@ class Classifier(LightningModule):  # type: ignore[misc]  # Lightning's types ar
         logits = self(images)
         loss = nn.functional.cross_entropy(logits, labels)
         self.log("val_loss", loss, batch_size=len(images))
+        value = self.right((logits.argmax(1) == labels).float())
+        self.log_dict({"val_right": self.right, "val_last": value})
+        self.mean.update(logits)
+        self.kept.append(logits.square())
         return {"val_loss": loss, "logits": logits}
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict({"mean": self.mean.compute(), "squares": torch.cat(self.kept).mean()})
+        self.mean.reset()
+        self.kept.clear()
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         logits: Tensor = self(batch[0])
