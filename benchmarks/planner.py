@@ -47,6 +47,7 @@ def run(rounds: int | None = None) -> Report:
         errors[source] = _add(report, f"{source}, fitted without it", chosen, unseen[group(source)])
     _add_kinds(report, every, errors)
     report.notes.append("regret: of the layout that the search lists first; without ties, of the fastest predicted one")
+    report.data["fitted"] = start
     report.notes.append("fitted on all: " + ", ".join(f"{name} {value:.3g}" for name, value in start.items()))
     apart = max(abs(value / start[name] - 1) for name, value in own_coefficients().items())
     report.notes.append(f"the planner's own coefficients differ from these by at most {apart:.1%}")

@@ -41,36 +41,52 @@ WEIGHT = 20.0  # of a row in full
 MOST = 60  # rows of a source that are fitted on
 ROBUST = 0.1  # beyond this error a row counts less than its square
 FAR = 0.3  # of a coefficient's logarithm, beyond which errors are not linear
+TURNS = 8
 STEP = 0.02  # of a coefficient's logarithm, to find slopes
 NAMES = tuple(EXPECTED)  # the others have no value of their own here
 CENTRE = np.log([EXPECTED[name][0] for name in NAMES])
 SPREAD = np.log([EXPECTED[name][1] for name in NAMES])
 
 
-def fitted(rows: Sequence[Row], *, turns: int = 3) -> dict[str, float]:
-    """The coefficients for these rows, by name, with the method of Gauss and Newton."""
-    chosen, point = thinned(rows), point_of(own_coefficients())
-    for _ in range(turns):
-        near = Near.of(chosen, point)
-        before, point = point, near.solved()
-        if np.abs(point - before).max() < STEP / 4:
+def fitted(rows: Sequence[Row]) -> dict[str, float]:
+    """The coefficients for these rows, by name."""
+    chosen = thinned(rows)
+    return _named(_least(chosen, Near.of(chosen, point_of(own_coefficients()))))
+
+
+def _least(chosen: Sequence[Row], near: Near, turns: int = TURNS) -> Array:
+    """Where the sum of squares over these rows is least, from a point near which their errors are known, with the
+    method of Gauss and Newton. A turn that would make it larger goes half as far, and so on: where launches begin to
+    take longer than computations, slopes change.
+    """
+    for turn in range(turns):
+        near = near if turn == 0 else Near.of(chosen, near.point)
+        step = near.solved() - near.point
+        while np.abs(step).max() > STEP / 4:
+            there = near.at(near.point + step, _errors(chosen, near.point + step))
+            if there.cost < near.cost:
+                break
+            step /= 2
+        else:
             break
-    return _named(point)
+        near = there
+    return near.point
 
 
 def fitted_without(
     rows: Sequence[Row], start: Mapping[str, float], parts: Sequence[Callable[[Row], bool]]
 ) -> list[dict[str, float]]:
     """The coefficients without the rows of each part, from the slopes at `start`, where those of all rows lie. Where
-    they move far from there, slopes change, and there is another turn.
+    they move far from there, slopes change, and there are further turns.
     """
     chosen = thinned(rows)
     near = Near.of(chosen, point_of(start))
     found = []
     for part in parts:
-        point = near.solved([not part(row) for row in chosen])
+        used = [not part(row) for row in chosen]
+        point = near.solved(used)
         if np.abs(point - near.point).max() > FAR:
-            point = Near.of([row for row in chosen if not part(row)], point).solved()
+            point = _least([row for row in chosen if not part(row)], near.of_some(used))
         found.append(_named(point))
     return found
 
@@ -97,6 +113,22 @@ class Near:
         axes = STEP * np.eye(len(NAMES))
         slopes = np.stack([(_errors(rows, point + axis) - errors) / STEP for axis in axes], axis=1)
         return cls([row.source for row in rows], point, errors, slopes)
+
+    def of_some(self, used: Sequence[bool]) -> Near:
+        """Of some of the rows."""
+        chosen = np.array(used)
+        return Near(list(self.sources[chosen]), self.point, self.errors[chosen], self.slopes[chosen])
+
+    def at(self, point: Array, errors: Array) -> Near:
+        """The same elsewhere, where rows have these errors."""
+        return Near(list(self.sources), point, errors, self.slopes)
+
+    @property
+    def cost(self) -> float:
+        """The sum of squares that `solved` makes small, at the point itself."""
+        weights = self._weights(np.ones(len(self.errors), dtype=bool))
+        beside = STRENGTH * (CENTRE - self.point) / SPREAD
+        return float(2 * weights @ (np.hypot(1, self.errors / ROBUST) - 1) + beside @ beside)
 
     def solved(self, used: Sequence[bool] | None = None) -> Array:
         """The point with the least squares over the rows that are used. Large errors count less, again and again."""

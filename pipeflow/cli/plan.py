@@ -122,6 +122,8 @@ def _add_layout(command: Parser) -> None:
     checkpoint = "full (or no value): keep only each layer's input and recompute the layer; selective: recompute "
     checkpoint += "scores; op: recompute all but attention and every other product"
     add("--checkpoint", choices=CHECKPOINTS, nargs="?", const="full", help=checkpoint)
+    stop = "recompute a layer up to its last product, as torch does since 2.1 (default: as --engine does)"
+    add("--early-stop", action=argparse.BooleanOptionalAction, help=stop)
     add("--sequence-parallel", action="store_true", help="also split the activations of norms over the tensor ranks")
     add("--keep-scores", action="store_true", help="keep attention scores, as without scaled_dot_product_attention")
     add("--attention", choices=KERNELS, help="its kernel: unfused stores scores; FlashAttention 1 to 3, or cuDNN as 3")

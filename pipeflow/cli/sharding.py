@@ -21,5 +21,5 @@ def add_sharding(group: argparse._ArgumentGroup) -> None:
     add("--reduce-once", action="store_true", default=None, help=once)
     overlap = "reduce gradients and gather weights while layers compute (default: with --zero 3, in fp8 and *-mixed)"
     add("--overlap", action=argparse.BooleanOptionalAction, help=overlap)
-    engine = "count what this program keeps beside the tensors that all keep (default: as --for)"
+    engine = "count what this program keeps, and compute as it does (default: as --for)"
     add("--engine", choices=ENGINES, help=engine)

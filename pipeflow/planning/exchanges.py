@@ -18,12 +18,13 @@ RING_AGAIN = 2  # times as much as in the forward goes around in the backward: k
 
 class Exchanged(NamedTuple):
     """Seconds in which a layer communicates in its forward, and in its backward. `sums` are the collectives of tensor
-    ranks in each.
+    ranks in each, and `last` the seconds of the last one of a forward.
     """
 
     forward: float
     backward: float
     sums: int
+    last: float = 0.0
 
 
 NOTHING = Exchanged(0.0, 0.0, 0)
@@ -36,14 +37,15 @@ def layer_exchanges(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, 
     summed = tokens_of(model, setup) * model.hidden * setup.precision.weight
     is_routed = model.experts > 1 and setup.expert > 1
     sums = 1 if model.parallel_block or (is_routed and not model.shared_experts) else 2
-    each = sums * rates.tensor_sum(mesh.tensor_group, summed) / (setup.tensor if setup.hides_tensor else 1)
+    one = rates.tensor_sum(mesh.tensor_group, summed) / (setup.tensor if setup.hides_tensor else 1)
+    each = sums * one
     forward, backward = _context(model, setup, mesh, rates, layer)
     sent = expert_seconds(model, setup, mesh, rates)
     if setup.overlap_experts:  # while another microbatch computes as much
         there, back = (_added(computed, sent, rates) for computed in (layer.forward, layer.backward))
     else:
         there = back = sent
-    return Exchanged(each + forward + there, each + backward + back, sums)
+    return Exchanged(each + forward + there, each + backward + back, sums, one)
 
 
 def _added(computed: float, sent: float, rates: Rates) -> float:

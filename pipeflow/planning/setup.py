@@ -112,15 +112,14 @@ class Setup:
         shard_ranks: the replicas that together hold what `zero` divides; others hold copies. By default all of them.
         prefetch: with `zero` 3, a backward gathers a layer while another one computes, not after it.
         reduce_once: with `zero` 3, gradients stay whole until the last microbatch has been computed (FSDP's no_sync).
-        engine: the program whose own buffers memory counts, of `engines.ENGINES`; unless given, only what all keep.
+        engine: the program, of `engines.ENGINES`, whose own buffers memory counts; unless given, only what all keep.
         overlap: gradients are reduced, and weights gathered, while layers compute; tensor ranks, too, communicate then
             with `sequence_parallel` and `zero` below 3. By default with `zero` 3, and as in Megatron-Core with fused
             attention in 8 bits or with gradients in float32.
-        checkpoint: what a layer's backward recomputes. "full": the whole layer, which keeps only its input.
-            "selective": attention's scores, which are not kept (arXiv 2205.05198, section 5). "op": all but attention
-            and every other product, as in torchtitan. "none": nothing. True and False: "full" and "none".
-        sequence_parallel: activations that each tensor rank would have whole are split by the sequence (arXiv
-            2205.05198, section 4.2.2).
+        checkpoint: what a backward recomputes. "full" (True): a layer but for its input; "selective": scores (arXiv
+            2205.05198, section 5); "op": all but attention and every other product, as in torchtitan; "none" (False).
+        early_stop: recomputing a whole layer stops before its last product; by default as in the program.
+        sequence_parallel: activations that tensor ranks would have whole are split by the sequence (arXiv 2205.05198).
         keep_scores: attention writes its scores to memory, as without torch's scaled_dot_product_attention or
             FlashAttention (arXiv 2205.14135), and keeps them unless they are recomputed. See `stores_scores`.
         attention: the kernel that computes attention, of `attention.KERNELS`; that of `kernel` unless given.
@@ -152,6 +151,7 @@ class Setup:
     precision: Precision = PRECISIONS["bf16"]
     zero: int = 0
     checkpoint: Checkpoint | bool = "none"
+    early_stop: bool | None = None
     sequence_parallel: bool = False
     keep_scores: bool = False
     attention: Kernel | None = None
@@ -275,9 +275,9 @@ class Setup:
 
     @property
     def kernel(self) -> Kernel:
-        """The kernel that computes attention. Unless `attention` says it, scores are stored with `keep_scores` and
-        selective checkpoints, and in fp16, as in old programs. In bf16, with `zero` 3 or without ranks that share a
-        layer, it is flash1, as fast as published runs of plain PyTorch; otherwise the fastest kernel of the device.
+        """The kernel of attention. Unless `attention` says it, scores are stored with `keep_scores` and selective
+        checkpoints, and in fp16. torchtitan has flash2, torch's own. In bf16, with `zero` 3 or without ranks that share
+        a layer, it is flash1, as in llm-foundry's published runs; otherwise the fastest kernel of the device.
         """
         if self.attention is not None:
             return self.attention
@@ -285,9 +285,11 @@ class Setup:
         is_old = precision.products == "fp16" and self.checkpoint != "op"
         if self.keep_scores or self.checkpoint == "selective" or is_old:
             return "unfused"
+        if self.engine in ("torchtitan", "torchtitan-compiled"):
+            return "flash2"
         is_alone = self.tensor == self.context == self.expert == 1 and precision.gradient == precision.weight
-        is_plain = precision.products == "bf16" and (self.zero == 3 or is_alone)
-        return "flash1" if is_plain else "flash3"
+        is_slow = precision.products == "bf16" and (self.zero == 3 or is_alone)
+        return "flash1" if is_slow else "flash3"
 
     @property
     def replicas(self) -> int:

@@ -20,6 +20,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.orders.memory.unsharding import with_unshard
 from pipeflow.planning.mesh import Mesh
+from pipeflow.planning.programs import reduced_gradient
 from pipeflow.planning.rates import RankGroup, Rates
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer_costs import Parameters
@@ -111,7 +112,7 @@ class Sharding:
 
     def scatter(self, parameters: Parameters) -> float:
         """Seconds to reduce the gradients of so many parameters, each rank its part. Copies of a part are summed."""
-        width = self.setup.precision.gradient
+        width = reduced_gradient(self.setup)
         return sum(
             self.rates.data_gather(group, width * count) + self.rates.gradient_sum(copies, width * count / group.ranks)
             for count, group, copies in self._groups(parameters)

@@ -29,17 +29,17 @@ class SimilarError(NamedTuple):
 
 KINDS: dict[str, tuple[int, float, float]] = {
     # written by: python -m benchmarks planner --save
-    "a100, 16 bits": (1474, 0.112, 0.202),
-    "a100, 16 bits, sharded weights": (142, 0.051, 0.115),
-    "h100, 16 bits, sharded weights": (39, 0.041, 0.081),
-    "h100, 8 bits": (12, 0.042, 0.088),
-    "h100, 8 bits, sharded weights": (2, 0.140, 0.230),
-    "v100, 16 bits": (17, 0.158, 0.311),
+    "a100, 16 bits": (1474, 0.111, 0.198),
+    "a100, 16 bits, sharded weights": (142, 0.038, 0.073),
+    "h100, 16 bits, sharded weights": (39, 0.038, 0.069),
+    "h100, 8 bits": (12, 0.037, 0.078),
+    "h100, 8 bits, sharded weights": (2, 0.061, 0.093),
+    "v100, 16 bits": (17, 0.156, 0.306),
     # end
     # written by: python -m benchmarks mixtures --save
-    "h100, 16 bits, experts": (8, 0.051, 0.111),
-    "h100, 16 bits, sharded weights, experts": (1, 0.557, 0.557),
-    "h100, 8 bits, experts": (1, 0.036, 0.036),
+    "h100, 16 bits, experts": (8, 0.039, 0.114),
+    "h100, 16 bits, sharded weights, experts": (1, 0.584, 0.584),
+    "h100, 8 bits, experts": (1, 0.020, 0.020),
     # end of mixtures
 }
 """By kind of job: number of measured steps, mean error, and what nine of ten errors are at most."""

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 from pipeflow.planning.attention import FUSED_BACKWARD, Scores
 from pipeflow.planning.blocks import Transformer
+from pipeflow.planning.engines import engine_named
 from pipeflow.planning.linears import Linear, attention_linears, latent_values, seen
+from pipeflow.planning.programs import is_plain
 from pipeflow.planning.setup import FEW_BITS, Setup
 from pipeflow.planning.transformer import GPT
 from pipeflow.planning.transformer_costs import sequence_of, tokens_of
@@ -22,7 +24,9 @@ ROUTED_VALUES = (
     4  # per expert of a token and `hidden`: read and written on the way to it, read and added on the way back
 )
 CAST_BYTES = 4  # per number that a product in 8 bits reads: 16 bits read, 8 written as they are and 8 transposed
-LOSS_PASSES = 8  # over the logits in float32, for the loss and again for its gradient
+LOSS_BYTES = 32.0  # per logit: copied to float32, its maximum, difference, exponential, sum and share, one by one
+TORCH_LOSS_BYTES = 14.0  # per logit of torch's cross_entropy: copied to float32, one log_softmax, and the same back
+COPIES = 4  # per divided gradient: copied into the buffer that is reduced, and divided there by the number of ranks
 EMBEDDING_PASSES = 10  # over the embedding's output
 
 
@@ -92,11 +96,18 @@ def layer_work(model: Transformer, setup: Setup) -> DeviceWork:
 
 def added_bytes(products: Iterable[MatrixProduct], setup: Setup) -> float:
     """Bytes in which the gradients of the products' weights are added up: a new one and the sum are read, the sum is
-    written. What `zero` divides of gradients, each rank adds up alone.
+    written. What `zero` divides of gradients, each rank adds up alone, after all of them went through a buffer (FSDP's
+    `_reduce_grad`, DeepSpeed's `reduce_independent_p_g_buckets_and_remove_grads`). An engine with both gradients sets
+    those of 16 bits to zero, adds to them, copies them to float32, and adds the copy to the sums (BF16_Optimizer).
     """
     weights = sum(each.columns * each.depth * each.repeats for each in products)
     precision = setup.precision
-    return weights * (precision.weight + 2 * precision.gradient) / (setup.shards if setup.zero > 1 else 1)
+    summed = weights * (precision.weight + 2 * precision.gradient)
+    if engine_named(setup.engine).both_gradients and precision.gradient > precision.weight:
+        summed = weights * (5 * precision.weight + 4 * precision.gradient)
+    if setup.zero < 2 or setup.reduce_once:
+        return summed
+    return summed / setup.shards + COPIES * weights * precision.gradient
 
 
 def _keys_at_once(model: Transformer, setup: Setup) -> float:
@@ -172,5 +183,5 @@ def head_work(model: Transformer, setup: Setup) -> DeviceWork:
     products = [MatrixProduct(tokens, outputs, model.hidden, 1 + further)]
     if further:
         products.append(MatrixProduct(tokens, model.hidden / setup.tensor, 2 * model.hidden, further))
-    moved = (1 + further) * LOSS_PASSES * 4.0 * tokens * outputs
+    moved = (1 + further) * (TORCH_LOSS_BYTES if is_plain(setup) else LOSS_BYTES) * tokens * outputs
     return DeviceWork(tuple(products), moved_bytes=moved, added_bytes=added_bytes(products, setup))

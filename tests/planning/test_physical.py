@@ -13,11 +13,12 @@ from pipeflow import GPT, PRECISIONS, Placement, Setup, UsageError, make_schedul
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.device import DEVICES, Device
 from pipeflow.planning.efficiency import PUBLISHED, REACHES, SHARES, Efficiency
+from pipeflow.planning.layer_times import model_layer_times
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import head_rates, physical_costs, rates_of
 from pipeflow.planning.rates import RankGroup, Rates
 from pipeflow.planning.setup import Checkpoint
-from pipeflow.planning.work import MatrixProduct, layer_work
+from pipeflow.planning.work import MatrixProduct, head_work, layer_work
 from tests.covering import some
 
 A100 = Cluster.of("a100-80gb")
@@ -199,7 +200,49 @@ def test_gradients_of_weights_are_added_up_once_for_each_microbatch() -> None:
         weight = rates.seconds(work).weight - rates.seconds(work._replace(added_bytes=0.0)).weight
         added[size, name] = weight / rates.moving(SMALL.linear_flops / 2)
     assert added == pytest.approx({(1, "bf16"): 6, (4, "bf16"): 6, (1, "bf16-mixed"): 10})
-    assert layer_work(SMALL, Setup(data=4, zero=3)).added_bytes == layer_work(SMALL, Setup()).added_bytes / 4
+    both = layer_work(SMALL, Setup(engine="deepspeed", precision=PRECISIONS["bf16-mixed"]))
+    assert both.added_bytes == 26 * SMALL.linear_flops / 2
+    weights, once = SMALL.linear_flops / 2, Setup(data=4, zero=3, reduce_once=True)
+    assert layer_work(SMALL, once).added_bytes == 6 * weights
+
+
+def test_divided_gradients_go_through_a_buffer() -> None:
+    """FSDP copies a layer's gradients there and divides them, two reads and writes of each; then ranks add up parts."""
+    weights = SMALL.linear_flops / 2
+    assert layer_work(SMALL, Setup(data=4, zero=3)).added_bytes == weights * (4 * 2 + 6 / 4)
+    assert layer_work(SMALL, Setup(data=4, zero=1)).added_bytes == weights * 6
+
+
+def test_the_loss_of_torch_moves_less_than_that_of_megatron() -> None:
+    """torch's cross_entropy: a float32 copy of the logits (6 bytes of each), and log_softmax (8)."""
+    logits = SMALL.positions * SMALL.head_outputs(1)
+    for setup, moved in (
+        (Setup(), 14),
+        (Setup(engine="torchtitan", precision=PRECISIONS["bf16-mixed"]), 14),
+        (Setup(engine="megatron"), 32),
+        (Setup(precision=PRECISIONS["fp16"]), 32),
+    ):
+        assert head_work(SMALL, setup).moved_bytes == moved * logits
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_recomputation_of_torch_stops_before_the_last_product(tensor: int) -> None:
+    """And before the sum of tensor ranks that follows it. Megatron-LM computes the whole layer again."""
+    rates, setup = (
+        rates_of(A100, Setup()),
+        Setup(tensor=tensor, microbatch_size=64, checkpoint="full", attention="flash2"),
+    )
+    mesh = Mesh(tensor, 1, 1, 8)
+    times = {
+        engine: model_layer_times(SMALL, replace(setup, engine=engine), mesh, rates)
+        for engine in ("megatron", "torchtitan")
+    }
+    last = rates.product(layer_work(SMALL, setup).products[-1])
+    last += rates.tensor_sum(mesh.tensor_group, 64 * SMALL.positions * SMALL.hidden * 2)
+    assert times["megatron"][1] - times["torchtitan"][1] == pytest.approx(last)
+    assert times["megatron"][0] == times["torchtitan"][0]
+    asked = model_layer_times(SMALL, replace(setup, early_stop=False), mesh, rates)
+    assert asked[1] == pytest.approx(times["megatron"][1])
 
 
 def test_products_in_8_bits_round_what_they_read() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from benchmarks import measured_steps
 from benchmarks.measured_steps import Row, coefficients, rows
-from benchmarks.planner_fit import FEW, NAMES, Near, fitted_without, own_coefficients, point_of, thinned
+from benchmarks.planner_fit import FEW, NAMES, Near, fitted, fitted_without, own_coefficients, point_of, thinned
 from pipeflow import GPT, Cluster, Setup
 from pipeflow.planning import efficiency
 
@@ -24,6 +24,17 @@ def test_coefficients_hold_for_plans_while_they_are_given() -> None:
         assert efficiency.Efficiency.of({}, "h100", "fp8").products == 0.5 * 0.6
     assert usual == (efficiency.PUBLISHED, efficiency.REACHES)
     assert row("here", 2).predicted(given) > 1.2 * row("here", 2).predicted({})
+
+
+def test_the_fit_ends_where_no_coefficient_makes_the_sum_of_squares_smaller() -> None:
+    """Also where launches and computations take the same time, from which one turn alone goes too far."""
+    known = own_coefficients() | {"forward_launch": 2e-3, "backward_launch": 3e-3}
+    true = [row("one", size, row("one", size).predicted(known)) for size in (1, 2, 3, 4, 8)]
+    point = point_of(fitted(true))
+    best = Near.of(true, point)
+    for axis in 0.05 * np.eye(len(NAMES)):
+        for other in (point + axis, point - axis):
+            assert Near.of(true, other).cost > best.cost * (1 - 1e-3)
 
 
 def test_a_part_that_is_left_out_does_not_move_the_coefficients() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.measured_steps import Row, memory_commands, memory_rows, rows
 from benchmarks.planner import _regrets, allocator_shares
+from benchmarks.planner_fit import own_coefficients
 from benchmarks.planner_tables import ROOT, tables, written
 from pipeflow import GPT, Setup, plan
 from pipeflow.planning.layouts import TIE
@@ -26,6 +27,12 @@ def test_the_documents_have_the_tables_of_the_benchmark() -> None:
     data = json.loads((ROOT / "benchmarks" / "results" / "planner.json").read_text())["data"]
     for path, table in tables(data).items():
         assert written(path.read_text()) == table, f"{path.name}: python -m benchmarks planner --save writes it anew"
+
+
+def test_the_planner_has_the_coefficients_of_the_last_fit_on_all_sources() -> None:
+    """To the digits that it gives."""
+    found = json.loads((ROOT / "benchmarks" / "results" / "planner.json").read_text())["data"]["fitted"]
+    assert own_coefficients() == pytest.approx(found, rel=0.02)
 
 
 def test_the_regret_is_that_of_the_layout_which_the_search_lists_first() -> None:

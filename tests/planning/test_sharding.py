@@ -51,6 +51,8 @@ def test_a_gather_sends_what_the_other_ranks_hold_and_a_reduction_the_bytes_of_g
     """1e6 parameters are 2e6 bytes of weights and 4e6 of gradients; 3 of 4 parts come from others, at 1e6 bytes/s."""
     assert sharding(zero=3).gather(others(1e6)) == pytest.approx(1.5)
     assert sharding(zero=3).scatter(others(1e6)) == pytest.approx(3.0)
+    half = {engine: sharding(zero=3, precision=PRECISIONS["bf16"], engine=engine) for engine in (None, "torchtitan")}
+    assert [each.scatter(others(1e6)) for each in half.values()] == pytest.approx([1.5, 3.0])  # in float32
 
 
 def test_experts_are_gathered_from_the_ranks_that_hold_the_same_ones() -> None:

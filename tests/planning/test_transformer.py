@@ -371,7 +371,7 @@ def test_llama_405b_is_planned_as_it_was_trained() -> None:
         (lambda: Setup(tensor=0), "tensor must be an integer of at least 1, got 0"),
         (lambda: Setup(zero=4), "zero must be one of 0, 1, 2, 3; got 4"),
         (lambda: Setup(data=8, zero=2, reduce_once=True), "reduce_once is for zero=3, got zero=2"),
-        (lambda: Setup(engine="fsdp"), "engine must be one of megatron, torchtitan, deepspeed; got 'fsdp'"),
+        (lambda: Setup(engine="fsdp"), "engine must be one of megatron, torchtitan, .*; got 'fsdp'"),
         (lambda: Setup(data=8, shard_ranks=4), "shard_ranks=4 divides nothing with zero=0: give zero 1, 2 or 3, too"),
         (
             lambda: Setup(data=8, zero=3, shard_ranks=3),
