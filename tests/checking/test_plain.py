@@ -175,3 +175,10 @@ def test_what_cannot_be_planted() -> None:
         pass
     with pytest.raises(UsageError, match="the model has no 'heads'"), plant("scale", GPT(), "heads"):
         pass
+
+
+def test_losses_keep_their_identity(tmp_path: Path) -> None:
+    """Libraries that override torch's functions look them up in tables."""
+    before = torch.nn.functional.cross_entropy
+    with record(tmp_path, GPT()):
+        assert torch.nn.functional.cross_entropy is before
