@@ -26,7 +26,7 @@ from pipeflow.planning.efficiency import Efficiency
 from pipeflow.planning.layout import Layout
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import Physical, physical_costs
-from pipeflow.planning.rank_memory import ALLOCATOR
+from pipeflow.planning.rank_memory import ALLOCATOR, groups_of
 from pipeflow.planning.setup import Checkpoint
 
 DATA = Path(__file__).parent / "data" / "measured_steps.csv"
@@ -158,12 +158,20 @@ def memory_commands() -> list[MeasuredBytes]:
         return [_memory_command(each) for each in csv.DictReader(file)]
 
 
-def _memory_command(each: dict[str, str]) -> MeasuredBytes:
+def device_commands() -> list[MeasuredBytes]:
+    """Those of data/measured_devices.csv, whose bytes are all that a process takes on a device."""
+    with DATA.with_name("measured_devices.csv").open() as file:
+        return [_memory_command(each, beside=True) for each in csv.DictReader(file)]
+
+
+def _memory_command(each: dict[str, str], *, beside: bool = False) -> MeasuredBytes:
     row = _commanded(each | {"source": each["label"], "step_s": "nan"})
     schedule = _schedule(row.pipeline, row.chunks, row.microbatches)
     given = parser("plan").parse_args(["plan", *each["words"].split()]).cut
     cut = cut_of(given, row.model, schedule.placement, row.setup, row.cluster)
     planned = plan(row.model, schedule, row.setup, cut=cut).peak_bytes
+    if beside:
+        planned += row.cluster.outside_bytes(groups_of(row.setup, row.pipeline))
     return MeasuredBytes(each["label"], float(each["mem_gib"]), planned)
 
 

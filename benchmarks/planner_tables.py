@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.measured_steps import MeasuredBytes, memory_commands, memory_rows
+from benchmarks.measured_steps import MeasuredBytes, device_commands, memory_commands, memory_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- written by: python -m benchmarks planner --save -->", "<!-- end -->"
@@ -39,6 +39,8 @@ FORMULA = "2205.05198-tab5"
 MEMORY = (
     "4 to 512 H100 and H200, Llama 3.1 and Qwen3, torchtitan ([arXiv 2410.06511](https://arxiv.org/abs/2410.06511))"
 )
+BLOOM = "https://github.com/bigscience-workshop/bigscience/blob/master/train/tr11-176B-ml/chronicles-prequel.md"
+DEVICES = f"8 to 384 A100, trials of BLOOM, Megatron-DeepSpeed ([BigScience]({BLOOM}))"
 
 
 def docs_table(data: Mapping[str, Any]) -> str:
@@ -53,7 +55,8 @@ def docs_table(data: Mapping[str, Any]) -> str:
         cells = [_percent(unseen[key]) for key in ("error", "largest", "bias", "regret", "largest_regret")]
         memory = _memory(memory_rows()) if source == FORMULA else [""] * 3
         lines.append(" | ".join([f"| {steps}", f"{own['rows']:,}", *cells, _percent(own["error"]), *memory]) + " |")
-    lines.append(" | ".join([f"| {MEMORY}", *[""] * 7, *_memory(memory_commands())]) + " |")
+    for name, measured in ((MEMORY, memory_commands()), (DEVICES, device_commands())):
+        lines.append(" | ".join([f"| {name}", *[""] * 7, *_memory(measured)]) + " |")
     lines += ["", "Sharded weights by the length of a sequence, unseen:", ""]
     lines += ["| device | tokens | rows | mean error | bias |", "|---|---:|---:|---:|---:|"]
     for each in data["lengths"]:

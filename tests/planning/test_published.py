@@ -8,7 +8,7 @@ from statistics import fmean, median
 import numpy as np
 import pytest
 
-from benchmarks.measured_steps import Row, memory_commands, memory_rows, rows
+from benchmarks.measured_steps import Row, device_commands, memory_commands, memory_rows, rows
 from benchmarks.planner import _regrets, allocator_shares
 from benchmarks.planner_fit import own_coefficients
 from benchmarks.planner_tables import ROOT, tables, written
@@ -74,6 +74,13 @@ def test_the_guide_has_the_memory_of_other_programs_as_it_is_planned() -> None:
     errors = sorted(abs(each.error) for each in found)
     assert fmean(errors) < 0.04
     assert errors[-2] < 0.08 < errors[-1] < 0.09
+
+
+def test_trials_of_bloom_are_planned_too_low_as_the_guide_says() -> None:
+    errors = [each.error for each in device_commands()]
+    assert len(errors) == 22
+    assert max(errors) < 0
+    assert fmean(errors) == pytest.approx(-0.15, abs=0.005)
 
 
 def test_the_allowance_of_the_allocator_is_the_median_of_published_logs() -> None:
