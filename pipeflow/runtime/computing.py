@@ -4,14 +4,18 @@ from what the module returns. Must not contain: how a forward is traced and cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 from pipeflow.core.errors import UsageError
-from pipeflow.runtime.microbatch import as_batch
+from pipeflow.runtime.divided import Divided
+from pipeflow.runtime.from_module import counted, resized
+from pipeflow.runtime.microbatch import Batch, as_batch
 from pipeflow.runtime.pipeline import Pipeline
-from pipeflow.stages.loss import Weighing, own_loss, weigh_by
+from pipeflow.stages.entries import LABELS
+from pipeflow.stages.loss import Made, Weighing, own_loss, weigh_by
 from pipeflow.stages.stage import ModuleStage
 
 
@@ -53,17 +57,44 @@ def computing(
             runner.read, runner.criterion, runner.weigh = before
 
 
-def weighing(model: Pipeline, batch: object) -> Weighing | None:
-    """How microbatches weigh in the loss of the forward that runs now: by their labels, or None for their samples. It
-    traces the first microbatch of `batch`.
+def weighing(model: Pipeline, batch: object, another: object = None) -> tuple[Weighing | None, bool]:
+    """How microbatches weigh in the loss of the forward that runs now: by their labels, or None for their samples; and
+    whether that is certain. It traces the first microbatch of `batch`, and one of another size. For a divided batch,
+    that is `another`, a batch of one microbatch.
     """
     stage = _stages(model)[0]
-    made = as_batch(batch, model.schedule.num_microbatches, model.context.device, stage.planner.entries.of)
-    entries: Mapping[str, Any] = made.split(made.inputs)[0]
-    loss = stage.planner.plan(entries, stage.root).trace.loss
+    planner, made = stage.planner, _batch(model, batch)
+    entries = counted(made.split(made.inputs)[0])
+    loss = planner.plan(entries, stage.root).trace.loss
     if loss is None:
-        return None
-    return weigh_by(loss, entries.get("labels"), made.sizes[0], lambda: (None, 0))[0]
+        return None, False
+
+    @cache
+    def other() -> tuple[Made | None, int]:
+        entries, size = _resized(model, batch, made, another)
+        try:
+            return (planner.observed(entries, lambda *_: nullcontext())[0].loss if size else None), size
+        except Exception:  # whatever the forward raises
+            return None, size
+
+    weigh, is_certain = weigh_by(loss, entries.get(LABELS), made.sizes[0], other)
+    return weigh, is_certain and not (weigh is not None and weigh.adds and not other()[1])
+
+
+def _resized(model: Pipeline, batch: object, made: Batch, another: object) -> tuple[dict[str, Any], int]:
+    """The entries of a microbatch of another size than the first, and this size, which is 0 if there is none."""
+    if not isinstance(batch, Divided):
+        return resized(made)
+    for each in batch if another is None else [another]:
+        more = _batch(model, Divided([each]))
+        if more.sizes != made.sizes[:1]:
+            return counted(more.split(more.inputs)[0]), more.sizes[0]
+    return resized(as_batch(batch.microbatches[0], 1, model.context.device, _stages(model)[0].planner.entries.of))
+
+
+def _batch(model: Pipeline, batch: object) -> Batch:
+    read = _stages(model)[0].planner.entries.of
+    return as_batch(batch, model.schedule.num_microbatches, model.context.device, read)
 
 
 def _stages(model: Pipeline) -> list[ModuleStage]:

@@ -5,7 +5,7 @@ module's own loss.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -98,9 +98,7 @@ def parts_of(
     )
     example = example.microbatches[0] if isinstance(example, Divided) else example
     batch = as_batch(example, schedule.num_microbatches, device, planner.entries.of)
-    entries = dict(batch.split(batch.inputs)[0])
-    if LABELS in entries:
-        entries[LABELS] = all_counted(entries[LABELS])
+    entries = counted(batch.split(batch.inputs)[0])
     with torch.autocast(device.type, autocast, enabled=autocast is not None):
         plan = planner.plan(entries)
         sized = _sized(plan, planner, module, entries, rules, context.tensor_size)
@@ -142,18 +140,26 @@ def traced_otherwise(batch: Batch, planner: Planner, module: nn.Module) -> tuple
     """The forward of a microbatch of another size, and this size. The trace is None if the forward does not accept the
     size. The size is 0 if the batch is too small for another one.
     """
+    entries, size = resized(batch)
+    try:
+        return (planner.trace_of(module, entries, lambda _: None) if size else None), size
+    except Exception:  # whatever the forward raises
+        return None, size
+
+
+def resized(batch: Batch) -> tuple[dict[str, Any], int]:
+    """A microbatch of another size than the first, and this size, which is 0 if the batch is too small for one."""
     samples, size = sum(batch.sizes), batch.sizes[0]
     other = size + 1 if samples > size else size - 1
     if not other:
-        return None, 0
+        return {}, 0
     sizes = [other, samples - other] if samples > other else [other]
-    entries = dict(replace(batch, sizes=sizes, leaves=[]).split(batch.inputs)[0])
-    if LABELS in entries:
-        entries[LABELS] = all_counted(entries[LABELS])
-    try:
-        return planner.trace_of(module, entries, lambda _: None), other
-    except Exception:  # whatever the forward raises
-        return None, other
+    return counted(replace(batch, sizes=sizes, leaves=[]).split(batch.inputs)[0]), other
+
+
+def counted(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a microbatch for a trace: all labels count."""
+    return {name: all_counted(each) if name == LABELS else each for name, each in entries.items()}
 
 
 def _sized(

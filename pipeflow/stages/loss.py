@@ -51,7 +51,12 @@ class Weighing:
         classes: the weight of each class, with which its labels count; None for 1.
         adds: True if the loss is a sum, so that microbatches are added up, and labels do not matter.
         leaf: index of the labels among the leaves, if a tree is passed in which they are.
+
+    Attributes:
+        is_mixed: True if the loss has a mean over samples, too, so that this is exact only if all labels count.
     """
+
+    is_mixed = False
 
     def __init__(
         self,
@@ -144,6 +149,10 @@ def weigh_by(
         for each in found
     }
     if len(alike) > 1 or (sums and Constant() in made.terms):
+        labelled = [each for each in found if each is not None]
+        if len(alike) == 2 and len(labelled) < len(found) and not sums and labelled[0].classes is None:
+            labelled[0].is_mixed = True
+            return labelled[0], False
         return guess
     return (found[0] if found else None), True
 

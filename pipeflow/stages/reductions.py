@@ -150,7 +150,8 @@ class Reductions:
         key = self.key(tensor)
         node = self._nodes.get(key)
         if node is None:
-            node = OperatorNode("", {}, tensor.numel(), key in self._given)
+            value = float(tensor) if tensor.numel() == 1 and type(tensor) is Tensor and self.values(tensor) else None
+            node = OperatorNode("", {}, tensor.numel(), key in self._given, value)
         known = tensor if not isinstance(tensor, FakeTensor) and self.values(tensor) else None
         return Operand(node, tensor.shape, tensor.dtype in (torch.bool, torch.uint8), known)
 

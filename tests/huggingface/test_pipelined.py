@@ -78,9 +78,60 @@ def scaled(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     return functional.cross_entropy(logits, labels[:, 1:], reduction="sum", ignore_index=-100) / num_items_in_batch
 
 
+class Reduced(transformers.Trainer):  # type: ignore[misc]  # transformers has its own types
+    """A sum over samples, or that divided by a number."""
+
+    @staticmethod
+    def divided(losses: Any, labels: Any) -> Any:
+        return losses.sum()
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        logits = outputs.logits
+        losses = functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
+        loss = self.divided(losses, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+class ByCount(Reduced):
+    @staticmethod
+    def divided(losses: Any, labels: Any) -> Any:
+        return losses.sum() / len(labels)
+
+
+class ByMask(Reduced):
+    """A mean over samples of the first two classes."""
+
+    @staticmethod
+    def divided(losses: Any, labels: Any) -> Any:
+        return (losses * (labels < 2)).sum() / (labels < 2).sum()
+
+
+class Partly(Focal):
+    """Only a part of it is divided by the number of items."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **more: Any
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        return loss + outputs.logits.pow(2).mean()
+
+
+class Both(transformers.Trainer):  # type: ignore[misc]  # transformers has its own types
+    """A mean over labels, and one over all words."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        return functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten()) + outputs.logits.pow(2).mean()
+
+
 CASES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
     "divided by items": ("llama", Focal, {}, {}),
     "weights of classes": ("bert", Weighted, {"gradient_accumulation_steps": 1}, {}),
+    "a sum": ("bert", Reduced, {}, {}),
+    "a sum over a count": ("bert", ByCount, {}, {}),
     "hidden states": ("bert", Hidden, {"gradient_accumulation_steps": 1}, {}),
     "a function": ("llama", transformers.Trainer, {}, {"compute_loss_func": scaled}),
     "label smoothing": ("llama", transformers.Trainer, {"label_smoothing_factor": 0.1}, {}),
@@ -166,17 +217,24 @@ class Twice(transformers.Trainer):  # type: ignore[misc]  # transformers has its
 
 
 REFUSED = {
-    "twice": (Twice, r"Twice\.compute_loss cannot be computed in stages"),
-    "late": (Late, r"it reads 'hidden_states', of which this stage has 3 of 5 tensors, .* let it always read them"),
+    "by a mask": ("bert", ByMask, r"it is not known what the loss of ByMask\.compute_loss is a mean over"),
+    "partly": ("llama", Partly, "Partly.compute_loss divides only a part of its loss by num_items_in_batch"),
+    "both": ("llama", Both, "a mean over samples and one over labels, of which some are ignored"),
+    "twice": ("bert", Twice, r"Twice\.compute_loss cannot be computed in stages"),
+    "late": (
+        "bert",
+        Late,
+        r"it reads 'hidden_states', of which this stage has 3 of 5 tensors, .* let it always read them",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_loss_that_cannot_be_computed_in_stages_is_refused(case: str, tmp_path: Path) -> None:
-    trains, told = REFUSED[case]
+    kind, trains, told = REFUSED[case]
 
     def rank() -> None:
         with pytest.raises(UsageError, match=told):
-            pipelined(trains)(make_pipeline("bert"), make_arguments(tmp_path, max_steps=2), **given("bert")).train()
+            pipelined(trains)(make_pipeline(kind), make_arguments(tmp_path, max_steps=2), **given(kind)).train()
 
     run_threads(rank, 2, deadline=200.0)

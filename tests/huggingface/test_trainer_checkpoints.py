@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,10 @@ import torch
 
 from pipeflow import UsageError
 from pipeflow.huggingface.lazy_import import library
-from pipeflow.testing import run_threads
+from pipeflow.parallel.context import current_context
+from pipeflow.testing import run_processes, run_threads
 from tests.covering import some
-from tests.huggingface.trainers import make_data, make_trainer
+from tests.huggingface.trainers import given, make_arguments, make_data, make_module, make_trainer
 
 pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -78,3 +82,53 @@ def test_a_checkpoint_of_the_model_only_is_read_by_transformers_and_not_resumed(
             trained(tmp_path, tmp_path / "checkpoint-2")
 
     run_threads(resumed, 2, deadline=200.0)
+
+
+class Killed(library().TrainerCallback):  # type: ignore[misc]  # transformers has its own types
+    """Kills the last rank at the beginning of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step and current_context().rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+Run = tuple[list[float], list[list[int]]]
+WHOLE: dict[str, Any] = {**SAVING, "max_steps": 6}
+
+
+def watched(trainer: Any, folder: Path | None = None) -> Run:
+    """The losses of all steps, and the samples that were read."""
+    collate: Any = trainer.data_collator
+    read: list[list[int]] = []
+
+    def noted(samples: list[dict[str, Any]]) -> Any:
+        read.extend(each["input_ids"].tolist() for each in samples)
+        return collate(samples)
+
+    trainer.data_collator = noted
+    trainer.train(resume_from_checkpoint=None if folder is None else str(folder))
+    return [each["loss"] for each in trainer.state.log_history if "loss" in each], read
+
+
+def killed(folder: Path) -> None:
+    with suppress(Exception):  # of the rank that lives on
+        watched(make_trainer("llama", folder, callbacks=[Killed(3)], **WHOLE))
+
+
+def resumed(folder: Path) -> Run:
+    return watched(make_trainer("llama", folder, **WHOLE), folder / "checkpoint-2")
+
+
+def test_a_killed_run_goes_on_and_reads_every_sample_once(tmp_path: Path) -> None:
+    serial = library().Trainer(make_module("llama"), make_arguments(tmp_path / "serial", **WHOLE), **given("llama"))
+    losses, read = watched(serial)
+    data = sorted(each["input_ids"].tolist() for each in make_data("llama"))
+    assert [sorted(read[epoch : epoch + 70]) for epoch in (0, 70)] == [data] * 2
+    run_processes(killed, 2, tmp_path / "run", may_die=(1,), deadline=200.0)
+    assert sorted(each.name for each in (tmp_path / "run").iterdir()) == ["checkpoint-2"]
+    for its_losses, its_read in run_processes(resumed, 2, tmp_path / "run", deadline=200.0):
+        assert its_losses == pytest.approx(losses, abs=1e-5)
+        assert its_read == read[2 * 3 * 8 :]

@@ -101,6 +101,17 @@ def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], told: str, t
     run_threads(rank, 1)
 
 
+@pytest.mark.parametrize("name", ["activation_offloading", "precompute_ref_log_probs", "sync_ref_model"])
+def test_arguments_of_trl_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    def rank() -> None:
+        model, arguments = make_pipeline("bert"), make_arguments(tmp_path)
+        setattr(arguments, name, True)
+        with pytest.raises(UsageError, match=rf"TrainingArguments\({name}=True\) is not possible with a pipeline"):
+            Trainer(model, arguments)
+
+    run_threads(rank, 1)
+
+
 def test_other_models_are_refused(tmp_path: Path) -> None:
     def rank() -> None:
         arguments = make_arguments(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from pipeflow.huggingface.lazy_import import library  # noqa: E402  # after the 
 
 transformers: Any = library()
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(60))]
-vars(builtins)["MonthDayNano"] = pyarrow.MonthDayNano  # where datasets looks for it
 KINDS: dict[str, tuple[Any, Any]] = {
     "sft": (trl.SFTTrainer, trl.SFTConfig),
     "dpo": (trl.DPOTrainer, trl.DPOConfig),
@@ -50,7 +48,8 @@ def texts(kind: str) -> Any:
         return " ".join(WORDS[index] for index in torch.randint(3, 63, (length,), generator=generator))
 
     names = ["text"] if kind == "sft" else ["prompt", "chosen", "rejected"]
-    return datasets.Dataset.from_list([{name: f" {text()}" for name in names} for _ in range(70)])
+    rows = pyarrow.Table.from_pylist([{name: f" {text()}" for name in names} for _ in range(70)])
+    return datasets.Dataset(datasets.table.InMemoryTable(rows), fingerprint=kind)  # which it need not compute
 
 
 def make(kind: str, seed: int = 0) -> Any:
@@ -106,5 +105,18 @@ def test_a_reference_model_that_is_no_pipeline_is_refused(tmp_path: Path) -> Non
     def rank() -> None:
         with pytest.raises(UsageError, match=r"the reference model must be a Pipeline .*, got NoneType"):
             trainer_of(pipelined(trl.DPOTrainer), "dpo", cut(make("dpo")), tmp_path, 8)
+
+    run_threads(rank, 1)
+
+
+def test_metrics_of_an_sft_trainer_are_refused(tmp_path: Path) -> None:
+    """It calls the model once for the loss, and again for the logits."""
+
+    def rank() -> None:
+        trainer = trainer_of(pipelined(trl.SFTTrainer), "sft", cut(make("sft")), tmp_path, 8, compute_metrics=dict)
+        with pytest.raises(
+            UsageError, match=r"SFTTrainer\.compute_loss cannot be computed in stages: it must call its"
+        ):
+            trainer.evaluate()
 
     run_threads(rank, 1)

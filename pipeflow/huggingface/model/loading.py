@@ -25,6 +25,9 @@ from pipeflow.huggingface.training.example import example_for
 from pipeflow.parallel.context import Context, current_context
 from pipeflow.parallel.transport.agreement import all_gather
 
+_OF_DOWNLOADS = {"cache_dir", "force_download", "local_files_only", "revision", "token", "use_auth_token"}
+_OF_LOADING = {"from_flax", "from_tf", "ignore_mismatched_sizes", "low_cpu_mem_usage", "subfolder", "trust_remote_code"}
+
 
 def from_config(
     config: Any,
@@ -43,7 +46,7 @@ def from_config(
     Args:
         config: the model's configuration, a transformers.PreTrainedConfig.
         schedule: as in `Pipeline`.
-        example: as in `Pipeline.from_module`. By default, for language models and text classifiers, a batch of short
+        example: as in `Pipeline.from_module`. By default, for models of text and images, a batch of short
             sequences with labels.
         kind: the model's class, an auto class such as transformers.AutoModelForCausalLM, or the name of one; by default
             the first of `config.architectures`.
@@ -85,7 +88,7 @@ def from_pretrained(
     Args:
         folder: folder written by `save_pretrained` of transformers or of pipeflow, on storage that all ranks share.
         schedule: as in `Pipeline`.
-        example: as in `Pipeline.from_module`. By default, for language models and text classifiers, a batch of short
+        example: as in `Pipeline.from_module`. By default, for models of text and images, a batch of short
             sequences with labels.
         kind: the model's class, an auto class such as transformers.AutoModelForCausalLM, or the name of one; by default
             the class that `config.json` names.
@@ -95,7 +98,9 @@ def from_pretrained(
             them. By default the missing weights of a head (everything outside the base model) or a pooler; a warning
             names them. With () no weight may be missing.
         seed: seed of these initial weights.
-        options: further arguments of `Pipeline.from_module`, such as `cuts`, `criterion` and `autocast`.
+        options: further arguments of `Pipeline.from_module`, such as `cuts`, `criterion` and `autocast`. Arguments of
+            transformers that only concern downloads, such as `revision` and `token`, are ignored, since nothing is
+            downloaded; so are transformers' other ones that are False or None.
 
     Weights of another head in the folder are ignored.
 
@@ -103,6 +108,7 @@ def from_pretrained(
     listed), and as `Pipeline.from_module` does.
     """
     path = Path(folder)
+    options = {name: each for name, each in options.items() if not _is_idle(name, each)}
     with _together() as context:
         config = read_config(path, kind) if config is None else config
         kind = model_class(config, kind)
@@ -129,6 +135,11 @@ def _together() -> Iterator[Context]:
     with context.alarm.raised_everywhere():
         context.alarm.expect_slow()
         yield context
+
+
+def _is_idle(name: str, value: object) -> bool:
+    """True for an argument of transformers' from_pretrained that changes nothing for a folder on this machine."""
+    return name in _OF_DOWNLOADS or (name in _OF_LOADING and not value)
 
 
 def _dtype(asked: torch.dtype | None, config: Any, files: TensorFiles | None = None) -> torch.dtype:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -25,7 +25,7 @@ from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.stages.absent import Absent
 from pipeflow.stages.loss import Weighing
 
-_ITEMS, _OUTPUTS = "num_items_in_batch", "return_outputs"
+_OWN = _ITEMS, _OUTPUTS = "num_items_in_batch", "return_outputs"
 
 
 class OwnLoss:
@@ -38,16 +38,18 @@ class OwnLoss:
     Attributes:
         divides: True if the loss is a sum divided by `num_items_in_batch`, so that microbatches and accumulated batches
             are added up. It is known once a batch with this number was traced.
+        adds: True if it is a sum that is not divided.
     """
 
     def __init__(self, trainer: Any, model: Pipeline) -> None:
-        self.divides = False
-        self._weigh: Weighing | None = None
-        self._is_traced = False
+        self.divides = self.adds = False
+        self._weigh: Callable[..., float] | None = None
+        self._is_traced = self._watched = False
         self._known: dict[Any, int] = {}  # tensors in the parts of the module's output
         self._trainer = trainer
         self._model = model
-        self._takes_items = _ITEMS in inspect.signature(trainer.compute_loss).parameters
+        takes = inspect.signature(trainer.compute_loss).parameters
+        self._takes_items = _ITEMS in takes or any(each.kind is each.VAR_KEYWORD for each in takes.values())
 
     @contextmanager
     def computing(self, batch: object) -> Iterator[None]:
@@ -59,14 +61,25 @@ class OwnLoss:
         with computing(self._model, self._forward, Weighing(adds=True) if self.divides else self._weigh):
             yield
 
-    def _trace(self, batch: object) -> None:
+    def _trace(self, batch: Any) -> None:
+        another = getattr(batch, "another", None)
+        another = None if another is None else {**another, **{name: batch.microbatches[0][name] for name in _OWN}}
         try:
-            self._weigh = weighing(self._model, batch)
+            weigh, is_certain = weighing(self._model, batch, another)
         except UsageError as error:
             raise UsageError(
                 f"{type(self._trainer).__name__}.compute_loss cannot be computed in stages: it must call its model "
                 f"once, and compute the loss from what the last stage returns, such as logits ({error})"
             ) from error
+        mixed = weigh if weigh is not None and weigh.is_mixed else None
+        if not (is_certain or mixed or self.divides):
+            raise UsageError(
+                f"it is not known what the loss of {type(self._trainer).__name__}.compute_loss is a mean over, so its "
+                "microbatches cannot be weighed: let it end with a mean over samples, or divide a sum by "
+                "num_items_in_batch"
+            )
+        self._weigh = partial(_all_of, mixed) if mixed else weigh
+        self.adds = weigh is not None and weigh.adds
 
     def batch(self, inputs: Any, items: float | None, *, outputs: bool) -> Any:
         """The batch with what else the loss takes.
@@ -80,20 +93,35 @@ class OwnLoss:
         if not isinstance(inputs, Divided):
             return {**inputs, **own}
         parts: list[Any] = inputs.microbatches
-        return Divided([{**each, **own} for each in parts], inputs.schedule)
+        return Trial([{**each, **own} for each in parts], inputs.schedule, another=getattr(inputs, "another", None))
 
     def _forward(self, module: nn.Module, **entries: Any) -> Any:
         """The trainer's loss on a stage, or on the module without memory."""
         items, outputs = entries.pop(_ITEMS), entries.pop(_OUTPUTS)
         is_traced = module is self._model.chunks[0].whole
-        if is_traced and items is not None:
+        is_watched = not is_traced and self.divides and not self._watched and torch.is_grad_enabled()
+        if (is_traced or is_watched) and items is not None:
             items = items.detach().requires_grad_()
         keywords: dict[str, Any] = {_ITEMS: items} if self._takes_items else {}
         with acting(self._trainer, self._model, module, self._known):
             found = self._trainer.compute_loss(module, entries, return_outputs=outputs, **keywords)
         if is_traced and items is not None:
             self.divides = _reaches(found[0] if outputs else found, items)
+        if is_watched:
+            self._watched = True
+            self._require_divided(found[0] if outputs else found, items)
         return found
+
+    def _require_divided(self, loss: Tensor, items: Tensor) -> None:
+        """Raises UsageError if only a part of the loss is divided by the number of items: then the loss is not as many
+        times its derivative.
+        """
+        [slope] = torch.autograd.grad(loss, [items], retain_graph=True)
+        if not torch.isclose(-slope * items, loss.detach().to(slope), rtol=1e-2, atol=1e-5):
+            raise UsageError(
+                f"{type(self._trainer).__name__}.compute_loss divides only a part of its loss by num_items_in_batch, "
+                "so microbatches can neither be added up nor averaged: divide all of it, or nothing"
+            )
 
 
 @contextmanager
@@ -147,6 +175,16 @@ def _replaced(output: Any, name: Any, part: object) -> Any:
     return tuple(part if index == name else each for index, each in enumerate(output))
 
 
+class Trial(Divided):
+    """A divided batch with a microbatch of another size, which tells what its loss is a mean over."""
+
+    __slots__ = ("another",)
+
+    def __init__(self, microbatches: Any, schedule: Any, another: Any) -> None:
+        super().__init__(microbatches, schedule)
+        self.another = another
+
+
 class Chunks:
     """A collate function whose batches can be divided into microbatches. If rows of a batch are not its samples, as in
     batches of pairs, it collates each microbatch by itself.
@@ -168,7 +206,19 @@ class Chunks:
         base, larger = divmod(len(samples), many)
         starts = [index * base + min(index, larger) for index in range(many + 1)]
         parts = [self.collate(samples[start:end]) for start, end in pairwise(starts)]
-        return Divided(parts, self._schedule.first(many))
+        size = starts[1] + 1 if len(samples) > starts[1] else starts[1] - 1
+        return Trial(parts, self._schedule.first(many), self.collate(samples[:size]) if size else None)
+
+
+def _all_of(weigh: Weighing, labels: Any) -> float:
+    """The number of labels, all of which must count."""
+    counted = weigh(labels)
+    if isinstance(labels, Tensor) and counted != (labels[:, weigh.skipped :] if weigh.skipped else labels).numel():
+        raise UsageError(
+            "the loss has a mean over samples and one over labels, of which some are ignored, so no weight of a "
+            "microbatch fits both: let all labels count, or divide sums by num_items_in_batch"
+        )
+    return counted
 
 
 def computes_own(trainer: Any, plain: Any) -> bool:

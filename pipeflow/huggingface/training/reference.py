@@ -9,11 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
-from pipeflow.huggingface.training.own_loss import acting
+from pipeflow.huggingface.training.own_loss import Trial, acting
 from pipeflow.huggingface.training.places import show_attributes
 from pipeflow.huggingface.training.replicas import shared_outputs
 from pipeflow.runtime.computing import computing
-from pipeflow.runtime.divided import Divided
 from pipeflow.runtime.execution import execute_pipeline
 from pipeflow.runtime.microbatch import Whole
 from pipeflow.runtime.pipeline import Pipeline
@@ -47,7 +46,7 @@ class Reference:
         self._known: dict[Any, int] = {}  # as in OwnLoss
         trainer.precompute_ref_logps = True  # the loss reads them from the batch
 
-    def added(self, inputs: Any) -> Divided:
+    def added(self, inputs: Any) -> Trial:
         """The batch with the log probabilities of the reference model, on every rank."""
         model = self._model.eval()
         with computing(model, self._forward, has_loss=False):
@@ -60,7 +59,15 @@ class Reference:
             dict(zip(_NAMES, map(Whole, each), strict=True))
             for each in zip(*(part.split(rows) for part in found), strict=True)
         ]
-        return Divided([{**each, **column} for each, column in zip(parts, columns, strict=True)], inputs.schedule)
+        another = getattr(inputs, "another", None)
+        if another is not None:  # only traced, so values do not matter
+            size = len(another["input_ids"]) // 2
+            another = {
+                **another,
+                **{name: Whole(each.new_zeros(size)) for name, each in zip(_NAMES, found, strict=True)},
+            }
+        made = [{**each, **column} for each, column in zip(parts, columns, strict=True)]
+        return Trial(made, inputs.schedule, another)
 
     def _forward(self, module: nn.Module, **entries: Any) -> Any:
         with acting(self._trainer, self._model, module, self._known):

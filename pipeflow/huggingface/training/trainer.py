@@ -178,7 +178,8 @@ class Trainer(Checkpoints):
         items = self._items_of([inputs]) if num_items_in_batch is None else num_items_in_batch
         batch = self._loss.batch(inputs, items, outputs=False)
         with self._loss.computing(batch):
-            return self._trained(batch, 1.0 if self._loss.divides else part)
+            is_sum = self._loss.divides or (self._loss.adds and num_items_in_batch is not None)
+            return self._trained(batch, 1.0 if is_sum else part)
 
     def _trained(self, inputs: Any, part: float) -> Tensor:
         schedule = self.model.schedule
