@@ -242,3 +242,33 @@ def test_to_read_a_loss_draws_no_numbers() -> None:
         return random.getstate() == before
 
     assert run_threads(rank, 1) == [True]
+
+
+class InTree(nn.Module):
+    """Takes labels within a tree, beside numbers of the same shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, labels: Any) -> Tensor:
+        hidden = labels["inputs"]
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return functional.cross_entropy(hidden, labels["targets"])
+
+
+def test_labels_may_be_in_a_tree() -> None:
+    """A microbatch weighs by the labels that count in it, which nothing tells apart from other numbers."""
+    targets = torch.tensor([1, -100, 2, 3, -100, -100])
+    tree = {"numbers": torch.arange(6), "inputs": torch.randn(6, WIDTH, dtype=torch.float64), "targets": targets}
+    expected = InTree()(tree).item()
+
+    def rank() -> float:
+        model = Pipeline.from_module(InTree(), make_schedule("1f1b", ranks=2, microbatches=3), {"labels": tree})
+        output = execute_pipeline(iter([{"labels": tree}]), model, broadcast_loss=True)
+        assert output.loss is not None
+        return output.loss.item()
+
+    assert run_threads(rank, 2) == pytest.approx([expected] * 2, rel=1e-12)
