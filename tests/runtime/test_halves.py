@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.utils.checkpoint import checkpoint
 
 from pipeflow import Pipeline, PipelineError, Schedule, UsageError, execute_pipeline, make_schedule
 from pipeflow.parallel.context import current_context
@@ -61,6 +62,32 @@ def run_watching() -> list[tuple[bool, bool]]:
 
 def test_deferred_gradients_come_in_w_and_others_in_i() -> None:
     assert run_threads(run_watching, 1) == [[(False, False), (False, True), (True, True)]]
+
+
+def run_mixed() -> list[bool]:
+    """Whether a checkpointed layer may defer, in forwards and in backwards, of which that of microbatch 1 alone is
+    split.
+    """
+    seen: list[bool] = []
+    linear: Any = nn.Linear(6, 6, dtype=torch.float64)
+    linear.register_forward_pre_hook(lambda *_: seen.append(linear.deferral.active))
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, value: Tensor) -> Tensor:
+            output: Tensor = checkpoint(self.linear, value, use_reentrant=False)
+            return output
+
+    schedule = Schedule.from_csv("0F0,0F1,0B0,0I1,0W1")
+    execute_pipeline(iter([batch_of(2)]), Pipeline(Checkpointed(), schedule, criterion=nn.functional.mse_loss))
+    return seen
+
+
+def test_layers_defer_in_microbatches_whose_backward_is_split_also_where_they_are_called_again() -> None:
+    assert run_threads(run_mixed, 1) == [[False, True, False, True]]
 
 
 def hooks_of(module: nn.Module, seen: Counter[str]) -> Sequence[object]:

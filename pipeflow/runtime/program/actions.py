@@ -44,7 +44,7 @@ class Shared:
     results: Results
     positionals: list[tuple[object, ...]]  # arguments of the first stage, by microbatch
     routes: Routes = ()
-    deferring: frozenset[int] = frozenset()  # the stages of which a backward is I and W
+    deferring: frozenset[tuple[int, int]] = frozenset()  # stages and microbatches whose backward is I and W
     payloads: dict[Value, Payload] = field(default_factory=dict)
     states: dict[tuple[int, int], BackwardState] = field(default_factory=dict)
     waits: dict[Value, ops.Operation] = field(default_factory=dict)
@@ -122,7 +122,7 @@ def forward(shared: Shared, action: Action) -> list[ops.Operation]:
     if sinks:
         targets = [value.user for value in outputs]
         sink = sinks[0] if len(sinks) == 1 else ToPayloads(stage, targets, sinks, state)
-    defers = stage in shared.deferring
+    defers = (stage, microbatch) in shared.deferring
     operation = ops.Forward(action, shared.stages[stage], source, sink, defers=defers)
     if memory := shared.memories.get((stage, microbatch)):
         operation = HeldForward(operation, memory, shared.device)
@@ -132,7 +132,7 @@ def forward(shared: Shared, action: Action) -> list[ops.Operation]:
 def backward(shared: Shared, action: Action) -> list[ops.Operation]:
     """B: takes the gradients of the output, makes those of the input, and adds those of the weights."""
     before, state, source, sink = _backward(shared, action)
-    return [*before, ops.Backward(action, state, source, sink)]
+    return [*before, ops.Backward(action, state, source, sink, shared.stages[action.stage].deferral)]
 
 
 def backward_input(shared: Shared, action: Action) -> list[ops.Operation]:

@@ -111,7 +111,8 @@ def compile_program(
     num_stages, num_microbatches = schedule.placement.num_stages, schedule.num_microbatches
     results = Results(num_microbatches)
     positionals: list[tuple[object, ...]] = [()] * num_microbatches
-    deferring = frozenset(action.stage for action in schedule.actions(program.rank) if action.kind is Kind.I)
+    inputs = (action for action in schedule.actions(program.rank) if action.kind is Kind.I)
+    deferring = frozenset((action.stage, action.microbatch) for action in inputs)
     shared = Shared(
         stages, num_stages, transport.device, host, training, gradients, step, results, positionals, routes, deferring
     )

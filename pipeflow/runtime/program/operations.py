@@ -180,19 +180,30 @@ class ToResults:
 
 
 class Backward(Compute):
-    """B: computes the gradients of parameters and input from those of the output."""
+    """B: computes gradients of parameters and input from the output's. Layers called again defer as in the forward."""
 
-    __slots__ = ("sink", "source", "state")
+    __slots__ = ("deferral", "sink", "source", "state")
 
-    def __init__(self, action: Action, state: BackwardState, source: GradientSource, sink: GradientSink | None) -> None:
+    defers = False
+
+    def __init__(
+        self,
+        action: Action,
+        state: BackwardState,
+        source: GradientSource,
+        sink: GradientSink | None,
+        deferral: Deferral,
+    ) -> None:
         super().__init__(action)
         self.state = state
         self.source = source
         self.sink = sink
+        self.deferral = deferral
 
     def __call__(self) -> None:
         state = self.state
         gradients = self.source()
+        self.deferral.active = self.defers
         if state.edges:
             torch.autograd.backward(state.edges, gradients)
             state.edges = []
@@ -204,18 +215,9 @@ class Backward(Compute):
 class BackwardInput(Backward):
     """I: like B, but layers that can do so keep the products that make weight gradients for W."""
 
-    __slots__ = ("deferral",)
+    __slots__ = ()
 
-    def __init__(
-        self,
-        action: Action,
-        state: BackwardState,
-        source: GradientSource,
-        sink: GradientSink | None,
-        deferral: Deferral,
-    ) -> None:
-        super().__init__(action, state, source, sink)
-        self.deferral = deferral
+    defers = True
 
     def __call__(self) -> None:
         deferral = self.deferral
