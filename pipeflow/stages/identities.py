@@ -50,7 +50,7 @@ class Identities:
         self._made: dict[int, tuple[int, int]] = {}  # by memory: the number, and the offset where the memory begins
 
     def of(self, tensor: Tensor) -> Identity:
-        """The identity of a tensor. One that no operator made is known by its values, if these are few."""
+        """The identity of a tensor. One that no operator made is known by its values, if these are few integers."""
         key = self._key(tensor)
         if key not in self._made:
             self._made[key] = _constant(tensor), 0
@@ -80,7 +80,7 @@ class Identities:
 
 
 def _constant(tensor: Tensor) -> int:
-    if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.numel() > _MOST:
+    if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.is_floating_point() or tensor.numel() > _MOST:
         return 0
     return hash(str(tensor.tolist()))
 
@@ -95,4 +95,5 @@ def _look(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _plain(leaf: object) -> object:
-    return leaf if isinstance(leaf, int | str | torch.dtype | None) else str(leaf)
+    """The argument itself, but of a float its type: Python may have drawn it, and then each run has another."""
+    return leaf if isinstance(leaf, int | str | torch.dtype | None) else float if isinstance(leaf, float) else str(leaf)
