@@ -21,7 +21,7 @@ from benchmarks.measured_steps import DATA, MeasuredBytes, Row, memory_commands,
 from benchmarks.planner_fit import fitted, fitted_without, own_coefficients
 from benchmarks.planner_tables import write_tables
 from benchmarks.report import Report
-from pipeflow.planning.layouts import ranking
+from pipeflow.planning.layouts import plainest, ranking
 from pipeflow.planning.rank_memory import ALLOCATOR
 from pipeflow.planning.similar import kind_of
 
@@ -46,7 +46,7 @@ def run(rounds: int | None = None) -> Report:
         chosen = _of(every, source)
         errors[source] = _add(report, f"{source}, fitted without it", chosen, unseen[group(source)])
     _add_kinds(report, every, errors)
-    report.notes.append("regret: of the layout that the search lists first; without ties, of the fastest predicted one")
+    report.notes.append("regret: of the plainest layout among ties; without ties, of the fastest predicted one")
     report.data["fitted"] = start
     report.notes.append("fitted on all: " + ", ".join(f"{name} {value:.3g}" for name, value in start.items()))
     apart = max(abs(value / start[name] - 1) for name, value in own_coefficients().items())
@@ -131,8 +131,8 @@ def _add(report: Report, label: str, chosen: Sequence[Row], known: Mapping[str, 
 def _regrets(
     chosen: Sequence[Row], predicted: np.ndarray, measured: np.ndarray
 ) -> tuple[list[float], list[float], list[float]]:
-    """Per task with several layouts: the regret of what the search would list first, that of the fastest predicted
-    one, and the rank correlation (Spearman's).
+    """Per task with several layouts: the regret of the plainest layout among ties, which the search names, that of the
+    fastest predicted one, which it lists first, and the rank correlation (Spearman's).
     """
     tasks: defaultdict[object, list[int]] = defaultdict(list)
     for index, row in enumerate(chosen):
@@ -142,7 +142,7 @@ def _regrets(
         if len(indices) < 2:
             continue
         times, took = predicted[indices], measured[indices]
-        first = ranking((float(predicted[index]), chosen[index].layout) for index in indices)[0][1]
+        first = plainest(ranking((float(predicted[index]), chosen[index].layout) for index in indices))[1]
         [picked] = (index for index in indices if chosen[index].layout is first)
         regrets.append(measured[picked] / took.min() - 1)
         plain.append(took[times.argmin()] / took.min() - 1)

@@ -22,7 +22,7 @@ from pipeflow.core.text import bytes_text, number, seconds_text
 from pipeflow.planning.catalog import Model
 from pipeflow.planning.cuts import even_cut
 from pipeflow.planning.layout import GIVEN, SEARCHED, Layout, Wanted
-from pipeflow.planning.layouts import TIE, Layouts, Ranked, faster_on_fewer, find_layouts
+from pipeflow.planning.layouts import TIE, Layouts, Ranked, faster_on_fewer, find_layouts, plainest
 from pipeflow.planning.omissions import uncounted, unpriced
 from pipeflow.planning.setup import PRECISIONS, Setup
 from pipeflow.planning.similar import said
@@ -240,25 +240,21 @@ def _parts(found: Layouts) -> Table:
     return Table(["", *names], rows)
 
 
-def _ties(found: Layouts) -> Iterator[tuple[int, int]]:
-    """The first and the last place of the layouts that tie with each other, for each tie."""
-    times = [each.step_seconds for each in found.ranked]
-    place = 0
-    while place < len(times):
-        fastest = min(times[place:])
-        count = sum(time <= fastest * (1 + TIE) for time in times[place:])
-        if count > 1:
-            yield place + 1, place + count
-        place += count
+def _ties(found: Layouts) -> Iterator[str]:
+    """Which layouts are about as fast as the first one, and the plainest of them."""
+    timed = [(each.step_seconds, each.layout) for each in found.ranked]
+    tied = sum(seconds <= timed[0][0] * (1 + TIE) for seconds, _ in timed)
+    if tied > 1:
+        place = timed.index(plainest(timed)) + 1
+        rule = "fewest tensor ranks, then fewest pipeline, context and expert ranks, then least recomputation"
+        yield from wrapped(f"Times of 1-{tied} are within {TIE:.0%}, which is a tie. The plainest is {place}: {rule}.")
 
 
 def _notes(found: Layouts) -> Iterator[str]:
     first, wanted = found.ranked[0], found.wanted
     for place, each in enumerate(found.ranked[1:], start=2):
         yield from wrapped(_why(place, each, first))
-    rule = "fewer tensor ranks come first, then fewer pipeline, context and expert ranks, then less recomputation"
-    if ties := ", ".join(f"{best}-{last}" for best, last in _ties(found)):
-        yield from wrapped(f"Ties, with times within {TIE:.0%}: {ties}. Among them, {rule}.")
+    yield from _ties(found)
     if wanted.tensor is None or wanted.pipeline is None:
         yield "Each row has other sizes; --tensor and --pipeline together compare schedules."
     if any("chunks" in each.layout.options for each in found.ranked):

@@ -4,8 +4,8 @@ contain: what they cost.
 To recompute more, or to divide more among replicas (ZeRO-2, ZeRO-3), costs time and saves bytes. So a search begins
 with the lightest rung of each cell, and climbs to a heavier one only where a layout does not fit. This loses nothing
 where the same layout on a heavier rung is not faster. With ZeRO-3 on several pipeline ranks it may be, by some percent
-in short steps, if gathers hide that ZeRO-1 does at the end of a step. A new dimension is a loop in `_sizes_of`, or
-another rung.
+in short steps, if gathers hide that ZeRO-1 does at the end of a step. So there it is no rung but a size: it is tried
+from the beginning. A new dimension is a loop in `_sizes_of`, or another rung.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def lightest_cells(wanted: Wanted) -> Iterator[Cell]:
     """
     checkpoints = wanted.checkpoints if wanted.kinds != "none" else wanted.checkpoints[:1]
     for cell in _sizes_of(wanted):
-        yield from (cell.on(wanted, (checkpoint, _zeros(wanted, cell)[0])) for checkpoint in checkpoints)
+        zeros = _zeros(wanted, cell)
+        begun = zeros[:1] if cell.pipeline == 1 else zeros
+        yield from (cell.on(wanted, rung) for rung in product(checkpoints, begun))
 
 
 def leanest_cells(wanted: Wanted) -> Iterator[Cell]:
@@ -67,7 +69,7 @@ def heavier(wanted: Wanted, cell: Cell) -> Iterator[Cell]:
     if wanted.kinds == "none" and checkpoint != order[-1]:
         yield cell.on(wanted, (order[order.index(checkpoint) + 1], zero))
     zeros = _zeros(wanted, cell)
-    if zero == zeros[0]:
+    if zero == zeros[0] and cell.pipeline == 1:
         yield from (cell.on(wanted, (checkpoint, more)) for more in zeros[1:])
 
 
@@ -76,7 +78,7 @@ def lighter(wanted: Wanted, cell: Cell) -> Iterator[Cell]:
     order, (checkpoint, zero) = wanted.checkpoints, cell.rung
     if wanted.kinds == "none" and checkpoint != order[0]:
         yield cell.on(wanted, (order[order.index(checkpoint) - 1], zero))
-    if zero != (least := _zeros(wanted, cell)[0]):
+    if zero != (least := _zeros(wanted, cell)[0]) and cell.pipeline == 1:
         yield cell.on(wanted, (checkpoint, least))
 
 

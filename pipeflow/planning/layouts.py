@@ -36,11 +36,12 @@ from pipeflow.soundness.schedule import verify
 # 3. A `_Checked` trial is simulated. Its time is exact, and it enters its group.
 #
 # The search ends when the lowest bound exceeds the time of the last layout that would be listed. All bounds are proved
-# but the estimate, which TRUST corrects. Ties are kept until they are settled (`_Group.may_change`), since the plainest
-# of layouts that are equally fast is listed, and not the first that was found.
+# but the estimate, which TRUST corrects. What is listed is the fastest, not the plainest of those that are about as
+# fast: then a cluster that makes each layout faster makes no listed step longer.
 
 TIE = 0.02
-"""Steps whose times differ by less than this share are ties: the error of the cost model is no smaller."""
+"""Steps whose times differ by less than this share are ties: the error of the cost model is no smaller. They are sorted
+by time nevertheless, and `plainest` says which of them needs least."""
 
 RECOMPUTATION = ("none", "selective", "op", "full")  # the least first
 
@@ -97,8 +98,8 @@ def find_layouts(wanted: Wanted, *, top: int = 5, progress: Callable[[float], No
     `progress` is called now and then with a rough share of the work that is done, from 0 to 1.
 
     One layout is listed for each choice of tensor, pipeline and data sizes. If `wanted` sets the tensor and the
-    pipeline size, one layout is listed for each schedule. Times within TIE of each other are ties: the layout with
-    fewer tensor ranks comes first, then the one with fewer pipeline ranks, then the one that recomputes less.
+    pipeline size, one layout is listed for each schedule. The fastest comes first. Of equal times, the plainest one
+    does, by `plainness`; `plainest` finds the one of those within TIE.
 
     Layouts are tried sorted by a lower bound on their step time, until the bound exceeds the times found. So no layout
     that is left out is better, with one exception. Steps with many more microbatches than stages are first estimated
@@ -113,7 +114,7 @@ def find_layouts(wanted: Wanted, *, top: int = 5, progress: Callable[[float], No
     if not search.groups:
         raise no_room(wanted.without_kinds)
     found = []
-    for _, layout in ranking(group.pick for group in search.groups.values())[:top]:
+    for _, layout in ranking(search.groups.values())[:top]:
         schedule = layout.make_schedule()
         found.append(Ranked(layout, plan(wanted.model, schedule, layout.setup, cluster=wanted.cluster, cut=layout.cut)))
         if wrong := verify(schedule):
@@ -160,49 +161,22 @@ Timed = tuple[float, Layout]
 
 
 def ranking(timed: Iterable[Timed]) -> list[Timed]:
-    """Layouts with the seconds of their steps, the best first. They are sorted by time, except for ties. Layouts within
-    TIE of the fastest are sorted by `plainness`, then those within TIE of the fastest of the rest, and so on.
-    """
-    left, ranked = sorted(timed, key=lambda each: each[0]), []
-    while left:
-        tied = [each for each in left if each[0] <= left[0][0] * (1 + TIE)]
-        ranked += sorted(tied, key=lambda each: (plainness(each[1]), each[0]))
-        left = left[len(tied) :]
-    return ranked
+    """Layouts with the seconds of their steps, the fastest first. Of equal times, the plainest one comes first."""
+    return sorted(timed, key=lambda each: (each[0], plainness(each[1])))
+
+
+def plainest(ranked: Iterable[Timed]) -> Timed:
+    """The plainest layout among those within TIE of the fastest, which is the first of `ranked`."""
+    every = list(ranked)
+    return min((each for each in every if each[0] <= every[0][0] * (1 + TIE)), key=lambda each: plainness(each[1]))
 
 
 def plainness(layout: Layout) -> tuple[int, ...]:
-    """The key that sorts ties: fewer tensor ranks, then fewer pipeline ranks, context ranks and expert ranks, then less
-    recomputation and less that is divided.
+    """What a layout needs, to compare ties: fewer tensor ranks, then fewer pipeline ranks, context ranks and expert
+    ranks, then less recomputation and less that is divided.
     """
     again = RECOMPUTATION.index(layout.checkpoint)
     return layout.tensor, layout.pipeline, layout.context, layout.expert, again, max(1, layout.zero)
-
-
-class _Group:
-    """A group of layouts; only `pick` is listed. It is the layout that recomputes least among those within TIE of the
-    fastest.
-    """
-
-    def __init__(self, first: Timed) -> None:
-        self._timed = [first]
-        self.pick = first
-        self._least = first[0]
-
-    def add(self, timed: Timed) -> None:
-        """Adds a layout, and picks the plainest of those that tie with the fastest."""
-        self._timed.append(timed)
-        self._least = min(self._least, timed[0])
-        tied = (each for each in self._timed if each[0] <= self._least * (1 + TIE))
-        self.pick = min(tied, key=lambda each: (plainness(each[1]), each[0]))
-
-    def may_change(self, bound: float, layout: Layout) -> bool:
-        """Whether a layout that is not faster than `bound` can become the pick. Bounds do not decrease from call to
-        call. When they exceed the time of the fastest layout, the pick is final.
-        """
-        if bound <= self._least:
-            return True
-        return bound <= self._least * (1 + TIE) and plainness(layout) < plainness(self.pick[1])
 
 
 class _Checked(NamedTuple):
@@ -228,7 +202,7 @@ class _Search:
         self, wanted: Wanted, top: int, progress: Callable[[float], None] | None, below: float = math.inf
     ) -> None:
         self._progress, self._below = progress, below
-        self.groups: dict[tuple[object, ...], _Group] = {}
+        self.groups: dict[tuple[object, ...], Timed] = {}  # the best of each choice of sizes
         self.simulated = 0
         self._first = math.inf
         self._wanted, self._top, self._number = wanted, top, count()
@@ -278,8 +252,8 @@ class _Search:
 
     def _highest(self) -> float:
         """The bound above which nothing can be listed."""
-        times = sorted(group.pick[0] for group in self.groups.values())
-        listed = times[self._top - 1] * (1 + TIE) if len(times) >= self._top else math.inf
+        times = sorted(seconds for seconds, _ in self.groups.values())
+        listed = times[self._top - 1] if len(times) >= self._top else math.inf
         return min(listed, self._below)
 
     def _check(self, bound: float, trial: LayoutTrial) -> None:
@@ -302,14 +276,11 @@ class _Search:
             self._climb(bound, trial.cell, trial.family.kept)
             return
         key, timed = self._key(trial), (seconds, trial.layout)
-        if key in self.groups:
-            self.groups[key].add(timed)
-        else:
-            self.groups[key] = _Group(timed)
+        self.groups[key] = ranking([timed, self.groups.get(key, timed)])[0]
 
     def _is_needed(self, bound: float, trial: LayoutTrial) -> bool:
-        key = self._key(trial)
-        return key not in self.groups or self.groups[key].may_change(bound, trial.layout)
+        best = self.groups.get(self._key(trial))
+        return best is None or bound <= best[0]
 
     def _key(self, trial: LayoutTrial) -> tuple[object, ...]:
         cell, are_given = trial.cell, self._wanted.tensor is not None and self._wanted.pipeline is not None

@@ -16,7 +16,7 @@ from pipeflow.planning.cuts import cut_by_load, even_cut
 from pipeflow.planning.layout import SEARCHED, Layout, Wanted
 from pipeflow.planning.layout_cells import Cell, cells, heavier, lighter
 from pipeflow.planning.layout_trials import LayoutTrial, families, least_seconds, trials
-from pipeflow.planning.layouts import TIE, faster_on_fewer, find_layouts, plainness, ranking
+from pipeflow.planning.layouts import TIE, faster_on_fewer, find_layouts, plainest, plainness, ranking
 from pipeflow.planning.mesh_sizes import Sizes, meshes
 from pipeflow.planning.schedule_peaks import peaks
 from pipeflow.planning.setup import Setup
@@ -83,7 +83,9 @@ def test_bounds_are_below_what_they_bound_and_zero_1_costs_no_time() -> None:
 
 @pytest.mark.slow
 def test_a_heavier_rung_is_not_faster() -> None:
-    """On several pipeline ranks, ZeRO-3 may be: its gathers hide where ZeRO-1 gathers at the end of a step."""
+    """On several pipeline ranks, ZeRO-3 may be: its gathers hide where ZeRO-1 gathers at the end of a step. It is no
+    rung there.
+    """
     task = wanted(batch=4, setup=Setup(overlap=True))
     for cell in cells(task):
         above = [(each, dict(kinds(task, each))) for each in heavier(task, cell)]
@@ -94,8 +96,7 @@ def test_a_heavier_rung_is_not_faster() -> None:
                 other = planned(trials_above[kind].layout, task)
                 assert found.step_seconds is not None
                 assert other.step_seconds is not None
-                if other.setup.zero == found.setup.zero or cell.pipeline == 1:
-                    assert found.step_seconds <= other.step_seconds * (1 + 1e-9)
+                assert found.step_seconds <= other.step_seconds * (1 + 1e-9)
 
 
 def kinds(task: Wanted, cell: Cell) -> Iterator[tuple[object, LayoutTrial]]:
@@ -217,21 +218,16 @@ def layout(tensor: int, pipeline: int, checkpoint: Any) -> Layout:
     return Layout(Setup(tensor=tensor, checkpoint=checkpoint), pipeline, 1, "1f1b", {}, ((0, 4),))
 
 
-def test_ties_are_broken_by_tensor_ranks_then_pipeline_ranks_then_recomputation() -> None:
+def test_the_fastest_is_first_and_ties_are_told_apart_by_tensor_ranks_then_pipeline_ranks_then_recomputation() -> None:
     tied = [layout(1, 2, "none"), layout(1, 2, "full"), layout(1, 4, "none"), layout(2, 1, "none")]
     slower = layout(1, 1, "none")
-    timed = [(1 + TIE - 0.001 * place, each) for place, each in enumerate(tied)] + [(1.0, tied[-1])]
-    assert [each for _, each in ranking([(1 + 2 * TIE, slower), *timed])] == [*tied, tied[-1], slower]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_within_a_tie_less_recomputation_is_picked() -> None:
-    for seconds, each in picked(wanted(batch=4)):
-        same = [(time, one) for time, one in everything(wanted(batch=4)) if plainness(one)[:2] == plainness(each)[:2]]
-        least = min(time for time, _ in same)
-        assert seconds <= least * (1 + TIE)
-        assert not any(plainness(one) < plainness(each) for time, one in same if time <= least * (1 + TIE))
+    timed = [(1 + TIE - 0.001 * place, each) for place, each in enumerate(tied)]
+    ranked = ranking([(1 + 2 * TIE, slower), *timed])
+    assert [each for _, each in ranked] == [*reversed(tied), slower]
+    assert [each for _, each in ranking((1.0, each) for each in reversed(tied))] == tied
+    for each in tied:
+        assert plainest(ranked)[1] == each
+        ranked = [one for one in ranked if one[1] != each]
 
 
 @pytest.mark.parametrize(

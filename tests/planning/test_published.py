@@ -35,7 +35,7 @@ def test_the_planner_has_the_coefficients_of_the_last_fit_on_all_sources() -> No
     assert own_coefficients() == pytest.approx(found, rel=0.02)
 
 
-def test_the_regret_is_that_of_the_layout_which_the_search_lists_first() -> None:
+def test_the_regret_is_that_of_the_plainest_layout_among_ties() -> None:
     """Of ties, the one with fewer tensor ranks; the fastest one beyond that."""
     chosen = [row(4, 1, 1.0), row(2, 2, 1.2), row(1, 4, 1.5)]
     measured = np.array([each.seconds for each in chosen])
