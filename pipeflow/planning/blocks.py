@@ -20,6 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, Self
 
 from pipeflow.core.errors import UsageError
@@ -206,8 +207,9 @@ class Transformer(ABC):
         layers. Raises UsageError as `require_tensor` does.
         """
         self.require_tensor(tensor)
-        dense_block = self.dense._block(tensor) if dense else 0
-        return (layers - dense) * self._block(tensor) + dense * dense_block + self._ends(tensor, first=first, last=last)
+        dense_block = _block_of(self.dense, tensor) if dense else 0
+        ends = self._ends(tensor, first=first, last=last)
+        return (layers - dense) * _block_of(self, tensor) + dense * dense_block + ends
 
     def expert_parameters(self, expert: int, split: int) -> int:
         """Parameters of a layer's experts, without the shared ones, on one of `expert` ranks of `split` devices. Raises
@@ -299,3 +301,9 @@ class Transformer(ABC):
         if self.biases == "all":
             whole += self.hidden
         return split // tensor + whole + self._mlps(self.shared_experts + (self.experts == 1), tensor)
+
+
+@lru_cache(maxsize=256)
+def _block_of(model: Transformer, tensor: int) -> int:
+    """As `Transformer._block`: a search asks for the same layer a hundred thousand times."""
+    return model._block(tensor)

@@ -158,15 +158,15 @@ class LayoutTrial:
     def _fullest(self, kept: Iterable[float]) -> float:
         return max(*self.step, *(state + (1 + ALLOCATOR) * most for state, most in zip(self.state, kept, strict=True)))
 
-    def simulated(self) -> tuple[float, float]:
-        """Simulates one step and returns its seconds, and the bytes of the fullest device: infinite if no order within
-        the room is found, or its stages would be gathered too often.
+    def simulated(self) -> tuple[float, Callable[[], float]]:
+        """Simulates one step and returns its seconds, and a function for the bytes of the fullest device: infinite if
+        no order within the room is found, or its stages would be gathered too often.
         """
         try:
             timeline = self._timeline(self.cell.microbatches)
         except (NoOrderError, UsageError):
-            return inf, inf
-        return timeline.makespan + self.physical.after, self._fullest(timeline.peak_bytes)
+            return inf, lambda: inf
+        return timeline.makespan + self.physical.after, lambda: self._fullest(timeline.peak_bytes)
 
     def estimated_seconds(self) -> float | None:
         """The estimated seconds of one step, from two steps with fewer microbatches. It assumes that each group of

@@ -270,9 +270,9 @@ class _Search:
             return
         self.simulated += 1
         seconds, needed = trial.simulated()
-        if seconds > self._below:
-            return
-        if needed > self._wanted.limit:
+        if seconds < math.inf and (seconds > self._below or not self._is_needed(seconds, trial)):
+            return  # without its memory: what needs less is no faster
+        if needed() > self._wanted.limit:
             self._climb(bound, trial.cell, trial.family.kept)
             return
         key, timed = self._key(trial), (seconds, trial.layout)

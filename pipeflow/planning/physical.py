@@ -150,7 +150,7 @@ def physical_costs(
         )
         for stage in range(len(parts))
     ]
-    ranks = [[shares[stage] for stage in placement.stages_of(rank)] for rank in range(placement.num_ranks)]
+    ranks = {tuple(shares[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)}
     most = max((parameters_of(model, own, setup) for own in ranks), key=lambda each: each.total)
     tied = _tied(model, placement, setup, mesh, rates)
     return physical_of(stages, placement, setup, mesh, rates, most=most, tied=tied)

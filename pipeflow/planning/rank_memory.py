@@ -191,7 +191,8 @@ def held_by(
     """The memory of one device of a pipeline rank, besides activations. `parts` are the layers of all stages."""
     stages, engine = placement.stages_of(rank), engine_named(setup.engine)
     buffers = microbatches if engine.buffers_all and placement.num_ranks > 1 else 1
-    own = [shares_of(model, parts)[stage] for stage in stages]
+    shares = shares_of(model, parts)
+    own = [shares[stage] for stage in stages]
     has_layers = any(share.layers for share in own)
     again, backward = (each(model, setup) if has_layers else 0 for each in (recomputed_bytes, gradient_bytes))
     received = transferred(placement, rank, [float(buffers * passed_bytes(model, setup))] * len(parts))
@@ -203,12 +204,13 @@ def held_by(
             again, backward = in_loss, 0
         received += buffers * kept
     layer = parameters_of(model, [Share(min(1, sum(share.layers for share in own)), first=False, last=False)], setup)
+    each = {share: parameters_of(model, [share], setup) for share in set(own)}
     return Held(
         tuple(parts[stage] for stage in stages),
         again,
         backward,
         received,
-        tuple(parameters_of(model, [share], setup) for share in own),
+        tuple(each[share] for share in own),
         parameters_of(model, own, setup),
         layer,
         parameters_of(model, [share._replace(layers=0, dense=0) for share in own], setup),
