@@ -35,7 +35,8 @@ def python(state: State, name: str) -> str:
         cost = _call("pipeflow.CostModel", [*_per_stage(state.cost_model(made.placement))])
     else:
         cost = _call("pipeflow.CostModel.even", ["schedule.placement", *_even(state)])
-    maker = _table(made) if name == CUSTOM or file is not None else _named(state, name, planned=planned)
+    is_table = name == CUSTOM or file is not None or state.gathers
+    maker = _table(made) if is_table else _named(state, name, planned=planned)
     lines = [f"schedule = {maker}", f"cost = {cost}"]
     last = "timeline = pipeflow.simulate(schedule, cost)\n"
     return "\n".join(["import pipeflow\n", *(reversed(lines) if planned else lines), last])

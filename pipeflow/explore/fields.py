@@ -211,7 +211,13 @@ MODEL: tuple[Field, ...] = (
         "precision", "precision", "number format of weights, gradients, optimizer and products", "bf16", PRECISIONS
     ),
     _choice("checkpoint", "recompute", "what a layer's backward computes again", "none", CHECKPOINTS),
-    Field("zero", "flag", "Model", "ZeRO-1", "replicas share out the optimizer's state", model=True),
+    _choice(
+        "zero",
+        "ZeRO",
+        "what replicas share out: 1 the optimizer's state, 2 gradients too, 3 weights too, which stages gather",
+        "0",
+        ("0", "1", "2", "3"),
+    ),
     Field(
         "sequence_parallel", "flag", "Model", "sequence parallel", "tensor ranks share what each had whole", model=True
     ),

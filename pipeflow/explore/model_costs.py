@@ -19,6 +19,7 @@ from pipeflow.planning.estimate import plan
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import physical_costs
 from pipeflow.planning.setup import PRECISIONS, Setup
+from pipeflow.planning.sharding import require_pipeline
 from pipeflow.planning.step_plan import Plan
 
 
@@ -50,7 +51,7 @@ class Modelled:
             microbatch_size=values["microbatch_size"],
             precision=PRECISIONS[values["precision"]],
             checkpoint=values["checkpoint"],
-            zero="zero" in values,
+            zero=int(values["zero"]),
             sequence_parallel="sequence_parallel" in values,
         )
         cluster = Cluster.of(
@@ -74,5 +75,6 @@ class Modelled:
 
 @lru_cache(64)
 def _cost_model(modelled: Modelled, placement: Placement) -> CostModel:
+    require_pipeline(modelled.setup.zero, placement.num_ranks)
     mesh = Mesh.of(modelled.setup, placement.num_ranks, modelled.cluster.devices_per_node)
     return physical_costs(modelled.model, placement, modelled.setup, mesh, modelled.cluster).cost

@@ -17,6 +17,7 @@ from pipeflow.explore.names import file_of, split, title
 from pipeflow.explore.rows import read_rows
 from pipeflow.explore.state import State
 from pipeflow.orders.optimizer_steps import with_optimizer_step
+from pipeflow.planning.sharding import gathering
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.schedules.memory import STAGE_OPTIONS, with_memory_kinds
 from pipeflow.schedules.registry import is_searched
@@ -59,7 +60,7 @@ def measures(state: State, name: str, candidates: int | None = None) -> Measures
 
 def _key(state: State, name: str, candidates: int | None) -> Hashable:
     """What the schedule `name` depends on."""
-    added = state.reduces, state.steps
+    added = state.gathers, state.reduces, state.steps
     if name == CUSTOM:
         return name, added, state.rows, state.placement, state.rows_microbatches
     options = state.options_for(name)
@@ -98,8 +99,9 @@ def _saving(state: State, name: str, schedule: Schedule) -> Schedule:
 
 
 def completed(state: State, schedule: Schedule) -> Schedule:
-    """A schedule with the reductions and the optimizer's steps that the state's costs have."""
-    reduced = schedule.with_reductions() if state.reduces else schedule
+    """A schedule with the gathers, the reductions and the optimizer's steps that the state's costs have."""
+    gathered = gathering(schedule) if state.gathers and schedule.placement.num_ranks > 1 else schedule
+    reduced = gathered.with_reductions() if state.reduces else gathered
     return with_optimizer_step(reduced) if state.steps else reduced
 
 

@@ -167,6 +167,11 @@ class State:
         return bool(self.costs["reduce"]) or (self.measured is not None and self.measured.reduces)
 
     @property
+    def gathers(self) -> bool:
+        """Whether schedules gather the weights of their stages, which replicas share out."""
+        return self.modelled is not None and self.modelled.setup.zero == 3 and self.modelled.setup.data > 1
+
+    @property
     def steps(self) -> bool:
         """Whether schedules have the optimizer's steps."""
         return self.modelled is None and bool(self.costs["optimizer"])

@@ -39,6 +39,22 @@ def test_replicas_reduce_their_gradients() -> None:
     assert [len(each) for each in streams] == [1, 2]
 
 
+def test_shared_out_weights_are_gathered() -> None:
+    fields = GPT3 | {"data": "8", "zero": "3"}
+    timeline = plan(fields)["data"]["timelines"][0]
+    expected = estimate(
+        model_named("gpt3-175b"),
+        make_schedule("1f1b", ranks=8, microbatches=16),
+        Setup(tensor=8, data=8, zero=3),
+        cluster=Cluster.of("a100-80gb"),
+    )
+    assert expected.step_parts is not None
+    assert expected.step_seconds is not None
+    share = expected.step_parts.sharding / expected.step_seconds
+    assert f"<td>{share:.1%}</td>" in model(fields)["tables"]
+    assert timeline["streams"] != plan(fields | {"zero": "1"})["data"]["timelines"][0]["streams"]
+
+
 def test_factors_slow_parts_of_a_model() -> None:
     makespans = [plan(GPT3 | {"factors": factors})["data"]["timelines"][0]["makespan"] for factors in ("1", "1,2")]
     assert makespans[1] > 1.4 * makespans[0]
@@ -66,7 +82,8 @@ def test_the_tables_say_what_does_not_fit() -> None:
         ({"tensor": "7"}, "7"),
         ({"ranks": "99"}, "layers"),
         ({"link_bandwidth": "300"}, "bytes/s, not in GB/s"),
-        ({"zero": "yes"}, "zero is 1 or left out"),
+        ({"zero": "yes"}, "zero must be one of 0, 1, 2, 3"),
+        ({"zero": "2", "data": "2"}, "zero=2 needs one pipeline rank"),
         ({"device": "v100-32gb", "precision": "fp8"}, "fp8"),
     ],
 )

@@ -17,7 +17,7 @@ from pipeflow.planning.omissions import unpriced
 from pipeflow.planning.rank_memory import RankPlan
 from pipeflow.planning.step_plan import Plan
 
-PARTS = ("compute", "tensor", "bubble", "transfer", "reduction", "optimizer")
+PARTS = ("compute", "tensor", "sharding", "bubble", "transfer", "reduction", "optimizer")
 
 
 def model(fields: Mapping[str, str]) -> dict[str, Any]:
