@@ -14,7 +14,8 @@ from pathlib import Path
 
 from pipeflow.core.errors import UsageError
 
-_OF_TORCHRUN = re.compile(r"E\d{4} .*failed \(exitcode")
+_OF_TORCHRUN = re.compile(r"[DIWEC]\d{4} .*torch/distributed/")  # a line of its log
+_END = re.compile(r"E\d{4} .*failed \(exitcode")
 VARIABLE = "PIPEFLOW_CHECK"  # tells the processes what to do
 
 
@@ -70,8 +71,9 @@ def run_both(
 def _message(text: str) -> str:
     """The line of a script's error output that says what went wrong, before what torchrun adds."""
     found = [line.strip() for line in text.splitlines() if line.strip()]
-    end = next((index for index, line in enumerate(found) if _OF_TORCHRUN.match(line)), len(found))
-    own = found[:end] or ["it ended with an error, and without a message"]
+    end = next((index for index, line in enumerate(found) if _END.match(line)), len(found))
+    own = [line for line in found[:end] if not _OF_TORCHRUN.match(line)]
+    own = own or ["it ended with an error, and without a message"]
     return next((line for line in reversed(own) if "Error" in line), own[-1])
 
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 _MOST = 1024  # entries of a constant whose values are read
@@ -50,7 +49,9 @@ class Identities:
         self._made: dict[int, tuple[int, int]] = {}  # by memory: the number, and the offset where the memory begins
 
     def of(self, tensor: Tensor) -> Identity:
-        """The identity of a tensor. One that no operator made is known by its values, if these are few integers."""
+        """The identity of a tensor. One that no operator made is known by its values, if these are few integers on the
+        CPU: to read others, the host would wait for a device.
+        """
         key = self._key(tensor)
         if key not in self._made:
             self._made[key] = _constant(tensor), 0
@@ -80,9 +81,8 @@ class Identities:
 
 
 def _constant(tensor: Tensor) -> int:
-    if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.is_floating_point() or tensor.numel() > _MOST:
-        return 0
-    return hash(str(tensor.tolist()))
+    is_read = type(tensor) is Tensor and tensor.device.type == "cpu" and not tensor.is_floating_point()
+    return hash(str(tensor.tolist())) if is_read and tensor.numel() <= _MOST else 0
 
 
 def _offset(tensor: Tensor) -> int:
