@@ -194,13 +194,14 @@ def measure_two_nodes() -> Measured:
 
 @pytest.mark.exhaustive
 def test_all_of_a_machine() -> None:
-    """Every coefficient is found, and every kind of time has an error. Half a minute, whatever the seconds to measure
-    for; the test of the command does it for one node.
+    """Every coefficient that a CPU has is found, and every kind of time has an error. Half a minute, whatever the
+    seconds to measure for; the test of the command does it for one node.
     """
     measured, *others = run_threads(measure_two_nodes, 4, deadline=300.0)
     assert all(each == measured for each in others)
     cluster = fitted(measured)
-    assert set(cluster.efficiency) == {each.name for each in fields(Efficiency)}
+    of_gpus = {"fused", "contention"}  # of fused kernels, and of NCCL beside computations
+    assert set(cluster.efficiency) == {each.name for each in fields(Efficiency)} - of_gpus
     errors = mean_errors(measured, cluster)
     assert {kind for kind in errors if "nodes" in kind} == {
         f"{kind} between nodes" for kind in ("sums", "gradient sums", "transfers")

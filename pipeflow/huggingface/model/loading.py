@@ -16,6 +16,7 @@ from pipeflow.checkpoint.tensor_files import TensorFiles
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.huggingface.lazy_import import library
+from pipeflow.huggingface.model.adapters import LOADED
 from pipeflow.huggingface.model.classes import Kind, model_class, read_config
 from pipeflow.huggingface.model.pipeline import Model
 from pipeflow.huggingface.model.rank_parameters import fill, make_owned, owned_names
@@ -105,8 +106,10 @@ def from_pretrained(
     Weights of another head in the folder are ignored.
 
     Raises UsageError if the folder or class is unknown, if weights are missing, left over or of another shape (all are
-    listed), and as `Pipeline.from_module` does.
+    listed), if `adapters` are asked for, and as `Pipeline.from_module` does.
     """
+    if "adapters" in options:
+        raise UsageError(f"from_pretrained loads models without adapters: make the whole module, {LOADED}")
     path = Path(folder)
     options = {name: each for name, each in options.items() if not _is_idle(name, each)}
     with _together() as context:
