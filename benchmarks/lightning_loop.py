@@ -38,15 +38,11 @@ def run(rounds: int | None = None) -> Report:
     return report
 
 
-def measure(rounds: int) -> dict[str, Any]:
-    """On every rank: the times of steps."""
+def blocks_that_sleep() -> Any:
+    """A LightningModule of four blocks."""
     import torch
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import LightningModule
     from torch import Tensor, nn
-    from torch.utils.data import DataLoader, TensorDataset
-
-    import pipeflow
-    from pipeflow.lightning import PipelineStrategy
 
     class Sleeping(torch.autograd.Function):
         @staticmethod
@@ -82,10 +78,22 @@ def measure(rounds: int) -> dict[str, Any]:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters())
 
+    return Module()
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """On every rank: the times of steps."""
+    import torch
+    from lightning.pytorch import Callback, Trainer
+    from torch.utils.data import DataLoader, TensorDataset
+
+    import pipeflow
+    from pipeflow.lightning import PipelineStrategy
+
     torch.manual_seed(0)
     inputs = torch.randn(16, 16)
     schedule = pipeflow.make_schedule("1f1b", ranks=RANKS, microbatches=MICROBATCHES)
-    model = pipeflow.Pipeline.from_module(Module(), schedule, {"inputs": inputs, "labels": inputs})
+    model = pipeflow.Pipeline.from_module(blocks_that_sleep(), schedule, {"inputs": inputs, "labels": inputs})
     optimizer = torch.optim.AdamW(model.parameters())
     batch = {"inputs": inputs, "labels": inputs}
 
@@ -119,5 +127,5 @@ def measure(rounds: int) -> dict[str, Any]:
     }
     strategy = PipelineStrategy(microbatches=MICROBATCHES)
     trainer = Trainer(accelerator="cpu", devices=RANKS, max_epochs=1, callbacks=[turns], strategy=strategy, **quiet)
-    trainer.fit(Module(), data)
+    trainer.fit(blocks_that_sleep(), data)
     return {name: each[WARM:] for name, each in turns.seconds.items()}
