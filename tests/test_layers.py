@@ -79,7 +79,6 @@ LAYERS: dict[str, set[str]] = {
         "checkpoint",
         "tensor",
         "torch",
-        "huggingface",
         "accelerate itself",
     },
     "lightning": {
@@ -91,7 +90,6 @@ LAYERS: dict[str, set[str]] = {
         "optim",
         "checkpoint",
         "torch",
-        "huggingface",
         "accelerate",
         "lightning itself",
     },

@@ -17,9 +17,9 @@ from pipeflow.accelerate.outputs import AskedLoss, LazyOutput, StepOutput
 from pipeflow.accelerate.random_states import LayerRandom
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
-from pipeflow.huggingface.training.replicas import shared_outputs
 from pipeflow.optim.whole import names_of
 from pipeflow.parallel.context import Context
+from pipeflow.parallel.trees import shared_outputs
 from pipeflow.runtime.execution import execute_pipeline
 from pipeflow.runtime.held import HeldStep, held_step
 from pipeflow.runtime.pipeline import Pipeline

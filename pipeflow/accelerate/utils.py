@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
 from pipeflow.core.errors import UsageError
-from pipeflow.huggingface.training.replicas import gathered
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.transport.agreement import all_gather_object
+from pipeflow.parallel.trees import gathered
 
 
 def gather(tensor: Any) -> Any:

@@ -4,39 +4,49 @@ batches, on every rank. Must not contain: what is logged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.core.module import Metric
+from lightning.pytorch.core.module import Metric, MetricCollection
 from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
-from pipeflow.huggingface.training.replicas import gathered
 from pipeflow.parallel.context import Context
+from pipeflow.parallel.trees import gathered
 
 Calls = dict[str, dict[str, list[tuple[list[Any], dict[str, Any]]]]]
 """By the name of a metric and of its method: the arguments of each call."""
 
 
 class Recorded(nn.Module):
-    """Takes a metric's place in a step.
+    """Takes the place of a metric, or of a MetricCollection, in a step.
 
     Args:
-        name: the metric's name in the module.
-        calls: where calls are recorded.
+        name: its name in the module.
+        metric: the metric.
 
     Attributes:
-        value: stands for the value of a batch, which is known when the batch has run.
+        name: as given.
+        calls: the arguments of each call, by method.
+        value: stands for the value of a batch, which is known when the batch has run; of a collection, a dict.
+        parts: what takes the place of a collection's metrics, by the names under which it logs them.
     """
 
-    def __init__(self, name: str, calls: Calls) -> None:
+    def __init__(self, name: str, metric: Any) -> None:
         super().__init__()
-        self.name, self._calls = name, calls
-        self.value = torch.zeros(())
+        self.name = name
+        self.calls: dict[str, list[tuple[list[Any], dict[str, Any]]]] = {}
+        self.parts: dict[str, Recorded] = {}
+        self.value: Any = torch.zeros(())
+        if isinstance(metric, MetricCollection):
+            pairs = zip(metric.keys(), metric.items(keep_base=True, copy_state=False), strict=True)
+            self.parts = {str(key): Recorded(f"{name}.{own}", each) for key, (own, each) in pairs}
+            self.value = {key: torch.zeros(()) for key in self.parts}
 
-    def forward(self, *arguments: Any, **keywords: Any) -> Tensor:
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Records a call. Returns what stands for its value."""
         self._record("forward", arguments, keywords)
         return self.value
@@ -49,27 +59,83 @@ class Recorded(nn.Module):
         """Raises UsageError: a stage has parts of batches."""
         raise UsageError(f"{self.name}.compute() was called in a step: log the metric, or call it at the epoch's end")
 
+    def items(self, **_: Any) -> Iterable[tuple[str, Recorded]]:
+        """The metrics of a collection, by name."""
+        return self.parts.items()
+
+    def __getitem__(self, name: str) -> Recorded:
+        """A metric of a collection."""
+        return self.parts[name]
+
+    def source_of(self, value: object) -> Source | None:
+        """Where a value that the step logs comes from; None if it does not come from this metric."""
+        if value is self:
+            return Source(self.name, is_itself=True)
+        if value is self.value:
+            return Source(self.name)
+        found = (Source(self.name, key) for key in self.parts if value is self.value[key])
+        inner = (each.source_of(value) for each in self.parts.values())
+        return next(found, None) or next((each for each in inner if each is not None), None)
+
     def _record(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        self._calls.setdefault(self.name, {}).setdefault(method, []).append(([*arguments], keywords))
+        self.calls.setdefault(method, []).append(([*arguments], keywords))
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a logged value comes from.
+
+    Attributes:
+        metric: name of the metric, or of the collection.
+        key: which value of the collection.
+        is_itself: True for the metric itself instead of its value.
+    """
+
+    metric: str
+    key: str | None = None
+    is_itself: bool = False
+
+    def is_in(self, values: Mapping[str, Any]) -> bool:
+        """True if `values`, which has those of the metrics that were called, has this one's or its collection's."""
+        return self.metric in values or (self.is_itself and self.metric.rpartition(".")[0] in values)
+
+    def of(self, module: nn.Module, values: Mapping[str, Any]) -> Any:
+        """The value. `values` has those of the metrics that were called."""
+        if self.is_itself:
+            return module.get_submodule(self.metric)
+        return values[self.metric] if self.key is None else values[self.metric][self.key]
+
+
+def names_of_metrics(module: nn.Module) -> list[str]:
+    """The names of the metrics in a module, and of the collections; not of those within others."""
+    names: list[str] = []
+    for name, each in module.named_modules():
+        if isinstance(each, Metric | MetricCollection) and not any(name.startswith(f"{outer}.") for outer in names):
+            names.append(name)
+    return names
 
 
 @contextmanager
-def recording(module: nn.Module) -> Iterator[Calls]:
-    """Inside the `with` block, calls of the metrics in `module` are recorded."""
-    calls: Calls = {}
-    places = [
-        (owner, key, each, f"{prefix}.{key}" if prefix else key)
-        for prefix, owner in module.named_modules()
-        for key, each in owner._modules.items()
-        if isinstance(each, Metric)
-    ]
-    for owner, key, _, name in places:
-        owner._modules[key] = Recorded(name, calls)
+def recording(module: nn.Module, names: Sequence[str]) -> Iterator[list[Recorded]]:
+    """Inside the `with` block, what is returned takes the place of the metrics in `module` with these names."""
+    places = []
+    for name in names:
+        owner, _, key = name.rpartition(".")
+        modules = module.get_submodule(owner)._modules
+        places.append((modules, key, modules[key], Recorded(name, modules[key])))
+    for modules, key, _, recorded in places:
+        modules[key] = recorded
     try:
-        yield calls
+        yield [recorded for *_, recorded in places]
     finally:
-        for owner, key, each, _ in places:
-            owner._modules[key] = each
+        for modules, key, metric, _ in places:
+            modules[key] = metric
+
+
+def calls_of(recorded: Iterable[Recorded]) -> Calls:
+    """The calls of those that were called."""
+    every = [each for outer in recorded for each in (outer, *outer.parts.values())]
+    return {each.name: each.calls for each in every if each.calls}
 
 
 def call_again(module: nn.Module, calls: Calls) -> dict[str, Any]:

@@ -56,17 +56,17 @@ class StepModel(PreparedModel):
         entries = {"labels": batch, "method": method}
         self._make(entries)
         self._set_modes()
-        outputs = self._trained(entries) if method == TRAINING else self._evaluated(entries)
-        assert self.results is not None
-        result = self.results.whole(outputs, entries, self._schedule(entries).num_microbatches)
+        is_silent = method in self.running.silent
+        outputs = (self._trained if method == TRAINING else self._evaluated)(entries, not is_silent)
+        result = {} if is_silent else self._whole(outputs, entries)
         loss = self.step.loss if method == TRAINING and self.step is not None else None
         for name, more in result.get("lists", {}).items():
             vars(self.whole)[name].extend(more)
         values = call_again(self.whole, result.get("calls", {}))
         logs = dict(result.get("logs", {}))
-        for name, (metric, is_itself) in self.running.metrics.get(method, {}).items():
-            if metric in values:
-                logs[name] = self.whole.get_submodule(metric) if is_itself else values[metric]
+        for name, source in self.running.metrics.get(method, {}).items():
+            if source.is_in(values):
+                logs[name] = source.of(self.whole, values)
         if loss is not None:
             logs |= dict.fromkeys(self.running.of_loss, loss.detach())
         for name, value in logs.items():
@@ -77,6 +77,14 @@ class StepModel(PreparedModel):
         if loss is None:
             return result.get("rest")
         return {"loss": loss, **result["rest"]} if "rest" in result else loss
+
+    def _whole(self, outputs: Any, entries: dict[str, Any]) -> Any:
+        results, method = self.results, entries["method"]
+        assert results is not None
+        result = results.whole(outputs, entries, self._schedule(entries).num_microbatches)
+        if results.is_empty(method):
+            self.running.silent.add(method)
+        return result
 
     def _make(self, entries: dict[str, Any]) -> None:
         """Cuts the module with a first batch, by its training step."""
@@ -106,21 +114,21 @@ class StepModel(PreparedModel):
             for name, module in chunk.root.named_modules():
                 module.training = modes[name]
 
-    def _trained(self, entries: dict[str, Any]) -> Any:
+    def _trained(self, entries: dict[str, Any], return_outputs: bool) -> Any:
         with self.layers():
             self.step = held_step(
                 iter([(entries, entries["labels"])]),
                 self.pipeline,
                 schedule=self._schedule(entries),
                 gradient_scale=self._settings.gradient_scale(),
-                return_outputs=True,
+                return_outputs=return_outputs,
             )
         return self.step.outputs
 
-    def _evaluated(self, entries: dict[str, Any]) -> Any:
+    def _evaluated(self, entries: dict[str, Any], return_outputs: bool) -> Any:
+        batch = iter([(entries, None)])
         with self.layers():
-            batch = iter([(entries, None)])
-            return execute_pipeline(batch, self.pipeline, forward_only=True, return_outputs=True).outputs
+            return execute_pipeline(batch, self.pipeline, forward_only=True, return_outputs=return_outputs).outputs
 
 
 def _keep_own(whole: nn.Module, pipeline: Pipeline) -> None:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-from pipeflow.core.errors import UsageError
-from pipeflow.huggingface.training.replicas import shared_outputs
 from pipeflow.parallel.transport.agreement import all_gather
+from pipeflow.parallel.trees import shared_outputs
 from pipeflow.runtime.from_module import traced_otherwise
 from pipeflow.runtime.microbatch import Batch, as_batch
 from pipeflow.runtime.pipeline import Pipeline
@@ -54,7 +53,6 @@ class Results:
             entries: the batch, with the method that ran it.
             microbatches: how many microbatches it had at most.
 
-        Raises UsageError for a training step that logs something although it logged nothing but its loss before.
         """
         pipeline = self._pipeline
         batch = as_batch((entries, None), microbatches, pipeline.context.device)
@@ -75,6 +73,10 @@ class Results:
 
         leaves, spec = tree_flatten_with_path(shared)
         return tree_unflatten([merged(keystr(path), leaf) for path, leaf in leaves], spec)
+
+    def is_empty(self, method: str) -> bool:
+        """True if the step `method`, which has run, has no result beside the loss."""
+        return not self._known[method].weighings
 
     def _traced(self, batch: Batch) -> _Known:
         stage = self._pipeline.chunks[0]
@@ -101,11 +103,6 @@ class Results:
             return shared_outputs(outputs, self._pipeline.context)
         leaves = None if outputs is None else tree_flatten_with_path(outputs)[0]
         if not many:
-            if leaves:
-                raise UsageError(
-                    f"a step returns or logs {keystr(leaves[0][0])} in some batches only, after a first batch without: "
-                    "do it in every batch, so that all ranks expect it"
-                )
             return {}
         mine = [0.0] * (1 + many * microbatches)
         if leaves is not None:

@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from pipeflow.core.errors import UsageError
-from pipeflow.lightning.metrics import Recorded, recording
+from pipeflow.lightning.metrics import Recorded, Source, calls_of, names_of_metrics, recording
 
 TRAINING = "training_step"
 
@@ -29,22 +29,25 @@ class Running:
         trainer: the Trainer.
         places: the arguments of the step after the batch, such as its index.
         options: for each step, the arguments with which it logs a name, by the name.
-        metrics: for each step, which metric's value, or which metric itself, it logs under a name.
+        metrics: for each step, the metric that it logs under a name.
         of_loss: names under which the training step logs its loss itself.
+        silent: the steps that return and log nothing beside the loss.
     """
 
     trainer: Any = None
     places: tuple[int, ...] = ()
     options: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    metrics: dict[str, dict[str, tuple[str, bool]]] = field(default_factory=dict)
+    metrics: dict[str, dict[str, Source]] = field(default_factory=dict)
     of_loss: list[str] = field(default_factory=list)
+    silent: set[str] = field(default_factory=set)
 
 
 class StepForward:
     """The part of a class of LightningModules that runs a step in place of the module's own forward."""
 
-    running: Running
-    own: type[Any]
+    _step_running: Running
+    _step_class: type[Any]
+    _step_metrics: list[str]
 
     def forward(self, labels: Any, method: str) -> dict[str, Any]:
         """The result of a step, for a microbatch.
@@ -55,71 +58,85 @@ class StepForward:
 
         Raises UsageError for a training step without a loss.
         """
-        logs = Logs(self, method)
-        self._meet(self.running.trainer)
-        replaced = {"forward": partial(self.own.forward, self), "log": logs.log, "log_dict": logs.log_dict}
-        own: Any = self
-        with _instead(vars(self), replaced), recording(own) as calls, _growing(vars(self)) as grown:
-            returned = getattr(self.own, method)(self, labels, *self.running.places)
+        module: Any = self
+        running, own = self._step_running, self._step_class
+        logs = Logs(running, method)
+        if vars(self).get("_trainer") is None:
+            module.trainer = running.trainer
+        replaced = {"forward": partial(own.forward, self), "log": logs.log, "log_dict": logs.log_dict}
+        with (
+            _instead(vars(self), replaced),
+            recording(module, self._step_metrics) as logs.recorded,
+            _growing(vars(self)) as grown,
+        ):
+            returned = getattr(own, method)(self, labels, *running.places)
         result: dict[str, Any] = {}
         if method == TRAINING:
-            loss = _loss_of(returned, self.own.__name__)
+            loss = _loss_of(returned, own.__name__)
             result["loss"] = loss
-            self.running.of_loss = logs.of(loss)
+            running.of_loss = logs.of(loss)
             returned = _rest_of(returned)
-        found = {"rest": returned, "logs": logs.values, "calls": calls, "lists": grown}
-        return result | {name: each for name, each in found.items() if each is not None and not _is_empty(each)}
-
-    def _meet(self, trainer: Any) -> None:
-        if vars(self).get("_trainer") is None:
-            self.trainer = trainer
+        found = {"rest": returned, "logs": logs.numbers(), "calls": calls_of(logs.recorded), "lists": grown}
+        found = {name: each for name, each in found.items() if each is not None and not _is_empty(each)}
+        if found and method in running.silent:
+            raise UsageError(
+                f"{own.__name__}.{method} returns or logs something in some batches only, after a first batch without: "
+                "do it in every batch, so that all ranks expect it"
+            )
+        return result | found
 
 
 class Logs:
     """What a step logs: takes the place of `LightningModule.log`.
 
     Args:
-        module: the module.
+        running: what the step needs.
         method: name of the step.
 
     Attributes:
-        values: the values as tensors, by name.
-        given: the values as they were given.
+        given: the values, by name.
+        recorded: what takes the place of the module's metrics.
     """
 
-    def __init__(self, module: Any, method: str) -> None:
-        self.values: dict[str, Tensor] = {}
+    def __init__(self, running: Running, method: str) -> None:
         self.given: dict[str, Any] = {}
-        self._module = module
-        self._options = module.running.options.setdefault(method, {})
-        self._metrics = module.running.metrics.setdefault(method, {})
+        self.recorded: list[Recorded] = []
+        self._options = running.options.setdefault(method, {})
+        self._metrics = running.metrics.setdefault(method, {})
 
     def log(self, name: str, value: Any, *arguments: Any, **options: Any) -> None:
         """Keeps a value until the batch has run. Raises UsageError for one that is no number."""
         options = {**dict(zip(_POSITIONS, arguments, strict=False)), **options}
         self._options[name] = options
-        recorded = (each for each in self._module.modules() if isinstance(each, Recorded))
-        found = next((each for each in recorded if value is each or value is each.value), None)
-        if found is not None:
-            self._metrics[name] = found.name, value is found
+        sources = (each.source_of(value) for each in self.recorded)
+        source = next((each for each in sources if each is not None), None)
+        if source is not None:
+            self._metrics[name] = source
             return
         if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.numel() != 1):
             raise UsageError(f"self.log({name!r}) got a {type(value).__name__}: log a number or a tensor of one entry")
         self.given[name] = value
-        number = value.detach().reshape(()) if isinstance(value, Tensor) else torch.tensor(float(value))
-        self.values[name] = number.float()
 
     def of(self, loss: Tensor) -> list[str]:
         """The names under which the loss itself is logged, which are taken out of the values."""
         names = [name for name, value in self.given.items() if value is loss]
         for name in names:
-            del self.values[name]
+            del self.given[name]
         return names
+
+    def numbers(self) -> dict[str, Tensor]:
+        """The values as scalar tensors."""
+        return {name: _number(value) for name, value in self.given.items()}
 
     def log_dict(self, dictionary: Mapping[str, Any], *arguments: Any, **options: Any) -> None:
         """Keeps several values, as `log` does."""
         for name, value in dictionary.items():
             self.log(name, value, *arguments, **options)
+
+
+def _number(value: Tensor | float) -> Tensor:
+    number = value.detach().reshape(()) if isinstance(value, Tensor) else torch.tensor(float(value))
+    return number.float()
 
 
 _POSITIONS = list(signature(LightningModule.log).parameters)[3:]
@@ -176,8 +193,10 @@ def _instead(own: dict[str, Any], replaced: Mapping[str, Any]) -> Iterator[None]
 @contextmanager
 def stepping(module: Any, running: Running) -> Iterator[None]:
     """Inside the `with` block, the module's forward is its steps. Copies that are made there keep this."""
-    own = type(module)
-    module.__class__ = type(own.__name__, (StepForward, own), {"running": running, "own": own})
+    own, names = type(module), names_of_metrics(module)
+    module.__class__ = type(
+        own.__name__, (StepForward, own), {"_step_running": running, "_step_class": own, "_step_metrics": names}
+    )
     try:
         yield
     finally:

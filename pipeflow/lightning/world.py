@@ -15,10 +15,10 @@ from torch import Tensor
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
-from pipeflow.huggingface.training.replicas import gathered
 from pipeflow.parallel.context import Context, context_if_launched
 from pipeflow.parallel.launcher import launch
 from pipeflow.parallel.transport.agreement import all_gather, all_gather_object
+from pipeflow.parallel.trees import gathered
 from pipeflow.schedules.registry import make_schedule
 
 

@@ -104,7 +104,7 @@ def held_step(
             gradient_scale=gradient_scale,
             return_outputs=return_outputs,
         )
-        held = [(each, each.grad) for each in model.parameters() if each.grad is not None]
+        held = [(parameter, parameter.grad) for parameter, _ in earlier if parameter.grad is not None]
     finally:
         for parameter, gradient in earlier:
             parameter.grad = gradient

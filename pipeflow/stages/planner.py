@@ -301,6 +301,8 @@ def _look(entry: object) -> Hashable:
         return entry.shape, entry.dtype
     if isinstance(entry, bool | int | float | str | None):
         return entry
+    if type(entry) in (list, tuple):
+        return type(entry), *map(_look, entry)  # type: ignore[call-overload]  # an iterable
     leaves, spec = tree_flatten(entry)
     return str(type(entry)) if spec.is_leaf() else (str(spec), *map(_look, leaves))
 

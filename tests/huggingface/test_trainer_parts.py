@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.data import SequentialSampler
 
 from pipeflow import Pipeline, UsageError
-from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_threads
 
 pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
@@ -21,7 +20,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 from pipeflow.huggingface import Trainer  # noqa: E402  # after the skip
 from pipeflow.huggingface.lazy_import import library  # noqa: E402  # after the skip
 from pipeflow.huggingface.training.random_states import DataRandom  # noqa: E402  # after the skip
-from pipeflow.huggingface.training.replicas import gathered, padded, shared_outputs  # noqa: E402  # after the skip
 from pipeflow.huggingface.training.sampler import ReplicaBatchSampler  # noqa: E402  # after the skip
 from tests.huggingface.trainers import make_arguments, make_pipeline, make_trainer, schedule_here  # noqa: E402  # same
 
@@ -42,22 +40,6 @@ def test_the_parts_of_all_replicas_are_the_batches_of_one(replicas: int, length:
     filled_up = [batch + (batch * replicas)[: max(0, replicas - len(batch))] for batch in expected]
     assert together == filled_up
     assert all(abs(len(one) - len(other)) <= 1 for batch in zip(*read, strict=True) for one in batch for other in batch)
-
-
-def test_ranks_share_outputs_and_gather_those_of_replicas() -> None:
-    def rank() -> Any:
-        context = current_context()
-        mine = torch.full((1 + context.data_rank, 2 + context.data_rank), float(context.data_rank))
-        is_last = context.pipeline_rank == 1
-        logits, (loss, nothing) = shared_outputs((mine, [torch.tensor(3.0), None]) if is_last else None, context)
-        assert logits.equal(mine)
-        assert (float(loss), nothing) == (3.0, None)
-        whole = gathered(padded((logits,), context, 1), context)[0]
-        return whole.tolist(), gathered(torch.tensor(context.data_rank), context).tolist()
-
-    for whole, ranks in run_threads(rank, 4, data=2):
-        assert whole == [[0.0, 0.0, -100.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
-        assert ranks == [0, 1]
 
 
 def test_data_draws_the_same_whatever_else_draws() -> None:

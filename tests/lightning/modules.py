@@ -24,6 +24,9 @@ class Classifier(LightningModule):  # type: ignore[misc]  # Lightning's types ar
         self.blocks = nn.ModuleList(layers)
         self.head = nn.Linear(12, 5)
         self.right, self.mean = torchmetrics.MeanMetric(), torchmetrics.MeanMetric()
+        both: Any = {"sum": torchmetrics.SumMetric(), "max": torchmetrics.MaxMetric()}
+        self.own = torchmetrics.MetricCollection(both, prefix="own_")
+        self.value = self.own.clone(prefix="value_")
         self.kept: list[Tensor] = []
 
     def forward(self, images: Tensor) -> Tensor:
@@ -50,6 +53,9 @@ class Classifier(LightningModule):  # type: ignore[misc]  # Lightning's types ar
         self.log("val_loss", loss, batch_size=len(images))
         value = self.right((logits.argmax(1) == labels).float())
         self.log_dict({"val_right": self.right, "val_last": value})
+        self.own.update(logits)
+        self.log_dict(self.own)
+        self.log_dict(self.value(logits))
         self.mean.update(logits)
         self.kept.append(logits.square())
         return {"val_loss": loss, "logits": logits}

@@ -95,6 +95,14 @@ class Silent(Classifier):
         super().training_step(batch, batch_idx)
 
 
+class Late(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self(batch[0]).mean()
+        if batch_idx:
+            self.log("size", loss.abs())
+        return loss
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
@@ -106,6 +114,7 @@ class Silent(Classifier):
         (Branching, "Branching.training_step cannot be cut into stages"),
         (Lossless, "returned no loss, but a .*Tensor: return a scalar tensor"),
         (Silent, "returned no loss, but a NoneType"),
+        (Late, "Late.training_step returns or logs something in some batches only, after a first batch without: do it"),
     ],
 )
 def test_a_module_is_refused(module: type[Any], message: str) -> None:

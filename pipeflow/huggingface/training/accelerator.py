@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import BatchSampler, DataLoader
 
-from pipeflow.huggingface.training.replicas import gathered, padded
 from pipeflow.huggingface.training.sampler import ReplicaBatchSampler
 from pipeflow.optim.clip import clip_grad_norm_
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.transport.agreement import all_gather
+from pipeflow.parallel.trees import gathered, padded
 from pipeflow.runtime.pipeline import Pipeline
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipeflow.core.errors import UsageError
 from pipeflow.huggingface.training.own_loss import Trial, acting
 from pipeflow.huggingface.training.places import show_attributes
-from pipeflow.huggingface.training.replicas import shared_outputs
+from pipeflow.parallel.trees import shared_outputs
 from pipeflow.runtime.computing import computing
 from pipeflow.runtime.execution import execute_pipeline
 from pipeflow.runtime.microbatch import Whole

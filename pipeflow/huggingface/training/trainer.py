@@ -22,9 +22,9 @@ from pipeflow.huggingface.training.places import place_arguments, shifts_labels,
 from pipeflow.huggingface.training.random_states import DataRandom, Reading, seed_layers
 from pipeflow.huggingface.training.reference import Reference, require_reference
 from pipeflow.huggingface.training.refusals import require_pipeline, require_possible
-from pipeflow.huggingface.training.replicas import shared_outputs
 from pipeflow.optim.clip import grad_norm as norm_of
 from pipeflow.parallel.transport.agreement import all_gather
+from pipeflow.parallel.trees import shared_outputs
 from pipeflow.runtime.divided import Divided
 from pipeflow.runtime.execution import execute_pipeline
 from pipeflow.runtime.pipeline import Pipeline

@@ -1,5 +1,5 @@
-"""Messages between the Trainer's ranks: the last stage's outputs to the other stages, and values between replicas. Must
-not contain: how they are used.
+"""Trees of tensors between ranks: the last stage's outputs to the other stages, and values between replicas. Must not
+contain: how they are used.
 """
 
 from __future__ import annotations
