@@ -174,7 +174,7 @@ class PreparedModel(nn.Module):
                 broadcast_loss=makes_loss,
             )
             with pipeline.alarm.raised_everywhere():
-                outputs = shared_outputs(told.outputs, self._context)
+                outputs = shared_outputs(_without_caches(told.outputs), self._context)
         return _with_loss(outputs, told.loss) if makes_loss else outputs
 
     def named_parameters(
@@ -200,6 +200,14 @@ def _as_it_is(batch: Any) -> tuple[object, object]:
 def samples_of(entries: Mapping[str, Any]) -> int:
     """Number of samples in a batch."""
     return next((len(each) for each in tree_leaves(dict(entries)) if isinstance(each, Tensor) and each.dim()), 0)
+
+
+def _without_caches(outputs: Any) -> Any:
+    """Outputs with None for each part that is not made of tensors, such as a cache for generating text."""
+    for name, part in [*outputs.items()] if isinstance(outputs, Mapping) else []:
+        if not all(isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in tree_leaves(part)):
+            outputs[name] = None
+    return outputs
 
 
 def _with_loss(outputs: Any, loss: Tensor | None) -> Any:

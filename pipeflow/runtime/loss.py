@@ -143,7 +143,7 @@ def require_alike(rows: Sequence[AgreementRow], context: Context) -> None:
             if digest != digests[min(digests)]:
                 raise UsageError(
                     f"rank {rank} read another batch than rank {min(digests)}: all ranks of a replica need the same "
-                    "data in the same order"
+                    "data in the same order; if the script splits or shuffles data, seed its random numbers first"
                 )
         _require_one_loss([(first + rank, row) for rank, row in enumerate(replica) if row.dtype >= 0])
     if weights := [row.weight for row in rows if row.dtype >= 0]:

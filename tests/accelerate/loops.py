@@ -25,6 +25,18 @@ def make_bert(dropout: float = 0.0) -> Any:
     return transformers.BertForSequenceClassification(config)
 
 
+def make_llama() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    transformers = library()
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=4))
+
+
+def make_words() -> dict[str, Tensor]:
+    words = torch.randint(3, 64, (BATCH, 8), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": words, "labels": words}
+
+
 def make_texts(samples: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     words = [torch.randint(3, 64, (8,), generator=generator) for _ in range(samples)]

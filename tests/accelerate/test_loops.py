@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pipeflow.testing import run_processes
-from tests.accelerate.loops import BATCH, train_images, train_texts
+from tests.accelerate.loops import BATCH, accelerator_of, make_llama, make_words, train_images, train_texts
 
 pytest.importorskip("accelerate", reason="not installed", exc_type=ImportError)
 pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
@@ -46,3 +47,20 @@ def test_images_train_as_in_one_process_and_resume_under_another_layout(tmp_path
     require_same(run_processes(train_images, 2, "pipeflow", tmp_path / "state", deadline=200.0), expected)
     resumed = run_processes(train_images, 2, "pipeflow", tmp_path / "state", True, deadline=200.0, tensor=2)
     require_same(resumed, expected[len(expected) // 3 :])
+
+
+def test_language_models_are_evaluated_without_their_caches() -> None:
+    """Each stage has the keys and values of its own blocks alone."""
+    [loss] = evaluated("accelerate")
+    assert loss > 0
+    for [its] in run_processes(evaluated, 2, "pipeflow", deadline=200.0):
+        assert its == pytest.approx(loss, abs=1e-6)
+
+
+def evaluated(which: str) -> list[float]:
+    accelerator = accelerator_of(which)
+    model = accelerator.prepare(make_llama()).eval()
+    with torch.no_grad():
+        outputs = model(**make_words())
+    assert (outputs.past_key_values is None) == (which == "pipeflow")
+    return [float(outputs.loss)]
