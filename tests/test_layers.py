@@ -65,6 +65,7 @@ LAYERS: dict[str, set[str]] = {
         "optim",
         "checkpoint",
         "torch",
+        "peft",
         "transformers",
         "accelerate itself",
         "numpy",

@@ -109,7 +109,7 @@ def test_models_that_threads_make_at_once_leave_the_default_dtype_alone(monkeypa
             inside.set()
             assert waiting.wait(30)
 
-    monkeypatch.setattr("pipeflow.huggingface.model.skeleton._ONE_AT_A_TIME", Announcing())
+    monkeypatch.setattr("pipeflow.huggingface.model.skeleton.ONE_AT_A_TIME", Announcing())
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(Blueprint(Slow, None, torch.float64).skeleton)
         assert inside.wait(30)

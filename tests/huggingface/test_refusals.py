@@ -177,8 +177,3 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "transformers", None)
     [found] = told(lambda: from_pretrained("anywhere", ONE, batch))
     assert "pip install 'pipeflow-torch[huggingface]'" in found
-
-
-def test_adapters_are_loaded_into_a_whole_module() -> None:
-    with pytest.raises(UsageError, match=r"without adapters: make the whole module, load adapters with peft"):
-        from_pretrained("anywhere", ONE, adapters="folder")

@@ -98,12 +98,12 @@ def test_a_checkpoint_of_adapters_alone_says_how_it_is_loaded(tmp_path: Path, ba
 
     def resumed() -> None:
         with pytest.raises(
-            UsageError, match=r"save_only_model=True: load adapters with peft\.PeftModel\.from_pretrained"
+            UsageError, match=r"save_only_model=True: load the model that they adapt .*, adapters=folder\)"
         ):
             trained(tmp_path, base, tmp_path / "checkpoint-3")
 
     def loaded() -> None:
-        with pytest.raises(UsageError, match=r"has adapters of peft, without the model .*: load adapters with peft\."):
+        with pytest.raises(UsageError, match=r"has adapters of peft, without the model: .* adapters=folder"):
             from_pretrained(tmp_path / "checkpoint-3", schedule_here(), example())
 
     run_threads(resumed, 2)
@@ -120,5 +120,67 @@ def test_a_pipeline_cannot_be_adapted_after_it_was_cut(tmp_path: Path) -> None:
                 UsageError, match=r"peft was applied to the Pipeline: call peft\.get_peft_model.* first"
             ):
                 make_trainer("llama", tmp_path, model=each)
+
+    run_threads(rank, 1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_module("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def trained_from(folder: Path, adapters: Any, out: Path) -> tuple[list[float], Any]:
+    """The losses, and the logits of 5 samples. The adapters are in the folder `out` at the end."""
+    model = from_pretrained(folder, schedule_here(), adapters=adapters, seed=3)
+    assert all(each.requires_grad == ("lora" in name or "save" in name) for name, each in model.named_parameters())
+    trainer = make_trainer("llama", out, model=model, **(SAVING | {"max_steps": 3, "save_strategy": "no"}))
+    trainer.train()
+    trainer.save_model(str(out))
+    losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+    return losses, trainer.predict(make_data("llama", 5)).predictions
+
+
+def trained_serially(adapted_model: Any, folder: Path) -> list[float]:
+    arguments = make_arguments(folder, **(SAVING | {"max_steps": 3, "save_strategy": "no"}))
+    trainer = library().Trainer(adapted_model, arguments, **given("llama"))
+    trainer.train()
+    return [each["loss"] for each in trainer.state.log_history if "loss" in each]
+
+
+def loaded_whole(folder: Path) -> Any:
+    return library().AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_adapters_are_added_where_a_model_is_loaded(folder: Path, tmp_path: Path) -> None:
+    """New ones, with a head that is trained in full, are those of peft; saved ones go on."""
+    first = config(modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    whole = loaded_whole(folder)
+    torch.manual_seed(3)
+    expected = trained_serially(peft.get_peft_model(whole, first), tmp_path / "serial")
+    for losses, predicted in run_threads(trained_from, 2, folder, first, tmp_path / "out", deadline=200.0):
+        assert losses == pytest.approx(expected, abs=1e-5)
+        saved = peft.PeftModel.from_pretrained(loaded_whole(folder), tmp_path / "out")
+        assert numpy.allclose(predicted, logits_of(saved), atol=1e-5)
+    again = peft.PeftModel.from_pretrained(loaded_whole(folder), tmp_path / "out", is_trainable=True)
+    expected = trained_serially(again, tmp_path / "serial")
+    for losses, _ in run_threads(trained_from, 2, folder, tmp_path / "out", tmp_path / "more", deadline=200.0):
+        assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def test_adapters_that_cannot_be_added_are_refused(folder: Path, tmp_path: Path) -> None:
+    refused = {
+        r"first values of .*lora_magnitude.* depend on the weights of the model": config(use_dora=True),
+        r"peft cannot add these adapters to a LlamaForCausalLM .*: Target modules": peft.LoraConfig(
+            target_modules=["x"]
+        ),
+        r"has no adapters: pass a folder with peft's adapter_config\.json": tmp_path,
+        r"adapters must be a configuration of peft, .* got 7": 7,
+    }
+
+    def rank() -> None:
+        for message, adapters in refused.items():
+            with pytest.raises(UsageError, match=message):
+                from_pretrained(folder, schedule_here(), adapters=adapters)
 
     run_threads(rank, 1)

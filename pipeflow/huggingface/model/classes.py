@@ -68,7 +68,7 @@ def read_config(folder: Path, kind: Kind) -> Any:
             "huggingface_hub.snapshot_download"
         )
     if has_adapters(folder) and not (folder / "config.json").is_file():
-        raise UsageError(f"{folder} has adapters of peft, without the model that they adapt: {LOADED}")
+        raise UsageError(f"{folder} has adapters of peft, without the model: {LOADED}")
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder} has no config.json: pass the folder of a transformers model")
     reader = getattr(kind, "config_class", None) or transformers.AutoConfig

@@ -16,7 +16,7 @@ from pipeflow.checkpoint.tensor_files import TensorFiles
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.huggingface.lazy_import import library
-from pipeflow.huggingface.model.adapters import LOADED
+from pipeflow.huggingface.model.adapters import add_adapters
 from pipeflow.huggingface.model.classes import Kind, model_class, read_config
 from pipeflow.huggingface.model.pipeline import Model
 from pipeflow.huggingface.model.rank_parameters import fill, make_owned, owned_names
@@ -79,6 +79,7 @@ def from_pretrained(
     config: Any = None,
     dtype: torch.dtype | None = None,
     new: Sequence[str] | None = None,
+    adapters: Any = None,
     seed: int = 0,
     **options: Any,
 ) -> Model:
@@ -98,7 +99,10 @@ def from_pretrained(
         new: names of modules or parameters that get initial weights, as from `from_config`, even if the folder has
             them. By default the missing weights of a head (everything outside the base model) or a pooler; a warning
             names them. With () no weight may be missing.
-        seed: seed of these initial weights.
+        adapters: a configuration of peft, such as peft.LoraConfig, for new adapters, or the folder of saved ones. Only
+            they are trained, and saved by `save_pretrained`. New ones are those that `peft.get_peft_model` makes after
+            `torch.manual_seed(seed)`.
+        seed: seed of initial weights and adapters.
         options: further arguments of `Pipeline.from_module`, such as `cuts`, `criterion` and `autocast`. Arguments of
             transformers that only concern downloads, such as `revision` and `token`, are ignored, since nothing is
             downloaded; so are transformers' other ones that are False or None.
@@ -106,10 +110,8 @@ def from_pretrained(
     Weights of another head in the folder are ignored.
 
     Raises UsageError if the folder or class is unknown, if weights are missing, left over or of another shape (all are
-    listed), if `adapters` are asked for, and as `Pipeline.from_module` does.
+    listed), if peft cannot add the adapters before the weights are loaded, and as `Pipeline.from_module` does.
     """
-    if "adapters" in options:
-        raise UsageError(f"from_pretrained loads models without adapters: make the whole module, {LOADED}")
     path = Path(folder)
     options = {name: each for name, each in options.items() if not _is_idle(name, each)}
     with _together() as context:
@@ -122,11 +124,16 @@ def from_pretrained(
         stored = StoredWeights(skeleton, path, files)
         first = stored.new_names(new, context)
     example = example_for(skeleton, schedule.num_microbatches) if example is None else example
-    model = Model.from_module(skeleton, schedule, example, **options)
+    with _together():
+        adapted = None if adapters is None else add_adapters(skeleton, adapters, seed)
+    model = Model.from_module(skeleton if adapted is None else adapted.root, schedule, example, **options)
     with _together():
         make_owned(model)
-        stored.read(model, first)
-        fill(model, blueprint.initial([name for name in owned_names(model) if name in first], seed))
+        for names in (None,) if adapted is None else (adapted.weights, adapted.copies):
+            stored.read(model, names, first)
+            owned = [(name, name if names is None else names.get(name, [""])[0]) for name in owned_names(model)]
+            values = blueprint.initial([name for _, name in owned if name in first], seed)
+            fill(model, {own: values[name] for own, name in owned if name in values})
         model.gradients.prepare()
     return model.eval()
 

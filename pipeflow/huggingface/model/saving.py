@@ -39,7 +39,7 @@ def save_pretrained(model: Pipeline, folder: str | os.PathLike[str], *, shard_by
     context = model.context
     with context.alarm.raised_everywhere():
         context.alarm.expect_slow()
-        adapted = next((each.root for each in model.chunks if isinstance(each, ModuleStage)), None)
+        adapted = next((each.whole for each in model.chunks if isinstance(each, ModuleStage)), None)
         if is_adapted(adapted):
             save_adapters(model, adapted, Path(folder))
             return

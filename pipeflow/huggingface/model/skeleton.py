@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from pipeflow.core.errors import UsageError
 from pipeflow.huggingface.model.draws import SeededDraws
 
-_ONE_AT_A_TIME = RLock()  # all threads share torch's hook, and functions that transformers replaces meanwhile
+ONE_AT_A_TIME = RLock()  # all threads share torch's hook, and functions that transformers replaces meanwhile
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Blueprint:
         return {name: made[name].detach() for name in names}
 
     def _constructed(self, kept: _Kept) -> tuple[Any, list[nn.Parameter]]:
-        with _ONE_AT_A_TIME, kept, warnings.catch_warnings():
+        with ONE_AT_A_TIME, kept, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             default = torch.get_default_dtype()  # read under the lock: another thread may have changed it
             torch.set_default_dtype(self.dtype)

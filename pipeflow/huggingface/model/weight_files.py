@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,11 +160,18 @@ class StoredWeights:
             if made[name] != self._shapes[name]
         ]
 
-    def read(self, model: Pipeline, new: Collection[str]) -> None:
-        """Fills this rank's parameters, except the `new` ones. All ranks call it together, inside
+    def read(self, model: Pipeline, names: Mapping[str, Sequence[str]] | None, new: Collection[str]) -> None:
+        """Fills this rank's tensors, except the `new` ones. All ranks call it together, inside
         `alarm.raised_everywhere()`.
+
+        Args:
+            model: the Pipeline.
+            names: the names in the skeleton of those of its tensors that are read; None for all, under their own names.
+            new: names in the skeleton.
         """
-        owned = {local.name: local for local in local_tensors(model, model.context, None) if local.name not in new}
+        tensors = {each.name: each for each in local_tensors(model, model.context, None)}
+        named = {own: [own] if names is None else names.get(own, ()) for own in tensors}
+        owned = {name: tensors[own] for own, found in named.items() for name in found if name not in new}
         sources = [source for source in self._sources if any(name in owned for name in source.names)]
         by_file = self._files.by_file([source.keys[0] for source in sources])
         place = {key: index for index, key in enumerate(by_file)}
