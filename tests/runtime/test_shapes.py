@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline
 from pipeflow.parallel.context import current_context
+from pipeflow.parallel.transport.protocol import Tag
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH, PlainModel, TiedModel, TinyModel, TreeModel
+from tests.runtime.skips import counted
 from tests.runtime.work import build, gradients_of, require_near, schedule_of
 
 # A sequence is expected once it came twice: so repeats, changes after one and after several, and going back.
@@ -55,6 +57,27 @@ def test_any_size_follows_any_other_on_threads(model: TinyModel, variant: tuple[
 @pytest.mark.slow
 def test_any_size_follows_any_other_on_gloo() -> None:
     require_sizes(TreeModel(), run_processes(run_sizes, 2, TreeModel(), ("interleaved-1f1b", 2, 2)))
+
+
+def count_messages(microbatches: int) -> tuple[int, int]:
+    """How many headers and activations this rank sends in a step after two alike."""
+    model, schedule = PlainModel(), schedule_of(("1f1b", 2, 1), microbatches)
+    with counted() as sent:
+        pipeline = build(model, schedule)
+        for _ in range(3):
+            before = +sent.tensors
+            execute_pipeline(iter([model.batch(8)]), pipeline)
+        sent.tensors.subtract(before)
+        return sent.tensors[Tag.HEADER, 1], sent.tensors[Tag.ACTIVATION, 1]
+
+
+@pytest.mark.parametrize(("small", "headers"), [(1 << 18, 0), (0, 4)])
+def test_the_header_of_a_small_activation_is_no_message_of_its_own(
+    small: int, headers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeflow.runtime.program.dynamic_shapes._SMALL", small)
+    first, _ = run_threads(count_messages, 2, 4)
+    assert first == (headers, 4)
 
 
 class Changing(nn.Module):

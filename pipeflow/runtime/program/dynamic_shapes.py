@@ -1,5 +1,6 @@
 """Transfers of activations of unknown shape: a header is sent with each and says whether the activation has the shape
-that its receiver posted for. A shape that came twice in a row is posted for ahead.
+that its receiver posted for. A shape that came twice in a row is posted for ahead. If it is small, the header
+travels at the end of the same message.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from collections import deque
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pipeflow.core.dataflow import Value
@@ -17,20 +19,32 @@ from pipeflow.parallel.transport.work import Connection
 from pipeflow.runtime.program.payload import Metadata, Payload
 from pipeflow.runtime.program.transfers import ChannelOperation
 
+_SMALL = 1 << 18  # bytes that are copied in less time than another message takes
+
 
 class Expectation:
-    """The expected metadata of one value in the next step. Both ends see the same history, so they expect the same."""
+    """The expected metadata of one value in the next step. Both ends see the same history, so they expect the same.
 
-    __slots__ = ("expected", "last")
+    Attributes:
+        bytes: length of the message that has the expected activation and its header, if these travel together; else 0.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_on_host", "bytes", "expected", "last")
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_host = device.type == "cpu"
         self.expected: Metadata | None = None
         self.last: Metadata | None = None
+        self.bytes = 0
 
     def see(self, metadata: Metadata) -> None:
         """Records what arrived. A shape that arrives twice in a row is expected next time."""
         self.expected = metadata if metadata == self.last else None
-        self.last = metadata
+        self.last, self.bytes = metadata, 0
+        if self.expected is not None and self._on_host and len(metadata.shapes) == 1:
+            length = metadata.shapes[0].numel() * metadata.dtypes[0].itemsize
+            if length <= _SMALL:
+                self.bytes = -(-length // 8) * 8 + 8  # so that the header, an int64, is aligned
 
 
 class DynamicChannels(NamedTuple):
@@ -75,16 +89,20 @@ class SendDynamic(ChannelOperation):
         super().__init__(value, link, payload)
         self.channels = channels
         self.device = device
-        self.expectation = Expectation()
+        self.expectation = Expectation(device)
 
     def __call__(self) -> None:
         payload, expected = self.payload, self.expectation.expected
-        if expected is not None and expected.matches(payload.tensors, payload.spec, payload.grads):
-            payload.works.append(self.channels.header([_AS_EXPECTED]))
-            channel = self.channels.expected
-        else:
+        channel = self.channels.expected
+        if expected is None or not expected.matches(payload.tensors, payload.spec, payload.grads):
             self._announce(expected)
             channel = self.channels.redirected
+        elif self.expectation.bytes:
+            [tensor] = payload.tensors
+            end = _ENDS[self.expectation.bytes - tensor.nbytes]
+            payload.tensors = [torch.cat((tensor.view(-1).view(torch.uint8), end))]
+        else:
+            payload.works.append(self.channels.header([_AS_EXPECTED]))
         for tensor in payload.tensors:
             payload.works.append(channel([tensor]))
         payload.tensors = []
@@ -94,14 +112,21 @@ class SendDynamic(ChannelOperation):
         payload, works = self.payload, self.payload.works
         metadata = self.metadata = Metadata.of(payload.tensors, payload.spec, payload.grads)
         body = torch.frombuffer(bytearray(_packed(metadata)), dtype=torch.uint8)
-        works.append(self.channels.header([torch.tensor([len(body)], device="cpu")]))
+        if length := self.expectation.bytes:
+            message = torch.zeros(length // 8, dtype=torch.int64, device="cpu")
+            message[-1] = len(body)
+            unused = [message.view(torch.uint8)]
+        else:
+            works.append(self.channels.header([torch.tensor([len(body)], device="cpu")]))
+            unused = [] if expected is None else expected.empty(self.device)
         works.append(self.channels.metadata([body]))
-        for tensor in expected.empty(self.device) if expected is not None else ():
-            works.append(self.channels.expected([tensor]))
+        works += [self.channels.expected([tensor]) for tensor in unused]
         self.expectation.see(metadata)
 
 
 _AS_EXPECTED = torch.zeros(1, dtype=torch.int64, device="cpu")
+_ENDS = [torch.zeros(length, dtype=torch.uint8, device="cpu") for length in range(16)]
+"""The header at the end of an expected activation, by the number of bytes."""
 
 
 def _packed(metadata: Metadata) -> bytes:
@@ -116,19 +141,43 @@ def _unpacked(body: bytes) -> Metadata:
 
 
 class Arrival:
-    """An activation on its way: the payload that it will fill, and its header. `pending` is True until the header is
-    read.
+    """An activation on its way: the payload that it will fill, and its header, or the message that has both. `pending`
+    is True until the header is read.
     """
 
-    __slots__ = ("channels", "device", "expectation", "header", "payload", "pending")
+    __slots__ = ("channels", "device", "expectation", "header", "message", "payload", "pending")
 
     def __init__(self, payload: Payload, channels: DynamicChannels, device: torch.device) -> None:
         self.payload = payload
         self.channels = channels
         self.device = device
-        self.expectation = Expectation()
+        self.expectation = Expectation(device)
         self.header = torch.empty(1, dtype=torch.int64, device="cpu")
+        self.message: Tensor | None = None
         self.pending = False
+
+    def post(self) -> None:
+        """Posts the receive of the header, and of the activation if one is expected."""
+        payload, channels, expectation = self.payload, self.channels, self.expectation
+        if expectation.bytes:
+            self.message = torch.empty(expectation.bytes, dtype=torch.uint8, device="cpu")
+            payload.works = [channels.expected([self.message])]
+            return
+        expected = expectation.expected
+        payload.tensors = [] if expected is None else expected.empty(self.device)
+        payload.works = [channels.header([self.header]), *(channels.expected([each]) for each in payload.tensors)]
+
+    def read(self) -> int:
+        """The number of bytes of the metadata that follow; 0 if the activation is as expected, and thus here."""
+        message, expected, self.message = self.message, self.expectation.expected, None
+        if message is None:
+            return int(self.header)
+        length = int(message[-8:].view(torch.int64))
+        if not length and expected is not None:
+            [shape], [dtype] = expected.shapes, expected.dtypes
+            tensor = torch.empty(0, dtype=dtype, device="cpu")  # not a view, which would keep `message`
+            self.payload.tensors = [tensor.set_(message.untyped_storage(), 0, shape, ())]
+        return length
 
 
 class PostDynamic(ChannelOperation):
@@ -144,16 +193,9 @@ class PostDynamic(ChannelOperation):
         self.inbox = inbox  # arrivals posted between this pair of ranks, in order
 
     def __call__(self) -> None:
-        arrival, payload = self.arrival, self.payload
-        channels, expected = arrival.channels, arrival.expectation.expected
-        payload.works = [channels.header([arrival.header])]
-        payload.tensors = []
-        for shape, dtype in zip(expected.shapes, expected.dtypes, strict=True) if expected is not None else ():
-            tensor = torch.empty(shape, dtype=dtype, device=arrival.device)
-            payload.tensors.append(tensor)
-            payload.works.append(channels.expected([tensor]))
-        arrival.pending = True
-        self.inbox.append(arrival)
+        self.arrival.post()
+        self.arrival.pending = True
+        self.inbox.append(self.arrival)
 
 
 class WaitDynamic(ChannelOperation):
@@ -176,7 +218,7 @@ class WaitDynamic(ChannelOperation):
             payload, expectation = arrival.payload, arrival.expectation
             self.link.wait(payload.works)
             payload.works = []
-            if length := int(arrival.header):
+            if length := arrival.read():
                 expectation.see(self._redirected(arrival, length))
             assert expectation.last is not None
             payload.spec, payload.grads = expectation.last.spec, expectation.last.grads
