@@ -103,12 +103,7 @@ class PreparedModel(nn.Module):
         Raises UsageError if the last loss is still to be differentiated, and as `Pipeline.from_module` and
         `execute_pipeline` do.
         """
-        if self._is_waiting:
-            raise UsageError(
-                "the model was called again before the backward of its last loss: call accelerator.backward(loss) "
-                "after each call, and accumulate batches with accelerator.accumulate(model); evaluate with "
-                "model.eval() under torch.no_grad()"
-            )
+        self.require_released()
         if arguments:
             entries = {**self._entries.of((arguments, None))[0], **entries}
         batch = self._entries.of(entries)
@@ -122,6 +117,15 @@ class PreparedModel(nn.Module):
         return LazyOutput(
             lambda asked: self._train((batch[0], asked.labels(samples_of(batch[0]))), asked), self._context.device
         )
+
+    def require_released(self) -> None:
+        """Raises UsageError if the last loss is still to be differentiated."""
+        if self._is_waiting:
+            raise UsageError(
+                "the model was called again before the backward of its last loss: call accelerator.backward(loss), or "
+                "fabric.backward(loss), after each call, and accumulate batches with accelerator.accumulate(model); "
+                "evaluate with model.eval() under torch.no_grad()"
+            )
 
     @property
     def _is_waiting(self) -> bool:

@@ -4,6 +4,7 @@ that of accelerate's loop. Must not contain: the step.
 
 from __future__ import annotations
 
+from inspect import getclosurevars
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +17,73 @@ from pipeflow.checkpoint.load import load_checkpoint
 from pipeflow.checkpoint.manifest import find
 from pipeflow.checkpoint.save import save_checkpoint
 from pipeflow.core.errors import UsageError
+from pipeflow.lightning.model import StepModel
 from pipeflow.lightning.packed import packed, unpacked
 from pipeflow.lightning.refusals import mixed_of, require_one, require_precision, require_unwrapped
 from pipeflow.lightning.world import World
 from pipeflow.optim.clip import clip_grad_norm_
 from pipeflow.optim.whole import WholeGroups
+from pipeflow.parallel.context import Context
 from pipeflow.runtime.pipeline import Pipeline
 
 
-class FabricModel(PreparedModel):
-    """The module that `fabric.setup` returns, wrapped in Fabric's own."""
+class FabricModel(StepModel):
+    """The module that `fabric.setup` returns, wrapped in Fabric's own. Its forward runs, or steps of a LightningModule.
+
+    Args:
+        module, settings, context: as in PreparedModel.
+    """
+
+    def __init__(self, module: nn.Module, settings: Settings, context: Context) -> None:
+        super().__init__(module, settings, context, None)
+        self._runs_steps = False
 
     def forward(self, *arguments: Any, **entries: Any) -> Any:
-        """Runs a batch, as PreparedModel does. Raises UsageError if another method of the module was called."""
-        if not isinstance(self.inner, Pipeline) and "forward" in vars(self.inner):
+        """Runs a batch, as PreparedModel does, or the step that Fabric was asked for, as StepModel does.
+
+        Raises UsageError for another method of the module, and if both are asked for.
+        """
+        method = _asked_of(self.whole)
+        if method not in (None, *_STEPS):
             raise UsageError(
-                "with Fabric, a pipeline runs the module's forward only: call the module, and compute the loss from "
-                "its output with a function of torch.nn.functional; a Trainer runs training_step"
+                f"with Fabric, a pipeline runs the module's forward and {', '.join(_STEPS)}, not {method}: call one of "
+                "these"
             )
-        return super().forward(*arguments, **entries)
+        if not isinstance(self.inner, Pipeline):
+            self._runs_steps = method is not None
+        if self._runs_steps is (method is None):
+            first, second = ("its steps", "its forward")[:: 1 if self._runs_steps else -1]
+            raise UsageError(
+                f"the module was cut by {first}, so a pipeline does not run {second}: call either the module or its "
+                "training_step and validation_step throughout"
+            )
+        if method is None:
+            return super().forward(*arguments, **entries)
+        self.require_released()
+        return self.run(method, *arguments)
 
     def _make(self, entries: dict[str, Any]) -> None:
         """Makes the Pipeline; what a LightningModule knows of Fabric is not copied."""
-        own: dict[str, Any] = vars(self.inner)
+        own: dict[str, Any] = vars(self.whole)
         kept: dict[str, Any] = {name: own.pop(name) for name in ("_fabric", "_fabric_optimizers") if name in own}
         own.update({name: None if name == "_fabric" else [] for name in kept})
         try:
-            super()._make(entries)
+            (StepModel if self._runs_steps else PreparedModel)._make(self, entries)
         finally:
             own.update(kept)
+
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def _asked_of(module: nn.Module) -> str | None:
+    """The method that Fabric was asked for in place of the module's forward: it stands in the place of the forward, and
+    is taken away there.
+    """
+    if "_redirection_through_forward" not in getattr(vars(module).get("forward"), "__qualname__", ""):
+        return None
+    name: str = getclosurevars(vars(module).pop("forward")).nonlocals["method_name"]
+    return name
 
 
 class PipelineStrategy(World, ParallelStrategy):  # type: ignore[misc]  # Lightning's types are not read
@@ -59,22 +98,7 @@ class PipelineStrategy(World, ParallelStrategy):  # type: ignore[misc]  # Lightn
     what is not possible with a pipeline.
     """
 
-    def __init__(
-        self,
-        pipeline: int | None = None,
-        tensor: int = 1,
-        schedule: str = "1f1b",
-        microbatches: int = 4,
-        *,
-        schedule_options: dict[str, Any] | None = None,
-        cuts: Any = None,
-        blocks: Any = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self._arrange((pipeline, tensor), schedule, {"microbatches": microbatches, **(schedule_options or {})})
-        self._cut = {"cuts": cuts, "blocks": blocks}
-        self._model: FabricModel | None = None
+    _model: FabricModel | None = None
 
     @property
     def distributed_sampler_kwargs(self) -> Any:

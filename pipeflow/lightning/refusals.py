@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch import nn
 
 from pipeflow.core.errors import UsageError
@@ -42,6 +43,28 @@ def require_possible(module: Any, strategy: Any) -> None:
             "sync_batchnorm=True is not possible with a pipeline, where a BatchNorm sees one microbatch: remove it, "
             "or use GroupNorm or LayerNorm"
         )
+
+
+def require_callbacks(callbacks: list[Any]) -> None:
+    """Raises UsageError for a callback that needs the weights of the whole module while it trains."""
+    for each in callbacks:
+        name = type(each).__name__
+        if isinstance(each, StochasticWeightAveraging | WeightAveraging):
+            raise UsageError(
+                f"{name} averages the whole module, of which a rank trains a part: keep the checkpoint of every epoch, "
+                "ModelCheckpoint(save_top_k=-1), and average the weights that pipeflow.load_checkpoint loads from them"
+            )
+        if isinstance(each, BaseFinetuning):
+            raise UsageError(
+                f"{name} adds parameters to the optimizer during a run, but a pipeline trains those that it had at the "
+                "first batch: set requires_grad in the module, and train a second module, loaded with "
+                "pipeflow.load_checkpoint from the first one's checkpoint, in which more of them have it"
+            )
+        if isinstance(each, ModelPruning):
+            raise UsageError(
+                f"{name} prunes the whole module, of which a rank trains a part: prune a module that "
+                "pipeflow.load_checkpoint loaded from the checkpoint of a run"
+            )
 
 
 def require_unwrapped(module: nn.Module) -> None:

@@ -15,6 +15,7 @@ from pipeflow.checkpoint.manifest import find
 from pipeflow.checkpoint.save import save_checkpoint
 from pipeflow.lightning.model import StepModel
 from pipeflow.lightning.packed import packed, unpacked
+from pipeflow.optim.whole import WholeGroups
 from pipeflow.runtime.pipeline import Pipeline
 
 
@@ -22,6 +23,7 @@ class SavingStrategy(ParallelStrategy):  # type: ignore[misc]  # Lightning's typ
     """A strategy whose checkpoints any layout can load."""
 
     _prepared: StepModel | None
+    _groups: WholeGroups | None = None
     _folder: Path | None = None
 
     @property
@@ -90,4 +92,7 @@ class SavingStrategy(ParallelStrategy):  # type: ignore[misc]  # Lightning's typ
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the states of a run without a pipeline; others are loaded with the weights."""
         if self._folder is None:
-            super().load_optimizer_state_dict(checkpoint)
+            states = checkpoint["optimizer_states"]
+            if self._is_cut and self._groups is not None:
+                states = [self._groups.part_of(each) for each in states]
+            super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})

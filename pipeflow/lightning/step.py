@@ -49,6 +49,19 @@ class StepForward:
     _step_class: type[Any]
     _step_metrics: list[str]
 
+    @property
+    def logger(self) -> Any:
+        """Raises UsageError: a stage has parts of batches."""
+        raise UsageError(
+            f"{self._step_class.__name__} reads self.logger in a step, which runs for each part of a batch: log numbers"
+            " with self.log, and use self.logger in on_train_batch_end, which gets what training_step returns"
+        )
+
+    @property
+    def loggers(self) -> Any:
+        """Raises UsageError as `logger` does."""
+        return self.logger
+
     def forward(self, labels: Any, method: str) -> dict[str, Any]:
         """The result of a step, for a microbatch.
 
@@ -61,7 +74,7 @@ class StepForward:
         module: Any = self
         running, own = self._step_running, self._step_class
         logs = Logs(running, method)
-        if vars(self).get("_trainer") is None:
+        if running.trainer is not None and vars(self).get("_trainer") is None:
             module.trainer = running.trainer
         replaced = {"forward": partial(own.forward, self), "log": logs.log, "log_dict": logs.log_dict}
         with (

@@ -12,12 +12,11 @@ from torch import Tensor
 from pipeflow.accelerate.model import Settings
 from pipeflow.core.errors import UsageError
 from pipeflow.lightning.model import StepModel
-from pipeflow.lightning.refusals import mixed_of, require_one, require_possible, require_precision
+from pipeflow.lightning.refusals import mixed_of, require_callbacks, require_one, require_possible, require_precision
 from pipeflow.lightning.saving import SavingStrategy
 from pipeflow.lightning.world import World
 from pipeflow.optim.clip import clip_grad_norm_
 from pipeflow.optim.whole import WholeGroups, names_of
-from pipeflow.stages.blocks import Blocks, Cuts
 
 
 class PipelineStrategy(World, SavingStrategy):
@@ -39,22 +38,7 @@ class PipelineStrategy(World, SavingStrategy):
     Raises UsageError for what is not possible with a pipeline.
     """
 
-    def __init__(
-        self,
-        pipeline: int | None = None,
-        tensor: int = 1,
-        schedule: str = "1f1b",
-        microbatches: int = 4,
-        *,
-        schedule_options: dict[str, Any] | None = None,
-        cuts: Cuts = None,
-        blocks: Blocks = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self._arrange((pipeline, tensor), schedule, {"microbatches": microbatches, **(schedule_options or {})})
-        self._cut = {"cuts": cuts, "blocks": blocks}
-        self._prepared: StepModel | None = None
+    _prepared: StepModel | None = None
 
     @property
     def precision_plugin(self) -> Any:
@@ -82,6 +66,7 @@ class PipelineStrategy(World, SavingStrategy):
             self._prepared = StepModel(module, self._settings(trainer), self._context, trainer)
         self._prepared.running.trainer = trainer
         if trainer.state.fn == TrainerFn.FITTING:
+            require_callbacks(trainer.callbacks)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
@@ -108,7 +93,7 @@ class PipelineStrategy(World, SavingStrategy):
 
     def _keep_own(self, optimizer: Any) -> None:
         assert self._prepared is not None
-        groups = WholeGroups(optimizer, names_of(self.lightning_module))
+        self._groups = groups = WholeGroups(optimizer, names_of(self.lightning_module))
         self._prepared.when_made(lambda made: groups.keep(made.named_parameters(remove_duplicate=False)))
 
     def model_to_device(self) -> None:

@@ -20,10 +20,21 @@ from pipeflow.parallel.launcher import launch
 from pipeflow.parallel.transport.agreement import all_gather, all_gather_object
 from pipeflow.parallel.trees import gathered
 from pipeflow.schedules.registry import make_schedule
+from pipeflow.stages.blocks import Blocks, Cuts
 
 
 class World:
-    """The processes of a pipeline, with the names of Lightning's strategies."""
+    """The processes of a pipeline, with the names of Lightning's strategies.
+
+    Args:
+        pipeline: number of ranks in a pipeline; by default all processes form one, divided by `tensor`.
+        tensor: number of processes that share every layer.
+        schedule: name of the schedule, as in `pipeflow.make_schedule`.
+        microbatches: number of microbatches in a batch.
+        schedule_options: further arguments of `pipeflow.make_schedule`, such as `{"chunks": 2}`.
+        cuts, blocks: where the module is cut, as in `Pipeline.from_module`.
+        options: further arguments of Lightning's ParallelStrategy, such as `cluster_environment`.
+    """
 
     cluster_environment: Any
     parallel_devices: Any
@@ -32,8 +43,22 @@ class World:
     global_rank: int
     world_size: int
 
-    def _arrange(self, sizes: tuple[int | None, int], schedule: str, options: dict[str, Any]) -> None:
-        self._sizes, self._schedule, self.num_nodes = sizes, (schedule, options), 1
+    def __init__(
+        self,
+        pipeline: int | None = None,
+        tensor: int = 1,
+        schedule: str = "1f1b",
+        microbatches: int = 4,
+        *,
+        schedule_options: dict[str, Any] | None = None,
+        cuts: Cuts = None,
+        blocks: Blocks = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.num_nodes = 1
+        self._sizes, self._cut = (pipeline, tensor), {"cuts": cuts, "blocks": blocks}
+        self._schedule = schedule, {"microbatches": microbatches, **(schedule_options or {})}
 
     def _made_schedule(self) -> Schedule:
         name, options = self._schedule

@@ -32,14 +32,18 @@ class WholeGroups:
             raise UsageError("the optimizer has parameters that are not in the model: make it from model.parameters()")
         self._optimizer = optimizer
         self._names = [[names[id(each)] for each in group["params"]] for group in optimizer.param_groups]
+        self._kept = [[*range(len(group))] for group in self._names]
 
     def keep(self, own: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Keeps this rank's parameters in the groups, of which `own` gives all names. Raises UsageError if there are
         states of whole weights, of which this rank has parts.
         """
         here, optimizer, kept = dict(own), self._optimizer, set[nn.Parameter]()
+        self._kept = kept_here = list[list[int]]()
         for group, names in zip(optimizer.param_groups, self._names, strict=True):
-            found = [first for each in names if (first := next((name for name in each if name in here), None))]
+            first = [next((name for name in each if name in here), None) for each in names]
+            found = [name for name in first if name is not None]
+            kept_here.append([place for place, name in enumerate(first) if name is not None])
             group["params"] = [here[name] for name in found]
             if "param_names" in group:
                 group["param_names"] = found
@@ -52,6 +56,23 @@ class WholeGroups:
                     f"{type(optimizer).__name__} has states of whole weights, but a tensor rank has only parts: "
                     "pass an optimizer that has taken no step, and load its states from a checkpoint"
                 )
+
+    def part_of(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of the state_dict of an optimizer of the whole module, such as that of a run in one process.
+
+        Raises UsageError if it has other groups.
+        """
+        if [len(group["params"]) for group in states["param_groups"]] != [*map(len, self._names)]:
+            raise UsageError("the states are those of an optimizer with other groups: make the same optimizer")
+        groups = list[dict[str, Any]]()
+        state = dict[int, Any]()
+        first = 0
+        for group, places in zip(states["param_groups"], self._kept, strict=True):
+            own = {first + number: group["params"][place] for number, place in enumerate(places)}
+            state.update({mine: states["state"][its] for mine, its in own.items() if its in states["state"]})
+            groups.append({**group, "params": [*own]})
+            first += len(places)
+        return {**states, "param_groups": groups, "state": state}
 
 
 def names_of(module: nn.Module) -> dict[int, list[str]]:

@@ -70,21 +70,35 @@ def train_texts(which: str, batch: int, *, dropout: float = 0.0) -> list[float]:
     for _ in range(2):
         model.train()
         for entries in loader:
-            with accelerator.accumulate(model):
-                loss = model(**entries).loss
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    seen.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            seen += [float(accelerator.gather(loss.detach()[None]).mean()), scheduler.get_last_lr()[0]]
-        model.eval()
-        for entries in check:
-            with torch.no_grad():
-                output = model(**entries)
-            told = accelerator.gather_for_metrics((output.logits, entries["labels"]))
-            seen += [*told[0].flatten().tolist(), *map(float, told[1].tolist())]
+            seen += train_batch(accelerator, model, optimizer, scheduler, entries)
+        seen += predictions(accelerator, model, check)
+    return seen
+
+
+def train_batch(accelerator: Any, model: Any, optimizer: Any, scheduler: Any, entries: Any) -> list[float]:
+    """The norm, if the batch ends an optimizer's step, the loss and the rate."""
+    seen = []
+    with accelerator.accumulate(model):
+        loss = model(**entries).loss
+        accelerator.backward(loss)
+        if accelerator.sync_gradients:
+            seen.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return [*seen, float(accelerator.gather(loss.detach()[None]).mean()), scheduler.get_last_lr()[0]]
+
+
+def predictions(accelerator: Any, model: Any, loader: Any) -> list[float]:
+    """Logits and labels of all batches."""
+    seen: list[float] = []
+    model.eval()
+    for entries in loader:
+        with torch.no_grad():
+            output = model(**entries)
+        logits, labels = accelerator.gather_for_metrics((output.logits, entries["labels"]))
+        assert len(logits) == len(labels)
+        seen += [*logits.flatten().tolist(), *map(float, labels.tolist())]
     return seen
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import RankError, run_processes
-from tests.accelerate.loops import accelerator_of, make_bert, make_texts
+from tests.accelerate.loops import accelerator_of, make_bert, make_texts, predictions, train_batch
 from tests.accelerate.test_loops import require_same
 
 pytest.importorskip("accelerate", reason="not installed", exc_type=ImportError)
@@ -54,25 +54,11 @@ def train(which: str, folder: Path | None = None, first: int = 0, stop: int = ST
             if step == stop and current_context().rank == current_context().world_size - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             read += accelerator.gather_for_metrics(batch.pop("index")).tolist()
-            with accelerator.accumulate(model):
-                loss = model(**batch).loss
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    seen.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
-                optimizer.step()
-                rate.step()
-                optimizer.zero_grad()
-            seen += [loss.item(), rate.get_last_lr()[0]]
+            seen += train_batch(accelerator, model, optimizer, rate, batch)
             step += 1
             if folder is not None and not first and step == SAVED:
                 accelerator.save_state(str(folder))
-    model.eval()
-    for batch in check:
-        with torch.no_grad():
-            output = model(**batch)
-        told = accelerator.gather_for_metrics((output.logits, batch["labels"]))
-        assert len(told[0]) == len(told[1])
-        seen += [*told[0].flatten().tolist(), *map(float, told[1].tolist())]
+    seen += predictions(accelerator, model, check)
     return seen, {name: each.detach().clone() for name, each in model.named_parameters()}, read
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,30 @@ def make_images(samples: int = 60) -> TensorDataset:
     return TensorDataset(images, labels)
 
 
+class Continued:
+    """Batches in another order each epoch, which go on where they were when the state was saved."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __len__(self) -> int:
+        return 7
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, first = divmod(self.place, len(self))
+        data = make_images(BATCH * len(self))
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(epoch))
+        for samples in order.split(BATCH)[first:]:
+            self.place += 1
+            yield data[samples]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
 class Seen(Callback):  # type: ignore[misc]  # as above
     """What a run computes: losses, rates, and what callbacks are told."""
 
@@ -120,9 +145,12 @@ def fit(
     shuffle: bool = True,
     batch: int = BATCH,
     sampler: Any = None,
+    loader: Any = None,
     **options: Any,
 ) -> Any:
-    """Trains a Classifier: the losses of all batches, everything else that was seen, and the last metrics."""
+    """Trains a Classifier, with batches of `loader` if there is one: the losses of all batches, what else was seen, and
+    the last metrics.
+    """
     seed_everything(3, verbose=False)
     seen = Seen()
     options = {"max_epochs": 3, "enable_checkpointing": False, **options}
@@ -130,7 +158,7 @@ def fit(
     trainer = trainer_of(which, folder, ranks, sizes or {}, **options)
     trainer.fit(
         Classifier(),
-        DataLoader(make_images(), batch_size=batch, shuffle=shuffle and sampler is None, sampler=sampler),
+        loader or DataLoader(make_images(), batch_size=batch, shuffle=shuffle and sampler is None, sampler=sampler),
         DataLoader(make_images(20), batch_size=BATCH),
         ckpt_path=resume,
     )

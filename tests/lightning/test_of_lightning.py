@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-from pipeflow.parallel.context import context_if_launched
 
 pytest.importorskip("lightning", reason="not installed", exc_type=ImportError)
 from lightning.fabric.plugins.environments import LightningEnvironment
@@ -19,22 +16,7 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
 from pipeflow.lightning import PipelineStrategy
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    yield
-    context = context_if_launched()
-    if context is not None:
-        context.close()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("alone")]
 
 
 def trainer_of(**options: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +11,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from pipeflow import UsageError
-from pipeflow.parallel.context import context_if_launched
 
 pytest.importorskip("lightning", reason="not installed", exc_type=ImportError)
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EMAWeightAveraging,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+
 from tests.lightning.modules import Classifier, make_images, trainer_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[None]:
-    """A world of one process, whose context is closed at the end."""
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    yield
-    context = context_if_launched()
-    if context is not None:
-        context.close()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("alone")]
 
 
 TWO = {"schedule": "interleaved-1f1b", "schedule_options": {"chunks": 2}, "microbatches": 2}
@@ -103,6 +92,18 @@ class Late(Classifier):
         return loss
 
 
+class Thawing(BaseFinetuning):  # type: ignore[misc]  # Lightning's types are not read
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.blocks)
+
+
+class Writing(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        self.logger.experiment.add_scalar("loss", loss, batch_idx)
+        return loss
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
@@ -114,6 +115,7 @@ class Late(Classifier):
         (Branching, "Branching.training_step cannot be cut into stages"),
         (Lossless, "returned no loss, but a .*Tensor: return a scalar tensor"),
         (Silent, "returned no loss, but a NoneType"),
+        (Writing, "Writing reads self.logger in a step, .* use self.logger in on_train_batch_end"),
         (Late, "Late.training_step returns or logs something in some batches only, after a first batch without: do it"),
     ],
 )
@@ -126,6 +128,10 @@ def test_a_module_is_refused(module: type[Any], message: str) -> None:
     ("options", "message"),
     [
         ({"sync_batchnorm": True}, "sync_batchnorm=True is not possible"),
+        ({"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging averages the whole module"),
+        ({"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging averages the whole module"),
+        ({"callbacks": [Thawing()]}, "Thawing adds parameters to the optimizer during a run"),
+        ({"callbacks": [ModelPruning("l1_unstructured")]}, "ModelPruning prunes the whole module"),
         ({"precision": "16-true"}, "precision '16-true' of HalfPrecision is not possible with a pipeline: use one of"),
     ],
 )

@@ -12,7 +12,9 @@ from torch.utils.data import DistributedSampler
 from pipeflow.testing import run_processes
 
 pytest.importorskip("lightning", reason="not installed", exc_type=ImportError)
-from tests.lightning.modules import BATCH, fit, make_images
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tests.lightning.modules import BATCH, Continued, fit, make_images
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -82,6 +84,17 @@ def test_a_checkpoint_goes_on_under_another_layout(tmp_path: Path) -> None:
         partial(fit, max_epochs=2, resume=str(saved), shuffle=False), 2, "pipeline", tmp_path, 2, deadline=200.0
     )
     require_rest(found, expected)
+
+
+def test_a_run_that_was_cut_short_goes_on_within_its_epoch(tmp_path: Path) -> None:
+    """A loader that knows its place gives each batch once."""
+    expected = fit("alone", tmp_path / "alone", max_epochs=2, loader=Continued())
+    kept = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
+    short = partial(fit, max_steps=10, enable_checkpointing=True, callbacks=[kept], loader=Continued())
+    run_processes(short, 2, "pipeline", tmp_path, 2, deadline=200.0)
+    resumed = partial(fit, max_epochs=2, resume=str(tmp_path / "step=9.ckpt"), loader=Continued())
+    for losses, _, _ in run_processes(resumed, 2, "pipeline", tmp_path, 2, deadline=200.0):
+        assert losses == pytest.approx(expected[0][9:], abs=1e-5)
 
 
 def require_rest(results: list[Any], expected: Any) -> None:
