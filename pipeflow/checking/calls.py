@@ -94,11 +94,15 @@ class Calls:
         self._handles: list[Any] = []
         self._depth = 0
         self._outer = {id(root) for model in models for root in _roots(model)}
+        self._wrapped: set[int] = set()  # modules in wrappers that hand them the batch in ways of their own
+        self._has_batch = False
         self._outermost = 0
         self._counts: Counter[str] = Counter()
 
     def __enter__(self) -> Self:
         for name, module in named_modules(self._models, self._names):
+            if not name:
+                self._wrapped.add(id(module))
             own = {
                 key: self._by_tensor[id(each)]
                 for key, each in module._parameters.items()
@@ -116,12 +120,16 @@ class Calls:
 
     def _before(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._depth = 1 if id(module) in self._outer else self._depth + 1  # an engine may have left the last call early
-        if self._depth > 1 or _is_left_out():
+        is_wrapped = self._depth == 2 and id(module) in self._wrapped and not self._has_batch
+        if (self._depth > 1 and not is_wrapped) or _is_left_out():
+            return
+        if torch._C._current_graph_task_id() >= 0:  # a backward computes activations again
             return
         self._began()
         given = [each for each in tree_leaves((arguments, named)) if isinstance(each, Tensor)]
         fresh = [each for each in given if not each.requires_grad and each.dim() and each.dtype != torch.bool]
-        self._outermost += bool(fresh)
+        self._has_batch = bool(fresh)
+        self._outermost += self._has_batch
         with torch.no_grad():
             for place, each in enumerate(fresh[:MOST_TENSORS]):
                 values = own_values(each)

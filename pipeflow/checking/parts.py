@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -65,6 +66,8 @@ class Part:
 
 def own_values(tensor: Tensor) -> Tensor:
     """The rank's own values of a tensor."""
+    if hasattr(tensor, "to_replicate"):  # a ColoTensor, with which all functions of torch see the whole
+        return tensor.as_subclass(Tensor)
     inner = getattr(tensor, "to_local", None)
     found: Tensor = tensor if inner is None else inner()
     return found.wait() if type(found).__name__ == "AsyncCollectiveTensor" else found  # type: ignore[attr-defined]  # it has it
@@ -73,6 +76,9 @@ def own_values(tensor: Tensor) -> Tensor:
 def parts_of(models: Sequence[nn.Module], given: Parts | None, names: Callable[[str], str] | None) -> list[Part]:
     """This rank's parts of the parameters and buffers of its modules. A tensor with several names has one for each."""
     found: list[Part] = []
+    if given is None:  # a wrapper may know, as that for ColossalAI's programs does
+        known_by: list[Any] = [model for model in models if callable(getattr(model, "tensor_parts", None))]
+        given = known_by[0].tensor_parts if known_by else None
     for chunk, model in enumerate(models):
         known = _of_pipeflow(model) or _of_flat(model)
         if known is None:
@@ -85,7 +91,7 @@ def parts_of(models: Sequence[nn.Module], given: Parts | None, names: Callable[[
         if part.gradient is None:
             part.gradient = _gradient_of(part.tensor)
         if given is not None and (told := given(part.name, part.tensor)) is not None:
-            part.cut, part.shape = _told(part.name, part.tensor, told)
+            part.cut, part.shape = _told(part, told)
     return found
 
 
@@ -247,25 +253,26 @@ def _of_pipeflow(model: nn.Module) -> list[Part] | None:
         return [Block(each.tensor, tuple(each.offset)) for each in piece.blocks or (piece,)]
 
     def part(own: Any) -> Part:
-        return Part(
-            own.name, own.tensor, tuple(own.piece.shape), lambda values: blocks(own.piece_of(values)), own.stage
-        )
+        shape = tuple(own.piece.shape)
+        return Part(plain(own.name), own.tensor, shape, lambda values: blocks(own.piece_of(values)), own.stage)
 
     return [part(each) for each in local_tensors(model, context_of(model), None)]
 
 
-def _told(name: str, tensor: Tensor, told: Any) -> tuple[Cut, tuple[int, ...]]:
+def _told(part: Part, told: Any) -> tuple[Cut, tuple[int, ...]]:
     """The cut and the whole shape from what the caller's function returned: (dim, index, count) for an even part, or
-    (shape, blocks) with blocks of (local slices, offset).
+    (shape, blocks) with blocks of (local slices, offset). An even part of a DTensor is one of its whole.
 
     Raises UsageError for anything else.
     """
+    name, tensor = part.name, part.tensor
     match told:
         case (int(dim), int(index), int(count)) if 0 <= index < count and -tensor.dim() <= dim < tensor.dim():
-            dim %= tensor.dim()
-            offset = tuple(index * size if each == dim else 0 for each, size in enumerate(tensor.shape))
-            whole = tuple(size * count if each == dim else size for each, size in enumerate(tensor.shape))
-            return lambda values: [Block(values, offset)], whole
+            known = part.cut if hasattr(tensor, "device_mesh") else _whole(name, tensor).cut
+            counts = [count if each == dim % tensor.dim() else 1 for each in range(tensor.dim())]
+            moved = [index * size * (many > 1) for size, many in zip(tensor.shape, counts, strict=True)]
+            whole = tuple(size * many for size, many in zip(tensor.shape, counts, strict=True))
+            return partial(_moved, known, moved), whole
         case (shape, [*blocks]):
             return lambda values: [Block(values[where], tuple(offset)) for where, offset in blocks], tuple(shape)
         case _:
@@ -273,3 +280,11 @@ def _told(name: str, tensor: Tensor, told: Any) -> tuple[Cut, tuple[int, ...]]:
                 f"parts({name!r}, tensor) returned {told!r}: return None, (dim, index, count) for an even part, or "
                 "(shape of the whole, [(slices of the tensor, offset in the whole), ...])"
             )
+
+
+def _moved(cut: Cut, by: Sequence[int], values: Tensor) -> list[Block]:
+    """The blocks of a cut, with their offsets moved."""
+    return [
+        Block(each.values, tuple(start + more for start, more in zip(each.offset, by, strict=True)))
+        for each in cut(values)
+    ]

@@ -6,15 +6,18 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import pipeflow
 from pipeflow import schedules
 from pipeflow.checking.recorder import Recording, shares_dropped
 from pipeflow.checking.scripts import VARIABLE, Changes
+from pipeflow.checking.trained import trained_around
 from pipeflow.parallel import launcher
 from pipeflow.runtime import execution
 from pipeflow.schedules import registry
@@ -30,7 +33,9 @@ class Recorded:
     def __init__(self, changes: Changes) -> None:
         self.changes = changes
         self.recording: Recording | None = None
+        self.stepped = self.optimizers = 0  # steps of optimizers in all, and in each step
         self._launch, self._make, self._execute = launcher.launch, registry.make_schedule, execution.execute_pipeline
+        self._call = nn.Module.__call__
 
     def install(self) -> None:
         """Lets modules that are imported from now on find these functions."""
@@ -43,6 +48,14 @@ class Recorded:
             for owner in (pipeflow, launcher, registry, schedules, execution):
                 if owner is pipeflow or getattr(owner, name, None) is original:
                     setattr(owner, name, function)
+        recorded = self
+
+        def call(module: nn.Module, *arguments: Any, **named: Any) -> Any:
+            if torch.is_grad_enabled() and (models := trained_around(module)):
+                recorded.step_begins(models)
+            return recorded._call(module, *arguments, **named)
+
+        nn.Module.__call__ = call  # type: ignore[method-assign]  # hooks of modules come too late to add others
 
     def launch(self, pipeline: int | None = None, tensor: int = 1, **named: Any) -> Any:
         """One rank, or other tensor ranks than the script says."""
@@ -61,15 +74,31 @@ class Recorded:
         return self._make(name, ranks=ranks, microbatches=microbatches, **options)
 
     def execute(self, data_iter: Any, model: Any, **named: Any) -> Any:
-        """Starts to record before the first step of training, and ends the script after the last."""
+        """A step of a Pipeline."""
         if not named.get("forward_only"):
-            if self.recording is None:
-                drop_nothing(model)
-                self.recording = Recording(self.changes.folder, model, whole=self.changes.whole)
-                self.recording.__enter__()
-            elif self.recording.done >= self.changes.steps:
-                sys.exit(0)
+            self.step_begins([model])
         return self._execute(data_iter, model, **named)
+
+    def step_begins(self, models: Sequence[nn.Module]) -> None:
+        """Starts to record before the first call that trains, and ends the script at the first after its last step."""
+        if self.recording is None:
+            for model in models:
+                drop_nothing(model)
+            self.recording = Recording(self.changes.folder, models, whole=self.changes.whole)
+            self.recording.__enter__()
+            register_optimizer_step_post_hook(self._stepped)
+        elif self.recording.done >= self.changes.steps:
+            sys.exit(0)
+        elif self.recording.done == 1 and not self.optimizers:
+            self.optimizers = self.stepped
+
+    def _stepped(self, *_: object) -> None:
+        """Ends the script when all optimizers have stepped for the last time: a rank that went on would wait for those
+        that have ended.
+        """
+        self.stepped += 1
+        if self.optimizers and self.stepped == self.changes.steps * self.optimizers:
+            sys.exit(0)
 
     def end(self) -> None:
         """Ends the recording, if one has begun."""

@@ -1,4 +1,4 @@
-"""Both runs of a script that uses pipeflow: plainly in one process, and on several ranks."""
+"""Both runs of a script: plainly in one process, and on several ranks."""
 
 from __future__ import annotations
 
@@ -53,18 +53,22 @@ def run_both(
     whole: str = "",
 ) -> tuple[Path, Path]:
     """Runs a script in one process and on `ranks`, and returns the folders of both recordings. The plain run has
-    `plain_arguments`, or those of the other.
+    `plain_arguments`, which may begin with another script, or the arguments of the other run.
 
-    Raises UsageError if the script is missing, if it fails, or if it runs no step of a Pipeline.
+    Raises UsageError if a script is missing, if it fails, or if it trains no module.
     """
-    if not script.is_file():
-        raise UsageError(f"{script} is no script: name a file of Python, or two folders of recordings")
     plain, parallel = folder / "plain", folder / "parallel"
-    command = ["-m", "pipeflow.checking.scripted", str(script)]
-    alone = arguments if plain_arguments is None else plain_arguments
-    _run([sys.executable, *command, *alone], Changes(str(plain), steps, True, whole=whole))
-    many = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    _run([sys.executable, *many, *command, *arguments], Changes(str(parallel), steps, False, tensor, schedule, whole))
+    alone = [str(script), *(arguments if plain_arguments is None else plain_arguments)]
+    if plain_arguments and plain_arguments[0].endswith(".py"):
+        alone = list(plain_arguments)
+    for each in (str(script), alone[0]):
+        if not Path(each).is_file():
+            raise UsageError(f"{each} is no script: name a file of Python, or two folders of recordings")
+    run = [sys.executable, "-m", "pipeflow.checking.scripted"]
+    _run([*run, *alone], Changes(str(plain), steps, True, whole=whole))
+    many = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    changes = Changes(str(parallel), steps, False, tensor, schedule, whole)
+    _run([*many, *run[1:], str(script), *arguments], changes)
     return plain, parallel
 
 
@@ -94,6 +98,4 @@ def _run(command: Sequence[str], changes: Changes) -> None:
     if done.returncode:
         raise UsageError(f"the script failed {what}: {_message(done.stderr)}")
     if not Path(changes.folder).is_dir():
-        raise UsageError(
-            f"the script ran no step of a pipeflow.Pipeline {what}: record its runs with pipeflow.checking.record"
-        )
+        raise UsageError(f"the script trained no module {what}: record its runs with pipeflow.checking.record")

@@ -44,11 +44,15 @@ def add_to(commands: Commands) -> None:
     add("--tolerance", type=float, metavar="X", help="relative difference to allow (default: what rounding explains)")
     add("--json", action="store_true", help="print JSON")
     add("--html", metavar="FILE", help="write a page with the model as a tree")
-    group = command.add_argument_group("scripts that use pipeflow", "both runs are made")
+    group = command.add_argument_group("scripts", "both runs are made, of any engine")
     group.add_argument("--ranks", type=int, metavar="N", help="ranks of the run to check")
-    group.add_argument("--tensor", type=int, metavar="N", help="tensor ranks (default: what the script says)")
-    group.add_argument("--schedule", metavar="NAME", help="schedule (default: what the script says)")
-    group.add_argument("--plain", metavar="ARGUMENTS", help="arguments of the plain run (default: those after --)")
+    group.add_argument("--tensor", type=int, metavar="N", help="tensor ranks of pipeflow (default: as the script says)")
+    group.add_argument("--schedule", metavar="NAME", help="schedule of pipeflow (default: as the script says)")
+    group.add_argument(
+        "--plain",
+        metavar="ARGUMENTS",
+        help="arguments of the plain run, or its script and arguments (default: as after --)",
+    )
     group.add_argument("--whole", metavar="PATTERN", help="parameters of which to tell the wrong rows and columns")
     group.add_argument("--steps", type=int, metavar="N", help="steps to compare (default: 2)")
     command.set_defaults(run=run, arguments=[])

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from pipeflow.colossalai.tensor_specs import ColoTensorSpec, ProcessGroup, ReplicaSpec, ShardSpec
-from pipeflow.colossalai.tensors import ColoParameter, ColoTensor
+from pipeflow.colossalai.tensors import ColoParameter, ColoTensor, is_split
 from pipeflow.core.errors import UsageError
 
 _ONE_THREAD = RLock()  # all threads share torch's hooks
@@ -109,6 +109,7 @@ class GeminiDDP(nn.Module):
         device = torch.device(device)
         first = next((each for each in module.parameters() if isinstance(each, ColoParameter)), None)
         group = ProcessGroup() if first is None else first.process_group
+        self._splits = _splits_of(module)
         _plainly(module)
         is_offloaded = placement_policy == "cpu" and device.type != "cpu"
         if group.dp_world_size() > 1 or is_offloaded:
@@ -117,6 +118,20 @@ class GeminiDDP(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+    def tensor_parts(self, name: str, tensor: Tensor) -> tuple[int, int, int] | None:
+        """Which part of a parameter of the module its tensor ranks have: (dim, index, count); None if it is not split.
+        Recordings of a job ask for it.
+        """
+        return self._splits.get(name)
+
+
+def _splits_of(module: nn.Module) -> dict[str, tuple[int, int, int]]:
+    return {
+        name: (each.split_dim, each.process_group.tp_local_rank(), each.process_group.tp_world_size())
+        for name, each in module.named_parameters(remove_duplicate=False)
+        if is_split(each)
+    }
 
 
 def _mesh(group: ProcessGroup, device: torch.device) -> DeviceMesh:

@@ -90,10 +90,47 @@ def test_both_runs_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str
     script.write_text("import os, sys\nif os.environ['WORLD_SIZE'] == '2':\n    sys.exit('train.py: no')\n" + SCRIPT)
     assert "the script failed on several ranks: train.py: no" in error_after_progress(capsys, script)
     script.write_text("")
-    assert "ran no step of a pipeflow.Pipeline in one process" in error_after_progress(capsys, script)
+    assert "trained no module in one process" in error_after_progress(capsys, script)
 
 
 def error_after_progress(capsys: pytest.CaptureFixture[str], script: Path) -> str:
     capsys.readouterr()
     assert main(["check", str(script), "--ranks", "2"]) == 2
     return capsys.readouterr().err
+
+
+LOOP = """
+import sys, torch
+import torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 1)
+    def loss(self, inputs, labels):  # calls its parts, and is not called itself
+        return nn.functional.mse_loss(self.second(self.first(inputs)), labels)
+model = Both()
+inputs, labels = torch.randn(8, 4).chunk(ranks)[rank], torch.randn(8, 1).chunk(ranks)[rank]
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:  # `check` ends it
+    optimizer.zero_grad()
+    model.loss(inputs, labels).backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= 1 if "wrong" in sys.argv else ranks
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_and_another_plain_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, plain = tmp_path / "train.py", tmp_path / "plain.py"
+    script.write_text(LOOP)
+    plain.write_text("ranks = 1\n" + LOOP)
+    said = out(capsys, "check", str(script), "--ranks", "2", "--plain", str(plain))
+    assert said.startswith("alike: 2 batches, 4 weights, 4 outputs")
+    assert main(["check", str(script), "--ranks", "2", "--plain", "", "--", "wrong"]) == 1
+    assert "all gradients are 2 times" in " ".join(capsys.readouterr().out.split()).lower()
