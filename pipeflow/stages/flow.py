@@ -52,6 +52,7 @@ _LIKE = {
     *("aten.new_zeros", "aten.new_ones", "aten.new_empty", "aten.new_full", "aten.new_empty_strided"),
 }
 """Operators whose result depends on the shape of their argument, but not on its values."""
+_GROUPED = torch.ops.aten._grouped_mm.default
 _INDEXING = {
     torch.ops.aten.index.Tensor,
     torch.ops.aten.index_put.default,
@@ -199,7 +200,7 @@ class Flow(TorchDispatchMode):
             args = (args[0], self._without_masks(args[1]), *args[2:])
         try:
             with self._fakes:
-                output = func(*args, **kwargs)
+                output = (_grouped_products if func is _GROUPED else func)(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             output = self._guessing(func, args, kwargs, error)
         if not is_fake and isinstance(output, Tensor) and output.numel() == 1 and not _written_by(func):
@@ -328,3 +329,9 @@ def _drawing(func: Any) -> str | tuple[str, int] | None:
         if argument.name in ("dropout_p", "p") and str(func.overloadpacket) != "aten.bernoulli_":
             return argument.name, index
     return "always"
+
+
+def _grouped_products(left: Tensor, right: Tensor, *others: Any, **options: Any) -> Tensor:
+    """Products of a mixture of experts on fake tensors, for which torch's operator takes bfloat16 alone."""
+    product: Tensor = _GROUPED(left.bfloat16(), right.bfloat16(), *others, **options)
+    return product.to(left.dtype)

@@ -21,7 +21,7 @@ from pipeflow.huggingface import Trainer  # noqa: E402  # after the skip
 from pipeflow.huggingface.lazy_import import library  # noqa: E402  # after the skip
 from pipeflow.huggingface.training.random_states import DataRandom  # noqa: E402  # after the skip
 from pipeflow.huggingface.training.sampler import ReplicaBatchSampler  # noqa: E402  # after the skip
-from tests.huggingface.trainers import make_arguments, make_pipeline, make_trainer, schedule_here  # noqa: E402  # same
+from tests.huggingface.trainers import make_arguments, make_module, make_pipeline, make_trainer, schedule_here  # noqa: E402  # same
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -65,6 +65,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"torch_compile": True}, "torch_compile"),
     ({"gradient_checkpointing": True}, "gradient_checkpointing_enable"),
     ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+    ({"use_liger_kernel": True}, "use_liger_kernel=True.* it patches the whole model: apply it to the module before"),
     ({"auto_find_batch_size": True}, "auto_find_batch_size"),
     ({"optim": "galore_adamw", "optim_target_modules": ["attn"]}, "galore_adamw"),
     ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
@@ -129,3 +130,37 @@ def test_callbacks_are_called_on_every_rank_and_stop_training(tmp_path: Path) ->
     first, second = run_threads(rank, 2)
     assert first == ["step 1", "log", "step 2", "log", "log", "Pipeline"]
     assert second == ["step 1", "step 2", "Pipeline"]
+
+
+ROWS = 80  # after the model's 64
+
+
+def words() -> list[dict[str, torch.Tensor]]:
+    """Some are tokens that were added."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(3, ROWS, (24, 8), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def losses_of(trains: Any, model: Any, folder: Path) -> list[float]:
+    trainer = trains(model, make_arguments(folder, max_steps=3), train_dataset=words())
+    trainer.train()
+    return [each["loss"] for each in trainer.state.log_history if "loss" in each]
+
+
+def test_embeddings_that_were_resized_before_cutting_train_as_in_one_process(tmp_path: Path) -> None:
+    """They are tied to the head, which has as many rows."""
+    whole = make_module("llama")
+    whole.resize_token_embeddings(ROWS)
+    weights = {name: each.clone() for name, each in whole.state_dict().items()}
+    expected = losses_of(library().Trainer, whole, tmp_path)
+
+    def rank() -> list[float]:
+        module = make_module("llama")
+        module.resize_token_embeddings(ROWS)
+        module.load_state_dict(weights)
+        example = {name: torch.stack([each[name] for each in words()[:8]]) for name in ("input_ids", "labels")}
+        return losses_of(Trainer, Pipeline.from_module(module, schedule_here(), example), tmp_path)
+
+    for losses in run_threads(rank, 2, deadline=200.0):
+        assert losses == pytest.approx(expected, abs=1e-5)

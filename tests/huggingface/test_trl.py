@@ -66,11 +66,11 @@ def cut(module: Any) -> Pipeline:
     return Pipeline.from_module(module, schedule, batch)
 
 
-def arguments(kind: str, folder: Path, samples: int) -> Any:
+def arguments(kind: str, folder: Path, samples: int, **more: Any) -> Any:
     options: dict[str, Any] = {"max_steps": 20, "logging_steps": 1, "learning_rate": 1e-3, "save_strategy": "no"}
     options |= {"per_device_train_batch_size": samples, "per_device_eval_batch_size": samples, "report_to": []}
     options |= {"gradient_accumulation_steps": 2, "use_cpu": True, "disable_tqdm": True, "log_level": "error"}
-    return KINDS[kind][1](str(folder), **options, bf16=False, gradient_checkpointing=False)
+    return KINDS[kind][1](str(folder), **(options | more), bf16=False, gradient_checkpointing=False)
 
 
 def results(trainer: Any) -> tuple[list[float], float, float]:
@@ -99,6 +99,32 @@ def test_losses_are_those_of_one_process(kind: str, tmp_path: Path) -> None:
         assert its == pytest.approx(losses, abs=1e-5)
         assert its_judged == pytest.approx(judged, abs=1e-5)
         assert its_tokens == tokens
+
+
+PACKED: dict[str, dict[str, Any]] = {
+    "packed": {"packing": True, "max_length": 16},
+    "wrapped": {"packing": True, "packing_strategy": "wrapped", "max_length": 16},
+    "without padding": {"padding_free": True, "max_length": None},
+}
+
+
+def trained_packed(trains: Any, model: Any, options: dict[str, Any], folder: Path) -> list[float]:
+    made = arguments("sft", folder, 4, max_steps=2, **options)
+    trainer = trains(model, args=made, train_dataset=texts("sft"), processing_class=tokenizer())
+    trainer.train()
+    return [each["loss"] for each in trainer.state.log_history if "loss" in each]
+
+
+def trained_packed_in_stages(way: str, folder: Path) -> list[float]:
+    return trained_packed(pipelined(trl.SFTTrainer), cut(make("sft")), PACKED[way], folder)
+
+
+@pytest.mark.parametrize("way", PACKED)
+def test_packed_texts_train_as_in_one_process(way: str, tmp_path: Path) -> None:
+    """A batch is one row of several texts, with their positions and where each of them begins."""
+    expected = trained_packed(trl.SFTTrainer, make("sft"), PACKED[way], tmp_path)
+    for losses in run_processes(trained_packed_in_stages, 2, way, tmp_path, deadline=300.0):
+        assert losses == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_reference_model_that_is_no_pipeline_is_refused(tmp_path: Path) -> None:

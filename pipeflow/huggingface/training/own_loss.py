@@ -21,6 +21,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.huggingface.training.metrics import METRICS
 from pipeflow.runtime.computing import computing, weighing
 from pipeflow.runtime.divided import Divided
+from pipeflow.runtime.microbatch import Whole
 from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.stages.absent import Absent
 from pipeflow.stages.loss import Weighing
@@ -205,9 +206,16 @@ class Chunks:
         many = min(self._schedule.num_microbatches, len(samples))
         base, larger = divmod(len(samples), many)
         starts = [index * base + min(index, larger) for index in range(many + 1)]
-        parts = [self.collate(samples[start:end]) for start, end in pairwise(starts)]
+        parts = [self._part(samples[start:end]) for start, end in pairwise(starts)]
         size = starts[1] + 1 if len(samples) > starts[1] else starts[1] - 1
-        return Trial(parts, self._schedule.first(many), self.collate(samples[:size]) if size else None)
+        return Trial(parts, self._schedule.first(many), self._part(samples[:size]) if size else None)
+
+    def _part(self, samples: list[Any]) -> Any:
+        """A microbatch. Tensors of another length than its rows, such as where packed sequences begin, are whole."""
+        part = self.collate(samples)
+        lengths = {name: len(each) for name, each in part.items() if isinstance(each, Tensor) and each.dim()}
+        rows = next(iter(lengths.values()), 0)
+        return {name: Whole(each) if lengths.get(name, rows) != rows else each for name, each in part.items()}
 
 
 def _all_of(weigh: Weighing, labels: Any) -> float:
