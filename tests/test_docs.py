@@ -93,7 +93,19 @@ def test_a_schedule_as_a_function_runs_and_is_compared(tmp_path: Path) -> None:
     assert re.search(r"^planned / measured: \d\.\d{3}$", shown, re.MULTILINE)
 
 
-PUBLIC = ("", "draw", "huggingface", "models", "optim", "schedules", "tensor", "testing", "training")
+PUBLIC = (
+    "",
+    "accelerate",
+    "draw",
+    "huggingface",
+    "lightning",
+    "models",
+    "optim",
+    "schedules",
+    "tensor",
+    "testing",
+    "training",
+)
 
 
 @pytest.mark.lint

@@ -40,6 +40,10 @@ class ParallelismConfig(accelerate.ParallelismConfig):  # type: ignore[misc]  # 
 
     Args:
         pp_size: number of ranks in a pipeline.
+        tp_size: number of processes that share every layer.
+        dp_replicate_size: number of replicas.
+        dp_shard_size, cp_size, sp_size: accelerate's other sizes, which are not possible with a pipeline.
+        tp_handler, cp_handler, sp_handler, cp_backend, sp_backend: accelerate's options of these, which are not read.
     """
 
     pp_size: int = 1

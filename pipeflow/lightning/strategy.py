@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
@@ -39,6 +40,7 @@ class PipelineStrategy(World, SavingStrategy):
     """
 
     _prepared: StepModel | None = None
+    _launcher_class = _SubprocessScriptLauncher  # the Trainer's
 
     @property
     def precision_plugin(self) -> Any:

@@ -42,6 +42,7 @@ class World:
     local_rank: int
     global_rank: int
     world_size: int
+    _launcher_class: Any = _SubprocessScriptLauncher  # Fabric's
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class World:
 
     def _configure_launcher(self) -> None:
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = self._launcher_class(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         """Connects the ranks, and gives torch's generator the state that it has on rank 0, so that ranks of a pipeline
