@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import pairwise
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
@@ -76,14 +76,14 @@ def _planned(
     if start is not None:
         attempts += [trace.seen_until(start, trace.collectors), trace.seen_until(start)]
     raised: Exception | None = None
-    tries = [seen for attempt, seen in enumerate(attempts) if seen not in attempts[:attempt]]
-    # Where a forward branches on values that are guessed, a stage may run other operators than the whole forward did.
-    for exact, (attempt, seen) in product([True, False] if trace.guesses else [True], enumerate(tries)):
+    for attempt, seen in enumerate(attempts):
+        if attempt and seen in attempts[:attempt]:
+            continue
         try:
             _require_no_leak(trace, fakes, start, replays=bool(seen))
-            return StageCut(fakes, trace, start, end, wanted, seen, ends).plan(batch(), exact=exact)
+            return StageCut(fakes, trace, start, end, wanted, seen, ends).plan(batch())
         except Exception as error:
-            raised = error if raised is None or (exact and attempt and seen == attempts[1]) else raised
+            raised = error if raised is None or attempt == 1 else raised
     assert raised is not None
     raise raised
 

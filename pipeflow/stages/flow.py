@@ -4,8 +4,6 @@ or arithmetic for tensors that depend on any of them. Must not contain: module c
 
 from __future__ import annotations
 
-import random
-import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -23,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeflow.stages.identities import Identities, Identity
+from pipeflow.stages.isolation import host_random_state
 from pipeflow.stages.reductions import Reductions
 
 # Theory of operation
@@ -86,6 +85,7 @@ class Flow(TorchDispatchMode):
         guesses: calls in which values were guessed, with the first time.
         reductions: notes how the loss is made; None to note nothing.
         identities: how each tensor was computed.
+        read: sources of values on which the forward may branch, because Python read them or their number.
         is_live: True while random numbers belong to this stage; before, they count as a source.
     """
 
@@ -108,6 +108,7 @@ class Flow(TorchDispatchMode):
         self.guesses: dict[int, int] = {}
         self.reductions: Reductions | None = None
         self.identities = Identities(self.key)
+        self.read = 0
         self.is_live = False
 
     def mark(self, tensor: Tensor, sources: int) -> int:
@@ -120,6 +121,14 @@ class Flow(TorchDispatchMode):
         """Makes the tensor a source with this bit, and by default with an identity of its own. Returns its key."""
         self.identities.give(tensor, Identity.of_source(source) if identity is None else identity)
         return self.mark(tensor, source)
+
+    def is_real(self, tensor: Tensor) -> bool:
+        """Returns True if a tensor has values: known ones, or guessed ones."""
+        return self.is_known(tensor) or self.key(tensor) in self._guessed
+
+    def keep_values(self, tensor: Tensor) -> None:
+        """Lets operators compute with the values of a source."""
+        self._guessed.add(self.key(tensor))
 
     def overwrite(self, tensor: Tensor, sources: int) -> int:
         """Adds sources to the tensor's storage, in place of all others if the tensor is all of it. Returns its key."""
@@ -156,6 +165,8 @@ class Flow(TorchDispatchMode):
         kwargs = kwargs or {}
         sources, is_fake, is_guessed, read = 0, False, False, set[int]()
         leaves = tree_leaves((args, kwargs))
+        if is_drawn := func is _MADE_OF_NUMBERS and host_random_state() != self._host:
+            self.identities.give(args[0], Identity.of_source(RANDOM))
         given = self.identities.identified(leaves)
         for tensor in leaves:
             if not isinstance(tensor, Tensor):
@@ -173,18 +184,18 @@ class Flow(TorchDispatchMode):
         if func is torch.ops.aten._pack_padded_sequence.default and is_fake and not self.sources(args[1]) & ~self._real:
             return self._packed(args, read)
         draws = _draws(func, args, kwargs)
-        is_random = draws or (func is _MADE_OF_NUMBERS and host_random_state() != self._host)
-        with_shape_only = str(func.overloadpacket) in _LIKE
         output = self._run(func, args, kwargs, is_fake=is_fake, draws=draws)
-        if with_shape_only:
+        if str(func.overloadpacket) in _LIKE:  # with the shape only
             sources = 0
-        if is_random and not self.is_live:
+        if (draws or is_drawn) and not self.is_live:
             sources |= RANDOM
         self._note(output, sources, read)
         if self.reductions is not None:
             self.reductions.note(func, args, kwargs, output)
         if is_guessed and not is_fake:
             self._guess_at(output)
+        if _reads(func):
+            self.read |= sources & ~RANDOM
         written = _written(func, args, kwargs)
         for tensor in written:
             self.written[self.mark(tensor, sources)] += 1
@@ -277,15 +288,6 @@ class Flow(TorchDispatchMode):
         return not isinstance(tensor, FakeTensor) and not self.sources(tensor) & ~self._real
 
 
-def host_random_state() -> object:
-    """The state of the generators of Python and NumPy, from which models draw, too."""
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is None:
-        return random.getstate()
-    _, key, position, *_ = numpy.random.get_state()
-    return random.getstate(), key.tobytes(), position
-
-
 def _shapes(output: object) -> list[Any]:
     return [tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(output)]
 
@@ -307,6 +309,13 @@ def _written_by(func: Any) -> tuple[int | str, ...]:
         for index, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+@cache
+def _reads(func: Any) -> bool:
+    """Returns True if Python sees values of the arguments of an operator, or how many entries have some value."""
+    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return func not in _INDEXING and not tags.isdisjoint(func.tags)
 
 
 def _draws(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -78,3 +78,12 @@ def _without_cached_casts() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(cached)
+
+
+def host_random_state() -> object:
+    """The state of the generators of Python and NumPy, from which models draw, too."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return random.getstate()
+    _, key, position, *_ = numpy.random.get_state()
+    return random.getstate(), key.tobytes(), position

@@ -22,8 +22,8 @@ from pipeflow.stages.blocks import Blocks, Cuts, blocks_of, choose, labels_of
 from pipeflow.stages.copies import Fakes
 from pipeflow.stages.cut import completed, make_plan
 from pipeflow.stages.entries import Entries, Stateful
-from pipeflow.stages.flow import LEAST, RANDOM, Flow, host_random_state
-from pipeflow.stages.isolation import isolated
+from pipeflow.stages.flow import LEAST, RANDOM, Flow
+from pipeflow.stages.isolation import host_random_state, isolated
 from pipeflow.stages.plan import CutPlan
 from pipeflow.stages.recorder import decides, record
 from pipeflow.stages.trace import Batch, Call, Trace

@@ -32,6 +32,8 @@ from pipeflow.stages.trace import Batch, Call, Look, Returned, Trace
 # The run also proves the cut. In the whole forward the same outputs have sources too; one that is missing here, and
 # does not come in through a received value, went a way that the script cannot see: through an attribute, a list or a
 # cache. That raises an error, as does a value that other operators made, or the same from other tensors (`identities`).
+# What the forward reads to branch on is needed like a source of its results (`Flow.read`). A stub of whole numbers that
+# the trace knew or guessed has these values, so that the stage takes the branches of the trace.
 # Calls that depend on the batch alone (`is_free`) are not replaced: each stage has the batch and repeats them, so
 # nothing need be sent.
 
@@ -72,23 +74,20 @@ class StageCut:
         self.replayed: list[Call] = []
         self._write()
 
-    def plan(self, batch: Batch, *, exact: bool = True) -> StagePlan:
-        """Runs the stage on fake tensors. Returns its plan. Raises UsageError if its results have other properties than
-        those of the whole forward; with `exact`, also if they are computed in another way.
+    def plan(self, batch: Batch) -> StagePlan:
+        """Runs the stage on fake tensors. Returns its plan. Raises UsageError if it does not compute what the whole
+        forward does.
         """
         flow = Flow(self.fakes.mode, self.fakes.of_buffers)
         bits, tensors = self.fakes.sources(), self.fakes.tensors()
         own = {name: flow.give(tensor, bits[name]) for name, tensor in tensors.items()}
-        values = [TensorRef(call.index, leaf) for call in self.replaced for leaf in call.looks]
-        values += [TensorRef(call.index, -1 - leaf) for call in self.replaced for leaf in call.writes]
-        for call in self.replayed:
-            given = [] if call.arguments is None else call.arguments.looks()
-            values += [TensorRef(call.index, leaf) for leaf in call.looks]
-            values += [TensorRef(call.index, -1 - leaf) for leaf in given]
-        values = list(dict.fromkeys(values))
+        values = self._values()
         value_bits = {value: 2 << (len(bits) + index) for index, value in enumerate(values)}
         stubs = {value: self._stub(self.trace.look(*value)) for value in values}
         keys = {value: flow.give(stub, value_bits[value], self._identity(value)) for value, stub in stubs.items()}
+        for value in values:
+            if self.trace.look(*value).value is not None:
+                flow.keep_values(stubs[value])
         flow.is_live = self.start is None
         script = Script(
             self.root,
@@ -102,11 +101,11 @@ class StageCut:
         with explained(run), torch.enable_grad(), flow:
             output = run.forward(self.fakes.module, watched, batch)
         made = self._made(run, output, flow)
-        sources = self._check(made, value_bits)
+        sources = self._check(made, value_bits) | flow.read
         used = {value for value, bit in value_bits.items() if bit & sources}
         self._require_gradients(used, sources, value_bits, run.given)
         run.require_separate(used)
-        self._require_same(made if exact else ())
+        self._require_same(made)
         written = run.written(used)
         self._write_only(used, run)
         named = self.fakes.owners(sources)
@@ -125,9 +124,22 @@ class StageCut:
             writes,
         )
 
+    def _values(self) -> list[TensorRef]:
+        """What replaced calls returned and wrote, and what hooks see of them: the stage may need it."""
+        values = [TensorRef(call.index, leaf) for call in self.replaced for leaf in call.looks]
+        values += [TensorRef(call.index, -1 - leaf) for call in self.replaced for leaf in call.writes]
+        for call in self.replayed:
+            given = [] if call.arguments is None else call.arguments.looks()
+            values += [TensorRef(call.index, leaf) for leaf in call.looks]
+            values += [TensorRef(call.index, -1 - leaf) for leaf in given]
+        return list(dict.fromkeys(values))
+
     def _stub(self, look: Look) -> Tensor:
+        """In place of a value that the stage does not compute, with the values that the trace has, if any."""
+        reach = sum((size - 1) * step for size, step in zip(look.shape, look.stride, strict=True))
+        if look.value is not None and look.value.numel():
+            return look.value.as_strided((reach + 1,), (1,)).clone().as_strided(look.shape, look.stride)
         with self.fakes.mode, torch.enable_grad():
-            reach = sum((size - 1) * step for size, step in zip(look.shape, look.stride, strict=True))
             memory = torch.empty(reach + 1, dtype=look.dtype, device=self.fakes.device)
             memory = memory.requires_grad_() * 1 if look.requires_grad else memory
             return memory.as_strided(look.shape, look.stride)  # with the places that views have in the whole forward

@@ -175,6 +175,14 @@ class Drawing(Stack):
         return values.sum()
 
 
+class Hiding(Stack):
+    """Draws with NumPy which of its rows the blocks see."""
+
+    def forward(self, values: Tensor) -> Any:
+        hidden = torch.tensor(np.random.rand(len(values)) < 0.5)
+        return super().forward(values.masked_fill(hidden[:, None], 0.0))
+
+
 class Converting(nn.Module):
     """Has parameters of its own converted."""
 
@@ -195,6 +203,27 @@ class Choosing(Stack):
             if values.square().sum() > 0:
                 values = block(values)
         return values.sum()
+
+
+class Counting(Stack):
+    """A block counts values that depend on parameters, and the forward branches on the count after all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = Counter()
+
+    def forward(self, values: Tensor) -> Any:
+        values, count = self.count(values)
+        loss = super().forward(values)
+        return 3 * loss if count > 0 else loss
+
+
+class Counter(Block):
+    """Also returns how many of its results are positive, which planning can only guess."""
+
+    def forward(self, values: Tensor) -> Any:
+        values = super().forward(values)
+        return values, torch.tensor(len((values > 0).nonzero()))
 
 
 class Tapped(Stack):
@@ -270,12 +299,13 @@ MODULES: dict[str, Any] = {
     "writing": Writing,
     "cached": lambda: Stack(Cached),
     "masked": Masked,
+    "counting": Counting,
     "tapped": Tapped,
     "stepped": Stepped,
 }
 
 
-@pytest.mark.some(9)
+@pytest.mark.some(len(MODULES))
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("name", MODULES)
 def test_stages_compute_what_the_module_does(name: str, stages: int) -> None:
@@ -320,6 +350,11 @@ def test_a_module_that_is_planned_in_evaluation_can_be_trained() -> None:
     first = ModuleStage(module, 0, planner, plan, CPU)
     evaluated = first(values=rows())
     assert not torch.allclose(first.train()(values=rows()), evaluated)
+
+
+def test_a_stage_may_draw_another_mask_than_the_trace_did() -> None:
+    plan = Planner(seeded(Hiding().double(), 0), 2).plan({"values": rows()})
+    assert [len(stage.receives) for stage in plan.stages] == [0, 1]
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
