@@ -108,8 +108,7 @@ class AskedLoss(nn.Module):
             return Weighing(adds=True)
         if self._function not in (functional.cross_entropy, functional.nll_loss):
             return None
-        counted = Weighing(self._rest.get("ignore_index", -100), classes=self._rest.get("weight"))
-        return lambda labels: counted(labels["target"])
+        return Weighing(self._rest.get("ignore_index", -100), classes=self._rest.get("weight"), leaf=0)
 
 
 class LazyOutput:

@@ -11,7 +11,7 @@ from torch import nn
 
 from pipeflow.accelerate.model import PreparedModel, Settings, samples_of
 from pipeflow.core.errors import UsageError
-from pipeflow.lightning.metrics import among_replicas, call_again
+from pipeflow.lightning.metrics import call_again
 from pipeflow.lightning.results import Results
 from pipeflow.lightning.step import TRAINING, Running, stepping
 from pipeflow.parallel.context import Context
@@ -37,7 +37,6 @@ class StepModel(PreparedModel):
     def __init__(self, module: Any, settings: Settings, context: Context, trainer: Any) -> None:
         super().__init__(module, settings, context)
         vars(self)["whole"] = module
-        among_replicas(module, context)
         self.running = Running(trainer)
         self._modes: list[bool] = []
         self.results: Results | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -62,7 +62,8 @@ class Results:
         known = self._known[method]
         with pipeline.alarm.raised_everywhere():
             shared = self._shared(_without_loss(outputs), known, len(batch.sizes))
-        parts = cache(lambda: batch.split(entries["labels"]))
+        on_host = replace(batch, device=torch.device("cpu"), leaves=[])  # one copy, where labels are on a GPU
+        parts = cache(lambda: on_host.split(entries["labels"]))
 
         def merged(path: str, leaf: Any) -> Any:
             weigh = known.weighings.get(path)
@@ -109,11 +110,13 @@ class Results:
             is_known = [keystr(path) for path, _ in leaves] == [*known.weighings]
             mine[0] = 1.0 if is_known else 2.0
             if is_known and leaves:
-                mine[1:] = torch.stack([leaf.double() for _, leaf in leaves]).flatten().tolist()
-        rows = all_gather(transport, mine)
-        if any(row[0] == 2.0 for row in rows):
+                mine[1:] = (
+                    torch.stack([leaf.to(transport.device, torch.float64) for _, leaf in leaves]).flatten().tolist()
+                )
+        told = all_gather(transport, mine)
+        if any(row[0] == 2.0 for row in told):
             return shared_outputs(outputs, self._pipeline.context)
-        row = next(row for row in rows if row[0])
+        row = next(row for row in told if row[0])
         numbers = torch.tensor(row[1:], device=transport.device).view(many, microbatches)
         return tree_unflatten([*numbers], known.spec)
 

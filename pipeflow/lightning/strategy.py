@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipeflow.accelerate.model import Settings
 from pipeflow.core.errors import UsageError
+from pipeflow.lightning.metrics import among_replicas
 from pipeflow.lightning.model import StepModel
 from pipeflow.lightning.refusals import mixed_of, require_callbacks, require_one, require_possible, require_precision
 from pipeflow.lightning.saving import SavingStrategy
@@ -67,6 +68,7 @@ class PipelineStrategy(World, SavingStrategy):
         if self._prepared is None or self._prepared.whole is not module:
             self._prepared = StepModel(module, self._settings(trainer), self._context, trainer)
         self._prepared.running.trainer = trainer
+        among_replicas(module, self._context)  # each time: Lightning leaves metrics on the CPU when a run ends
         if trainer.state.fn == TrainerFn.FITTING:
             require_callbacks(trainer.callbacks)
             self.setup_optimizers(trainer)

@@ -11,21 +11,21 @@ from pipeflow.core.errors import UsageError
 
 
 def place(module: nn.Module, device: torch.device) -> None:
-    """Moves `module` from the CPU to `device`. A module with tensors on the meta device is left unchanged; call
-    `to_empty` on it first.
+    """Moves `module` from the CPU to `device`. Tensors on the meta device stay there; call `to_empty` on them first.
 
     Raises UsageError if a tensor is on another device.
     """
+    meta = torch.device("meta")
     found = {tensor.device for _, tensor in _tensors(module)} - {_exactly(device)}
-    if torch.device("meta") in found:
-        return
     for name, tensor in _tensors(module):
-        if tensor.device in found - {torch.device("cpu")}:
+        if tensor.device in found - {torch.device("cpu"), meta}:
             raise UsageError(
                 f"{name} is on {tensor.device}, but this rank computes on {device}: move it there, or pass "
                 "launch(device=...)"
             )
-    if found:
+    if meta in found:
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    elif found:
         module.to(device)
 
 
