@@ -4,7 +4,7 @@ PY := .venv/bin/python
 # Where bytecode is not written, each process of the tests compiles pipeflow and the tests anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-hybrid demo-vit demo-huggingface lab test quick matrices test-all drill wheel-test fuzz check bench stubs gallery others pictures docs clean
+.PHONY: demo demo-hybrid demo-vit demo-huggingface lab test quick matrices test-all drill wheel-test fuzz check bench stubs gallery trl others pictures docs clean
 .DELETE_ON_ERROR:
 
 .venv/installed: pyproject.toml constraints.txt
@@ -78,6 +78,14 @@ gallery: .venv/installed        ## write docs/schedules.md, its figures and thos
 	$(PY) docs/gallery.py
 	$(PY) docs/figures.py
 	$(PY) docs/tried.py
+
+TRL := build/trl
+$(TRL)/installed: tests/huggingface/requirements.txt .venv/installed
+	$(PY) -m pip install --quiet --no-deps --upgrade --target $(TRL) -r $<
+	touch $@
+
+trl: $(TRL)/installed           ## test the trainers of TRL, which take 270 MB beside the environment
+	PYTHONPATH=.:$(TRL) OMP_NUM_THREADS=1 $(PY) -m pytest $(SPREAD) tests/huggingface/test_trl.py $(ARGS)
 
 OTHERS := build/others
 $(OTHERS)/installed: tests/stages/others/requirements.txt .venv/installed

@@ -1,4 +1,4 @@
-"""Trainers of TRL that train a Pipeline as one process does. They are skipped where TRL is not installed."""
+"""Trainers of TRL that train a Pipeline as one process does. Where TRL is missing, they are skipped: see `make trl`."""
 
 from __future__ import annotations
 
