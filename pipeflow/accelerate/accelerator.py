@@ -6,10 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, ProfileKwargs
+from accelerate.utils.constants import PROFILE_PATTERN_NAME
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -125,8 +128,8 @@ class Accelerator(SavingAccelerator):
             )
         if self._model is not None:
             raise UsageError(
-                "an Accelerator of a pipeline prepares one model: pass the module that is trained, and call further "
-                "models without preparing them"
+                "an Accelerator of a pipeline prepares one model: pass the module that is trained, call further models "
+                "without preparing them, and call accelerator.free_memory() before another training"
             )
         self._model = PreparedModel(model, self._settings, self._context)
         self._models.append(self._model)
@@ -199,6 +202,23 @@ class Accelerator(SavingAccelerator):
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Pads tensors to the length of the longest among all replicas."""
         return utils.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Like accelerate's `free_memory`: forgets what was prepared, after which another model can be prepared."""
+        self._model = None
+        return super().free_memory(*objects)
+
+    @contextmanager
+    def profile(self, profile_handler: Any = None) -> Iterator[Any]:
+        """Profiles the `with` block, like accelerate's `profile`. Each rank writes its trace, `profile_<rank>.json`."""
+        handler = profile_handler or self.profile_handler or ProfileKwargs()
+        with super().profile(replace(handler, output_trace_dir=None)) as profiler:
+            yield profiler
+        if handler.output_trace_dir is not None:
+            folder = Path(handler.output_trace_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(folder / PROFILE_PATTERN_NAME.format(suffix=self._context.rank)))
+            self.wait_for_everyone()
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:

@@ -155,3 +155,27 @@ def train_images(which: str, folder: Path | None = None, load: bool = False) -> 
             with pytest.raises(UsageError, match="a part of the weights only"):
                 accelerator.get_state_dict(model)
     return seen
+
+
+def train_folds(which: str, folder: Path) -> list[float]:
+    """What cross_validation and profiler do: losses of two models, one after the other. Each rank writes its trace."""
+    from accelerate.utils import ProfileKwargs
+
+    accelerator = accelerator_of(which, kwargs_handlers=[ProfileKwargs(output_trace_dir=str(folder))])
+    torch.manual_seed(3)
+    seen: list[float] = []
+    for _ in range(2):
+        model: Any = Images()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=3e-2)
+        loader: Any = DataLoader(make_images(), batch_size=BATCH, shuffle=True)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        with accelerator.profile() as profiler:
+            for images, labels in loader:
+                loss = nn.functional.cross_entropy(model(images), labels)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(loss.item())
+        assert profiler.key_averages()
+        accelerator.free_memory()
+    return seen

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeflow.testing import run_processes
-from tests.accelerate.loops import BATCH, accelerator_of, make_llama, make_words, train_images, train_texts
+from tests.accelerate.loops import BATCH, accelerator_of, make_llama, make_words, train_folds, train_images, train_texts
 
 pytest.importorskip("accelerate", reason="not installed", exc_type=ImportError)
 pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
@@ -64,3 +64,9 @@ def evaluated(which: str) -> list[float]:
         outputs = model(**make_words())
     assert (outputs.past_key_values is None) == (which == "pipeflow")
     return [float(outputs.loss)]
+
+
+def test_two_models_train_one_after_the_other_and_each_rank_is_profiled(tmp_path: Path) -> None:
+    expected = train_folds("accelerate", tmp_path / "alone")
+    require_same(run_processes(train_folds, 2, "pipeflow", tmp_path / "ranks", deadline=200.0), expected)
+    assert sorted(each.name for each in (tmp_path / "ranks").iterdir()) == ["profile_0.json", "profile_1.json"]
