@@ -14,7 +14,7 @@ from pipeflow.core.cost import CostModel, require_factors
 from pipeflow.core.dataflow import COPIES, DATAFLOW, Stream
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.route import routes_among
-from pipeflow.core.schedule import Schedule
+from pipeflow.core.schedule import Schedule, require_schedule
 from pipeflow.core.span import Row
 from pipeflow.core.timeline import Timeline
 
@@ -43,6 +43,7 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
     Raises ScheduleError if the schedule cannot run to its end (`verify` says why), and UsageError for costs with
     another number of stages or microbatches.
     """
+    require_schedule(schedule)
     return simulate_shared(schedule, CostModel.even(schedule.placement) if cost is None else cost, inf)
 
 

@@ -12,11 +12,19 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from pipeflow.core.errors import UsageError
 from pipeflow.core.files import replacing
 
 _PROCESS = secrets.token_hex(4)  # a process id may be used again later
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.((?P<sequence>\d+)-(?P<process>\w+)-\w+\.(writing|completing)|previous)")
 _FAILED = "failed"
+
+
+def path_of(path: object) -> Path:
+    """The path of a checkpoint. Raises UsageError for anything else, such as a model."""
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"the path of a checkpoint comes first, got {type(path).__name__}: pass path, then model")
+    return Path(path)
 
 
 def temporary_for(path: Path, sequence: int) -> Path:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from pipeflow.checkpoint import state
+from pipeflow.checkpoint.folders import path_of
 from pipeflow.checkpoint.manifest import Manifest, find, verified
 from pipeflow.checkpoint.pieces import Names, Piece, context_of, local_tensors, require_same_model, whole_model
 from pipeflow.checkpoint.storage import CheckpointStorage, fill
@@ -67,9 +67,9 @@ def load_checkpoint(
     Raises UsageError if the path is not a checkpoint, or if the checkpoint is damaged, of another model or of a newer
     format. The rank that noticed it raises UsageError, and the others raise PipelineError.
     """
-    context = context_of(model)
+    path, context = path_of(path), context_of(model)
     with context.alarm.raised_everywhere():
-        folder = find(Path(path))
+        folder = find(path)
         manifests: list[Manifest] = []
         Task(context, lambda: manifests.append(verified(folder, context.rank, context.world_size))).wait()
         storage = CheckpointStorage(folder, manifests[0])

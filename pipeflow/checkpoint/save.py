@@ -121,7 +121,7 @@ def save_checkpoint(
         raise UsageError(f"keep must be at least 1 (the checkpoint being saved), got {keep}")
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
         raise UsageError(f"step must be a whole number (of steps that the run has taken), got {step!r}")
-    context = context_of(model)
+    path, context = folders.path_of(path), context_of(model)
     with context.alarm.raised_everywhere():
         tensors = local_tensors(model, context, names)
         rates = None if scheduler is None else scheduler.state_dict()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import sys
 from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -33,8 +34,17 @@ class Parser(argparse.ArgumentParser):
         found, extra = self.parse_known_args(args, namespace)
         if extra:
             near = closest(extra[0].partition("=")[0], list(self._known_options()), cutoff=0.75)
-            self.error(f"unrecognized arguments: {' '.join(extra)}{f'; did you mean {near}?' if near else ''}")
+            self._asked(args).error(
+                f"unrecognized arguments: {' '.join(extra)}{f'; did you mean {near}?' if near else ''}"
+            )
         return found
+
+    def _asked(self, args: Any) -> Parser:
+        """The parser of the command that the arguments begin with, else this one."""
+        commands = next((each for each in self._actions if isinstance(each, argparse._SubParsersAction)), None)
+        first = next(iter(sys.argv[1:] if args is None else args), "")
+        parser: Parser = self if commands is None else commands.choices.get(first, self)
+        return parser
 
     def _known_options(self) -> Iterator[str]:
         """The options of this parser and of its commands."""

@@ -203,3 +203,11 @@ def _parse_line(line: str, number: int, rank: int) -> tuple[Entry, ...]:
             except UsageError as error:
                 raise ScheduleError(f"line {number} (rank {rank}), cell {column}: {error}") from None
     return tuple(entries)
+
+
+def require_schedule(schedule: object) -> None:
+    """Raises UsageError for anything that is no Schedule, such as its name."""
+    if not isinstance(schedule, Schedule):
+        raise UsageError(
+            f"schedule must be a pipeflow.Schedule, got {type(schedule).__name__}: make_schedule({schedule!r}, ...)"
+        )

@@ -8,7 +8,7 @@ from math import isfinite
 import torch
 
 from pipeflow.core.errors import UsageError
-from pipeflow.core.schedule import Schedule
+from pipeflow.core.schedule import Schedule, require_schedule
 from pipeflow.runtime.call import StepCall
 from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.runtime.step import Output
@@ -61,10 +61,8 @@ def execute_pipeline(
         raise UsageError(f"execute_pipeline runs a pipeflow.Pipeline, got {type(model).__name__}")
     if not forward_only and not torch.is_grad_enabled():
         raise UsageError("gradients are disabled here: pass forward_only=True to evaluate")
-    if not isinstance(schedule, Schedule | None):
-        raise UsageError(
-            f"schedule must be a pipeflow.Schedule, got {type(schedule).__name__}: make_schedule({schedule!r}, ...)"
-        )
+    if schedule is not None:
+        require_schedule(schedule)
     if not isfinite(gradient_scale):
         raise UsageError(f"gradient_scale must be a finite number, got {gradient_scale}")
     schedule = model.schedule if schedule is None else schedule

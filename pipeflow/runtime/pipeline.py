@@ -16,7 +16,7 @@ from pipeflow.analysis.simulation import require_costs
 from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
-from pipeflow.core.schedule import Schedule
+from pipeflow.core.schedule import Schedule, require_schedule
 from pipeflow.deferral.products import Deferral
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.transport.agreement import all_gather_object, told_alike
@@ -122,6 +122,7 @@ class Pipeline(nn.Module):
         cost: CostModel | None = None,
         routes: Sequence[tuple[int, int]] | None = None,
     ) -> None:
+        require_schedule(schedule)
         super().__init__()
         self.context = context = current_context()
         self.chunks = chunks if isinstance(chunks, nn.ModuleList) else nn.ModuleList([chunks])
@@ -234,6 +235,7 @@ class Pipeline(nn.Module):
         for fewer blocks than stages, and for an example that cannot be split. With tensor ranks, it raises it for a
         rule of your own that matches nothing, and for a tensor size that does not divide the heads or a width.
         """
+        require_schedule(schedule)
         context = current_context()
         with context.alarm.raised_everywhere():
             context.alarm.expect_slow()

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence, Set
 from pipeflow.analysis.memory_cap import MemoryCap
 from pipeflow.core.action import Action, Kind, actions_of
 from pipeflow.core.dataflow import DATAFLOW, SEVERAL
-from pipeflow.core.schedule import Schedule
+from pipeflow.core.schedule import Schedule, require_schedule
 from pipeflow.core.violation import Violation
 from pipeflow.soundness.cycles import Place
 from pipeflow.soundness.joint import wrong_joint
@@ -49,6 +49,7 @@ def verify(
     Raises UsageError if `memory_cap` is not positive, or if it has several numbers but not one per rank. Also raises it
     for another number of factors than microbatches.
     """
+    require_schedule(schedule)
     ran: Ran = {}
     for rank, row in enumerate(schedule.rows):
         for position, entry in enumerate(row):

@@ -7,6 +7,7 @@ import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -210,6 +211,12 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path / "nowhere") is None
     with pytest.raises(UsageError, match="keep must be at least 1"):
         save_checkpoint(tmp_path / "step-6", model(), keep=0)
+
+
+@pytest.mark.parametrize("function", [save_checkpoint, load_checkpoint])
+def test_the_path_comes_before_the_model(function: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="the path of a checkpoint comes first, got Sequential"):
+        function(model(), tmp_path)
 
 
 def test_a_checkpoint_can_be_replaced(tmp_path: Path) -> None:

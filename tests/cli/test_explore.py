@@ -95,7 +95,7 @@ def test_a_link_brings_the_readers_own_schedule() -> None:
         ("--port 65536", "port 65536 cannot be used: ports are from 0 to 65535"),
         ("--forward nan", "argument --forward: it must be finite"),
         ("--costs x.json", "unrecognized arguments: --costs"),
-        ("--forward-only", "unrecognized arguments: --forward-only"),
+        ("--forward-only", "did you mean --forward? (see pipeflow explore --help)"),
     ],
 )
 def test_what_the_page_cannot_show_is_one_clear_error(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import cycle, islice
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from pipeflow import (
+    Pipeline,
     PipelineError,
     Placement,
     Schedule,
@@ -16,6 +19,7 @@ from pipeflow import (
     UsageError,
     execute_pipeline,
     make_schedule,
+    simulate,
     verify,
 )
 from pipeflow.parallel.context import current_context
@@ -118,6 +122,20 @@ WRONG = [
     (elsewhere, UsageError, r"schedule 'interleaved-1f1b' has another placement than this Pipeline's stages"),
     (lambda: "1f1b", UsageError, r"schedule must be a pipeflow.Schedule, got str: make_schedule\('1f1b', \.\.\.\)"),
 ]
+
+
+TAKING: list[Callable[[Any], object]] = [
+    verify,
+    simulate,
+    lambda schedule: Pipeline(nn.Linear(1, 1), schedule),
+    lambda schedule: Pipeline.from_module(nn.Linear(1, 1), schedule, example=None),
+]
+
+
+@pytest.mark.parametrize("which", range(len(TAKING)))
+def test_the_name_of_a_schedule_is_no_schedule(which: int) -> None:
+    with pytest.raises(UsageError, match=WRONG[-1][2]):
+        TAKING[which]("1f1b")
 
 
 def run_wrong(which: int) -> None:
