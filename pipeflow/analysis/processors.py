@@ -121,7 +121,7 @@ class SharedClock:
         return left
 
     def _lane(self, rank: int, stream: Stream) -> tuple[int, Stream]:
-        """What a rank occupies while an action runs on a stream."""
+        """The resource that a rank occupies while an action runs on a stream."""
         return (self._link.get(rank, rank) if stream in COPIES else rank), stream
 
     def _start_beside(self) -> None:

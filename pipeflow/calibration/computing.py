@@ -74,7 +74,7 @@ class Sized(NamedTuple):
 
 
 def _kept(precision: str) -> Precision:
-    """What is kept where products are computed in `precision`."""
+    """The precision in which numbers are stored if products are computed in `precision`."""
     return PRECISIONS["float32" if precision == "tf32" else precision]
 
 

@@ -69,7 +69,7 @@ class Piece:
         return self._cut(dim, 0, min(self.shape[dim], split.size - start), start, shape)
 
     def _cut(self, dim: int, begin: int, length: int, start: int, shape: Sequence[int]) -> Piece:
-        """What this piece has of `length` entries from `begin` on along `dim`, which are at `start` in the whole."""
+        """The part of this piece in `length` entries along `dim` from `begin` on, the whole's from `start` on."""
         here, held = self.offset[dim], self.tensor.shape[dim]
         first, end = (min(max(place, here), here + held) for place in (begin, begin + length))
         offset = list(self.offset)

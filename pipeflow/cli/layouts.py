@@ -141,7 +141,7 @@ def _wanted(arguments: argparse.Namespace, model: Model) -> Wanted:
 
 
 def _kept(arguments: argparse.Namespace) -> Setup:
-    """What all layouts have in common."""
+    """The settings that all layouts share."""
     names = [each.name for each in fields(Setup) if each.name not in {*FIXED, *REFUSED, "precision"}]
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     engine = arguments.engine or arguments.library

@@ -89,7 +89,7 @@ def run_plans(names: list[str], svg: str | None) -> int:
 
 
 def _layouts(first: SavedPlan, second: SavedPlan) -> Iterator[Table]:
-    """What is planned, with what differs."""
+    """The two layouts in a table, with their differences."""
     from pipeflow.draw import Table
 
     names = [name for name in ("devices", "schedule", *SIZES, "microbatches") if name in first.words | second.words]

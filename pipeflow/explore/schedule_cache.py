@@ -59,7 +59,7 @@ def measures(state: State, name: str, candidates: int | None = None) -> Measures
 
 
 def _key(state: State, name: str, candidates: int | None) -> Hashable:
-    """What the schedule `name` depends on."""
+    """The fields on which the schedule `name` depends."""
     added = state.gathers, state.reduces, state.steps
     if name == CUSTOM:
         return name, added, state.rows, state.placement, state.rows_microbatches

@@ -123,7 +123,7 @@ def _may_gain(problem: Problem, cost: CostModel, schedule: Schedule) -> bool:
 
 @dataclass(slots=True)
 class _Effort:
-    """What may still be tried, and from which objective on nothing need be."""
+    """The limits of a search: its time, its candidates, and an objective that is good enough."""
 
     deadline: float
     candidates: float

@@ -86,5 +86,5 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
 
 
 def engine_named(name: str | None) -> Engine:
-    """What an engine of ENGINES keeps; nothing of its own without a name."""
+    """The entry of ENGINES with this name; without a name, an engine that keeps nothing of its own."""
     return Engine() if name is None else ENGINES[name]

@@ -39,7 +39,7 @@ class Kept(NamedTuple):
 
 
 def layer_values(model: Transformer, setup: Setup) -> Kept:
-    """What a layer keeps: (4 + 2r) h/t numbers. A backward needs query, key and value, the input of attention's output
+    """A layer keeps (4 + 2r) h/t numbers. A backward needs query, key and value, the input of attention's output
     linear, the output of the wide linears, and the input of the output linear after them. Every rank has at least one
     head of key and value. A gated MLP counts as fused: its activation is recomputed. Latent attention makes a key and a
     value for every head, from latent vectors that are whole on every tensor rank.
@@ -77,7 +77,7 @@ def op_values(model: Transformer, setup: Setup) -> Kept:
 
 
 def mlp_values(model: Transformer, count: int, tensor: int) -> Kept:
-    """What so many MLPs keep that get all tokens."""
+    """The numbers that `count` MLPs keep if each gets all tokens."""
     wide = count * model.wide
     return Kept(wide * (2 if model.gated else 1) // tensor, wide // tensor)
 

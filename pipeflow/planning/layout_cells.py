@@ -30,7 +30,7 @@ class Cell(NamedTuple):
 
     @property
     def rung(self) -> tuple[Any, int]:
-        """What it does to save memory."""
+        """How it saves memory: its recomputation and its ZeRO stage."""
         return self.setup.checkpoint, self.setup.zero
 
     def on(self, wanted: Wanted, rung: tuple[Any, int]) -> Cell:

@@ -67,7 +67,7 @@ class Family:
 
     @property
     def kept(self) -> Kept:
-        """What stays of it under any costs."""
+        """The parts that are the same under any costs."""
         return self.name, self.placement
 
     @property

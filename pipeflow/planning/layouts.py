@@ -172,7 +172,7 @@ def plainest(ranked: Iterable[Timed]) -> Timed:
 
 
 def plainness(layout: Layout) -> tuple[int, ...]:
-    """What a layout needs, to compare ties: fewer tensor ranks, then fewer pipeline ranks, context ranks and expert
+    """A sort key for equally fast layouts: fewer tensor ranks, then fewer pipeline ranks, context ranks and expert
     ranks, then less recomputation and less that is divided.
     """
     again = RECOMPUTATION.index(layout.checkpoint)

@@ -26,7 +26,7 @@ def uncounted(model: Transformer, cluster: Cluster | None) -> tuple[str, ...]:
 
 
 def unpriced(model: Transformer, setup: Setup) -> tuple[str, ...]:
-    """What of a model's and a layout's own physics no time has, each in one line. Empty if all of it is in."""
+    """Costs of a model and a layout that no time includes, each in one line. Empty if all are included."""
     is_mixture = model.experts > 1
     found = {
         WHOLE_EXPERTS: is_mixture and setup.expert == 1 and setup.tensor * setup.replicas > 1,

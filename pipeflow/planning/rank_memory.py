@@ -26,7 +26,7 @@ from pipeflow.planning.transformer_costs import (
 )
 
 ALLOCATOR = 0.04
-"""What torch's caching allocator takes from the device beyond what it hands out, as a share of that: the median of 11
+"""Memory that torch's caching allocator holds but does not hand out, as a share of what it hands out: the median of 11
 logs of Megatron-LM jobs that print both, at peaks of 41 to 136 GB (0.8 % to 14 %; benchmarks/data has them).
 """
 

@@ -41,7 +41,7 @@ class Seconds(NamedTuple):
 
 
 KINDS = ("products", "attention", "elementwise", "recomputation", "launches", "context", "experts", "tensor")
-"""What the time of a stage's actions consists of. A breakdown frees one after the other, from the last to the first."""
+"""The parts of the time of a stage's actions. A breakdown frees one after the other, from the last to the first."""
 
 FROZEN = "weight gradients"
 """In `Rates.free` where weights do not learn."""

@@ -170,8 +170,8 @@ class Sharding:
         return hidden(computed, communicated, self.rates.efficiency.contention) - computed
 
     def _rest(self, communicated: float, layers: int, computed: float) -> float:
-        """What is not hidden of a stage's collectives beside the computations of its layers, which take `computed`
-        each. Those of one layer are not hidden.
+        """Seconds of a stage's collectives that are not hidden by the computations of its layers, which take `computed`
+        each. Collectives of one layer are never hidden.
         """
         others = max(0, layers - 1) if self.alone else 0
         each = communicated / (others + 1)

@@ -93,7 +93,7 @@ class StepPlan:
 
     @property
     def device_bytes(self) -> float:
-        """What the fullest device has to have room for: its `least_bytes` and `outside_bytes`."""
+        """Bytes that the fullest device needs: its `least_bytes` and `outside_bytes`."""
         return max(rank.least_bytes for rank in self.ranks) + self.outside_bytes
 
     @property
@@ -308,7 +308,7 @@ class Plan(StepPlan):
 
 
 def _further(setup: Setup) -> Iterator[str]:
-    """What single modules and layers have."""
+    """Settings of single modules and layers, in words."""
     if setup.recompute_modules:
         yield f"{' and '.join(setup.recompute_modules)} recomputed"
     if setup.checkpoint_layers is not None:

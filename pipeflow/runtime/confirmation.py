@@ -37,7 +37,7 @@ class Stepper(Protocol):
         """Steps the weights of a stage, whose gradients are complete."""
 
     def norms(self) -> Tensor:
-        """What other ranks must know of this rank's gradients to confirm the step: two numbers, float64."""
+        """Two numbers, float64, of this rank's gradients that other ranks need to confirm the step."""
 
     def judge(self, norms: Tensor) -> bool:
         """Confirms the step, given the `norms` of every rank, [ranks, 2]. Returns False if forwards since then ran with
@@ -65,7 +65,7 @@ class Taken:
 
     @property
     def told(self) -> AgreementRow:
-        """What this rank tells the others."""
+        """The row that this rank sends to the others."""
         counted, elsewhere = self._norms.tolist()
         return self._told._replace(counted=counted, elsewhere=elsewhere)
 
@@ -75,7 +75,7 @@ class Taken:
             self._gathering = Gathering(self._context.world, self.told)
 
     def rows(self) -> list[AgreementRow]:
-        """What every rank told, when all ranks have ended the step. Raises LinkError."""
+        """The rows of all ranks, once all have ended the step. Raises LinkError."""
         self.tell()
         assert self._gathering is not None
         return [AgreementRow(*row) for row in self._gathering.end()]

@@ -62,7 +62,7 @@ class Parts:
 
 
 def aligned(entries: Sequence[Any]) -> object:
-    """What all microbatches have, as `Parts`: per name, if it is a dict of the same names; None if all are None."""
+    """Entries of all microbatches, as `Parts`: per name, if it is a dict of the same names; None if all are None."""
     if isinstance(entries[0], dict):
         return {name: Parts([each[name] for each in entries]) for name in entries[0]}
     return None if all(each is None for each in entries) else Parts(list(entries))

@@ -103,7 +103,7 @@ def agree(
 
 
 def told_alone(told: AgreementRow, results: Results) -> Agreed:
-    """What a rank knows at the end of a step without the other ranks: the loss, on the rank that has the last stage.
+    """The end of a step as this rank knows it without the others: with the loss on the rank that has the last stage.
     Raises UsageError if nothing in the batch counts.
     """
     if results.weights:

@@ -49,7 +49,7 @@ class Constant(NamedTuple):
 
 Term = Mean | Sum | Constant
 Terms = tuple[Term, ...] | None
-"""What a loss is the sum of; None if it is anything else."""
+"""The terms whose sum is a loss; None if it is no such sum."""
 
 
 @dataclass(slots=True, eq=False)

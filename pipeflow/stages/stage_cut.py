@@ -125,7 +125,7 @@ class StageCut:
         )
 
     def _values(self) -> list[TensorRef]:
-        """What replaced calls returned and wrote, and what hooks see of them: the stage may need it."""
+        """The tensors that the stage may need: results and writes of replaced calls, and what hooks see of them."""
         values = [TensorRef(call.index, leaf) for call in self.replaced for leaf in call.looks]
         values += [TensorRef(call.index, -1 - leaf) for call in self.replaced for leaf in call.writes]
         for call in self.replayed:

@@ -88,7 +88,7 @@ def _require_no_graphs(found: RuleMatches) -> None:
 
 
 def _notes(parameter: nn.Parameter) -> dict[str, Any]:
-    """What is noted at the node of autograd that adds up the parameter's gradient."""
+    """The notes at the node of autograd that adds up the parameter's gradient."""
     node: Any = get_gradient_edge(parameter).node
     notes: dict[str, Any] = node.metadata
     return notes

@@ -36,7 +36,7 @@ class Trial:
 
 
 UNKNOWN = Trial(is_elementwise=False, is_separate=True, alike=frozenset())
-"""What is assumed of an optimizer that cannot be tried: stepping each weight whole is then as good as possible."""
+"""Assumed of an optimizer that cannot be tried: stepping each weight whole is then as good as possible."""
 
 
 def plain_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:

@@ -116,7 +116,7 @@ class _Reader:
                 yield event
 
     def head(self) -> dict[str, Any]:
-        """What stands beside the events in the file; what of it can be read."""
+        """The fields of the file beside its events, as far as they can be read."""
         found: dict[str, Any] = {}
         for part in (self._head.rstrip().rstrip(",") + "}", "{" + self._tail.lstrip().lstrip(",")):
             try:

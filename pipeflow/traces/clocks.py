@@ -55,7 +55,7 @@ def _shortest(steps: Sequence[Step], num_stages: int) -> dict[tuple[int, int], f
 
 
 def _makers(action: Action, num_stages: int) -> Iterator[Key]:
-    """What may make the values that an action gets from other stages."""
+    """The actions that may make the values that an action gets from other stages."""
     for value in needs(action, num_stages):
         if value.stage != action.stage:
             kinds = (Kind.F,) if action.kind is Kind.F else (Kind.B, Kind.I)

@@ -35,7 +35,7 @@ class Finding(NamedTuple):
 
 
 def findings(timeline: Timeline, idle: Sequence[Idle]) -> list[Finding]:
-    """What stands out, the most expensive first; what costs less than 2 % of the step is left out."""
+    """The causes of lost time, the most expensive first. Those that cost less than 2 % of the step are left out."""
     usual = Usual(timeline)
     found = [*_stragglers(timeline, usual), *_slow_stages(timeline, usual), *_slow_links(idle), *_host_stalls(idle)]
     least = LEAST * timeline.makespan

@@ -66,7 +66,7 @@ def _pauses(row: Sequence[Cause]) -> Iterator[tuple[float, Cause]]:
 
 
 def _maker(cause: Cause) -> Span | None:
-    """What made the value that an action waited for, on another rank."""
+    """The span on another rank that made the value that an action waited for; None if there is none."""
     return cause.after if cause.value is not None and cause.after and cause.after.rank != cause.span.rank else None
 
 
@@ -159,7 +159,7 @@ class _Waits:
         return maker.end + LATE * self._transfers.get((maker.rank, rank), 0.0)
 
     def _extra(self, span: Span) -> tuple[str, float]:
-        """What a span took longer, and why."""
+        """The reason why a span took longer than usual, and by how much."""
         if late := self._usual.late(span):
             return "straggler", late
         slow = self._usual.slow_stages.get(span.action.stage)

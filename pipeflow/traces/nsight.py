@@ -64,7 +64,7 @@ def _kernels(connection: sqlite3.Connection) -> str:
 
 
 def _process(connection: sqlite3.Connection, table: str, column: str) -> str:
-    """What gives the number of the process in a query; 0 if the table does not say it."""
+    """SQL for the number of the process; 0 if the table does not have it."""
     columns = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
     return f"{column} / {PROCESS}" if column.split(".")[1] in columns else "0"
 

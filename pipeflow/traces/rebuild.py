@@ -26,7 +26,7 @@ HOW_TO = "record a step with torch.profiler on every rank and export_chrome_trac
 
 
 class Rebuilt(NamedTuple):
-    """What traces show.
+    """A step rebuilt from traces.
 
     Attributes:
         steps: a timeline per step, in seconds from the start of the step.

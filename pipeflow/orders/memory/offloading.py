@@ -76,7 +76,7 @@ USERS = frozenset(kind for kind, flow in DATAFLOW.items() if (Content.SAVED, 0) 
 
 
 class Stay(NamedTuple):
-    """What a forward saved, from its end to the start of its first use."""
+    """The time for which a rank keeps what a forward saved: from its end to the start of its first use."""
 
     start: float
     end: float

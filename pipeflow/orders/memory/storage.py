@@ -23,8 +23,8 @@ Place = tuple[int, int]  # stage and microbatch
 
 
 class Amounts(NamedTuple):
-    """What a rank keeps of a microbatch on a stage: from a forward on, between the halves of a backward, and from a
-    forward on that is computed again.
+    """The amounts that a rank keeps of a microbatch on a stage: from a forward on, between the halves of a backward,
+    and from a forward on that is computed again.
     """
 
     saved: float
@@ -61,7 +61,7 @@ class Storage:
     recomputes: bool
 
     def kept(self, place: Place) -> Amounts:
-        """What a rank keeps of one microbatch on a stage."""
+        """The amounts that a rank keeps of one microbatch on a stage."""
         found, factors = self.amounts[place[0]], self.problem.factors
         return Amounts(*(factors[place[1]] * each for each in found)) if factors else found
 

@@ -78,7 +78,7 @@ class _Row:
         return found[::-1]
 
     def _before(self, following: Mapping[int, int]) -> Iterator[Action]:
-        """What comes before a computation."""
+        """The unshards and reshards before a computation."""
         distances = [*following.values()]
         last = distances[min(self.most, len(distances)) - 1] if distances else 0
         wanted = [stage for stage, distance in following.items() if distance <= last]
