@@ -63,7 +63,7 @@ def _least(chosen: Sequence[Row], near: Near, turns: int = TURNS) -> Array:
         near = near if turn == 0 else Near.of(chosen, near.point)
         step = near.solved() - near.point
         while np.abs(step).max() > STEP / 4:
-            there = near.at(near.point + step, _errors(chosen, near.point + step))
+            there = near.at(near.point + step, errors_at(chosen, near.point + step))
             if there.cost < near.cost:
                 break
             step /= 2
@@ -109,9 +109,9 @@ class Near:
     @classmethod
     def of(cls, rows: Sequence[Row], point: Array) -> Near:
         """Of these rows, as the planner predicts them."""
-        errors = _errors(rows, point)
+        errors = errors_at(rows, point)
         axes = STEP * np.eye(len(NAMES))
-        slopes = np.stack([(_errors(rows, point + axis) - errors) / STEP for axis in axes], axis=1)
+        slopes = np.stack([(errors_at(rows, point + axis) - errors) / STEP for axis in axes], axis=1)
         return cls([row.source for row in rows], point, errors, slopes)
 
     def of_some(self, used: Sequence[bool]) -> Near:
@@ -164,6 +164,7 @@ def _named(point: Array) -> dict[str, float]:
     return dict(zip(NAMES, map(float, np.exp(point)), strict=True))
 
 
-def _errors(rows: Sequence[Row], point: Array) -> Array:
+def errors_at(rows: Sequence[Row], point: Array) -> Array:
+    """The errors of rows at a point, as logarithms of ratios."""
     known = _named(point)
     return np.array([math.log(row.estimated(known) / row.seconds) for row in rows])
