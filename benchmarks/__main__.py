@@ -41,6 +41,7 @@ NAMES = (
     "explain_large",
     "checking",
     "checking_second",
+    "checking_third",
     "checking_examples",
     "checking_large",
     "checking_clean",

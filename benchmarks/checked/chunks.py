@@ -29,9 +29,24 @@ class Rounded(torch.autograd.Function):
         return gradient.to(torch.bfloat16).to(gradient.dtype)
 
 
-def stage_of(index: int, sizes: Sizes) -> Any:
+def tied(folder: str) -> None:
+    """The reference with tied embeddings, on one rank."""
+    made = model()
+    made.head.weight = made.embed.weight
+    optimizer = optimizer_of(made)
+    words, labels = batches()
+    with record(Path(folder), made):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            (total_loss(made(words[step]), labels[step]) / count(labels[step])).backward()
+            optimizer.step()
+
+
+def stage_of(index: int, sizes: Sizes, is_tied: bool = False) -> Any:
     """One layer, with the embedding or the head."""
     made: Any = model(sizes)
+    if is_tied:
+        made.head.weight = nn.Parameter(made.embed.weight.detach().clone())
     for other in range(sizes.layers):
         if other != index:
             del made.layers[str(other)]
@@ -46,7 +61,7 @@ def run(folder: str, fault: str = "", sizes: Sizes = SIZES, schedule: str = "int
     """A recorded run on this rank."""
     rank = dist.get_rank()
     mine = PLACES[schedule][rank]
-    made = [stage_of(index, sizes) for index in mine]
+    made = [stage_of(index, sizes, fault == "no tie") for index in mine]
     if fault == "coarse gradients" and rank == 0:
         made[0].register_forward_hook(lambda _, __, output: Rounded.apply(output))  # type: ignore[no-untyped-call]  # torch's
     if fault == "other order" and schedule == "interleaved":

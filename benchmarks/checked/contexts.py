@@ -45,7 +45,8 @@ def run(folder: str, fault: str = "", sizes: Sizes = SIZES) -> None:
     made: Any = model(sizes)
     half = sizes.length // RANKS
     for name, layer in made.layers.items():
-        layer.attention.start = 0 if fault == "own positions" else rank * half
+        alone = fault == "positions of one rank" and name == "2"
+        layer.attention.start = 0 if fault == "own positions" or alone else rank * half
         layer.attention.mixed = _mixing(rank * half, fault if name == "1" else "")
     optimizer = optimizer_of(made)
     words, labels = batches(sizes)

@@ -27,6 +27,7 @@ from pipeflow.checking import record
 
 RANKS = 2
 SIZES = Sizes(experts=4, layers=2)
+CAPACITY = 10  # tokens of an expert, in a fault
 
 
 class All(torch.autograd.Function):
@@ -64,6 +65,9 @@ class Divided(Experts):
         found: Any = sum_of_experts(self.experts, All.apply(values), torch.cat(everybody))  # type: ignore[no-untyped-call]  # torch's
         found = Summed.apply(Copied.apply(found)) if self.fault != "outputs not summed" else found  # type: ignore[no-untyped-call]  # torch's
         mine: Tensor = found.chunk(RANKS)[dist.get_rank()]
+        if self.fault == "capacity":  # an expert takes its first tokens alone
+            places = F.one_hot(chosen, shares.shape[-1]).flatten(0, 1).cumsum(0).view(*chosen.shape, -1)
+            mine = mine * (places.gather(-1, chosen[..., None]) <= CAPACITY)
         return mine.mul(weight[..., None])
 
 
@@ -90,6 +94,7 @@ def run(folder: str, fault: str = "", sizes: Sizes = SIZES) -> None:
             balance = (
                 sum(layer.feed.auxiliary for layer in made.layers.values()) * AUXILIARY / labels[step].numel() ** 2
             )
+            balance = balance * (rank == 0) * RANKS if fault == "balance of one rank" else balance
             (loss + (0.0 if fault == "no balance" else balance)).backward()
             _add_up(made, fault)
             optimizer.step()

@@ -54,6 +54,9 @@ def tensor(folder: str, fault: str = "", sizes: Sizes = SIZES) -> None:
         if fault == "exchanged heads":
             whole = layer.attention.wv.weight.full_tensor()
             layer.attention.wv.weight.to_local().copy_(whole.chunk(RANKS)[1 - rank])
+        if fault == "interleaved heads":
+            whole = layer.attention.wq.weight.full_tensor()
+            layer.attention.wq.weight.to_local().copy_(whole.unflatten(0, (-1, RANKS, 6)).unbind(1)[rank].flatten(0, 1))
     if fault == "wrong ranks of the sequence":
         layer.norm2.register_forward_hook(lambda _, __, output: _exchanged(output, rank))
     optimizer = optimizer_of(made)
