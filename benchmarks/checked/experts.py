@@ -94,7 +94,6 @@ def run(folder: str, fault: str = "", sizes: Sizes = SIZES) -> None:
             balance = (
                 sum(layer.feed.auxiliary for layer in made.layers.values()) * AUXILIARY / labels[step].numel() ** 2
             )
-            balance = balance * (rank == 0) * RANKS if fault == "balance of one rank" else balance
             (loss + (0.0 if fault == "no balance" else balance)).backward()
             _add_up(made, fault)
             optimizer.step()

@@ -24,12 +24,14 @@ class Activation(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, values: Tensor) -> Tensor:
         context.save_for_backward(values)
-        return F.silu(values)
+        found: Tensor = F.silu(values)
+        return found
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Tensor:
         (values,) = context.saved_tensors
-        return gradient * values.sigmoid()
+        found: Tensor = gradient * values.sigmoid()
+        return found
 
 
 class Fused(Feed):

@@ -15,6 +15,7 @@ from pipeflow.checking.gradient_causes import Gradients, norms, precision
 from pipeflow.checking.loss_causes import of_loss
 from pipeflow.checking.matching import wholes
 from pipeflow.checking.output_causes import Outputs, of_batch, of_weight
+from pipeflow.checking.rules import of_rule
 from pipeflow.checking.runs import load, norm
 from pipeflow.checking.two_runs import TwoRuns
 from pipeflow.checking.weighing import CLEAR
@@ -92,6 +93,8 @@ def _of_update(both: TwoRuns, first: Difference) -> Cause:
     """Why an optimizer changed weights otherwise, although the gradients are right."""
     whole, moved = both.changes(both.candidate, first.step)[first.parameter]
     _, change = both.changes(both.reference, first.step)[first.parameter]
+    if (rule := of_rule(both, first)) is not None:
+        return rule
     if norm(moved) < 0.01 * norm(change):
         return Cause("stale", f"the step does not change {first.parameter}", "which parameters the optimizer has")
     if whole.spread > 0.01 * norm(change):

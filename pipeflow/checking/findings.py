@@ -36,7 +36,7 @@ class Difference:
         error: how far the runs are apart, relative to the reference.
         allowed: how far rounding explains.
         partial: of an output: the ranks' outputs add up to that of the reference.
-        lacking: of an output: no rank has some rows of the reference.
+        lacking: of an output or batch: no rank has some rows of the reference.
     """
 
     step: int

@@ -20,6 +20,7 @@ from pipeflow.checking.weighing import CLEAR, cause_of, listed, weights_of
 
 PARTLY = 0.25  # relative: what may be left of a gradient whose parts have different factors
 LESS_PRECISE = 0.08  # relative: errors below it may come from a dtype of 8 bits
+LOSS_LESS_PRECISE = 0.02  # the same for a loss, whose errors are averaged
 
 
 class Gradients:
@@ -33,6 +34,7 @@ class Gradients:
     def __init__(self, both: TwoRuns, found: Sequence[Difference]) -> None:
         self.both = both
         self.wrong = [each for each in found if each.what == "gradient"]
+        self.of_loss = max((each.error for each in found if each.what == "loss"), default=0.0)
         self.first = self.wrong[0]
         self.step = self.first.step
         self.kind = "unclipped" if self._differs("unclipped") else "gradient"
@@ -183,6 +185,8 @@ class Gradients:
         count = count if len(fits) > 1 else f"the gradient of {self.name}"
         verb = "are" if len(fits) > 1 else "is"
         size = named(first.factor, self.sizes)
+        if alike and (unclipped := self._of_one_clipping(first.factor)) is not None:
+            return unclipped
         if alike and self._is_clipped():
             root = root_named(first.factor, self.sizes)
             return _norm(
@@ -192,12 +196,16 @@ class Gradients:
             return Cause("unknown", f"{count} {verb} zero", "whether the loss reaches this module")
         why = f", {size}" if size else ""
         where = "" if alike else f" ({self.name} first; factors differ)"
-        return Cause(
-            "scale",
-            f"{count} {verb} {told(first.factor)} the reference's{why}{where}",
-            "what the loss and its gradients are divided or multiplied by, and whether a sum is a mean",
-            round(first.factor, 6),
-        )
+        return _scale(f"{count} {verb} {told(first.factor)} the reference's{why}{where}", first.factor)
+
+    def _of_one_clipping(self, factor: float) -> Cause | None:
+        """A scale of gradients before clipping, which the reference alone needs: it has the size of something."""
+        for _, event in self.both.reference.events(self.step, "norm"):
+            value, most = float(event["value"].reshape(-1)[0]), float(event["most"])
+            before = factor * most / value
+            if value > most and self.kind == "gradient" and factor < 1 and (size := named(before, self.sizes)):
+                return _scale(f"all gradients are {told(before)} the reference's before its clipping, {size}", before)
+        return None
 
     def _clipped(self) -> Cause | None:
         """Nearly a multiple for all gradients, and a run that clips: parts of the gradients have other factors."""
@@ -275,7 +283,7 @@ class Gradients:
             return precision(
                 f"the gradient of {self.name} is kept in {', '.join(dtypes)}, and {self.first.error:.1%} off"
             )
-        if self.first.error < LESS_PRECISE:
+        if self.first.error < LESS_PRECISE and self.of_loss < LOSS_LESS_PRECISE:
             return precision(
                 f"the gradient of {self.name} is {self.first.error:.2%} off, as if a dtype of fewer bits was used"
             )
@@ -302,6 +310,11 @@ def _tie(name: str, evidence: str) -> Cause:
 def _norm(evidence: str, factor: float | None = None) -> Cause:
     look = "which parameters and ranks the norm for clipping sums over, and which it counts twice"
     return Cause("norm", evidence, look, None if factor is None else round(factor, 6))
+
+
+def _scale(evidence: str, factor: float) -> Cause:
+    look = "what the loss and its gradients are divided or multiplied by, and whether a sum is a mean"
+    return Cause("scale", evidence, look, round(factor, 6))
 
 
 def _sharding(evidence: str) -> Cause:

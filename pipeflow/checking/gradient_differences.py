@@ -109,9 +109,20 @@ def updates(both: TwoRuns, step: int) -> Iterator[Difference]:
         allowed = _of_update(both, name, whole, change, gradient, max(sizes.get(name, 0.0), 1e-5 * total))
         error = max(norm(moved - change), other.spread - norm(change) * LARGEST)
         before = whole.sketch - change
+        if other.spread > SKETCH * whole.norm and _were_equal(
+            both, step, name
+        ):  # copies that were equal, with equal gradients
+            error, allowed = max(error, other.spread), SKETCH * whole.norm
         if not error <= allowed or (not both.rounding.given and is_other_rule(whole, before, change, moved)):
-            size = max(norm(change), 1e-300)
+            size = norm(change) or max(whole.norm, 1e-300)
             yield both.of_tensor(step, "update", name, other, error / size, allowed / size)
+
+
+def _were_equal(both: TwoRuns, step: int, name: str) -> bool:
+    """Whether the ranks' copies of a weight, and of its gradient, are equal to the last bit before a step."""
+    before = both.candidate_wholes(step - 1, "after") if step else both.candidate_wholes(0, "before")
+    found = before.get(name), both.candidate_wholes(step, "gradient").get(name)
+    return all(each is not None and not each.spread for each in found)
 
 
 def is_other_rule(whole: Whole, before: Array, change: Array, moved: Array) -> bool:

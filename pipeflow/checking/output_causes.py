@@ -281,6 +281,12 @@ class Outputs:
 def of_batch(first: Difference, both: TwoRuns) -> Cause:
     """The cause of batches that differ."""
     ranks = ", ".join(map(str, first.ranks))
+    if first.lacking:
+        return Cause(
+            "missing_microbatch",
+            "all samples that are read are of the reference's batch, and some of these are not read",
+            "whether the last microbatch or a part of it is dropped, and how a batch is split over replicas",
+        )
     return Cause(
         "order",
         f"the samples that ranks {ranks} read are not those of the reference's batch",

@@ -33,7 +33,9 @@ def batches(both: TwoRuns, step: int) -> Iterator[Difference]:
         apart = unmatched(rows, others, both.rounding.given or SKETCH)
         if apart.reference or apart.candidate:
             ranks = _ranks(others, apart.candidate) or tuple(sorted({rank for rank, _ in theirs}))
-            yield Difference(step, "batch", "", "", both.stage_of(ranks), ranks, apart.error, SKETCH)
+            lacking = not apart.candidate and len(others.values) < len(rows.values)
+            stage = both.stage_of(ranks)
+            yield Difference(step, "batch", "", "", stage, ranks, apart.error, SKETCH, lacking=lacking)
 
 
 def weights(both: TwoRuns) -> Iterator[Difference]:

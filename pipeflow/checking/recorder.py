@@ -5,13 +5,11 @@ the outputs, those of optimizers the gradients and the weights.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
-from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,12 +20,15 @@ from torch import Tensor, nn
 from pipeflow.checking.calls import Calls
 from pipeflow.checking.files import FORMAT, file_of, line_of
 from pipeflow.checking.parts import Part, Parts, own_values, parts_of
+from pipeflow.checking.rules import rules_of
 from pipeflow.checking.sketch import norm_squared, sketch
+from pipeflow.checking.surroundings import groups, place, random_state
 from pipeflow.checking.watching import (
     backwards_seen,
     clipping_seen,
     engine_losses_seen,
     labels_seen,
+    scaling_seen,
     steps_seen,
     trials_seen,
 )
@@ -107,7 +108,7 @@ class Recording:
     def __enter__(self) -> Self:
         if self.folder is None:
             return self
-        rank, world = _place()
+        rank, world = place()
         self._begin(self.folder, rank, world)
         self._parts = parts_of(self._models, self._given, self._names)
         self._write_start(rank, world)
@@ -118,6 +119,7 @@ class Recording:
         self._stack.enter_context(trials_seen(self._pause))
         self._stack.enter_context(engine_losses_seen(self._models, self._loss))
         self._stack.enter_context(backwards_seen(self._loss))
+        self._stack.enter_context(scaling_seen(self._scaled))
         self._stack.enter_context(labels_seen(self._labels))
         self._stack.enter_context(clipping_seen(self._on_clip))
         self._stack.enter_context(steps_seen(self._optimizers, self._on_step))
@@ -182,7 +184,7 @@ class Recording:
         ]
         told = {"format": FORMAT, "rank": rank, "world": world, "tensors": tensors, "modules": modules}
         self.event(
-            "start", {**told, "groups": _groups(self._models), "torch": torch.__version__, "random": _random_state()}
+            "start", {**told, "groups": groups(self._models), "torch": torch.__version__, "random": random_state()}
         )
 
     def _weights(self, when: str) -> None:
@@ -219,8 +221,11 @@ class Recording:
         ids = {id(each) for each in tensors}
         return [part for part in self._parts if id(part.tensor) in ids] or self._parts
 
-    def _on_step(self, parameters: Iterable[Tensor]) -> None:
-        mine = self._mine(parameters)
+    def _on_step(self, optimizer: Any) -> None:
+        rules = rules_of(optimizer)
+        mine = self._mine([each for group in getattr(optimizer, "param_groups", []) for each in group["params"]])
+        known = {part.name: rules[id(part.tensor)] for part in mine if id(part.tensor) in rules}
+        self.event("rules", {"rules": known})
         self._gradients("gradient", mine, self._seen)
         self._other_gradients(mine)
         self._has_stepped = True
@@ -237,6 +242,11 @@ class Recording:
         self._losses[id(loss)] = weakref.ref(loss)
         value = loss.detach()
         self.event("loss", value=value.full_tensor() if hasattr(value, "full_tensor") else value)
+
+    def _scaled(self, loss: Tensor, scaled: Tensor) -> None:
+        """Notes a loss, and not the one that it is multiplied to."""
+        self._loss(loss)
+        self._losses[id(scaled)] = weakref.ref(scaled)
 
     def _labels(self, rows: Tensor, valid: Tensor) -> None:
         if threading.get_ident() == self._thread:
@@ -256,7 +266,7 @@ class Recording:
             if name not in self._seen:
                 self.event("gradient", told, sketch=found)
         self._weights("after")
-        self.event("stepped", {"random": _random_state()})
+        self.event("stepped", {"random": random_state()})
         self._flush()
         self._has_stepped = False
         self._seen.clear()
@@ -315,34 +325,3 @@ def shares_dropped(module: nn.Module) -> Iterator[str]:
     for name in ("p", "dropout", "dropout_p", "dropout_prob", "attention_dropout", "attn_dropout"):
         if isinstance(share := getattr(module, name, 0.0), float) and share > 0:
             yield name
-
-
-def _place() -> tuple[int, int]:
-    """This process's rank, and how many there are."""
-    contexts = sys.modules.get("pipeflow.parallel.context")
-    if contexts is not None and (context := contexts.context_if_launched()) is not None:
-        return context.rank, context.world_size
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
-def _groups(models: Sequence[nn.Module]) -> dict[str, int]:
-    """The sizes of this process's groups, by their names."""
-    contexts = sys.modules.get("pipeflow.parallel.context")
-    is_ours = any(hasattr(model, "chunks") and hasattr(model, "schedule") for model in models)
-    if is_ours and contexts is not None and (context := contexts.context_if_launched()) is not None:
-        layout = context.layout
-        return {"data": layout.data, "pipeline": layout.pipeline, "tensor": layout.tensor}
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return {}
-    world = torch.distributed.distributed_c10d._world
-    return {names: group.size() for group, names in world.pg_names.items()}
-
-
-def _random_state() -> str:
-    """A digest of the random states of this process."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return sha256(b"".join(bytes(state.numpy().data) for state in states)).hexdigest()[:16]

@@ -36,6 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {  # the fields that an event must have, and 
     "mass": {"name": str, "mass": np.ndarray},
     "loss": {"value": np.ndarray},
     "norm": {"most": (int, float), "value": np.ndarray},
+    "rules": {"rules": dict},
     "stepped": {"random": str},
 }
 WIDTH = 9  # numbers of a sketch and the squared norm
@@ -182,10 +183,16 @@ def _check(path: Path, event: Event, tensors: Mapping[str, Info]) -> None:
         misread(path, event, "is of no known tensor")
     if "values" in event and not _has_values(event, tensors):
         misread(path, event, "has other values than its tensor")
+    if "rules" in event and not all(map(_is_rule, event["rules"].values())):
+        misread(path, event, "has no rates and numbers of steps")
     if any(name in event and not event[name].size for name in ("value", "valid", "mass")):
         misread(path, event, "has no number")
     if kind in ("batch", "output", "samples") and not _has_rows(event):
         misread(path, event, "has other rows than its shape")
+
+
+def _is_rule(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(isinstance(each, int | float) for each in value)
 
 
 def _has_values(event: Event, tensors: Mapping[str, Info]) -> bool:

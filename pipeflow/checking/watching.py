@@ -102,6 +102,23 @@ def labels_seen(seen: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
 
 
 @contextmanager
+def scaling_seen(seen: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Calls `seen(loss, scaled loss)` when a GradScaler of torch multiplies a loss."""
+
+    def around(original: Any) -> Any:
+        def scale(scaler: Any, outputs: Any) -> Any:
+            scaled = original(scaler, outputs)
+            if isinstance(outputs, Tensor) and outputs.numel() == 1:
+                seen(outputs, scaled)
+            return scaled
+
+        return scale
+
+    with _replaced(torch.amp.GradScaler, "scale", around):
+        yield
+
+
+@contextmanager
 def clipping_seen(seen: Callable[[Iterable[Tensor], float, Tensor], None]) -> Iterator[None]:
     """Calls `seen(parameters, largest norm, norm)` before torch clips gradients."""
     name = "_clip_grads_with_norm_"
@@ -148,12 +165,11 @@ def trials_seen(seen: Callable[[bool], None]) -> Iterator[None]:
 
 
 @contextmanager
-def steps_seen(optimizers: Sequence[Any], seen: Callable[[Iterable[Tensor]], None]) -> Iterator[None]:
-    """Calls `seen(parameters)` before an optimizer steps: one of these, or any of torch's if there are none."""
+def steps_seen(optimizers: Sequence[Any], seen: Callable[[Any], None]) -> Iterator[None]:
+    """Calls `seen(optimizer)` before an optimizer steps: one of these, or any of torch's if there are none."""
 
     def before(optimizer: Any, *_: object) -> None:
-        groups = getattr(optimizer, "param_groups", [])
-        seen(parameter for group in groups for parameter in group["params"])
+        seen(optimizer)
 
     removers: list[Callable[[], None]] = []
     for each in optimizers:

@@ -11,6 +11,7 @@ from pipeflow.checking.findings import Cause
 from pipeflow.checking.runs import norm
 
 CLEAR = 0.03  # relative: what may be left of a gradient that is explained
+EXPLAINED = 0.25  # of what differs: what may be left of it
 
 
 def weights_of(rows: Array, values: Array) -> list[float] | None:
@@ -23,8 +24,8 @@ def weights_of(rows: Array, values: Array) -> list[float] | None:
         if added.shape[1] * 1.3 > len(rows) and added.shape[1] > 1:
             continue
         found, *_ = np.linalg.lstsq(added, values, rcond=1e-6)
-        left = norm(values - added @ found) / max(norm(values), 1e-300)
-        if left < CLEAR:
+        left = norm(values - added @ found)
+        if left < CLEAR * norm(values) and left <= EXPLAINED * norm(values - rows.sum(axis=1)):
             return [float(weight) for weight in np.repeat(found, group)]
     return None
 

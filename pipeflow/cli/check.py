@@ -16,6 +16,7 @@ from pipeflow.cli.progress import doing
 from pipeflow.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from pipeflow.checking.findings import Result
     from pipeflow.cli.options import Commands
 
 EXAMPLES = """\
@@ -53,7 +54,9 @@ def add_to(commands: Commands) -> None:
         metavar="ARGUMENTS",
         help="arguments of the plain run, or its script and arguments (default: as after --)",
     )
-    group.add_argument("--whole", metavar="PATTERN", help="parameters of which to tell the wrong rows and columns")
+    group.add_argument(
+        "--whole", metavar="PATTERN", help="parameters whose wrong rows to tell (default: the first wrong)"
+    )
     group.add_argument("--steps", type=int, metavar="N", help="steps to compare (default: 2)")
     command.set_defaults(run=run, arguments=[])
     _take_the_rest(command)
@@ -79,7 +82,11 @@ def run(arguments: argparse.Namespace) -> int:
     first: str = arguments.what[0]
     if first.endswith(".py"):
         with TemporaryDirectory() as folder:
-            return _compare(arguments, *_recorded(arguments, Path(folder)))
+            result = _result(arguments, *_recorded(arguments, Path(folder)))
+            if (parameter := _to_see_whole(arguments, result)) is not None:
+                arguments.whole = parameter
+                result = _result(arguments, *_recorded(arguments, Path(folder)))
+            return _show(arguments, result, "plain", "parallel")
     given = [
         name
         for name in ("ranks", "tensor", "schedule", "plain", "whole", "steps")
@@ -89,7 +96,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--{given[0]} is for scripts: name a file that ends with .py")
     if len(arguments.what) != 2:
         raise UsageError(f"name two recordings, the plain run and the one to check, not {len(arguments.what)}")
-    return _compare(arguments, Path(first), Path(arguments.what[1]))
+    second = Path(arguments.what[1])
+    return _show(arguments, _result(arguments, Path(first), second), Path(first).name, second.name)
+
+
+def _to_see_whole(arguments: argparse.Namespace, result: Result) -> str | None:
+    """The parameter that a second run shall record whole, to tell which of its elements differ."""
+    first = result.first
+    seen = first is not None and first.what in ("weight", "gradient") and first.parameter
+    return first.parameter if first is not None and seen and arguments.whole is None else None
 
 
 def _recorded(arguments: argparse.Namespace, folder: Path) -> Sequence[Path]:
@@ -115,15 +130,19 @@ def _recorded(arguments: argparse.Namespace, folder: Path) -> Sequence[Path]:
         )
 
 
-def _compare(arguments: argparse.Namespace, reference: Path, candidate: Path) -> int:
+def _result(arguments: argparse.Namespace, reference: Path, candidate: Path) -> Result:
     from pipeflow.checking.diagnosis import check
+
+    with doing("comparing the runs"):
+        return check(reference, candidate, tolerance=arguments.tolerance)
+
+
+def _show(arguments: argparse.Namespace, result: Result, reference: str, candidate: str) -> int:
     from pipeflow.checking.page import page
     from pipeflow.checking.telling import others, paragraph
 
-    with doing("comparing the runs"):
-        result = check(reference, candidate, tolerance=arguments.tolerance)
     if arguments.html is not None:
-        write({arguments.html: page(result, reference.name, candidate.name)})
+        write({arguments.html: page(result, reference, candidate)})
     if arguments.json:
         print(json.dumps(result.to_json()))
     else:

@@ -112,14 +112,25 @@ def test_forwards_that_are_left_early(tmp_path: Path) -> None:
             assert recording.step == step
 
 
-def updates_of(folder: Path, rate: float, decay: float = 0.0) -> Path:
+class Silent:
+    """An optimizer that does not say its rates."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def step(self) -> None:
+        self.inner.step()
+
+
+def updates_of(folder: Path, rate: float, decay: float = 0.0, silent: bool = True) -> Path:
     """A layer whose weight is zero as it begins, and one step of it."""
     torch.manual_seed(0)
     second = torch.nn.Linear(8, 4)
     torch.nn.init.zeros_(second.weight)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), second)
-    optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=decay)
-    with record(folder, model):
+    optimizer: Any = torch.optim.AdamW(model.parameters(), rate, weight_decay=decay)
+    optimizer = Silent(optimizer) if silent else optimizer
+    with record(folder, model, optimizer):
         (model(torch.arange(12.0).view(2, 6)) - 1.0).square().sum().backward()
         optimizer.step()
     return folder
@@ -139,6 +150,21 @@ def test_steps_that_follow_another_rule(tmp_path: Path) -> None:
         assert result.cause is not None
         assert (result.first.what, result.cause.name) == ("update", "stale" if folder == "stopped" else "optimizer")
         assert evidence in result.cause.evidence
+
+
+@pytest.mark.parametrize(
+    ("rate", "decay", "evidence"),
+    [
+        (1.2e-3, 0.0, "the learning rate of 0.weight is 0.0012 on rank 0, and 0.001 in the reference"),
+        (1e-3, 0.2, "the weight decay of 0.weight is 0.2 on rank 0, and 0 in the reference"),
+    ],
+)
+def test_optimizers_say_their_rules(tmp_path: Path, rate: float, decay: float, evidence: str) -> None:
+    one = updates_of(tmp_path / "one", 1e-3, silent=False)
+    result = check(one, updates_of(tmp_path / "other", rate, decay, silent=False))
+    assert result.cause is not None
+    assert result.cause.name == "optimizer"
+    assert evidence in result.cause.evidence
 
 
 def test_which_elements_are_wrong(tmp_path: Path) -> None:

@@ -1,0 +1,87 @@
+"""Faults of loops: scaled losses, clipping that hides a factor, samples left out, optimizers that begin anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  # as everybody calls it
+from torch import nn
+
+from pipeflow.checking import check, record
+from tests.checking.jobs import GPT, batches
+
+STEPS = 2
+
+
+def loop(folder: Path, *, clip: float = 0.0, scaled: bool = False, fault: str = "") -> Path:
+    """A recorded job of four microbatches, with torch's GradScaler if `scaled`."""
+    torch.manual_seed(0)
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    scaler = torch.amp.GradScaler("cpu", 1024.0, enabled=scaled)
+    words, labels = batches(STEPS)
+    with record(folder, model):
+        for step in range(STEPS):
+            if fault == "anew" and step:
+                optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+            optimizer.zero_grad()
+            count = (labels[step] != -100).sum() * (0.25 if fault == "factor" else 1)
+            pairs = [*zip(words[step].chunk(4), labels[step].chunk(4), strict=True)]
+            for given, wanted in pairs[:-1] if fault == "left out" else pairs:
+                loss = F.cross_entropy(model(given).flatten(0, 1), wanted.flatten(), reduction="sum") / count
+                scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scaler.step(optimizer)
+            scaler.update()
+    return folder
+
+
+def test_a_scaled_loss_is_the_loss(tmp_path: Path) -> None:
+    result = check(loop(tmp_path / "plain"), loop(tmp_path / "scaled", scaled=True))
+    assert result.alike, result
+    assert result.compared["losses"] == STEPS
+    assert not result.notes
+
+
+@pytest.mark.parametrize(
+    ("fault", "step", "what", "cause", "said"),
+    [
+        ("left out", 0, "batch", "missing_microbatch", "some of these are not read"),
+        (
+            "anew",
+            1,
+            "update",
+            "optimizer",
+            "the number of steps before of embed.weight is 0 on rank 0, and 1 in the reference",
+        ),
+    ],
+)
+def test_faults_of_loops(tmp_path: Path, fault: str, step: int, what: str, cause: str, said: str) -> None:
+    result = check(loop(tmp_path / "plain"), loop(tmp_path / "wrong", fault=fault))
+    assert result.first is not None
+    assert result.cause is not None
+    assert (result.first.step, result.first.what, result.cause.name) == (step, what, cause), result
+    assert said in result.cause.evidence
+
+
+def test_a_factor_that_clipping_hides(tmp_path: Path) -> None:
+    """The reference has four times the gradients, and clips them; the norm of the other is too small for it."""
+    wrong = loop(tmp_path / "wrong", clip=1e-6, fault="factor")
+    norm = _norm_of(wrong)
+    wrong = loop(tmp_path / "wrong", clip=norm * 0.75, fault="factor")
+    result = check(wrong, loop(tmp_path / "right"))
+    assert result.cause is not None
+    assert result.cause.name == "scale", result
+    assert result.cause.factor == pytest.approx(0.25, rel=1e-3)
+    assert "before its clipping" in result.cause.evidence
+
+
+def _norm_of(folder: Path) -> float:
+    """The norm of all gradients in the first step, before clipping."""
+    from pipeflow.checking.runs import load
+
+    return next(float(event["value"].reshape(-1)[0]) for _, event in load(folder).events(0, "norm"))
