@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +156,8 @@ def test_steps_that_follow_another_rule(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rate", "decay", "evidence"),
     [
-        (1.2e-3, 0.0, "the learning rate of 0.weight is 0.0012 on rank 0, and 0.001 in the reference"),
-        (1e-3, 0.2, "the weight decay of 0.weight is 0.2 on rank 0, and 0 in the reference"),
+        (1.2e-3, 0.0, r"the learning rate of \S+ is 0.0012 on rank 0, and 0.001 in the reference"),
+        (1e-3, 0.2, r"the weight decay of \S+ is 0.2 on rank 0, and 0 in the reference"),
     ],
 )
 def test_optimizers_say_their_rules(tmp_path: Path, rate: float, decay: float, evidence: str) -> None:
@@ -164,7 +165,7 @@ def test_optimizers_say_their_rules(tmp_path: Path, rate: float, decay: float, e
     result = check(one, updates_of(tmp_path / "other", rate, decay, silent=False))
     assert result.cause is not None
     assert result.cause.name == "optimizer"
-    assert evidence in result.cause.evidence
+    assert re.search(evidence, result.cause.evidence), result.cause
 
 
 def test_which_elements_are_wrong(tmp_path: Path) -> None:
