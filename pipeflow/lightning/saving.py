@@ -44,8 +44,8 @@ class SavingStrategy(ParallelStrategy):  # type: ignore[misc]  # Lightning's typ
         return {} if self._is_cut else super().optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Saves weights, optimizer and Lightning's checkpoint to the folder `filepath`. All ranks call it together.
-        Before the first batch, it is a file of Lightning's own.
+        """Saves weights, optimizer and Lightning's checkpoint to rank 0's `filepath`, a folder; numbers in its name may
+        differ between replicas. All ranks call it together. Before the first batch, it is a file of Lightning's own.
         """
         if not self._is_cut:
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -53,7 +53,7 @@ class SavingStrategy(ParallelStrategy):  # type: ignore[misc]  # Lightning's typ
         assert self._prepared is not None
         with self._prepared.layers():
             save_checkpoint(
-                filepath,
+                self.broadcast(filepath),
                 self._prepared.pipeline,
                 self._optimizer,
                 step=checkpoint["global_step"],

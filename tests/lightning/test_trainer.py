@@ -53,11 +53,19 @@ def test_other_layouts_train_as_one_process(tmp_path: Path, layout: str) -> None
 
 @pytest.mark.exhaustive
 def test_replicas_train_as_one_process_with_all_their_batches(tmp_path: Path) -> None:
-    """Lightning gives each replica every second sample of its own order."""
+    """Lightning gives each replica every second sample of its own order. A checkpoint has the name that rank 0 gives
+    it, although replicas have other losses in validation.
+    """
     order: Any = DistributedSampler(make_images(), 1, 0, seed=3)
-    expected = fit("alone", tmp_path, batch=2 * BATCH, sampler=order)
-    for losses, _, _ in run_processes(fit, 4, "pipeline", tmp_path, 4, {"pipeline": 2}, deadline=200.0, data=2):
+    expected = fit("alone", tmp_path / "alone", batch=2 * BATCH, sampler=order)
+    kept = ModelCheckpoint(tmp_path, "{val_loss:.6f}", save_top_k=-1)
+    run = partial(fit, enable_checkpointing=True, callbacks=[kept])
+    found = run_processes(run, 4, "pipeline", tmp_path, 4, {"pipeline": 2}, deadline=200.0, data=2)
+    for losses, _, _ in found:
         assert losses == pytest.approx(expected[0], abs=1e-5)
+    told = [f"val_loss={metrics['val_loss']:.6f}.ckpt" for _, _, metrics in found]
+    assert told[0] != told[2]
+    assert [(tmp_path / name).is_dir() for name in told] == [True, True, False, False]
 
 
 @pytest.mark.exhaustive
