@@ -22,7 +22,11 @@ from pipeflow.checking.weighing import CLEAR
 
 
 def check(
-    reference: str | os.PathLike[str], candidate: str | os.PathLike[str], *, tolerance: float | None = None
+    reference: str | os.PathLike[str],
+    candidate: str | os.PathLike[str],
+    *,
+    tolerance: float | None = None,
+    exact: str | os.PathLike[str] | None = None,
 ) -> Result:
     """Compares two recordings: where the second differs from the first by more than rounding, and why.
 
@@ -30,10 +34,12 @@ def check(
         reference: the folder of the plain run.
         candidate: the folder of the run that is checked.
         tolerance: relative difference to allow; by default one is derived for each value from sizes and dtypes.
+        exact: the folder of the plain run in a finer dtype. What rounding explains is then measured with it.
 
     Raises UsageError if a recording is damaged or cut off, or if the two are of different models or steps.
     """
-    both = TwoRuns(load(Path(reference)), load(Path(candidate)), tolerance)
+    finer = None if exact is None else load(Path(exact))
+    both = TwoRuns(load(Path(reference)), load(Path(candidate)), tolerance, finer)
     found = differences(both)
     cause = _in_detail(both, found[0], _cause(both, found)) if found else None
     return Result(found, cause, both.notes, dict(both.compared), [*both.rounding.order])

@@ -46,6 +46,8 @@ def _of_gradients(both: TwoRuns, step: int, kind: str) -> Iterator[Difference]:
         both.compared["gradients"] += 1
         terms = max(whole.norm, sizes.get(name, 0.0), 1e-5 * total)
         allowed = both.gradient_tolerance() * terms
+        if not both.rounding.given and name in both.rounding.gradients:
+            allowed = min(allowed, both.rounding.gradients[name] + 2.0 * both.rounding.drift * terms)
         if other is None:
             if whole.norm > allowed:
                 ranks = tuple(sorted(rank for rank, held in both.held.items() if name in held))

@@ -43,6 +43,7 @@ class Rounding:
         whole: that of the whole forward.
         coarsest: the largest unit roundoff of an output.
         drift: what earlier steps may have added.
+        gradients: by name, the norm of an error that was measured; {}: derive it.
     """
 
     given: float | None
@@ -51,6 +52,7 @@ class Rounding:
     whole: float = 0.0
     coarsest: float = FLOAT32
     drift: float = 0.0
+    gradients: dict[str, float] = field(default_factory=dict)
 
     def output(self, module: str) -> float:
         """The tolerance of a module's output, relative to the size of a row."""

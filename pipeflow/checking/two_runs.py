@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
 
+from pipeflow.checking.exact import measure
 from pipeflow.checking.files import Array
 from pipeflow.checking.findings import Difference
 from pipeflow.checking.matching import Matching, match, wholes
@@ -26,16 +27,21 @@ class TwoRuns:
         reference: the plain run.
         candidate: the run that is checked.
         tolerance: relative; None derives one for each value.
+        exact: the plain run in a finer dtype, to measure how far rounding goes.
 
     Raises UsageError if the runs are of different models or numbers of steps.
     """
 
-    def __init__(self, reference: Run, candidate: Run, tolerance: float | None = None) -> None:
+    def __init__(
+        self, reference: Run, candidate: Run, tolerance: float | None = None, exact: Run | None = None
+    ) -> None:
         self.reference, self.candidate = reference, candidate
         _require_same_steps(reference, candidate)
         self.names: Matching = match(reference, candidate)
         self._require_same_model()
         self.rounding: Rounding = rounding_of(reference, tolerance)
+        if exact is not None:
+            measure(self.rounding, reference, exact)
         self.notes: list[str] = []
         self.compared: defaultdict[str, int] = defaultdict(int)
         self._note_names()

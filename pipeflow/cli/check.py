@@ -43,6 +43,7 @@ def add_to(commands: Commands) -> None:
     which = "folders of pipeflow.checking.record: the plain run, and the one to check; or a script, arguments after --"
     add("what", nargs="+", metavar="RECORDING", help=which)
     add("--tolerance", type=float, metavar="X", help="relative difference to allow (default: what rounding explains)")
+    add("--exact", metavar="RECORDING", help="the plain run in a finer dtype, to measure what rounding explains")
     add("--json", action="store_true", help="print JSON")
     add("--html", metavar="FILE", help="write a page with the model as a tree")
     group = command.add_argument_group("scripts", "both runs are made, of any engine")
@@ -134,7 +135,7 @@ def _result(arguments: argparse.Namespace, reference: Path, candidate: Path) -> 
     from pipeflow.checking.diagnosis import check
 
     with doing("comparing the runs"):
-        return check(reference, candidate, tolerance=arguments.tolerance)
+        return check(reference, candidate, tolerance=arguments.tolerance, exact=arguments.exact)
 
 
 def _show(arguments: argparse.Namespace, result: Result, reference: str, candidate: str) -> int:
