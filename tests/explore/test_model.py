@@ -7,7 +7,8 @@ import re
 import pytest
 
 from pipeflow.core.errors import UsageError
-from pipeflow.explore.answers.model_step import model
+from pipeflow.core.text import bytes_text
+from pipeflow.explore.answers.model_step import MEMORY, model
 from pipeflow.explore.answers.timelines import plan
 from pipeflow.planning.catalog import MODELS, model_named
 from pipeflow.planning.cluster import Cluster
@@ -53,6 +54,23 @@ def test_shared_out_weights_are_gathered() -> None:
     share = expected.step_parts.sharding / expected.step_seconds
     assert f"<td>{share:.1%}</td>" in model(fields)["tables"]
     assert timeline["streams"] != plan(fields | {"zero": "1"})["data"]["timelines"][0]["streams"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "setup"),
+    [
+        ({}, Setup(tensor=8)),
+        ({"data": "8", "zero": "3"}, Setup(tensor=8, data=8, zero=3)),
+        ({"checkpoint": "full"}, Setup(tensor=8, checkpoint="full")),
+    ],
+)
+def test_the_columns_of_a_rank_s_memory_add_up_to_its_peak(fields: dict[str, str], setup: Setup) -> None:
+    schedule, cluster = make_schedule("1f1b", ranks=8, microbatches=16), Cluster.of("a100-80gb")
+    rank = estimate(model_named("gpt3-175b"), schedule, setup, cluster=cluster).ranks[0]
+    assert sorted(part for each in MEMORY.values() for part in each) == sorted(rank.peak_parts)
+    columns = [sum(rank.peak_parts[part] for part in each) for each in MEMORY.values()]
+    cells = "".join(f"<td>{bytes_text(each)}</td>" for each in (*columns, rank.peak_bytes))
+    assert cells in model(GPT3 | fields)["tables"]
 
 
 def test_factors_slow_parts_of_a_model() -> None:

@@ -17,6 +17,16 @@ from pipeflow.planning.omissions import unpriced
 from pipeflow.planning.rank_memory import RankPlan
 from pipeflow.planning.step_plan import Plan
 
+MEMORY = {
+    "weights": ("weights",),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "activations": ("activations", "recomputed", "transfers"),
+    "gathered": ("gathered",),
+    "other": ("backward", "buffers", "step"),
+    "allocator": ("allocator",),
+}
+"""The columns of a device's memory: each adds up some of `RankPlan.peak_parts`."""
 PARTS = ("compute", "tensor", "sharding", "bubble", "transfer", "reduction", "optimizer")
 
 
@@ -55,8 +65,7 @@ def _time(plan: Plan) -> Iterator[str]:
 
 def _memory(plan: Plan, memory: float) -> str:
     memory -= plan.outside_bytes
-    parts = ("weights", "gradients", "optimizer", "activations", "allocator")
-    head = ("rank", "layers", *parts, "sum", f"of {bytes_text(memory)}")
+    head = ("rank", "layers", *MEMORY, "sum", f"of {bytes_text(memory)}")
     caption = f"Memory of a device, {heading(plan.timeline)}"
     return table(caption, head, [[*_rank(each, memory)] for each in plan.ranks])
 
@@ -64,7 +73,7 @@ def _memory(plan: Plan, memory: float) -> str:
 def _rank(rank: RankPlan, memory: float) -> Iterator[str]:
     yield f"rank {rank.rank}"
     yield str(rank.layers)
-    activations = rank.activation_bytes + rank.recomputed_bytes + rank.transfer_bytes
-    yield from map(bytes_text, (rank.weight_bytes, rank.gradient_bytes, rank.optimizer_bytes, activations))
-    yield from map(bytes_text, (rank.allocator_bytes, rank.peak_bytes))
+    for parts in MEMORY.values():
+        yield bytes_text(sum(rank.peak_parts[part] for part in parts))
+    yield bytes_text(rank.peak_bytes)
     yield "fits" if rank.peak_bytes <= memory else f"{bytes_text(rank.peak_bytes - memory)} too much"
