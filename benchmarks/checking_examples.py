@@ -178,13 +178,15 @@ def _inputs(folder: Path) -> Iterator[None]:
         (folder / f"plain_{path.name}").write_text(_plain(path.read_text()))
     for path in (EXAMPLES / "vit" / "configs").glob("*.py"):
         (folder / f"vit_{path.name}").write_text(_changed(path.read_text()))
-    kept = dict(os.environ)
+    kept, here = dict(os.environ), Path.cwd()
+    os.chdir(folder)  # scripts write logs where they run
     paths = [str(each) for each in (EXAMPLES.parent, EXAMPLES, EXAMPLES / "lightning_loops")]
     os.environ |= {"PIPEFLOW_CACHE": str(folder / "cache")}
     os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     try:
         yield
     finally:
+        os.chdir(here)
         os.environ.clear()
         os.environ.update(kept)
 
