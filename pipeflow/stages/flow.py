@@ -122,9 +122,10 @@ class Flow(TorchDispatchMode):
         self.identities.give(tensor, Identity.of_source(source) if identity is None else identity)
         return self.mark(tensor, source)
 
-    def is_real(self, tensor: Tensor) -> bool:
-        """Returns True if a tensor has values: known ones, or guessed ones."""
-        return self.is_known(tensor) or self.key(tensor) in self._guessed
+    def has_branches(self, tensor: Tensor) -> bool:
+        """Returns True if a forward may branch on a tensor that has values: a mask, or one whole number."""
+        is_plain = tensor.dtype is torch.bool or (tensor.numel() == 1 and not tensor.is_floating_point())
+        return is_plain and (self.is_known(tensor) or self.key(tensor) in self._guessed)
 
     def keep_values(self, tensor: Tensor) -> None:
         """Lets operators compute with the values of a source."""

@@ -32,8 +32,8 @@ from pipeflow.stages.trace import Batch, Call, Look, Returned, Trace
 # The run also proves the cut. In the whole forward the same outputs have sources too; one that is missing here, and
 # does not come in through a received value, went a way that the script cannot see: through an attribute, a list or a
 # cache. That raises an error, as does a value that other operators made, or the same from other tensors (`identities`).
-# What the forward reads to branch on is needed like a source of its results (`Flow.read`). A stub of whole numbers that
-# the trace knew or guessed has these values, so that the stage takes the branches of the trace.
+# What the forward reads to branch on is needed like a source of its results (`Flow.read`). A stub of a mask, or of
+# one whole number, has the values that the trace knew or guessed, so that the stage takes the branches of the trace.
 # Calls that depend on the batch alone (`is_free`) are not replaced: each stage has the batch and repeats them, so
 # nothing need be sent.
 

@@ -28,7 +28,7 @@ class Look(NamedTuple):
         sources: bits of the sources that flowed into it.
         storage: a number that stands for its memory.
         identity: how it was computed.
-        value: the tensor itself if it has values on which a forward may branch; None if it is fake or has floats.
+        value: the tensor itself if it is a mask or one whole number, known or guessed; else None.
     """
 
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Look(NamedTuple):
         stride = tensor.stride() if tensor.layout is torch.strided else ()
         shape, sources, storage = tuple(tensor.shape), flow.sources(tensor), flow.key(tensor)
         identity = flow.identities.of(tensor)
-        value = tensor if flow.is_real(tensor) and not tensor.dtype.is_floating_point else None
+        value = tensor if flow.has_branches(tensor) else None
         return cls(shape, tuple(stride), tensor.dtype, tensor.requires_grad, sources, storage, identity, value)
 
 
