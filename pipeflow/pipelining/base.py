@@ -160,6 +160,8 @@ class OnEngine(theirs._PipelineSchedule):
     def _split_target(self, target: Any) -> list[Any] | None:
         if target is None:
             return None
+        if isinstance(target, Tensor) and target.dim() and len(target) >= self._n_microbatches:
+            return list(target.tensor_split(self._n_microbatches))
         return [part for (part,) in split_args_kwargs_into_chunks((target,), None, self._n_microbatches)[0]]
 
     def _step_microbatches(

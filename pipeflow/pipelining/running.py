@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, Protocol
 from weakref import ref
 
@@ -161,10 +162,15 @@ def own_microbatches(args: Sequence[Any], kwargs: Sequence[Any], targets: Sequen
     """The microbatches of this rank: arguments of its first stage, keywords of each of its stages, targets of its last
     one. The engine looks for leaves of a graph in them if any wants a gradient.
     """
-    leaves = tree_leaves([args, kwargs])
-    kind = tuple if any(isinstance(each, Tensor) and each.requires_grad for each in leaves) else Own
+    entries = chain(*args, *(each.values() for each in kwargs))
+    kind = tuple if any(map(_wants_gradient, entries)) else Own
     own = [{"own": kind(each)} for each in zip(args, kwargs, range(len(args)), strict=True)]
     return Divided(list(zip(own, [None] * len(args) if targets is None else targets, strict=True)), own=True)
+
+
+def _wants_gradient(entry: object) -> bool:
+    leaves = (entry,) if isinstance(entry, Tensor) else tree_leaves(entry)
+    return any(isinstance(each, Tensor) and each.requires_grad for each in leaves)
 
 
 def raise_everywhere(context: Context, error: Exception) -> None:

@@ -82,16 +82,17 @@ class Batch:
         return [tree_unflatten([part[index] for part in parts], spec) for index in range(len(self.sizes))]
 
     def _parts(self, leaf: object) -> Sequence[object]:
-        moved = tree_map(self._moved, _unwrapped(leaf))
+        leaves, spec = tree_flatten(_unwrapped(leaf))
+        moved = [self._moved(each) for each in leaves]
+        whole: Any = tree_unflatten(moved, spec)
         if isinstance(leaf, Parts):
-            parts: Sequence[object] = moved
+            parts: Sequence[object] = whole
         elif isinstance(leaf, Tensor) and leaf.dim():
-            parts = moved.split(self.sizes)
+            parts = whole.split(self.sizes)
         else:
-            parts = [moved] * len(self.sizes)
-        if any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(list(parts))):
-            return [tree_map(self._leaf, part) for part in parts]
-        return parts
+            parts = [whole] * len(self.sizes)
+        wants = any(isinstance(each, Tensor) and each.requires_grad for each in moved)
+        return [tree_map(self._leaf, part) for part in parts] if wants else parts
 
     def _moved(self, value: object) -> object:
         on_gpu = self.device.type == "cuda"  # a copy to the CPU must be complete before it is read

@@ -57,7 +57,8 @@ class Stage:
         """Stores, per microbatch, the entries that the module takes, and in which region of autocast it runs."""
         self.call = self._call if region is None else region(self._call)
         self.deferral.copies = None if region is None else {}
-        self.keywords = batch.split({name: entry for name, entry in batch.named.items() if name in self.takes})
+        parts = {name: batch.split(entry) for name, entry in batch.named.items() if name in self.takes}
+        self.keywords = [{name: part[index] for name, part in parts.items()} for index in range(len(batch.sizes))]
 
     def unload(self) -> None:
         """Releases the references that only a running step needs."""

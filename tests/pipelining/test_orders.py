@@ -88,6 +88,15 @@ def test_unknown_names_and_schedules_of_two_directions(ours: Any) -> None:
         made(ours.get_schedule_class("chimera"), ours.PipelineScheduleMulti, 2, 4)
 
 
+@pytest.mark.parametrize("name", ["LoopedBFS", "zb-h1"])
+def test_torchs_visualizer_takes_every_name(ours: Any, name: str) -> None:
+    from pipeflow.pipelining._schedule_visualizer import get_schedule_ops, visualize_schedule
+
+    order = made(ours.get_schedule_class(name), ours.PipelineScheduleMulti, 2, 4).pipeline_order
+    assert get_schedule_ops(name, 2, 4) == [order[0], order[1]]
+    assert callable(visualize_schedule)
+
+
 @pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
 def test_a_file_goes_round(ours: Any, form: str, tmp_path: Path) -> None:
     source = made(ours.ScheduleZBVZeroBubble, ours.PipelineScheduleMulti, 2, 4)

@@ -1,6 +1,6 @@
 """Transfers of activations of unknown shape: a header is sent with each and says whether the activation has the shape
-that its receiver posted for. A shape that came twice in a row is posted for ahead. If it is small, the header
-travels at the end of the same message.
+that its receiver posted for. A shape that came twice in a row is posted for ahead. If it is small, an entry at the end
+of the same message says so instead.
 """
 
 from __future__ import annotations
@@ -20,31 +20,42 @@ from pipeflow.runtime.program.payload import Metadata, Payload
 from pipeflow.runtime.program.transfers import ChannelOperation
 
 _SMALL = 1 << 18  # bytes that are copied in less time than another message takes
+_ENDS = {
+    dtype: torch.ones(1, dtype=dtype, device="cpu")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+}
 
 
 class Expectation:
     """The expected metadata of one value in the next step. Both ends see the same history, so they expect the same.
 
     Attributes:
-        bytes: length of the message that has the expected activation and its header, if these travel together; else 0.
+        end: the entry after those of the expected activation in its message, a 1, if it has no header; else None.
     """
 
-    __slots__ = ("_on_host", "bytes", "expected", "last")
+    __slots__ = ("_device", "end", "expected", "last")
 
     def __init__(self, device: torch.device) -> None:
-        self._on_host = device.type == "cpu"
+        self._device = device
         self.expected: Metadata | None = None
         self.last: Metadata | None = None
-        self.bytes = 0
+        self.end: Tensor | None = None
 
     def see(self, metadata: Metadata) -> None:
         """Records what arrived. A shape that arrives twice in a row is expected next time."""
         self.expected = metadata if metadata == self.last else None
-        self.last, self.bytes = metadata, 0
-        if self.expected is not None and self._on_host and len(metadata.shapes) == 1:
-            length = metadata.shapes[0].numel() * metadata.dtypes[0].itemsize
-            if length <= _SMALL:
-                self.bytes = -(-length // 8) * 8 + 8  # so that the header, an int64, is aligned
+        self.last, self.end = metadata, None
+        if self.expected is not None and self._device.type == "cpu" and len(metadata.shapes) == 1:
+            [shape], [dtype] = metadata.shapes, metadata.dtypes
+            self.end = _ENDS.get(dtype) if shape.numel() * dtype.itemsize <= _SMALL else None
+
+    def buffers(self) -> list[Tensor]:
+        """Memory for the messages that have the expected activation; none if nothing is expected."""
+        if self.expected is None:
+            return []
+        if self.end is None:
+            return self.expected.empty(self._device)
+        return [torch.empty(self.expected.shapes[0].numel() + 1, dtype=self.end.dtype, device="cpu")]
 
 
 class DynamicChannels(NamedTuple):
@@ -77,7 +88,7 @@ class SendDynamic(ChannelOperation):
     for redirected activations.
     """
 
-    __slots__ = ("channels", "device", "expectation", "metadata")
+    __slots__ = ("channels", "expectation", "metadata")
 
     doing = "sending"
     metadata: Metadata
@@ -88,45 +99,36 @@ class SendDynamic(ChannelOperation):
     ) -> None:
         super().__init__(value, link, payload)
         self.channels = channels
-        self.device = device
         self.expectation = Expectation(device)
 
     def __call__(self) -> None:
-        payload, expected = self.payload, self.expectation.expected
+        payload, expected, end = self.payload, self.expectation.expected, self.expectation.end
         channel = self.channels.expected
         if expected is None or not expected.matches(payload.tensors, payload.spec, payload.grads):
-            self._announce(expected)
+            self._announce()
             channel = self.channels.redirected
-        elif self.expectation.bytes:
-            [tensor] = payload.tensors
-            end = _ENDS[self.expectation.bytes - tensor.nbytes]
-            payload.tensors = [torch.cat((tensor.view(-1).view(torch.uint8), end))]
-        else:
+        elif end is None:
             payload.works.append(self.channels.header([_AS_EXPECTED]))
+        else:
+            [tensor] = payload.tensors
+            payload.tensors = [torch.cat((tensor.view(-1), end))]
         for tensor in payload.tensors:
             payload.works.append(channel([tensor]))
         payload.tensors = []
 
-    def _announce(self, expected: Metadata | None) -> None:
+    def _announce(self) -> None:
         """Sends the activation's metadata, and unused tensors to fill receives that were posted for another shape."""
         payload, works = self.payload, self.payload.works
         metadata = self.metadata = Metadata.of(payload.tensors, payload.spec, payload.grads)
         body = torch.frombuffer(bytearray(_packed(metadata)), dtype=torch.uint8)
-        if length := self.expectation.bytes:
-            message = torch.zeros(length // 8, dtype=torch.int64, device="cpu")
-            message[-1] = len(body)
-            unused = [message.view(torch.uint8)]
-        else:
-            works.append(self.channels.header([torch.tensor([len(body)], device="cpu")]))
-            unused = [] if expected is None else expected.empty(self.device)
+        announce = self.channels.header if self.expectation.end is None else self.channels.metadata
+        works.append(announce([torch.tensor([len(body)], device="cpu")]))
         works.append(self.channels.metadata([body]))
-        works += [self.channels.expected([tensor]) for tensor in unused]
+        works += [self.channels.expected([each.zero_()]) for each in self.expectation.buffers()]
         self.expectation.see(metadata)
 
 
 _AS_EXPECTED = torch.zeros(1, dtype=torch.int64, device="cpu")
-_ENDS = [torch.zeros(length, dtype=torch.uint8, device="cpu") for length in range(16)]
-"""The header at the end of an expected activation, by the number of bytes."""
 
 
 def _packed(metadata: Metadata) -> bytes:
@@ -141,11 +143,11 @@ def _unpacked(body: bytes) -> Metadata:
 
 
 class Arrival:
-    """An activation on its way: the payload that it will fill, and its header, or the message that has both. `pending`
-    is True until the header is read.
+    """An activation on its way: the payload that it will fill, and its header. `pending` is True until the header is
+    read.
     """
 
-    __slots__ = ("channels", "device", "expectation", "header", "message", "payload", "pending")
+    __slots__ = ("channels", "device", "expectation", "header", "payload", "pending")
 
     def __init__(self, payload: Payload, channels: DynamicChannels, device: torch.device) -> None:
         self.payload = payload
@@ -153,31 +155,27 @@ class Arrival:
         self.device = device
         self.expectation = Expectation(device)
         self.header = torch.empty(1, dtype=torch.int64, device="cpu")
-        self.message: Tensor | None = None
         self.pending = False
 
     def post(self) -> None:
-        """Posts the receive of the header, and of the activation if one is expected."""
+        """Posts the receive of the header, if there will be one, and of the activation if one is expected."""
         payload, channels, expectation = self.payload, self.channels, self.expectation
-        if expectation.bytes:
-            self.message = torch.empty(expectation.bytes, dtype=torch.uint8, device="cpu")
-            payload.works = [channels.expected([self.message])]
-            return
-        expected = expectation.expected
-        payload.tensors = [] if expected is None else expected.empty(self.device)
-        payload.works = [channels.header([self.header]), *(channels.expected([each]) for each in payload.tensors)]
+        payload.tensors = expectation.buffers()
+        payload.works = [] if expectation.end is not None else [channels.header([self.header])]
+        for tensor in payload.tensors:
+            payload.works.append(channels.expected([tensor]))
+        self.pending = True
 
-    def read(self) -> int:
+    def read(self, link: Connection) -> int:
         """The number of bytes of the metadata that follow; 0 if the activation is as expected, and thus here."""
-        message, expected, self.message = self.message, self.expectation.expected, None
-        if message is None:
-            return int(self.header)
-        length = int(message[-8:].view(torch.int64))
-        if not length and expected is not None:
-            [shape], [dtype] = expected.shapes, expected.dtypes
-            tensor = torch.empty(0, dtype=dtype, device="cpu")  # not a view, which would keep `message`
-            self.payload.tensors = [tensor.set_(message.untyped_storage(), 0, shape, ())]
-        return length
+        expected = self.expectation.expected
+        if expected is not None and self.expectation.end is not None:
+            [tensor] = self.payload.tensors
+            if tensor[-1].item() == 1:
+                tensor.resize_(expected.shapes[0])
+                return 0
+            link.wait([self.channels.metadata([self.header])])
+        return int(self.header)
 
 
 class PostDynamic(ChannelOperation):
@@ -194,7 +192,6 @@ class PostDynamic(ChannelOperation):
 
     def __call__(self) -> None:
         self.arrival.post()
-        self.arrival.pending = True
         self.inbox.append(self.arrival)
 
 
@@ -218,7 +215,7 @@ class WaitDynamic(ChannelOperation):
             payload, expectation = arrival.payload, arrival.expectation
             self.link.wait(payload.works)
             payload.works = []
-            if length := arrival.read():
+            if length := arrival.read(self.link):
                 expectation.see(self._redirected(arrival, length))
             assert expectation.last is not None
             payload.spec, payload.grads = expectation.last.spec, expectation.last.grads

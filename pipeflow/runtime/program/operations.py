@@ -205,8 +205,7 @@ class Backward(Compute):
         gradients = self.source()
         self.deferral.active = self.defers
         if state.edges:
-            torch.autograd.backward(state.edges, gradients)
-            state.edges = []
+            state.backward(gradients)
         if self.sink is not None:
             self.sink.tensors = [_gradient_of(leaf) for leaf in state.leaves if leaf.requires_grad]
         state.leaves = []

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from pipeflow.core.errors import UsageError
@@ -93,6 +94,14 @@ class BackwardState:
         self.leaves: list[Tensor] = []
         self.edges: list[GradientEdge] = []
         self.deferred: list[Products] = []
+
+    def backward(self, gradients: list[Tensor]) -> None:
+        """torch.autograd.backward without its checks of the arguments, which take as long as a small backward:
+        gradients fit their edges, because each is made for its edge or received with the shape of what was sent.
+        """
+        edges, self.edges = tuple(self.edges), []
+        options = {"keep_graph": False, "create_graph": False, "allow_unreachable": True, "accumulate_grad": True}
+        _engine_run_backward(edges, tuple(gradients), inputs=(), **options)
 
 
 def flatten(output: object, device: torch.device) -> tuple[list[Tensor], TreeSpec | None]:

@@ -42,13 +42,18 @@ class Results:
         """The contribution of each known microbatch loss to the mean loss, in microbatch order. A microbatch of weight
         zero contributes zero, even if its loss is nan, as a mean over no tokens is.
         """
-        weights = self.weights
+        losses = self.computed()
+        weights = [self.weights[microbatch] for microbatch in losses]
+        parts = torch._foreach_mul([_wide(loss) for loss in losses.values()], weights) if losses else ()
         return {
-            microbatch: _wide(loss) * weight if (weight := weights[microbatch]) else torch.zeros_like(_wide(loss))
-            for microbatch, loss in self.computed().items()
+            microbatch: part if weight else torch.zeros_like(part)
+            for microbatch, part, weight in zip(losses, parts, weights, strict=True)
         }
 
 
 def _wide(loss: Tensor) -> Tensor:
     """The loss in float32 at least, so that losses of many microbatches can be added up."""
-    return loss.to(torch.promote_types(loss.dtype, torch.float32))
+    return loss if loss.dtype in _WIDE else loss.float()
+
+
+_WIDE = (torch.float32, torch.float64)
