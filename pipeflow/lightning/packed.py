@@ -27,4 +27,4 @@ def unpacked(folder: Path, weights_only: bool | None) -> Any:
     kept = state.read_run(CheckpointStorage(folder, verified(folder, 0, 0)))["extra"]
     if not isinstance(kept, Tensor):
         raise UsageError(f"{folder} was not saved with a PipelineStrategy: load it with pipeflow.load_checkpoint")
-    return torch.load(io.BytesIO(kept.numpy().tobytes()), weights_only=bool(weights_only))
+    return torch.load(io.BytesIO(kept.numpy().tobytes()), "cpu", weights_only=bool(weights_only))  # as Lightning does

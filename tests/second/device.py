@@ -26,7 +26,9 @@ WAITS: Counter[str] = Counter()
 _CPU = torch.device("cpu")
 _ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _SET = torch.ops.aten.set_.source_Storage_storage_offset
-_MIXING = ("aten::copy_", "aten::_copy_from", "aten::_to_copy", "aten::index", "aten::_index_put", "aten::set_")
+_MIXING = ("aten::copy_", "aten::_to_copy", "aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::set_")
+_CASTING = ("linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product_attention")  # some that autocast rounds for
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 _MANY = 1000  # allocations after which freed memory is looked for
 
 
@@ -138,7 +140,7 @@ def _address(tensor: Tensor) -> int:
 
 def _require_together(operator: Any, name: str, leaves: list[Any]) -> None:
     outside = [each for each in leaves if isinstance(each, Tensor) and not is_there(each) and each.dim()]
-    if outside and not name.startswith(_MIXING):
+    if outside and name not in _MIXING:
         raise RuntimeError(f"{operator}: expected all tensors to be on the same device, found {NAME} and cpu")
 
 
@@ -171,6 +173,19 @@ def _clone(storage: Any, clone: Any = torch.UntypedStorage.clone) -> Any:
     return _MEMORY.named(clone(memory))
 
 
+def _autocast(name: str) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype(NAME)
+
+        def rounded(each: Any) -> Any:
+            return each.to(dtype) if is_there(each) and each.dtype is torch.float32 else each
+
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return getattr(torch.ops.aten, name)(*tree_map(rounded, args), **tree_map(rounded, kwargs))
+
+    return run
+
+
 _LIBRARIES: list[torch.library.Library] = []  # what they register lasts as long as they do
 
 
@@ -180,6 +195,9 @@ def register() -> torch.device:
         _setup_privateuseone_for_python_backend(NAME, backend_module=_Device())
         every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
         every.fallback(_run, "PrivateUse1")
+        every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+        for name in _CASTING:
+            aten.impl(name, _autocast(name), "AutocastPrivateUse1")
         for name, function in {
             "empty.memory_format": _empty,
             "empty_strided": _empty_strided,

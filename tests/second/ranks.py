@@ -45,7 +45,8 @@ class Group:
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
             work = getattr(self._gloo, name)(*tree_map(_memory, arguments), **options)
-            self._moving = [each for each in self._moving if not each[0].is_completed()] + [(work, arguments)]
+            if isinstance(work, dist.Work):
+                self._moving = [each for each in self._moving if not each[0].is_completed()] + [(work, arguments)]
             return work
 
         return call
