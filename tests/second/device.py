@@ -28,7 +28,7 @@ _ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _SET = torch.ops.aten.set_.source_Storage_storage_offset
 _MIXING = ("aten::copy_", "aten::_to_copy", "aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::set_")
 _CASTING = ("linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product_attention")  # some that autocast rounds for
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 _MANY = 1000  # allocations after which freed memory is looked for
 
 
