@@ -71,7 +71,7 @@ def record(
         whole: a pattern such as "blocks.1.*.weight" of the parameters whose initial values and gradients are recorded
             whole, to be told which of their rows and columns are wrong. Pass the same in both runs.
 
-    Raises UsageError if the folder cannot be written.
+    Raises UsageError if the folder cannot be written, or if `whole` is no pattern.
     """
     return Recording(folder, model, optimizer, parts=parts, names=names, samples=samples, whole=whole)
 
@@ -90,6 +90,8 @@ class Recording:
         samples: bool | None = None,
         whole: str = "",
     ) -> None:
+        if not isinstance(whole, str):
+            raise UsageError(f"whole must be a pattern of the names of parameters, such as '*' for all, got {whole!r}")
         self.folder = None if folder is None else Path(folder)
         self._models = [model] if isinstance(model, nn.Module) else list(model)
         self._optimizers = _listed(optimizer)

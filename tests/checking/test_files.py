@@ -109,6 +109,11 @@ def test_other_texts_are_refused(plain: Path, other: Path) -> None:
         said(plain, other)
 
 
+def test_what_is_recorded_whole_is_a_pattern(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"whole must be a pattern of .*'\*' for all, got True"):
+        record(tmp_path, nn.Linear(2, 2), whole=True)  # type: ignore[arg-type]  # a wrong one
+
+
 def test_nothing_is_recorded_without_a_folder() -> None:
     model = GPT()
     with record(None, model) as recording:
