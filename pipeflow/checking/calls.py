@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -77,6 +78,7 @@ class Calls:
         note: is called with each event.
         began: is called when an outermost module is called.
         samples: whether to record what each sample adds.
+        whole: a pattern of the names of modules whose outputs are recorded whole.
     """
 
     def __init__(
@@ -87,8 +89,9 @@ class Calls:
         note: Note,
         began: Callable[[], None],
         samples: bool,
+        whole: str,
     ) -> None:
-        self._models, self._names = models, names
+        self._models, self._names, self._whole = models, names, whole
         self._note, self._began, self._samples = note, began, samples
         self._by_tensor = {id(part.tensor): part for part in reversed(parts)}
         self._handles: list[Any] = []
@@ -176,7 +179,9 @@ class Calls:
             self._note("output", told, rows=torch.stack(rows).sum(0))
             return
         told |= {"shape": list(values.shape), "begin": offset, "known": isinstance(output, DTensor), "whole": whole}
-        self._note("output", told, rows=_rows(values, offset))
+        found = _rows(values, offset)
+        is_seen = fnmatchcase(name, self._whole) and told["shape"] == whole and len(found) == (whole or [0])[0]
+        self._note("output", told, rows=found, **({"values": values.detach().clone()} if is_seen else {}))
 
 
 def _is_left_out() -> bool:

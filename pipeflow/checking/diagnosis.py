@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeflow.checking.comparing import differences
-from pipeflow.checking.elements import where
+from pipeflow.checking.elements import where, where_in_rows
 from pipeflow.checking.factors import fit, told
 from pipeflow.checking.findings import Cause, Difference, Result
 from pipeflow.checking.gradient_causes import Gradients, norms, precision
@@ -47,6 +47,8 @@ def check(
 
 def _in_detail(both: TwoRuns, first: Difference, cause: Cause) -> Cause:
     """The cause with the elements that are wrong, if the tensor was recorded whole; otherwise a note that it can be."""
+    if first.what == "output" and first.module:
+        return _output_in_detail(both, first, cause)
     if first.what not in ("weight", "gradient") or not first.parameter:
         return cause
     kinds = ("before",) if first.what == "weight" else ("unclipped", "gradient")
@@ -60,6 +62,16 @@ def _in_detail(both: TwoRuns, first: Difference, cause: Cause) -> Cause:
         return replace(cause, name=name, evidence=f"{cause.evidence}; {told}")
     if cause.name in ("sharding", "unknown"):
         both.notes.append(f"record both runs with whole={first.parameter!r} to see which elements of it are wrong")
+    return cause
+
+
+def _output_in_detail(both: TwoRuns, first: Difference, cause: Cause) -> Cause:
+    mine, theirs = (both.outputs(run, first.step) for run in (both.reference, both.candidate))
+    for key in mine.keys() & theirs.keys():
+        if key[0] == first.module and (told := where_in_rows(mine[key], theirs[key], first.allowed)):
+            return replace(cause, evidence=f"{cause.evidence}; {told}")
+    if cause.name in ("sharding", "unknown"):
+        both.notes.append(f"record both runs with whole={first.module!r} to see where its output is wrong")
     return cause
 
 

@@ -69,7 +69,8 @@ def record(
         samples: also record how much each sample adds to the weight gradients of linear layers and embeddings, which
             tells missing samples from wrong weights. By default in runs of one process.
         whole: a pattern such as "blocks.1.*.weight" of the parameters whose initial values and gradients are recorded
-            whole, to be told which of their rows and columns are wrong. Pass the same in both runs.
+            whole, to be told which of their rows and columns are wrong, and of the modules whose outputs are. Pass the
+            same in both runs.
 
     Raises UsageError if the folder cannot be written, or if `whole` is no pattern.
     """
@@ -116,7 +117,7 @@ class Recording:
         self._write_start(rank, world)
         self._weights("before")
         samples = world == 1 if self._samples is None else self._samples
-        calls = Calls(self._models, self._parts, self._names, self.event, self._called, samples)
+        calls = Calls(self._models, self._parts, self._names, self.event, self._called, samples, self._whole)
         self._stack.enter_context(calls)
         self._stack.enter_context(trials_seen(self._pause))
         self._stack.enter_context(engine_losses_seen(self._models, self._loss))

@@ -196,7 +196,9 @@ def _is_rule(value: object) -> bool:
 
 
 def _has_values(event: Event, tensors: Mapping[str, Info]) -> bool:
-    """Whether the values are those of the blocks that the rank has of a tensor, within the tensor."""
+    """Whether the values are those of the blocks that the rank has of a tensor, within the tensor; or of an output."""
+    if event["kind"] == "output":
+        return isinstance(event["values"], np.ndarray) and list(event["values"].shape) == event.get("shape")
     info = tensors.get(str(event.get("name")))
     return (
         info is not None

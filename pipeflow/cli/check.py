@@ -56,7 +56,9 @@ def add_to(commands: Commands) -> None:
         help="arguments of the plain run, or its script and arguments (default: as after --)",
     )
     group.add_argument(
-        "--whole", metavar="PATTERN", help="parameters whose wrong rows to tell (default: the first wrong)"
+        "--whole",
+        metavar="PATTERN",
+        help="parameters and modules whose wrong elements to tell (default: the first)",
     )
     group.add_argument("--steps", type=int, metavar="N", help="steps to compare (default: 2)")
     command.set_defaults(run=run, arguments=[])
@@ -102,10 +104,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _to_see_whole(arguments: argparse.Namespace, result: Result) -> str | None:
-    """The parameter that a second run shall record whole, to tell which of its elements differ."""
+    """The parameter, or the module of an output, that a second run shall record whole, to tell which of its elements
+    differ.
+    """
     first = result.first
-    seen = first is not None and first.what in ("weight", "gradient") and first.parameter
-    return first.parameter if first is not None and seen and arguments.whole is None else None
+    if first is None or arguments.whole is not None or first.what not in ("weight", "gradient", "output"):
+        return None
+    return (first.module if first.what == "output" else first.parameter) or None
 
 
 def _recorded(arguments: argparse.Namespace, folder: Path) -> Sequence[Path]:

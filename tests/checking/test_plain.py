@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pipeflow.checking import CAUSES, check, plant, record
 from pipeflow.core.errors import UsageError
-from tests.checking.jobs import GPT, train
+from tests.checking.jobs import GPT, Block, train
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +183,25 @@ def test_which_elements_are_wrong(tmp_path: Path) -> None:
     assert wrong.cause.evidence.endswith("12 of 1024 elements are wrong: rows 3 to 5 of 16 and columns 8 to 11 of 64")
     other = check(one, train(tmp_path / "four", fault=("sharding", {"name": "blocks.1.up.weight"})))
     assert "record both runs with whole='blocks.1.up.weight' to see which elements of it are wrong" in other.notes
+
+
+def test_where_an_output_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, forward = train(tmp_path / "one", steps=1, whole="blocks.*"), Block.forward
+
+    def spoiled(self: Block, values: Tensor) -> Tensor:
+        output = forward(self, values).clone()
+        output[2:4, 1:3, 8:12] += 1.0
+        return output
+
+    monkeypatch.setattr(Block, "forward", spoiled)
+    wrong = check(one, train(tmp_path / "two", steps=1, microbatches=2, whole="blocks.*"))
+    assert wrong.first is not None
+    assert wrong.first.module == "blocks.0"
+    assert wrong.cause is not None
+    told = "4 of 8 rows of the output are wrong, in positions 1, 2 of 10 and columns 8 to 11 of 16"
+    assert wrong.cause.evidence.endswith(told), wrong.cause
+    other = check(one, train(tmp_path / "three", steps=1))
+    assert "record both runs with whole='blocks.0' to see where its output is wrong" in other.notes
 
 
 def spoil(optimizer: torch.optim.Optimizer) -> None:
