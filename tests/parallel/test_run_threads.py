@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline, make_schedule
 from pipeflow.parallel.context import in_this_context
+from pipeflow.runtime.program import payload
 from pipeflow.tensor import ColumnParallelLinear, RowParallelLinear
 from pipeflow.testing import run_threads
 
@@ -40,13 +41,13 @@ def step() -> str:
 
 def test_one_autograd_thread_for_all_tensor_ranks_would_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; here a thread stands for autograd's. The first step may take ten times the timeout."""
-    backward: Callable[..., Any] = torch.autograd.backward
+    backward: Callable[..., Any] = payload._engine_run_backward
     assert run_threads(step, 2, tensor=2) == ["", ""]
     with ThreadPoolExecutor(1) as of_the_device:
 
-        def elsewhere(tensors: Any, gradients: list[Tensor]) -> None:
-            of_the_device.submit(in_this_context(backward), tensors, gradients).result()
+        def elsewhere(*arguments: Any, **options: Any) -> None:
+            of_the_device.submit(in_this_context(backward), *arguments, **options).result()
 
-        monkeypatch.setattr(torch.autograd, "backward", elsewhere)
+        monkeypatch.setattr(payload, "_engine_run_backward", elsewhere)
         for told in run_threads(step, 2, tensor=2, timeout=0.1):
             assert "in a collective of ranks [0, 1]" in told

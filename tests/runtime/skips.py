@@ -98,12 +98,9 @@ def serial_step(schedule: Schedule, given: Given, batches: list[tuple[Tensor, Te
     return [loss.item() for loss in losses], [output.detach() for output in outputs], gradients
 
 
-HEADER = 8  # bytes
-
-
 class Counted:
-    """What a rank of a pipeline has sent since: how many bytes by (tag, peer), without headers at the end of
-    activations, and how many tensors.
+    """What a rank of a pipeline has sent since: how many bytes by (tag, peer), without the entries at the end of
+    activations that say that their shape is the expected one, and how many tensors.
     """
 
     def __init__(self) -> None:
@@ -133,8 +130,8 @@ def counted() -> Iterator[Counted]:
         start = plain(peer, tag)
 
         def send(tensors: list[Tensor]) -> Work:
-            carries_header = tag is Tag.ACTIVATION and tensors[0].dtype is torch.uint8
-            found.bytes[tag, peer] += sum(tensor.nbytes for tensor in tensors) - HEADER * carries_header
+            ends = tag is Tag.ACTIVATION and tensors[0].dim() == 1  # without it, the activations here have rows
+            found.bytes[tag, peer] += sum(tensor.nbytes for tensor in tensors) - tensors[0].itemsize * ends
             found.tensors[tag, peer] += len(tensors)
             return start(tensors)
 
