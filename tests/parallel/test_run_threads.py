@@ -41,7 +41,7 @@ def step() -> str:
 
 def test_one_autograd_thread_for_all_tensor_ranks_would_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; here a thread stands for autograd's. The first step may take ten times the timeout."""
-    backward: Callable[..., Any] = payload._engine_run_backward
+    backward: Callable[..., Any] = vars(payload)["_engine_run_backward"]
     assert run_threads(step, 2, tensor=2) == ["", ""]
     with ThreadPoolExecutor(1) as of_the_device:
 
