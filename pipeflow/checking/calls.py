@@ -180,7 +180,8 @@ class Calls:
             return
         told |= {"shape": list(values.shape), "begin": offset, "known": isinstance(output, DTensor), "whole": whole}
         found = _rows(values, offset)
-        is_seen = fnmatchcase(name, self._whole) and told["shape"] == whole and len(found) == (whole or [0])[0]
+        is_asked = bool(self._whole) and fnmatchcase(name, self._whole)  # "" is the name of the outermost module
+        is_seen = is_asked and told["shape"] == whole and len(found) == (whole or [0])[0]
         self._note("output", told, rows=found, **({"values": values.detach().clone()} if is_seen else {}))
 
 

@@ -200,8 +200,9 @@ def test_where_an_output_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert wrong.cause is not None
     told = "4 of 8 rows of the output are wrong, in positions 1, 2 of 10 and columns 8 to 11 of 16"
     assert wrong.cause.evidence.endswith(told), wrong.cause
-    other = check(one, train(tmp_path / "three", steps=1))
-    assert "record both runs with whole='blocks.0' to see where its output is wrong" in other.notes
+    plain = train(tmp_path / "three", steps=1)
+    assert "record both runs with whole='blocks.0' to see where its output is wrong" in check(one, plain).notes
+    assert all('"values"' not in file.read_text() for file in plain.iterdir())
 
 
 def spoil(optimizer: torch.optim.Optimizer) -> None:
