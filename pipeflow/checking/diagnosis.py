@@ -67,8 +67,9 @@ def _in_detail(both: TwoRuns, first: Difference, cause: Cause) -> Cause:
 
 def _output_in_detail(both: TwoRuns, first: Difference, cause: Cause) -> Cause:
     mine, theirs = (both.outputs(run, first.step) for run in (both.reference, both.candidate))
-    for key in mine.keys() & theirs.keys():
-        if key[0] == first.module and (told := where_in_rows(mine[key], theirs[key], first.allowed)):
+    for key, calls in mine.items():
+        is_it = key[0] == first.module and key in theirs
+        if is_it and (told := where_in_rows(calls, theirs[key], first.allowed)):
             return replace(cause, evidence=f"{cause.evidence}; {told}")
     if cause.name in ("sharding", "unknown"):
         both.notes.append(f"record both runs with whole={first.module!r} to see where its output is wrong")

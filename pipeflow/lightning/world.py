@@ -27,13 +27,8 @@ class World:
     """The processes of a pipeline, with the names of Lightning's strategies.
 
     Args:
-        pipeline: number of ranks in a pipeline; by default all processes form one, divided by `tensor`.
-        tensor: number of processes that share every layer.
-        schedule: name of the schedule, as in `pipeflow.make_schedule`.
-        microbatches: number of microbatches in a batch.
-        schedule_options: further arguments of `pipeflow.make_schedule`, such as `{"chunks": 2}`.
-        cuts, blocks: where the module is cut, as in `Pipeline.from_module`.
-        options: further arguments of Lightning's ParallelStrategy, such as `cluster_environment`.
+        pipeline, tensor, schedule, microbatches, schedule_options, cuts, blocks, options: as in the strategy for a
+            Trainer.
     """
 
     cluster_environment: Any

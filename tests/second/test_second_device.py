@@ -193,9 +193,10 @@ def test_a_loop_of_accelerate_waits_once_in_a_step(tmp_path: Path) -> None:
 
 
 def of_lightning(folder: Path) -> Numbers:
-    """A run of a Trainer, and a validation after it."""
+    """A run of a Trainer with its checkpoint, and a validation after it."""
     from lightning.pytorch import Trainer
     from lightning.pytorch.accelerators import CPUAccelerator
+    from lightning.pytorch.callbacks import ModelCheckpoint
     from torch.utils.data import DataLoader
 
     from pipeflow.lightning import PipelineStrategy
@@ -213,16 +214,18 @@ def of_lightning(folder: Path) -> Numbers:
         def setup_device(self, _: torch.device) -> None:
             """Does nothing."""
 
-    seen = Seen()
+    seen, kept = Seen(), ModelCheckpoint(folder, monitor="val_loss")
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     strategy = PipelineStrategy(microbatches=4)
     trainer = Trainer(
-        accelerator=Own(), devices=2, strategy=strategy, max_epochs=2, callbacks=[seen], default_root_dir=folder,
+        accelerator=Own(), devices=2, strategy=strategy, max_epochs=2, callbacks=[seen, kept], default_root_dir=folder,
         gradient_clip_val=0.5, **quiet,
     )  # fmt: skip
     module, images = Classifier(), DataLoader(make_images(), batch_size=8)
     trainer.fit(module, images, images)
     [told] = trainer.validate(module, images, verbose=False)
+    [saved] = strategy.load_checkpoint(kept.best_model_path)["callbacks"].values()
+    assert saved["best_model_score"].device.type == "cpu"  # wherever it was written
     return [*seen.losses, *seen.others, *told.values()]
 
 
