@@ -4,7 +4,7 @@ PY := .venv/bin/python
 # Where bytecode is not written, each process of the tests compiles pipeflow and the tests anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-hybrid demo-vit demo-huggingface lab test quick matrices test-all drill wheel-test fuzz check bench stubs gallery trl others pictures docs clean
+.PHONY: demo demo-hybrid demo-vit demo-huggingface lab test quick matrices test-all drill wheel-test fuzz planted check bench stubs gallery trl others pictures docs clean
 .DELETE_ON_ERROR:
 
 .venv/installed: pyproject.toml constraints.txt
@@ -32,8 +32,8 @@ JOBS ?= 2
 SPREAD := --numprocesses $(JOBS) --dist worksteal
 # Ranks are threads and processes: if each used all cores again, they would wait for one another.
 test quick matrices drill wheel-test: export OMP_NUM_THREADS ?= 1
-test: .venv/installed           ## run the test suite without the exhaustive matrices
-	$(PY) -m pytest $(SPREAD) -m "not exhaustive and not drill and not lint" $(ARGS)
+test: .venv/installed           ## run what pytest selects by itself: no exhaustive matrices, no drills, no lint
+	$(PY) -m pytest $(SPREAD) $(ARGS)
 
 PLANS := $(addprefix tests/,core analysis soundness orders schedules planning draw cli)
 quick: .venv/installed          ## run the quick tests of what needs no torch, in a quarter of a minute
@@ -47,20 +47,32 @@ test-all: test matrices         ## run the test suite, then the exhaustive matri
 drill: .venv/installed          ## try for an hour what may fail rarely: kills, stops, damaged checkpoints, programs under NCCL's rules
 	$(PY) -m pytest $(SPREAD) -m drill $(ARGS)
 
-WHEEL := build/wheel
-wheel-test: .venv/installed     ## the built wheel has the files of the package, and passes quick tests outside of the source tree
+OUTSIDE := build/outside
+SITE_OF_WHEEL := build/site
+wheel-test: .venv/installed     ## the sdist and the wheel built from it have all files and the license, and pass quick tests
 	rm -rf build
-	$(PY) -m pip wheel --quiet --no-deps --wheel-dir $(WHEEL) .
-	$(PY) -m pip install --quiet --no-deps --target $(WHEEL)/site $(WHEEL)/*.whl
-	diff --recursive --exclude=__pycache__ pipeflow $(WHEEL)/site/pipeflow
-	mkdir $(WHEEL)/outside
-	cp -r *.md pyproject.toml benchmarks docs examples tests $(WHEEL)/outside
-	cd $(WHEEL)/outside && export PYTHONPATH=$(abspath $(WHEEL))/site && \
-	$(abspath $(PY)) -c 'import pipeflow; assert pipeflow.__file__.startswith("$(abspath $(WHEEL))/site/"), pipeflow' && \
-	$(abspath $(PY)) -m pytest $(SPREAD) -m "not slow and not lint" tests/core tests/draw tests/cli tests/explore tests/test_*.py $(abspath $(WHEEL))/site/pipeflow $(ARGS)
+	$(PY) -c 'from setuptools import build_meta; build_meta.build_sdist("build")'
+	mkdir $(OUTSIDE)
+	tar --extract --file build/*.tar.gz --directory $(OUTSIDE) --strip-components 1
+	$(PY) -m pip wheel --quiet --no-deps --wheel-dir build/wheel $(OUTSIDE)
+	$(PY) -m pip install --quiet --no-deps --target $(SITE_OF_WHEEL) build/wheel/*.whl
+	for folder in benchmarks docs examples pipeflow tests; do \
+	    diff --recursive --exclude=__pycache__ $$folder $(OUTSIDE)/$$folder || exit 1; done
+	diff --recursive --exclude=__pycache__ pipeflow $(SITE_OF_WHEEL)/pipeflow
+	cmp LICENSE $(OUTSIDE)/LICENSE
+	cmp LICENSE $(SITE_OF_WHEEL)/pipeflow_torch-*.dist-info/licenses/LICENSE
+	rm -r $(OUTSIDE)/pipeflow  # the tests of the source distribution run with the wheel
+	cd $(OUTSIDE) && export PYTHONPATH="$(CURDIR)/$(SITE_OF_WHEEL)" && \
+	"$(CURDIR)/$(PY)" -c 'import pipeflow, sys; assert pipeflow.__file__.startswith(sys.argv[1]), pipeflow' "$$PYTHONPATH/" && \
+	"$(CURDIR)/$(PY)" -m pytest $(SPREAD) -m "not slow and not lint" tests/core tests/draw tests/cli tests/explore tests/test_*.py "$$PYTHONPATH/pipeflow" $(ARGS)
 
 fuzz: .venv/installed           ## compare random configurations with plain torch: make fuzz ARGS=0:1000
 	$(PY) -m tests.fuzz $(ARGS)
+
+planted: .venv/installed        ## plant 200 faults in the package, one at a time, and count those that the tests find
+	rm -rf build/covered
+	$(PY) -m tests.planted record build/covered
+	$(PY) -m tests.planted try build/covered $(ARGS)
 
 check: .venv/installed          ## check lint of Python and JavaScript, types, layers, style, names and links in documents
 	$(PY) -m ruff check .
@@ -85,7 +97,7 @@ $(TRL)/installed: tests/huggingface/requirements.txt .venv/installed
 	touch $@
 
 trl: $(TRL)/installed           ## test the trainers of TRL, which take 270 MB beside the environment
-	PYTHONPATH=.:$(TRL) OMP_NUM_THREADS=1 $(PY) -m pytest $(SPREAD) tests/huggingface/test_trl.py $(ARGS)
+	PYTHONPATH=.:$(TRL) OMP_NUM_THREADS=1 $(PY) -m pytest $(SPREAD) -m "" tests/huggingface/test_trl.py $(ARGS)
 
 OTHERS := build/others
 $(OTHERS)/installed: tests/stages/others/requirements.txt .venv/installed

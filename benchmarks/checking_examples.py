@@ -16,8 +16,8 @@ from pathlib import Path
 
 from benchmarks.report import Report
 from pipeflow.checking import Result, check
+from pipeflow.checking.findings import paragraph
 from pipeflow.checking.scripts import run_both
-from pipeflow.checking.telling import paragraph
 from pipeflow.core.errors import UsageError
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -111,7 +111,7 @@ LAYOUTS = (
     Layout("accelerate_loop/train.py", 2, "--epochs 1 --schedule zb-h1", LOOP),
     Layout("huggingface/llama.py", 4, HF, f"FOLDER/plain_llama.py {HF}"),
     Layout("huggingface/bert.py", 2, ONCE, f"FOLDER/plain_bert.py {ONCE}"),
-    Layout("huggingface/own_loss.py", 2, HF, f"FOLDER/plain_own_loss.py {HF}"),
+    Layout("adapters/huggingface/own_loss.py", 2, HF, f"FOLDER/plain_own_loss.py {HF}"),
     *(
         Layout(f"lightning_loops/{name}.py", 2, "", f"FOLDER/plain_{name}.py")
         for name in ("language", "autoencoder", "classifier", "images", "fabric_loop")
@@ -171,13 +171,13 @@ def _words(arguments: str | None, folder: Path) -> list[str] | None:
 @contextmanager
 def _inputs(folder: Path) -> Iterator[None]:
     """Texts and configurations in a folder, and the variables of the environment that name them."""
-    (folder / "mine.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in TEXT))
+    (folder / "mine.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in TEXT), encoding="utf-8")
     for name, text in WRITTEN.items():
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding="utf-8")
     for path in (*EXAMPLES.glob("huggingface/*.py"), *EXAMPLES.glob("lightning_loops/*.py")):
-        (folder / f"plain_{path.name}").write_text(_plain(path.read_text()))
+        (folder / f"plain_{path.name}").write_text(_plain(path.read_text(encoding="utf-8")), encoding="utf-8")
     for path in (EXAMPLES / "vit" / "configs").glob("*.py"):
-        (folder / f"vit_{path.name}").write_text(_changed(path.read_text()))
+        (folder / f"vit_{path.name}").write_text(_changed(path.read_text(encoding="utf-8")), encoding="utf-8")
     kept, here = dict(os.environ), Path.cwd()
     os.chdir(folder)  # scripts write logs where they run
     paths = [str(each) for each in (EXAMPLES.parent, EXAMPLES, EXAMPLES / "lightning_loops")]

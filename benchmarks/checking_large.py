@@ -70,7 +70,7 @@ class Files:
 
     def __init__(self, folder: Path, world: int) -> None:
         folder.mkdir()
-        self.files = [file_of(folder, rank).open("w") for rank in range(world)]
+        self.files = [file_of(folder, rank).open("w", encoding="utf-8") for rank in range(world)]
         self.world = world
         named = [(name, width) for name, width, _ in modules()]
         for rank, file in enumerate(self.files):

@@ -11,7 +11,7 @@ Category = Callable[[FrameType], str | None]
 
 FOREIGN = (  # the user's module, and autograd; below them only the library's own calls count
     "/benchmarks/models.py",
-    "/pipeflow/deferral/layers.py",  # stands in for torch's layers
+    "/pipeflow/engine/deferral/layers.py",  # stands in for torch's layers
     "/torch/nn/",
     "/torch/_tensor.py",
     "/torch/autograd/__init__.py",
@@ -60,13 +60,13 @@ def by_hand(frame: FrameType) -> str | None:
 
 
 def of_pipeflow(frame: FrameType) -> str | None:
-    from pipeflow.runtime.program.operations import Compute
-    from pipeflow.runtime.program.transfers import ChannelOperation
+    from pipeflow.engine.runtime.program.operations import ComputeOperation
+    from pipeflow.engine.runtime.program.transfers import ChannelOperation
 
-    if frame.f_code.co_name != "__call__" or "/pipeflow/runtime/" not in frame.f_code.co_filename:
+    if frame.f_code.co_name != "__call__" or "/pipeflow/engine/runtime/" not in frame.f_code.co_filename:
         return None
     match frame.f_locals.get("self"):
-        case Compute(action=action):
+        case ComputeOperation(action=action):
             return action.kind.value
         case ChannelOperation():
             return "P2P"

@@ -184,7 +184,7 @@ def measure(name: str, chunks: int, rounds: int, folder: str) -> dict[str, Any]:
         found = pipeflow.explain([folder])
         assert found.replanned is not None
         assert found.best is not None
-        table.write_text(found.best.schedule.to_csv())
+        table.write_text(found.best.schedule.to_csv(), encoding="utf-8")
         told = {
             "rebuilt": found.schedule.to_csv().splitlines(),
             "measured": found.timeline.makespan,

@@ -65,7 +65,7 @@ def write(folder: Path) -> Iterator[int]:
             "traceEvents": list(_events(row)),
         }
         path = folder / f"rank{rank}.json"
-        path.write_text(json.dumps(whole))
+        path.write_text(json.dumps(whole), encoding="utf-8")
         yield path.stat().st_size
 
 

@@ -34,7 +34,7 @@ def run(rounds: int | None = None) -> Report:
                     note = str(Path(folder, "moment"))
                     killed = (rank,) if how == "kill -9" else ()
                     raised = run_processes(fail, RANKS, rank, how, note, may_die=killed)
-                    moment = float(Path(note).read_text())
+                    moment = float(Path(note).read_text(encoding="utf-8"))
                 seconds[rank].append(max(at for at in raised if at is not None) - moment)
         report.data[how] = seconds
         medians = [f"{statistics.median(each):.3f}" for each in seconds]
@@ -50,7 +50,7 @@ def fail(rank: int, how: str, note: str) -> float:
     from torch.nn import functional
 
     import pipeflow
-    from pipeflow.parallel.context import current_context
+    from pipeflow.engine.parallel.context import current_context
 
     mine = current_context().pipeline_rank == rank
     left = MICROBATCHES + MICROBATCHES // 2  # forwards until it fails
@@ -61,7 +61,7 @@ def fail(rank: int, how: str, note: str) -> float:
             left -= 1
             time.sleep(0.005)
             if mine and left == 0:
-                Path(note).write_text(str(time.monotonic()))
+                Path(note).write_text(str(time.monotonic()), encoding="utf-8")
                 if how == "kill -9":
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise ValueError("on purpose")

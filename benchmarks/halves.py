@@ -68,8 +68,8 @@ def _keep_freed_memory() -> None:
 
 def _contenders(block: Any) -> dict[str, tuple[Any, Backward]]:
     """By name: the block, or one that defers and has the same parameters, and how its backward runs."""
-    from pipeflow.deferral.module import defer_weight_gradients
-    from pipeflow.deferral.products import Products
+    from pipeflow.engine.deferral.module import defer_weight_gradients
+    from pipeflow.engine.deferral.products import Products
 
     deferring = copy.deepcopy(block)
     for mine, theirs in zip(deferring.modules(), block.modules(), strict=True):
@@ -193,8 +193,8 @@ def _calls_of_w() -> list[int]:
     import torch
 
     from benchmarks.count import count_calls
-    from pipeflow.deferral.module import defer_weight_gradients
-    from pipeflow.deferral.products import Products
+    from pipeflow.engine.deferral.module import defer_weight_gradients
+    from pipeflow.engine.deferral.products import Products
 
     layer = torch.nn.Linear(4, 4)
     deferral, calls = defer_weight_gradients(layer), []

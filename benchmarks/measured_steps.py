@@ -13,11 +13,6 @@ from pathlib import Path
 from typing import Literal, cast
 
 from pipeflow import GPT, PRECISIONS, Schedule, Setup, make_schedule, plan, simulate
-from pipeflow.cli import plan as command
-from pipeflow.cli.clusters import cluster_of
-from pipeflow.cli.command import parser
-from pipeflow.cli.cuts import cut_of
-from pipeflow.cli.model_sizes import model_of
 from pipeflow.planning import efficiency
 from pipeflow.planning.catalog import Model
 from pipeflow.planning.cluster import Cluster
@@ -28,6 +23,9 @@ from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import Physical, physical_costs
 from pipeflow.planning.rank_memory import ALLOCATOR, groups_of
 from pipeflow.planning.setup import Checkpoint
+from pipeflow.tools.cli import plan as command
+from pipeflow.tools.cli.command import parser
+from pipeflow.tools.cli.plan_options import cluster_of, cut_of, model_of
 
 DATA = Path(__file__).parent / "data" / "measured_steps.csv"
 COMMANDS = DATA.with_name("measured_commands.csv")
@@ -160,7 +158,7 @@ def memory_commands() -> list[MeasuredBytes]:
 
 def device_commands() -> list[MeasuredBytes]:
     """Those of data/measured_devices.csv, whose bytes are all that a process takes on a device."""
-    with DATA.with_name("measured_devices.csv").open() as file:
+    with DATA.with_name("measured_devices.csv").open(encoding="utf-8") as file:
         return [_memory_command(each, beside=True) for each in csv.DictReader(file)]
 
 
@@ -177,7 +175,7 @@ def _memory_command(each: dict[str, str], *, beside: bool = False) -> MeasuredBy
 
 def rows() -> list[Row]:
     """Those with a time."""
-    with DATA.open() as file, COMMANDS.open() as commands:
+    with DATA.open(encoding="utf-8") as file, COMMANDS.open(encoding="utf-8") as commands:
         sized = [_row(each) for each in csv.DictReader(file) if each["step_s"]]
         return sized + [_commanded(each) for each in csv.DictReader(commands)]
 

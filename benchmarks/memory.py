@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from benchmarks.report import Report
 from pipeflow import CostModel, Kind, Placement, UsageError, simulate, verify
-from pipeflow.orders.memory.storage import MemoryKind
-from pipeflow.orders.search import Found
 from pipeflow.schedules.order_search import search
+from pipeflow.schedules.orders.memory.storage import MemoryKind
+from pipeflow.schedules.orders.search import Found
 
 CANDIDATES = 300
 BOTH: tuple[MemoryKind, ...] = ("offload", "recompute")

@@ -159,7 +159,7 @@ def _model(schedule: pipeflow.Schedule, *, sharded: bool) -> pipeflow.Pipeline:
     from torch.distributed.fsdp import fully_shard
 
     import pipeflow
-    from pipeflow.parallel.context import current_context
+    from pipeflow.engine.parallel.context import current_context
 
     placement = schedule.placement
     share, context = placement.chunks_per_rank, current_context()
@@ -198,7 +198,7 @@ class Traced:
     @property
     def planned(self) -> list[float]:
         import pipeflow
-        from pipeflow.analysis.step import step_time
+        from pipeflow.core.analysis.simulation import step_time
         from pipeflow.core.dataflow import Stream
 
         costs = [pipeflow.measured_costs(timeline) for timeline in self.timelines]
@@ -210,7 +210,7 @@ class Traced:
 @contextmanager
 def slow_copies(seconds: float) -> Iterator[None]:
     """A region in which a copy to the host or back takes a time."""
-    from pipeflow.runtime.program.saved import Saved
+    from pipeflow.engine.runtime.program.saved import Saved
 
     moves = Saved.to_host, Saved.to_device
 
@@ -233,7 +233,7 @@ def slow_gathers(seconds: float) -> Iterator[None]:
     """A region in which a gather of weights takes a time, one after the other."""
     from concurrent.futures import Future, ThreadPoolExecutor
 
-    from pipeflow.runtime.gradients.fully_sharded import Unshard
+    from pipeflow.engine.runtime.gradients.fully_sharded import Unshard
 
     begin, thread = Unshard.begin, ThreadPoolExecutor(1)
 

@@ -13,12 +13,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from benchmarks.planner_tables import ROOT, SIMILAR
+from benchmarks.planner_tables import ROOT
 from benchmarks.report import Report
-from pipeflow.cli.command import main
+from pipeflow.tools.cli.command import main
 
 FITTED = "the same, four tensor ranks"
-APART = {"the same, FSDP": "h100, 16 bits, sharded weights, experts", "2048 H800, DeepSeek-V3": "h100, 8 bits, experts"}
 LINKS = {  # the sources of rows that do not say "the same"
     "megatron-core": (
         "Megatron Core MoE",
@@ -29,7 +28,6 @@ LINKS = {  # the sources of rows that do not say "the same"
 }
 GUIDE = ROOT / "docs" / "planning.md"
 BEGIN, END = "<!-- written by: python -m benchmarks mixtures --save -->\n", "<!-- end of mixtures -->\n"
-MARK, LAST = "    # written by: python -m benchmarks mixtures --save\n", "    # end of mixtures\n"
 DATA = Path(__file__).parent / "data" / "measured_mixtures.csv"
 
 
@@ -78,14 +76,9 @@ def run(rounds: int | None = None) -> Report:
 
 
 def publish(report: Report) -> None:
-    """Writes the table of the guide, and the errors of similar jobs that plans print."""
-    errors: dict[str, float] = report.data["errors"]
-    for path, begin, end, text in (
-        (GUIDE, BEGIN, END, docs_table(errors)),
-        (SIMILAR, MARK, LAST, similar_rows(errors)),
-    ):
-        before, rest = path.read_text().split(begin)
-        path.write_text(before + begin + text + end + rest.split(end)[1])
+    """Writes the table of the guide."""
+    before, rest = GUIDE.read_text(encoding="utf-8").split(BEGIN)
+    GUIDE.write_text(before + BEGIN + docs_table(report.data["errors"]) + END + rest.split(END)[1], encoding="utf-8")
 
 
 def docs_table(errors: Mapping[str, float]) -> str:
@@ -98,13 +91,3 @@ def docs_table(errors: Mapping[str, float]) -> str:
         times = f"{step.seconds:.1f} s | {step.seconds * (1 + off):.1f} s"
         lines.append(f"| {step.what}{link}{fitted} | {times} | {100 * off:.0f} % |")
     return "\n".join(lines) + "\n"
-
-
-def similar_rows(errors: Mapping[str, float]) -> str:
-    """The rows of the table in pipeflow/planning/similar.py, without the row that was fitted."""
-    kinds: dict[str, list[float]] = {}
-    for what, off in errors.items():
-        if what != FITTED:
-            kinds.setdefault(APART.get(what, "h100, 16 bits, experts"), []).append(abs(off))
-    each = ((kind, len(offs), fmean(offs), max(offs)) for kind, offs in kinds.items())
-    return "".join(f'    "{kind}": ({count}, {mean:.3f}, {most:.3f}),\n' for kind, count, mean, most in each)

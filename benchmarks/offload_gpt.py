@@ -139,7 +139,7 @@ class Training:
         import torch
 
         import pipeflow
-        from pipeflow.analysis.step import step_time
+        from pipeflow.core.analysis.simulation import step_time
 
         losses, seconds = [], []
         with Bytes() as counted, slow_copies(self.copy):
@@ -173,7 +173,7 @@ class Bytes:
         self._lock = Lock()
 
     def __enter__(self) -> Bytes:
-        from pipeflow.runtime.program.saved import Holder, Saved
+        from pipeflow.engine.runtime.program.saved import Holder, Saved
 
         self._before = Holder.__init__, Saved.to_host, Saved.to_device
         make, to_host, to_device = self._before
@@ -199,7 +199,7 @@ class Bytes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        from pipeflow.runtime.program.saved import Holder, Saved
+        from pipeflow.engine.runtime.program.saved import Holder, Saved
 
         Holder.__init__, Saved.to_host, Saved.to_device = self._before  # type: ignore[method-assign]  # watched to be measured
 

@@ -9,6 +9,7 @@ task, which is a model, a number of devices and a batch.
 from __future__ import annotations
 
 import csv
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -27,6 +28,7 @@ from pipeflow.planning.similar import kind_of
 
 COLUMNS = ["", "rows", "mean error", "largest", "bias", "rank corr.", "regret", "largest", "regret without ties"]
 GROUPED = "llm-foundry-a100"
+STUDENT = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94)  # within so many spreads are nine of ten, by degrees of freedom
 LOGS = DATA.with_name("allocator_logs.csv")
 
 
@@ -38,14 +40,14 @@ def run(rounds: int | None = None) -> Report:
     for source in sources:
         _add(report, f"{source}", _of(every, source), own_coefficients())
     start = fitted(every)
-    groups = list(dict.fromkeys(map(group, sources)))
-    found = fitted_without(every, start, [partial(_is_of, each) for each in groups])
-    unseen = dict(zip(groups, found, strict=True))
+    names = [*dict.fromkeys(map(group, sources)), *dict.fromkeys(map(publisher, sources))]
+    unseen = dict(zip(names, fitted_without(every, start, [partial(_is_of, each) for each in names]), strict=True))
     errors = {}
     for source in sources:
         chosen = _of(every, source)
         errors[source] = _add(report, f"{source}, fitted without it", chosen, unseen[group(source)])
-    _add_kinds(report, every, errors)
+    _add_lengths(report, every, errors)
+    _add_kinds(report, [(row, row.predicted(unseen[publisher(row.source)]) / row.seconds - 1) for row in every])
     report.notes.append("regret: of the plainest layout among ties; without ties, of the fastest predicted one")
     report.data["fitted"] = start
     report.notes.append("fitted on all: " + ", ".join(f"{name} {value:.3g}" for name, value in start.items()))
@@ -60,25 +62,44 @@ def group(source: str) -> str:
     return GROUPED if source.startswith(GROUPED) else source
 
 
+def publisher(source: str) -> str:
+    """Who published a source. Steps that one publisher measured have errors in common, whatever the device."""
+    return source.partition("-")[0]
+
+
 def _is_of(name: str, row: Row) -> bool:
-    return group(row.source) == name
+    return name in (group(row.source), publisher(row.source))
 
 
-def _add_kinds(report: Report, every: Sequence[Row], errors: Mapping[str, Sequence[float]]) -> None:
-    """The errors of kinds of jobs, and those of sharded ones by the length of their sequences, each row planned with
-    coefficients that never saw its source.
+def _add_kinds(report: Report, errors: Sequence[tuple[Row, float]]) -> None:
+    """The errors of kinds of jobs, each row planned with coefficients that never saw a row of its publisher."""
+    kinds: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row, error in errors:
+        kinds[kind_of(row.model, row.setup, row.cluster)][publisher(row.source)].append(error)
+    report.data["kinds"] = {kind: promised(list(found.values())) for kind, found in sorted(kinds.items())}
+
+
+def promised(errors: Sequence[Sequence[float]]) -> dict[str, float]:
+    """What a plan says of its error, from the errors of several publishers that the fit did not see. The error of
+    another one is taken to have Student's distribution, with as many degrees of freedom as there are publishers: each
+    of them is one observation, however many steps it measured.
     """
-    kinds: defaultdict[str, list[float]] = defaultdict(list)
+    spread = math.sqrt(fmean(fmean(each**2 for each in found) for found in errors))
+    return {
+        "rows": sum(map(len, errors)),
+        "sources": len(errors),
+        "error": fmean(fmean(map(abs, found)) for found in errors),
+        "most": STUDENT[min(len(errors), len(STUDENT)) - 1] * spread,
+    }
+
+
+def _add_lengths(report: Report, every: Sequence[Row], errors: Mapping[str, Sequence[float]]) -> None:
+    """The errors of sharded jobs by the length of their sequences, with coefficients that never saw the source."""
     lengths: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for source, found in errors.items():
         for row, error in zip(_of(every, source), found, strict=True):
-            kinds[kind_of(row.model, row.setup, row.cluster)].append(error)
             if row.setup.zero == 3:
                 lengths[row.cluster.device.like, row.setup.sequence or row.model.tokens].append(error)
-    report.data["kinds"] = {
-        kind: {"rows": len(found), "error": fmean(map(abs, found)), "most": float(np.quantile(np.abs(found), 0.9))}
-        for kind, found in sorted(kinds.items())
-    }
     report.data["lengths"] = [
         {"device": device, "tokens": tokens, "rows": len(found), "error": fmean(map(abs, found)), "bias": fmean(found)}
         for (device, tokens), found in sorted(lengths.items())
@@ -96,7 +117,7 @@ def publish(report: Report) -> None:
 
 def allocator_shares() -> list[float]:
     """Of published logs: what the allocator took beyond what it had handed out, as a share of that."""
-    with LOGS.open() as file:
+    with LOGS.open(encoding="utf-8") as file:
         return [float(each["reserved_mb"]) / float(each["allocated_mb"]) - 1 for each in csv.DictReader(file)]
 
 

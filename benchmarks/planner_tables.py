@@ -71,10 +71,11 @@ def _memory(found: Sequence[MeasuredBytes]) -> list[str]:
 
 
 def similar_rows(data: Mapping[str, Any]) -> str:
-    """The rows of the table in pipeflow/planning/similar.py."""
+    """The rows of the table in pipeflow/planning/similar.py: the kinds that at least two sources measured."""
     return "".join(
-        f'    "{kind}": ({found["rows"]}, {found["error"]:.3f}, {found["most"]:.3f}),\n'
+        f'    "{kind}": ({found["rows"]}, {found["sources"]}, {found["error"]:.3f}, {found["most"]:.3f}),\n'
         for kind, found in data["kinds"].items()
+        if found["sources"] > 1
     )
 
 
@@ -91,11 +92,11 @@ def written(text: str) -> str:
 def write_tables(data: Mapping[str, Any]) -> None:
     """Writes them between the marks of the documents, and the errors of similar jobs."""
     for path, table in tables(data).items():
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         before, after = text.split(BEGIN)[0], text.split(END)[1]
-        path.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
-    text = SIMILAR.read_text()
-    SIMILAR.write_text(text.split(MARK)[0] + MARK + similar_rows(data) + LAST + text.split(LAST)[1])
+        path.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+    text = SIMILAR.read_text(encoding="utf-8")
+    SIMILAR.write_text(text.split(MARK)[0] + MARK + similar_rows(data) + LAST + text.split(LAST)[1], encoding="utf-8")
 
 
 def _percent(share: float | None) -> str:

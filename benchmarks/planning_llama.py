@@ -54,9 +54,9 @@ def planned() -> dict[str, Any]:
     import torch
     import transformers
 
-    from pipeflow.huggingface.model.skeleton import Blueprint
-    from pipeflow.stages.planner import Planner
-    from pipeflow.stages.stage import ModuleStage
+    from pipeflow.adapters.huggingface.skeleton import Blueprint
+    from pipeflow.engine.stages.planner import Planner
+    from pipeflow.engine.stages.stage import ModuleStage
 
     blueprint = Blueprint(transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA_70B), torch.bfloat16)
     imported = _peak()

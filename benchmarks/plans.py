@@ -75,7 +75,7 @@ class Traced:
     @property
     def steps(self) -> list[float]:
         import pipeflow
-        from pipeflow.analysis.step import step_time
+        from pipeflow.core.analysis.simulation import step_time
         from pipeflow.core.dataflow import Stream
 
         costs = [pipeflow.measured_costs(timeline) for timeline in self.timelines]

@@ -47,10 +47,10 @@ def run_ranks(
             _end(processes)
         if problem is not None:
             for rank, path in enumerate(paths):
-                lines = path.with_suffix(".log").read_text().splitlines()
+                lines = path.with_suffix(".log").read_text(encoding="utf-8").splitlines()
                 print(f"--- rank {rank}", *lines[-40:], sep="\n", file=sys.stderr)
             raise BenchmarkError(f"{function}: {problem}")
-        return [json.loads(path.with_suffix(".json").read_text()) for path in paths]
+        return [json.loads(path.with_suffix(".json").read_text(encoding="utf-8")) for path in paths]
 
 
 def _free_port() -> int:

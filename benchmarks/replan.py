@@ -20,7 +20,7 @@ from torch.nn import functional
 from benchmarks.measure import Times, paired, step_times
 from benchmarks.processes import run_ranks
 from benchmarks.report import Report
-from pipeflow.deferral.products import Deferral, Deferred
+from pipeflow.engine.deferral.products import Deferral, Deferred
 
 RANKS, MICROBATCHES, WIDTH = 4, 12, 16
 SECONDS, SLOW_STAGE, FACTOR = 0.006, 1, 1.5  # of F, I and W each

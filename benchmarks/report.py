@@ -49,8 +49,10 @@ class Report:
         """Writes results/NAME.json and results/NAME.md."""
         where = surroundings()
         RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{self.name}.json").write_text(json.dumps(asdict(self) | {"surroundings": where}, indent=1) + "\n")
-        (RESULTS / f"{self.name}.md").write_text(self._markdown(where))
+        (RESULTS / f"{self.name}.json").write_text(
+            json.dumps(asdict(self) | {"surroundings": where}, indent=1) + "\n", encoding="utf-8"
+        )
+        (RESULTS / f"{self.name}.md").write_text(self._markdown(where), encoding="utf-8")
 
     def _markdown(self, where: dict[str, str]) -> str:
         lines = [f"# {self.title}", "", " | ".join(["", *self.columns, ""]).strip()]
@@ -76,7 +78,7 @@ def surroundings() -> dict[str, str]:
 
 def _processor() -> str:
     """The model's name, and the newest of a few instruction sets, since clouds hide the model."""
-    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
     name = next((line.split(": ", 1)[1] for line in text.splitlines() if line.startswith("model name")), "unknown CPU")
     newest = next((flag for flag in ("amx_bf16", "avx512f", "avx2") if flag in text), "")
     return f"{name} ({newest})" if newest else name

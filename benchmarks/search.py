@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from benchmarks.report import Report
 from pipeflow import SCHEDULES, CostModel, Placement, make_schedule, simulate
-from pipeflow.orders.search import Found
 from pipeflow.schedules.order_search import search
+from pipeflow.schedules.orders.search import Found
 
 Costs = tuple[float, ...]  # F, I, W of one microbatch on a rank, and a transfer
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeflow.deferral.products import Deferral, Deferred
+from pipeflow.engine.deferral.products import Deferral, Deferred
 
 
 class SleepingHalves(nn.Module):

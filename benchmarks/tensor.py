@@ -87,7 +87,7 @@ def measure(width: int, rounds: int) -> dict[str, Times]:
 
 
 def _modules(block: nn.Module, *, sequence: bool) -> dict[str, nn.Module]:
-    from pipeflow.deferral.module import defer_weight_gradients
+    from pipeflow.engine.deferral.module import defer_weight_gradients
 
     modules = {"torch": _torchs(block, sequence=sequence), "pipeflow": _ours(block, sequence=sequence)}
     modules["pipeflow, deferring"] = _ours(block, sequence=sequence)
@@ -100,7 +100,7 @@ def _contender(name: str, module: nn.Module, pieces: Tensor, used: list[float]) 
     the output and the input's gradient, and adds the CPU time that it took to `used`.
     """
     from benchmarks.task import Contender
-    from pipeflow.parallel.sharding import partial_in
+    from pipeflow.engine.parallel.sharding import partial_in
 
     group, partial = _group(), partial_in(module)
     input, gradient = pieces.unbind()
@@ -154,7 +154,7 @@ def _block(width: int, layers: dict[str, Any] | None = None) -> Any:
 
 
 def _group() -> Any:
-    from pipeflow.parallel.context import current_context
+    from pipeflow.engine.parallel.context import current_context
 
     return current_context().world.group(range(RANKS))
 

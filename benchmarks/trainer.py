@@ -64,7 +64,7 @@ def measure(rounds: int) -> dict[str, Any]:
     from benchmarks.compute import make_task
     from benchmarks.measure import alternate
 
-    logging.getLogger("pipeflow").addHandler(logging.StreamHandler(open(os.devnull, "w")))  # noqa: SIM115  # to the end
+    logging.getLogger("pipeflow").addHandler(logging.StreamHandler(open(os.devnull, "w", encoding="utf-8")))  # noqa: SIM115  # to the end
     logging.getLogger("pipeflow").setLevel(logging.INFO)
     found: dict[str, Times] = {"seconds": {}, "cpu": {}}
     with tempfile.TemporaryDirectory() as folder:
@@ -131,7 +131,7 @@ def _hooks(folder: str) -> list[Any]:
 
     from pipeflow.training import LogHook, ProgressHook, TensorBoardHook, ThroughputHook, TimingHook
 
-    console = Console(file=open(os.devnull, "w"), force_terminal=True, width=120)  # noqa: SIM115  # closed by its end
+    console = Console(file=open(os.devnull, "w", encoding="utf-8"), force_terminal=True, width=120)  # noqa: SIM115  # closed by its end
     usual = [
         ThroughputHook(tokens_per_sample=128, flops_per_sample=1e9, peak=1e12),
         TimingHook(),

@@ -24,7 +24,7 @@ def main() -> None:
     given = json.loads(options)
     pipeflow.launch(**given.pop("launch", {"pipeline": int(os.environ["WORLD_SIZE"])}))
     value = getattr(import_module(f"benchmarks.{module}"), name)(**given)
-    Path(result).write_text(json.dumps(value))
+    Path(result).write_text(json.dumps(value), encoding="utf-8")
 
 
 if __name__ == "__main__":

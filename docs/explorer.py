@@ -11,14 +11,13 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import urlencode
 
-from pipeflow.cli import explore
-from pipeflow.cli.command import parser
 from pipeflow.core.errors import UsageError
-from pipeflow.explore.schedule_cache import timeline
-from pipeflow.explore.state import State
-from pipeflow.explore.static_page import Fields, Range, name, prebuilt
-from pipeflow.explore.tour import STEPS
 from pipeflow.schedules import SCHEDULES, options_of
+from pipeflow.tools.cli import explore
+from pipeflow.tools.cli.command import parser
+from pipeflow.tools.explore.page_files import Fields, Range, name, prebuilt
+from pipeflow.tools.explore.state import State
+from pipeflow.tools.explore.tour import STEPS
 
 FILE = "explorer.html"
 SLIDERS: dict[str, Range] = {
@@ -66,7 +65,7 @@ def _is_drawn(fields: Fields) -> bool:
     try:
         state = State.of(fields)
         for each in state.schedules:
-            timeline(state, each)
+            state.timeline(each)
     except UsageError:
         return False
     return True

@@ -151,7 +151,7 @@ def _arrow(source: Node, target: Node, edge: Edge) -> str:
 def write(folder: Path) -> None:
     """Writes all figures."""
     for name, graph in FIGURES.items():
-        (folder / f"{name}.svg").write_text(svg(graph))
+        (folder / f"{name}.svg").write_text(svg(graph), encoding="utf-8")
 
 
 if __name__ == "__main__":

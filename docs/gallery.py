@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
-from pipeflow.cli import main
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
+from pipeflow.tools.cli import main
 
 RANKS, MICROBATCHES = 4, 8
 SIZES = f"--ranks {RANKS} --microbatches {MICROBATCHES}"
@@ -34,12 +34,12 @@ as the zero-bubble papers do.
 
 def write(folder: Path) -> None:
     """Writes both files."""
-    (folder / "schedules.svg").write_text(said(f"compare {SIZES} --svg -", 80))
+    (folder / "schedules.svg").write_text(said(f"compare {SIZES} --svg -", 80), encoding="utf-8")
     parts = [INTRODUCTION, "![Bubble against memory](schedules.svg)\n", block(f"compare {SIZES}", 80)]
     page = "\n".join([*parts, *map(section, SCHEDULES)])
     papers = sorted(set(re.findall(PAPER, page)))
     links = "".join(f"[arXiv {paper}]: https://arxiv.org/abs/{paper}\n" for paper in papers)
-    (folder / "schedules.md").write_text(f"{page}\n{links}")
+    (folder / "schedules.md").write_text(f"{page}\n{links}", encoding="utf-8")
 
 
 def section(name: str) -> str:

@@ -19,8 +19,8 @@ from urllib.parse import urlencode
 from PIL import Image
 from selenium import webdriver
 
-from pipeflow.explore import Server
-from pipeflow.explore.tour import STEPS
+from pipeflow.tools.explore import Server
+from pipeflow.tools.explore.tour import STEPS
 
 FOLDER = Path(__file__).parent / "pictures" / "explore"
 WIDE, PHONE, PHONE_HIGH = 1180, 390, 760  # pixels

@@ -55,4 +55,4 @@ def written(page: str) -> str:
 
 
 if __name__ == "__main__":
-    (ROOT / PAGE).write_text(written((ROOT / PAGE).read_text()))
+    (ROOT / PAGE).write_text(written((ROOT / PAGE).read_text(encoding="utf-8")), encoding="utf-8")

@@ -2,7 +2,7 @@
 
 import sys
 
-from pipeflow.cli import main
+from pipeflow.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,7 +11,7 @@ from zlib import crc32
 import pytest
 from hypothesis import settings
 
-from tests.covering import spaced
+from tests.covering import LEFT_OUT, spaced
 
 settings.register_profile("pipeflow", deadline=None)  # no test asserts a time
 settings.load_profile("pipeflow")
@@ -30,8 +30,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _mark_some(items)
+    _mark_left_out(config, items)
     _mark_slow(items)
+    _mark_some(items)
     _preload()
     if config.getoption("--share"):
         share, shares = map(int, config.getoption("--share").split("/"))
@@ -41,23 +42,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in others]
 
 
-def _mark_some(items: list[pytest.Item]) -> None:
-    """Marks the cases of a test as exhaustive, except for as many as its mark `some` says, evenly spaced."""
-    cases: defaultdict[object, list[pytest.Item]] = defaultdict(list)
+def _mark_left_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves to `make test-all` the tests, or cases, of the list that `python -m tests.planted choose` writes."""
+    if config.pluginmanager.has_plugin("tests.planted.recording"):
+        return  # which measures them, too
+    listed = set(LEFT_OUT.read_text(encoding="utf-8").splitlines())
     for item in items:
-        if item.get_closest_marker("some") and not item.get_closest_marker("exhaustive"):
-            cases[item.nodeid.partition("[")[0]].append(item)
-    for every in cases.values():
-        marker = every[0].get_closest_marker("some")
-        assert marker is not None
-        [number] = marker.args
-        kept = spaced(number, len(every))
-        for place, item in enumerate(every):
-            if place not in kept:
-                item.add_marker(pytest.mark.exhaustive)
+        if item.nodeid in listed or item.nodeid.partition("[")[0] in listed:
+            item.add_marker(pytest.mark.exhaustive)
 
 
 def _mark_slow(items: list[pytest.Item]) -> None:
+    """Marks what is slow by nature: exhaustive tests and drills, and what runs in a browser or by processes."""
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         by_processes = any(getattr(value, "__name__", "") == "run_processes" for value in parameters.values())
@@ -65,10 +61,29 @@ def _mark_slow(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-IMPORTS = ["pipeflow.training", "pipeflow.checkpoint.save"]
+def _mark_some(items: list[pytest.Item]) -> None:
+    """Leaves to `make test` as many cases of a test as its mark `some` says, evenly spaced, and one slow case of a test
+    without that mark. The others become exhaustive.
+    """
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if not item.get_closest_marker("exhaustive") and (
+            item.get_closest_marker("some") or item.get_closest_marker("slow")
+        ):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for every in cases.values():
+        marker = every[0].get_closest_marker("some")
+        kept = spaced(marker.args[0] if marker else 1, len(every))
+        for place, item in enumerate(every):
+            if place not in kept:
+                item.add_marker(pytest.mark.exhaustive)
+                item.add_marker(pytest.mark.slow)
+
+
+IMPORTS = ["pipeflow.training", "pipeflow.training.checkpoint.save"]
 IMPORTS_WITH_TRANSFORMERS = [
     "pipeflow.colossalai.boosters",
-    "pipeflow.huggingface.training.trainer",
+    "pipeflow.adapters.huggingface.trainer",
     "tests.stages.families",
 ]
 

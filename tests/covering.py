@@ -1,14 +1,19 @@
-"""Fewer rows of a matrix: those in which any two values of different columns that may stand together do so."""
+"""What `make test` leaves to `make test-all`. Of a matrix it has fewer rows: those in which any two values of different
+columns that may stand together do so.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import combinations, product
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
+LEFT_OUT = Path(__file__).parent / "left_out.txt"
+"""Tests, or cases of tests, that `python -m tests.planted choose` found to add little."""
 Row = tuple[Any, ...]
 TRIES = 60
 """Rows among which the best is taken, where more would do."""

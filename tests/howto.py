@@ -24,7 +24,7 @@ def follow(page: str, folder: Path, *, runs: bool = True) -> None:
     for file, kind, text in BLOCK.findall(page):
         if kind == "python":
             assert file, f"no file is named for:\n{text}"
-            (folder / file).write_text(text)
+            (folder / file).write_text(text, encoding="utf-8")
         elif kind == "diff":
             change(folder / file, text)
         elif runs:
@@ -37,9 +37,9 @@ def change(file: Path, diff: str) -> None:
     for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE)[1:]:
         lines = hunk.splitlines(keepends=True)
         old, new = ("".join(line[1:] for line in lines if line[0] in kept) for kept in (" -", " +"))
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
         assert text.count(old) == 1, f"{file.name} has not once:\n{old}"
-        file.write_text(text.replace(old, new))
+        file.write_text(text.replace(old, new), encoding="utf-8")
 
 
 def run(command: str, shown: str, folder: Path) -> None:

@@ -58,8 +58,8 @@ def said_by_ranks(
             for process in processes:
                 process.kill()
                 process.join()
-        outputs = [Path(said, f"{rank}.out").read_text() for rank in range(ranks)]
-        errors = [Path(said, f"{rank}.err").read_text() for rank in range(ranks)]
+        outputs = [Path(said, f"{rank}.out").read_text(encoding="utf-8") for rank in range(ranks)]
+        errors = [Path(said, f"{rank}.err").read_text(encoding="utf-8") for rank in range(ranks)]
     assert codes == [0] * ranks, f"{codes}\n{''.join(errors)}\n{''.join(outputs)}"
     return outputs, errors
 

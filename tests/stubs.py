@@ -43,7 +43,7 @@ def main() -> None:
             old.unlink()
         for file, text in stubs(face).items():
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
+            file.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from tests.scripts import run_ranks
 from tests.sources import Fault, Source, documents, line_of, prose, require, require_none
 
 ROOT = Path(__file__).parent.parent
-OWN = (ROOT / "docs" / "own-schedule.md").read_text()
+OWN = (ROOT / "docs" / "own-schedule.md").read_text(encoding="utf-8")
 
 
 def run(*argv: str, cwd: Path, code: int = 0) -> str:
@@ -42,19 +42,23 @@ def block(kind: str, start: str = "") -> str:
 def test_the_gallery_is_what_the_command_says(tmp_path: Path) -> None:
     run(str(ROOT / "docs" / "gallery.py"), str(tmp_path), cwd=tmp_path)
     for name in ("schedules.md", "schedules.svg"):
-        assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text(), "make gallery writes it anew"
-    sections = re.findall(r"^## (.*)$", (tmp_path / "schedules.md").read_text(), re.MULTILINE)
+        assert (tmp_path / name).read_text(encoding="utf-8") == (ROOT / "docs" / name).read_text(encoding="utf-8"), (
+            "make gallery writes it anew"
+        )
+    sections = re.findall(r"^## (.*)$", (tmp_path / "schedules.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert sections == list(SCHEDULES)
 
 
 def test_the_figures_are_those_of_their_script(tmp_path: Path) -> None:
     run(str(ROOT / "docs" / "figures.py"), str(tmp_path), cwd=tmp_path)
     made = sorted(file.name for file in tmp_path.iterdir())
-    assert made == sorted(re.findall(r"\(pictures/(gpt2-[\w-]+\.svg)\)", (ROOT / "docs" / "migration.md").read_text()))
+    assert made == sorted(
+        re.findall(r"\(pictures/(gpt2-[\w-]+\.svg)\)", (ROOT / "docs" / "migration.md").read_text(encoding="utf-8"))
+    )
     for name in made:
-        assert (tmp_path / name).read_text() == (ROOT / "docs" / "pictures" / name).read_text(), (
-            "make gallery writes it"
-        )
+        assert (tmp_path / name).read_text(encoding="utf-8") == (ROOT / "docs" / "pictures" / name).read_text(
+            encoding="utf-8"
+        ), "make gallery writes it"
 
 
 @pytest.mark.slow
@@ -62,13 +66,13 @@ def test_the_list_of_models_is_what_is_trained() -> None:
     page = run(
         "-c", "import tried; print(tried.written((tried.ROOT / tried.PAGE).read_text()), end='')", cwd=ROOT / "docs"
     )
-    assert page == (ROOT / "docs" / "models.md").read_text(), "make gallery writes it anew"
+    assert page == (ROOT / "docs" / "models.md").read_text(encoding="utf-8"), "make gallery writes it anew"
 
 
 @pytest.mark.parametrize("names", [["verify", "draw"], ["draw", "export"]])
 @pytest.mark.slow
 def test_a_schedule_as_a_file(names: list[str], tmp_path: Path) -> None:
-    (tmp_path / "mine.csv").write_text(block("csv"))
+    (tmp_path / "mine.csv").write_text(block("csv"), encoding="utf-8")
     console = block("console", f"$ pipeflow {names[0]} mine.csv")
     commands = re.findall(r"^\$ pipeflow (.*)\n((?:[^$].*\n|\n)*)", console, re.MULTILINE)
     assert [command.split()[0] for command, _ in commands] == names
@@ -81,10 +85,10 @@ def test_a_schedule_as_a_function_runs_and_is_compared(tmp_path: Path) -> None:
     script = block("python")
     start = script.index("def grouped")
     assert script[start : script.index("context =")].strip().count("\n") < 20
-    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
     printed = run_ranks(tmp_path / "train.py", ranks=2, folder=tmp_path, COLUMNS="80")
     assert "grouped, 2 ranks, 6 microbatches" in printed
-    timeline = Timeline.from_json((tmp_path / "measured.json").read_text())
+    timeline = Timeline.from_json((tmp_path / "measured.json").read_text(encoding="utf-8"))
     assert timeline.peak_activations == (3, 3)
     command = re.search(r"\$ pipeflow (diff .*)", OWN)
     assert command is not None
@@ -113,7 +117,7 @@ def test_the_reference_has_every_public_name() -> None:
     """Under one of the names that it is imported by."""
     shown = set[int]()
     for page in (ROOT / "docs" / "reference").glob("*.md"):
-        for name in re.findall(r"^\.\. auto\w+:: pipeflow\.(\S+)$", page.read_text(), re.MULTILINE):
+        for name in re.findall(r"^\.\. auto\w+:: pipeflow\.(\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
             owner, _, leaf = name.rpartition(".")
             shown.add(id(getattr(import_module(f"pipeflow.{owner}".rstrip(".")), leaf)))
     modules = [import_module(f"pipeflow.{package}".rstrip(".")) for package in PUBLIC]
@@ -123,7 +127,7 @@ def test_the_reference_has_every_public_name() -> None:
 
 @pytest.mark.slow
 def test_the_comparisons_and_pictures_of_choosing_are_the_commands(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "choosing.md").read_text().replace(" \\\n    ", " ")
+    text = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8").replace(" \\\n    ", " ")
     shown = re.findall(r"\$ pipeflow ((?:compare|draw) [^\n]*)\n(.*?)```", text, re.DOTALL)
     assert [command.split()[1] for command, _ in shown][:3] == ["naive", "gpipe", "1f1b"]
     assert len(shown) == 5

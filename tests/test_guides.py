@@ -19,10 +19,10 @@ from torch import nn
 
 import pipeflow
 from benchmarks.__main__ import NAMES
-from pipeflow.cli import main
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.tensor import DEFAULT_RULES
 from pipeflow.testing import run_threads
+from pipeflow.tools.cli import main
 from tests.cli.run import out
 from tests.guides import ROOT, blocks, changed, commands, guide, section
 from tests.scripts import run_ranks
@@ -44,7 +44,7 @@ GENERATED = {"docs/schedules.md", "docs/design.md"}  # by docs/gallery.py; a pag
 
 def losses_of(script: str, ranks: int, folder: Path) -> list[tuple[int, float]]:
     """What a script prints that so many processes run: steps and losses."""
-    (folder / "train.py").write_text(script)
+    (folder / "train.py").write_text(script, encoding="utf-8")
     said = run_ranks(folder / "train.py", ranks=ranks, folder=folder)
     return [(int(step), float(loss)) for step, loss in re.findall(LOSSES, said)]
 
@@ -76,7 +76,7 @@ def test_the_first_schedules_are_the_commands(
     monkeypatch.setenv("COLUMNS", "80")
     part = section(START, "Draw a schedule")
     [table] = blocks(part, "csv")
-    Path("mine.csv").write_text(table)
+    Path("mine.csv").write_text(table, encoding="utf-8")
     console = [each for block in blocks(part, "console") for each in commands(block)]
     assert [command.split()[1] for command, _ in console] == ["draw", "verify", "draw"]
     require_shown(capsys, console)
@@ -92,7 +92,7 @@ def test_the_first_step_prints_what_is_shown(ranks: int, tmp_path: Path) -> None
     require_alike(losses, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_first_checkpoint_is_resumed_as_is_shown(tmp_path: Path) -> None:
     script = changed(FIRST, RESUMING)
     console = section(START, "Save a first checkpoint")
@@ -121,17 +121,18 @@ def told(snippet: str, folder: Path) -> str:
     """What the ranks of a snippet print, with the error that it ends with, in one line."""
     indented = "".join(f"    {line}" for line in snippet.splitlines(keepends=True))
     tail = "except pipeflow.PipeflowError as error:\n    print(f'{type(error).__name__}: {error}')\n"
-    (folder / "train.py").write_text(f"{BEFORE}\ntry:\n{indented}{tail}")
+    (folder / "train.py").write_text(f"{BEFORE}\ntry:\n{indented}{tail}", encoding="utf-8")
     return " ".join(run_ranks(folder / "train.py", ranks=2, folder=folder).split())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("snippet", "answer"), ANSWERED, ids=[answer.split(":")[0] for _, answer in ANSWERED])
 def test_a_problem_is_told_as_is_shown(snippet: str, answer: str, tmp_path: Path) -> None:
-    assert " ".join(answer.partition("...")[0].split()) in told(snippet, tmp_path)
+    shown = re.split(r"\.\.\.|rank 0 was", answer)[0]  # what a rank did when another one died depends on the machine
+    assert " ".join(shown.split()) in told(snippet, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_slow_stage_is_found_by_the_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,12 +179,12 @@ def test_every_snippet_of_debugging_is_run() -> None:
 # Checkpoints
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_file_is_loaded_trained_and_exported(tmp_path: Path) -> None:
     part = section(CHECKPOINTS, "Load my .pt, export one file")
     loading, exporting = blocks(part, "python")
-    (tmp_path / "import.py").write_text(loading)
-    (tmp_path / "export.py").write_text(exporting)
+    (tmp_path / "import.py").write_text(loading, encoding="utf-8")
+    (tmp_path / "export.py").write_text(exporting, encoding="utf-8")
     names: dict[str, Any] = {"nn": nn}
     exec(exporting[exporting.index("def build") : exporting.index("module =")], names)
     before = names["build"]().state_dict()
@@ -201,9 +202,8 @@ def test_a_file_is_loaded_trained_and_exported(tmp_path: Path) -> None:
 # Stages
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_stages_by_hand_learn(tmp_path: Path, ranks: int) -> None:
     losses = losses_of(BY_HAND, ranks, tmp_path)
     assert len(losses) == 4
@@ -283,26 +283,26 @@ class Block(nn.Module):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.slow
 def test_the_trainer_learns_and_goes_on(tmp_path: Path, ranks: int) -> None:
-    (tmp_path / "train.py").write_text(TRAINER)
+    (tmp_path / "train.py").write_text(TRAINER, encoding="utf-8")
     said = run_ranks(tmp_path / "train.py", ranks=ranks, folder=tmp_path)
     accuracies = [float(each) for each in re.findall(r"epoch \d/8, test: loss = \S+, accuracy = ([\d.]+)", said)]
     assert len(accuracies) == 8
     assert accuracies[-1] > 0.9 > accuracies[0]
-    (tmp_path / "train.py").write_text(TRAINER.replace("epochs=8", "epochs=9"))
+    (tmp_path / "train.py").write_text(TRAINER.replace("epochs=8", "epochs=9"), encoding="utf-8")
     again = run_ranks(tmp_path / "train.py", ranks=3 - ranks, folder=tmp_path)
     assert re.findall(r"epoch (\d/\d), test", again) == ["9/9"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_schedule_that_steps_the_optimizer_learns(tmp_path: Path) -> None:
     losses = losses_of(STEPPING, 2, tmp_path)
     assert [step for step, _ in losses] == [0, 10, 20, 30, 40]
     assert losses[-1][1] < losses[0][1] / 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_texts_of_different_lengths_are_learned(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(LENGTHS)
+    (tmp_path / "train.py").write_text(LENGTHS, encoding="utf-8")
     said = run_ranks(tmp_path / "train.py", ranks=2, folder=tmp_path)
     losses = [float(each) for each in re.findall(r"Train\]: loss = ([\d.]+)", said)]
     assert len(losses) == 3
@@ -332,7 +332,7 @@ def test_the_hybrid_script_needs_no_word_about_devices(monkeypatch: pytest.Monke
     assert saved == ["run/step-2"] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_hybrid_script_goes_on_under_another_layout(tmp_path: Path) -> None:
     script = HYBRID.replace("first + 50", "first + 30")
     losses = losses_of(script, 4, tmp_path) + losses_of(script, 8, tmp_path)
@@ -415,7 +415,7 @@ def test_the_trace_of_the_guide_is_explained_as_shown(
     for command in listed:
         out(capsys, *shlex.split(command)[1:])
     assert {path.name for path in tmp_path.iterdir()} == {"docs", "explained.html", "ran.csv", "best.csv"}
-    assert (tmp_path / "explained.html").read_text().count("<h2") >= 3
+    assert (tmp_path / "explained.html").read_text(encoding="utf-8").count("<h2") >= 3
     [text] = blocks(EXPLAINING, "python", "import pipeflow")
     exec(compile(text, "explaining.md", "exec"), {})
     assert "('1f1b',)" in capsys.readouterr().out
@@ -428,7 +428,7 @@ def test_every_benchmark_that_a_guide_names_has_a_result() -> None:
     for document in documents():
         for name in re.findall(r"python -m benchmarks ([a-z]\w*)`", document.text):
             assert name in NAMES, document.name
-            assert json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+            assert json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def wide_lines(source: Source) -> Iterator[Fault]:

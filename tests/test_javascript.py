@@ -14,7 +14,7 @@ import pytest
 from tests.sources import PACKAGE, Fault, Rule, Source, line_of, require
 
 pytestmark = pytest.mark.lint
-STATIC, SERVED = (PACKAGE / name / "page" for name in ("draw", "explore"))
+STATIC, SERVED = (PACKAGE / name / "page" for name in ("draw", "tools/explore"))
 MODULES = {path.stem: path for folder in (STATIC, SERVED) for path in folder.glob("*.js")}
 FROM = re.compile(r"""(?<!["'])\b(?:from|import)\s*\(?\s*["']([^"']+)["']""")
 IMPORT = re.compile(r'^import \{([\w, ]+)\} from "\./([\w-]+)\.js";$', re.MULTILINE)
@@ -52,8 +52,8 @@ def test_the_modules_pass_the_linter(tmp_path: Path) -> None:
     ],
 )
 def test_the_linter_sees_what_is_wrong(tmp_path: Path, text: str, rule: str) -> None:
-    (tmp_path / "other.js").write_text("export const known = 1;\n")
-    (tmp_path / "one.js").write_text(text + "\n")
+    (tmp_path / "other.js").write_text("export const known = 1;\n", encoding="utf-8")
+    (tmp_path / "one.js").write_text(text + "\n", encoding="utf-8")
     assert rule in lint(tmp_path)
 
 
@@ -66,7 +66,7 @@ def imports_of_what_no_module_exports(source: Source) -> Iterator[Fault]:
         if found is not None and found[2] not in MODULES:
             yield number, f"there is no {found[2]}.js"
         elif found is not None:
-            for name in set(found[1].split(", ")) - set(EXPORT.findall(MODULES[found[2]].read_text())):
+            for name in set(found[1].split(", ")) - set(EXPORT.findall(MODULES[found[2]].read_text(encoding="utf-8"))):
                 yield number, f"{found[2]}.js exports no {name}"
 
 

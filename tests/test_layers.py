@@ -30,6 +30,7 @@ LAYERS: dict[str, set[str]] = {
     "traces": {"core", "analysis", "soundness", "schedules", "planning"},
     "cli": {"pipeflow", "rich", "shtab", "calibration", "checking", "explore", "traces", *PLANS},
     "__main__": {"cli"},
+    "torch_private": {"torch"},
     "parallel": {"core", "torch"},
     "deferral": {"core", "torch"},
     "tensor": {"core", "parallel", "deferral", "torch"},
@@ -55,10 +56,23 @@ LAYERS: dict[str, set[str]] = {
         "mlflow",
     },
     "models": {"core", "parallel", "tensor", "runtime", "torch"},
-    "checking": {"core", "pipeflow", "schedules", "parallel", "runtime", "checkpoint", "torch", "numpy"},
+    "checking": {"core", "pipeflow", "schedules", "parallel", "runtime", "checkpoint", "testing", "torch", "numpy"},
     "calibration": {"core", "planning", "schedules", "parallel", "runtime", "models", "torch", "numpy"},
+    "adapters": {
+        "core",
+        "schedules",
+        "parallel",
+        "stages",
+        "runtime",
+        "optim",
+        "checkpoint",
+        "torch",
+        "transformers",
+        "numpy",
+    },
     "huggingface": {
         "core",
+        "adapters",
         "parallel",
         "stages",
         "runtime",
@@ -68,15 +82,13 @@ LAYERS: dict[str, set[str]] = {
         "peft",
         "transformers",
         "accelerate itself",
-        "numpy",
     },
     "accelerate": {
         "core",
-        "schedules",
+        "adapters",
         "parallel",
         "stages",
         "runtime",
-        "optim",
         "checkpoint",
         "tensor",
         "torch",
@@ -84,22 +96,37 @@ LAYERS: dict[str, set[str]] = {
     },
     "lightning": {
         "core",
-        "schedules",
+        "adapters",
         "parallel",
         "stages",
         "runtime",
         "optim",
         "checkpoint",
         "torch",
-        "accelerate",
         "lightning itself",
     },
-    "colossalai": {"core", "schedules", "torch", "safetensors", "peft", "huggingface", *ENGINE},
-    "megatron": {"core", "schedules", "models", "torch", *ENGINE},
-    "pipelining": {"core", "schedules", "parallel", "deferral", "runtime", "torch"},
+    "colossalai": {"core", "adapters", "schedules", "torch", "safetensors", "peft", "huggingface", *ENGINE},
+    "megatron": {"core", "adapters", "schedules", "models", "torch", *ENGINE},
+    "pipelining": {"core", "adapters", "schedules", "parallel", "deferral", "runtime", "torch"},
     "testing": {"pipeflow", "torch", *PLANS, *ENGINE},
     "__init__": {"pipeflow", "pricing", "huggingface", "traces", *PLANS, *ENGINE},
 }
+FOLDERS = {
+    layer: f"{door}/{layer}"
+    for door, layers in {
+        "core": ["analysis", "soundness"],
+        "schedules": ["orders"],
+        "planning": ["pricing"],
+        "engine": ["torch_private", "parallel", "deferral", "tensor", "stages", "runtime"],
+        "training": ["optim", "checkpoint", "models"],
+        "adapters": ["huggingface", "accelerate", "lightning", "pipelining"],
+        "tools": ["traces", "explore", "calibration", "cli"],
+    }.items()
+    for layer in layers
+}
+"""The layers that lie in another folder. Each other layer is a folder of its own name."""
+DOORS = sorted({FOLDERS.get(layer, layer).partition("/")[0] for layer in LAYERS} - {"__init__", "__main__"})
+"""The folders that `ls pipeflow` shows."""
 FOREIGN = {
     "accelerate itself",
     "lightning itself",
@@ -116,16 +143,23 @@ FOREIGN = {
     "wandb",
 }
 SPLIT_STAGES = {
-    "runtime/from_module.py",
-    "runtime/pipeline.py",
-    "runtime/program/memory_actions.py",
-    "runtime/repeatable.py",
+    "engine/runtime/from_module.py",
+    "engine/runtime/pipeline.py",
+    "engine/runtime/program/memory_actions.py",
+    "engine/runtime/repeatable.py",
 }
 """The files of the engine that know tensor-parallel layers: two make stages, and two replay their random numbers."""
 
 
+def layer_at(path: str) -> str:
+    """The layer to which a path in the package belongs. A layer's own name stands for its folder."""
+    return next(
+        (layer for layer, folder in FOLDERS.items() if f"{path}/".startswith(f"{folder}/")), path.partition("/")[0]
+    )
+
+
 def layer_of(source: Source) -> str:
-    return source.name.removesuffix(".py").partition("/")[0]
+    return layer_at(source.name.removesuffix(".pyi").removesuffix(".py").removesuffix("/__init__"))
 
 
 def imported(source: Source) -> Iterator[tuple[int, str]]:
@@ -144,13 +178,13 @@ def imported(source: Source) -> Iterator[tuple[int, str]]:
 
 def target(name: str) -> str | None:
     """The layer of pipeflow or the foreign package that a module belongs to; None for the standard library. A package
-    of which a layer has the name is called "itself".
+    of which a layer has the name is called "itself". Who may import torch may import its private names.
     """
     first, *rest = name.split(".")
     if first in sys.stdlib_module_names:
         return None
     if first == "pipeflow" and rest:
-        return rest[0]
+        return "torch" if "torch_private" in rest else layer_at("/".join(rest))
     return f"{first} itself" if first in LAYERS and first != "pipeflow" else first
 
 
@@ -158,9 +192,12 @@ def foreign_imports(source: Source) -> Iterator[Fault]:
     """What a file imports from elsewhere than its own layer and those below."""
     layer = layer_of(source)
     if layer not in LAYERS:
-        yield 1, f"the new folder {layer} needs its layer"
+        if source.name != f"{layer}/__init__.py" or layer not in DOORS:
+            yield 1, f"the new folder {layer} needs its layer"
         return
     for line, name in imported(source):
+        if name.removeprefix("pipeflow.").partition(".")[0] in FOLDERS and name.startswith("pipeflow."):
+            yield line, f"{name} is a short path, for users"
         if target(name) not in LAYERS[layer] | {layer, None}:
             yield line, f"{layer} may not import {name}"
 
@@ -176,7 +213,8 @@ def test_the_engine_knows_no_tensor_parallel_layer() -> None:
 
 def reach(layer: str) -> set[str]:
     """The layer and all below it."""
-    return {layer}.union(*(reach(below) for below in LAYERS[layer] & set(LAYERS)))
+    private = {"torch_private"} if "torch" in LAYERS[layer] else set[str]()
+    return {layer, *private}.union(*(reach(below) for below in LAYERS[layer] & set(LAYERS)))
 
 
 def named(text: str) -> set[str]:
@@ -184,20 +222,24 @@ def named(text: str) -> set[str]:
     `x/module`. Their plain names are English words, too. Examples (`>>>`) may use anything, as tests may.
     """
     told = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith((">>>", "...")))
-    outright = set(re.findall(r"\bpipeflow[./](\w+)", told)) & set(LAYERS)
-    outright |= set(re.findall(r"(?<![\w./])(\w+)/(?!\w)", told)) & set(LAYERS)
-    by_module = re.findall(r"(?<![\w./])(\w+)[./](\w+)", told)
-    return outright | {layer for layer, module in by_module if layer in LAYERS and is_module(layer, module)}
+    outright = {layer_at(path.replace(".", "/")) for path in re.findall(r"\bpipeflow[./](\w+(?:[./]\w+)*)", told)}
+    outright |= {layer_at(path) for path in re.findall(r"(?<![\w./])(\w+(?:/\w+)*)/(?!\w)", told)}
+    paths = (path.replace(".", "/") for path in re.findall(r"(?<![\w./])\w+(?:[./]\w+)+", told))
+    return set(LAYERS) & (outright | {layer_at(path) for path in paths if is_module(path)})
 
 
-def is_module(layer: str, name: str) -> bool:
-    return (PACKAGE / layer / f"{name}.py").exists() or (PACKAGE / layer / name / "__init__.py").exists()
+def is_module(path: str) -> bool:
+    """Whether a path begins with that of a module in a layer."""
+    layer = layer_at(path)
+    folder = FOLDERS.get(layer, layer)
+    name = path.removeprefix(f"{folder}/").removeprefix(f"{layer}/").partition("/")[0]
+    return (PACKAGE / folder / f"{name}.py").exists() or (PACKAGE / folder / name / "__init__.py").exists()
 
 
 def foreign_names(source: Source) -> Iterator[Fault]:
     """What a file names of elsewhere than its own layer and those below."""
     layer = layer_of(source)
-    known = reach(layer)
+    known = reach(layer) if layer in LAYERS else set(LAYERS)  # a folder of layers names them
     for line, text in enumerate(source.text.splitlines(), 1):
         yield from ((line, f"{layer} may not name {name}") for name in sorted(named(text) - known))
 
@@ -209,17 +251,17 @@ def test_a_file_names_its_own_layer_and_those_below() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "from pipeflow.optim.zero import Zero",
+        "from pipeflow.training.optim.zero import Zero",
         "# as `optim/zero` does",
         '"""See pipeflow.optim."""',
         'name = "optim.zero"',
         "what optim/ does",
-        "pipeflow/optim",
+        "pipeflow/training/optim",
     ],
 )
 def test_the_guard_sees_every_form_of_a_name(text: str) -> None:
     assert named(text) == {"optim"}
-    assert list(foreign_names(Source("runtime/step.py", f"\n{text}"))) == [(2, "runtime may not name optim")]
+    assert list(foreign_names(Source("engine/runtime/step.py", f"\n{text}"))) == [(2, "runtime may not name optim")]
 
 
 @pytest.mark.parametrize(
@@ -243,9 +285,18 @@ def unknown() -> set[str]:
 
 
 def test_every_layer_exists() -> None:
-    there = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert set(LAYERS) == there
+    folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    files = {path.stem for path in PACKAGE.glob("*.py")}
+    assert folders == set(DOORS)
+    assert files - {"__init__", "__main__"} <= set(FOLDERS), "a file beside the folders is the short path of a layer"
+    assert {FOLDERS.get(layer, layer) for layer in LAYERS} - {"__init__", "__main__"} <= {
+        path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("__init__.py")
+    }
     assert unknown() == set()
+
+
+def test_the_package_has_at_most_twelve_folders() -> None:
+    assert len(DOORS) <= 12
 
 
 def test_a_layer_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,11 +308,11 @@ def test_a_layer_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def unknown_modules(source: Source) -> Iterator[Fault]:
-    """Modules that are named, as `runtime/step.py` or as `pipeflow.runtime.step`, and do not exist."""
+    """Modules that are named, as `core/cost.py` or as `pipeflow.core.cost`, and do not exist."""
     for found in re.finditer(r"(?<![\w./])(?:pipeflow/)?((\w+)/[\w/]+\.py)\b", source.text):
-        if found[2] in LAYERS and not (PACKAGE / found[1]).exists():
+        if found[2] in {*LAYERS, *DOORS} and not (PACKAGE / found[1]).exists():
             yield line_of(source.text, found.start()), f"there is no {found[1]}"
-    there = {*LAYERS, *dir(pipeflow), "py", "json", "html", "svg", "css"}
+    there = {*DOORS, *FOLDERS, *dir(pipeflow), "py", "json", "html", "svg", "css"}
     for found in re.finditer(r"(?<![\w./-])pipeflow\.([a-z]\w*)", source.text):
         if found[1] not in there:
             yield line_of(source.text, found.start()), f"there is no {found[0]}"
@@ -279,11 +330,11 @@ def test_the_guard_sees_modules_that_do_not_exist() -> None:
 
 def test_the_design_has_the_table() -> None:
     """That of this file; `core`, torch and the root are not repeated in each of its lines."""
-    design = (DOCS / "design.md").read_text()
+    table = (DOCS / "design.md").read_text(encoding="utf-8").partition("| folder | may import")[2]
     groups = {"plans": PLANS, "engine": ENGINE}
     shown = {
-        package: set[str]().union(*(groups.get(name, {name}) for name in names.split(", ") if name))
-        for package, names in re.findall(r"^\| `(\w+)/` \| ([\w, ]*?) ?\|", design, re.MULTILINE)
+        layer_at(folder): set[str]().union(*(groups.get(name, {name}) for name in names.split(", ") if name))
+        for folder, names in re.findall(r"^\| `([\w/]+)/` \| ([\w, ]*?) ?\|", table, re.MULTILINE)
     }
     unsaid = {"core", "torch", "pipeflow"}
     files = {"__init__", "__main__"}
@@ -293,12 +344,46 @@ def test_the_design_has_the_table() -> None:
     assert list(shown) == [layer for layer in LAYERS if layer not in files]
 
 
+def floors(below: dict[str, set[str]]) -> list[list[str]]:
+    """The names in floors: what each needs lies on the floors under it. Raises AssertionError if there is a cycle."""
+    found: list[list[str]] = []
+    left = dict(below)
+    while left:
+        ready = sorted(name for name, needed in left.items() if not needed & set(left))
+        assert ready, f"a cycle of {sorted(left)}"
+        found.append(ready)
+        left = {name: needed for name, needed in left.items() if name not in ready}
+    return found
+
+
+def doors() -> dict[str, set[str]]:
+    """The folders of the package, and those from which their files import."""
+    found = {door: set[str]() for door in DOORS}
+    for source in sources():
+        door = source.name.partition("/")[0]
+        for _, name in imported(source):
+            if door in found and name.startswith("pipeflow."):
+                found[door] |= {FOLDERS.get(name.split(".")[1], name.split(".")[1]).partition("/")[0]} & {*DOORS} - {
+                    door
+                }
+    return found
+
+
 def test_layers_have_no_cycle() -> None:
-    order: list[str] = []
-    while len(order) < len(LAYERS):
-        ready = [layer for layer in LAYERS if layer not in order and not (LAYERS[layer] & set(LAYERS)) - set(order)]
-        assert ready, set(LAYERS) - set(order)
-        order += ready
+    assert floors({layer: below & set(LAYERS) for layer, below in LAYERS.items()})
+
+
+def test_the_design_has_the_picture_of_the_folders() -> None:
+    """As the imports are now, those inside functions and for types alone too: no folder imports from above itself."""
+    width = max(map(len, DOORS))
+    below = doors()
+    lines = [
+        f"{door:{width}}  {' '.join(sorted(below[door]))}".rstrip()
+        for floor in reversed(floors(below))
+        for door in floor
+    ]
+    picture = "\n".join(lines)
+    assert f"```text\n{picture}\n```" in (DOCS / "design.md").read_text(encoding="utf-8"), picture
 
 
 def shadowing(package: Path) -> dict[str, int]:
@@ -308,7 +393,7 @@ def shadowing(package: Path) -> dict[str, int]:
     modules = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     own = ".".join(package.relative_to(PACKAGE.parent).parts)
     bound: dict[str, int] = {}
-    for node in ast.parse((package / "__init__.py").read_text()).body:
+    for node in ast.parse((package / "__init__.py").read_text(encoding="utf-8")).body:
         names: set[str] = set()
         match node:
             case ast.ImportFrom(module, aliases):
@@ -342,14 +427,14 @@ def test_the_guard_sees_what_hides_a_module(tmp_path: Path, monkeypatch: pytest.
     for name in ("made", "listed", "defined", "said", "fine", "own"):
         (tmp_path / f"{name}.py").touch()
     source = "from .made import made\ndef defined(): ...\nsaid: int = 1\nlisted = [1]\n__all__ = ['listed', 'own']\n"
-    (tmp_path / "__init__.py").write_text(source + f"from {tmp_path.name} import own\n")
+    (tmp_path / "__init__.py").write_text(source + f"from {tmp_path.name} import own\n", encoding="utf-8")
     assert shadowing(tmp_path) == {"made": 1, "defined": 2, "said": 3, "listed": 5}
 
 
 def test_the_guard_sees_every_form_of_import() -> None:
     text = """
 import os.path, torch.nn
-from pipeflow.runtime.stage import Stage
+from pipeflow.engine.runtime.stage import Stage
 from pipeflow import verify
 from . import graph
 if TYPE_CHECKING:
@@ -365,7 +450,7 @@ def function():
 
 
 BY_TEXT = {  # names of a package, subcommands, those of a table (whose stubs are guarded), of a script, and of policies
-    *("__init__.py", "draw/__init__.py", "core/face.py", "cli/command.py"),
+    *("__init__.py", "draw/__init__.py", "core/face.py", "tools/cli/command.py"),
     *("colossalai/__main__.py", "colossalai/policies.py"),
 }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeflow.cli.command import main
+from pipeflow.tools.cli.command import main
 from tests.guides import blocks, guide, section, side
 from tests.scripts import run_ranks
 
@@ -38,8 +38,8 @@ def test_the_loop_changes_by_a_few_lines() -> None:
 def test_the_changed_loop_learns_what_the_loop_learns(
     ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "loop.py").write_text(side(LOOP, "-"))
-    (tmp_path / "train.py").write_text(side(LOOP, "+"))
+    (tmp_path / "loop.py").write_text(side(LOOP, "-"), encoding="utf-8")
+    (tmp_path / "train.py").write_text(side(LOOP, "+"), encoding="utf-8")
     runpy.run_path(str(tmp_path / "loop.py"))
     expected = re.findall(r"loss ([\d.]+)\n", capsys.readouterr().out)
     said = run_ranks(tmp_path / "train.py", ranks=ranks, folder=tmp_path)

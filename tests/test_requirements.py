@@ -27,7 +27,8 @@ def test_numpy_is_installed_with_pipeflow() -> None:
 def test_what_errors_tell_to_install_is_there() -> None:
     assert PROJECT["name"] == DISTRIBUTION
     texts = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")]
-    named = {extra for text in texts for extra in re.findall(r"""\binstall\(["'](\w+)["']\)""", text)}
+    told = re.compile(r"""\b(?:install\(|needed\("\w+", )["'](\w+)["']""")
+    named = {extra for text in texts for extra in told.findall(text)}
     assert "exact" in named <= set(PROJECT["optional-dependencies"])
 
 

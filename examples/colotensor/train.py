@@ -7,6 +7,7 @@ GPUNUM=4 TPDEGREE=2 examples/colotensor/run.sh --model gpt2_medium
 from __future__ import annotations
 
 import argparse
+import resource
 import sys
 import time
 from pathlib import Path
@@ -24,7 +25,6 @@ from pipeflow.colossalai.nn.parallel import GeminiDDP
 from pipeflow.colossalai.tensor import ProcessGroup
 from pipeflow.colossalai.utils import get_current_device
 from pipeflow.colossalai.utils.model.colo_init_context import ColoInitContext
-from pipeflow.training.hooks.memory import memory_of
 
 VOCABULARY = 50257
 
@@ -50,12 +50,19 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         seconds = time.perf_counter() - started
-        memory = memory_of(device) / 2**30
+        memory = memory_of(device)
         rate = operations / seconds / 1e12
         logger.info(
             f"step {step + 1}: loss {loss.item():.4f}, {seconds:.2f} s, {rate:.3f} TFLOP/s, {memory:.2f} GiB", ranks=[0]
         )
     pipeflow.current_context().close()
+
+
+def memory_of(device: torch.device) -> float:
+    """GiB of this process at its peak: what torch allocated on a GPU, else what the system gave it."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
 
 
 def read_arguments() -> argparse.Namespace:

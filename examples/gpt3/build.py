@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import pipeflow
-from pipeflow.models.gpt_stages import build_gpt_pipeline, build_stage
+from pipeflow.models import build_gpt_pipeline, build_stage
 
 __all__ = ["PRESETS", "Preset", "build_gpt_pipeline", "build_stage", "options_of"]
 

@@ -1,4 +1,5 @@
-r"""Train a GPT from a configuration file: with a pipeline, tensor ranks and replicas, in 16 or 32 bits.
+r"""Train a GPT from a configuration file: with a pipeline, tensor ranks and replicas, in 16 or 32 bits. A script for
+one process would not have the lines that end in `# parallel`.
 
     python examples/gpt3/hybrid.py --config examples/gpt3/configs/tiny_hybrid.py
     python examples/gpt3/hybrid.py --config examples/gpt3/configs/tiny_hybrid.py --world_size 8 --steps 5
@@ -20,7 +21,6 @@ import torch
 import pipeflow
 from pipeflow.training import (
     Config,
-    Engine,
     LogHook,
     ThroughputHook,
     Trainer,
@@ -35,13 +35,13 @@ if not __package__:  # run as a script
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gpt3.build import PRESETS, Preset
-from gpt3.data import DataError, library
+from gpt3.data import library
 from gpt3.model import GPTLMLoss
-from gpt3.ranks import is_rank, start_ranks
+from gpt3.ranks import errors_in_one_line, is_rank, start_ranks
 from gpt3.webtext import WebtextDataset
 
 NEEDED = {"NUM_EPOCHS", "SEQ_LEN", "BATCH_SIZE", "NUM_MICRO_BATCHES", "model"}
-READ = NEEDED | {
+OPTIONAL = {
     *("NUM_CHUNKS", "TENSOR_SHAPE", "LEARNING_RATE", "WEIGHT_DECAY", "DROP_RATE", "SCHEDULE", "LOG_PATH", "seed"),
     *("parallel", "fp16", "bf16", "clip_grad_norm", "gradient_accumulation"),
 }
@@ -49,19 +49,16 @@ READ = NEEDED | {
 
 def main() -> None:
     arguments = read_arguments()
-    try:
+    with errors_in_one_line():
         config = read_config(arguments.config)
         preset = preset_of(config)
-        world = arguments.world_size or config.pipeline * config.tensor
-        if is_rank() or world == 1:
-            run(config, preset, arguments)
+        text = Path(os.environ["DATA"]) if os.environ.get("DATA") else library()
+        dataset = WebtextDataset(text, config.SEQ_LEN, vocabulary=preset.shape.vocabulary)
+        world = arguments.world_size or config.pipeline * config.tensor  # parallel
+        if world > 1 and not is_rank():  # parallel
+            start_ranks(world)  # parallel
         else:
-            WebtextDataset(text(), config.SEQ_LEN, vocabulary=preset.shape.vocabulary)
-            start_ranks(world)
-    except (pipeflow.UsageError, pipeflow.PipelineError, DataError) as error:
-        sys.exit(f"hybrid.py: {error}" if os.environ.get("RANK", "0") == "0" else 1)
-    except KeyboardInterrupt:
-        sys.exit("\nstopped" if os.environ.get("RANK", "0") == "0" else 1)
+            train(config, preset, dataset, arguments)
 
 
 def read_arguments() -> argparse.Namespace:
@@ -75,9 +72,7 @@ def read_arguments() -> argparse.Namespace:
 
 def preset_of(config: Config) -> Preset:
     """The model in the configuration. Raises UsageError for a missing or an unknown key."""
-    for message, keys in (("lacks", NEEDED - set(config.given)), ("has unknown keys:", set(config.given) - READ)):
-        if keys:
-            raise pipeflow.UsageError(f"the configuration {message} {', '.join(sorted(keys))}")
+    config.require_keys(NEEDED, OPTIONAL)
     kind = config.model.get("type")
     if kind not in PRESETS:
         raise pipeflow.UsageError(f"model.type {kind!r} does not exist: choose one of {', '.join(PRESETS)}")
@@ -86,50 +81,34 @@ def preset_of(config: Config) -> Preset:
     return PRESETS[kind]
 
 
-def text() -> Path:
-    """The file with the text."""
-    return Path(os.environ["DATA"]) if os.environ.get("DATA") else library()
-
-
-def run(config: Config, preset: Preset, arguments: argparse.Namespace) -> None:
-    """The work of one rank, from reading the text to the last epoch."""
-    context = launch_from_config(config, device=arguments.device)
-    logger = get_dist_logger()
-    dataset = WebtextDataset(text(), config.SEQ_LEN, vocabulary=preset.shape.vocabulary)
+def train(config: Config, preset: Preset, dataset: WebtextDataset, arguments: argparse.Namespace) -> None:
+    """The work of one rank, from the launch to the last epoch."""
+    context = launch_from_config(config, device=arguments.device)  # parallel
     loader = get_dataloader(dataset, config.BATCH_SIZE, seed=42, shuffle=True, drop_last=True, pin_memory=True)
-    engine = build(config, preset)
-    parameters = sum(parameter.numel() for parameter in engine.model.parameters())
-    first_replica = context.layout.pipeline_ranks(0)
-    logger.info(f"{parameters:,} weights on each rank of stage {context.pipeline_rank}", ranks=first_replica)
-    logger.info(
-        f"global batch size = {config.BATCH_SIZE * context.data_size * config.gradient_accumulation}", ranks=[0]
+
+    chunks = {} if config.num_chunks is None else {"chunks": config.num_chunks}  # parallel
+    name = config.given.get("SCHEDULE") or ("interleaved-1f1b" if chunks else "1f1b")  # parallel
+    schedule = pipeflow.make_schedule(  # parallel
+        name, ranks=config.pipeline, microbatches=config.num_microbatches or 1, **chunks
     )
-    hooks = [ThroughputHook(tokens_per_sample=config.SEQ_LEN), LogHook(every=1)]
-    Trainer(engine, hooks).fit(loader, config.NUM_EPOCHS, max_steps=arguments.steps)
-
-
-def build(config: Config, preset: Preset) -> Engine:
-    """Builds this rank's part of the model and its engine."""
-    name = config.given.get("SCHEDULE") or ("1f1b" if config.num_chunks is None else "interleaved-1f1b")
-    options = {} if config.num_chunks is None else {"chunks": config.num_chunks}
-    schedule = pipeflow.make_schedule(name, ranks=config.pipeline, microbatches=config.num_microbatches or 1, **options)
-    dtype = torch.float if config.precision is None else config.precision.parameters
-    rate = config.given.get("DROP_RATE", 0.0)
+    dropout = config.given.get("DROP_RATE", 0.0)
     model = preset(
         config.num_chunks or 1,
         config.model.get("checkpoint", False),
-        dtype,
-        placement=schedule.placement,
-        embed_drop_rate=rate,
-        attn_drop_rate=rate,
-        drop_rate=rate,
+        torch.float if config.precision is None else config.precision.parameters,
+        placement=schedule.placement,  # parallel
+        embed_drop_rate=dropout,
+        attn_drop_rate=dropout,
+        drop_rate=dropout,
     )
-    optimizer = torch.optim.Adam(
-        model.parameters(),
-        lr=config.given.get("LEARNING_RATE", 0.00015),
-        weight_decay=config.given.get("WEIGHT_DECAY", 1e-2),
-    )
-    return make_engine(model, optimizer, GPTLMLoss(), schedule=schedule)
+    rate, decay = config.given.get("LEARNING_RATE", 0.00015), config.given.get("WEIGHT_DECAY", 0.01)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate, weight_decay=decay)
+    engine = make_engine(model, optimizer, GPTLMLoss(), schedule=schedule)
+
+    samples = config.BATCH_SIZE * context.data_size * config.gradient_accumulation
+    get_dist_logger().info(f"global batch size = {samples}", ranks=[0])
+    hooks = [ThroughputHook(tokens_per_sample=config.SEQ_LEN), LogHook(every=1)]
+    Trainer(engine, hooks).fit(loader, config.NUM_EPOCHS, max_steps=arguments.steps)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The examples' GPT, which is `pipeflow.models.gpt` under the tutorials' names, and its optimizer. Must not contain:
-which rank holds which stage, or initial weights (see `pipeflow.models.gpt_stages`).
+"""The examples' GPT, which is `pipeflow.models` under the tutorials' names, and its optimizer. Must not contain:
+which rank holds which stage, or initial weights (see `pipeflow.models.build_stage`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from pipeflow.models.gpt import GPTBlock, GPTEmbedding, GPTLMHead, GPTLMLoss
-from pipeflow.models.gpt import GPTStage as PipelineGPTHybrid
+from pipeflow.models import GPTBlock, GPTEmbedding, GPTLMHead, GPTLMLoss
+from pipeflow.models import GPTStage as PipelineGPTHybrid
 
 __all__ = ["GPTBlock", "GPTEmbedding", "GPTLMHead", "GPTLMLoss", "PipelineGPTHybrid", "make_optimizer"]
 

@@ -1,17 +1,20 @@
-"""Starts several processes on this machine: a script starts itself once per rank, as torchrun would. Must not contain:
-what the processes do.
-"""
+"""Starts several processes on this machine, a script once per rank as torchrun would, and shows their errors once."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
+
+from gpt3.data import DataError
+from pipeflow import PipeflowError
 
 
 def is_rank() -> bool:
@@ -32,3 +35,15 @@ def start_ranks(ranks: int) -> None:
         sys.exit(ended if failure.exitcode < 0 else 1)
     finally:
         Console().show_cursor()  # a killed rank may have hidden it
+
+
+@contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """Ends the script with one line, on rank 0 alone, for an error that says what to change, and for Ctrl-C."""
+    is_first = os.environ.get("RANK", "0") == "0"
+    try:
+        yield
+    except (PipeflowError, DataError) as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}" if is_first else 1)
+    except KeyboardInterrupt:
+        sys.exit("\nstopped" if is_first else 1)

@@ -44,9 +44,9 @@ if not __package__:  # run as a script
 
 from gpt3.build import build_gpt_pipeline, is_plain, options_of
 from gpt3.check import check
-from gpt3.data import END, Corpus, DataError, prepare, wait_for
+from gpt3.data import END, Corpus, prepare, wait_for
 from gpt3.model import GPTLMLoss, make_optimizer
-from gpt3.ranks import is_rank, start_ranks
+from gpt3.ranks import errors_in_one_line, is_rank, start_ranks
 
 PLAIN = [name for name, shape in pipeflow.GPT_PRESETS.items() if is_plain(shape)]
 EVALUATED = 8  # batches of held-out text
@@ -55,18 +55,14 @@ TEMPERATURE = 0.5  # of the text written at the end: 1 samples the model's proba
 
 
 def main() -> None:
-    arguments, first = read_arguments(), os.environ.get("RANK", "0") == "0"
-    try:
+    arguments = read_arguments()
+    with errors_in_one_line():
         validate(arguments)
         if arguments.world == 1 or is_rank():
             run(arguments)
         else:
             prepare(arguments.data, arguments.shape.vocabulary)
             start_ranks(arguments.world)
-    except (pipeflow.UsageError, pipeflow.PipelineError, DataError) as error:
-        sys.exit(f"train.py: {error}" if first else 1)
-    except KeyboardInterrupt:
-        sys.exit("\nstopped" if first else 1)
 
 
 def read_arguments() -> argparse.Namespace:
@@ -168,7 +164,7 @@ def run(arguments: argparse.Namespace) -> None:
     planned = pipeflow.simulate(schedule, pipeflow.measured_costs(measured))
     console.print(Comparison(planned, measured))
     if arguments.timeline is not None and context.rank == 0:
-        arguments.timeline.write_text(measured.to_json())
+        arguments.timeline.write_text(measured.to_json(), encoding="utf-8")
     ranks, cores = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), os.cpu_count() or 1
     if ranks > cores and context.device.type == "cpu":
         console.print(f"\n{ranks} ranks share {cores} cores here, so actions take longer than they would alone.")

@@ -19,7 +19,7 @@ pipeflow.launch(pipeline=2)  # parallel
 torch.manual_seed(arguments.seed)
 tokenizer, samples = prepare(None, vocabulary=2048).tokenizer, []
 for label, package in enumerate(["asyncio", "email", "importlib", "unittest"]):
-    text = "".join(file.read_text() for file in sorted((LIBRARY / package).rglob("*.py")))
+    text = "".join(file.read_text(encoding="utf-8") for file in sorted((LIBRARY / package).rglob("*.py")))
     pieces = torch.tensor(tokenizer.encode(text).ids).split(64)[:-1]
     samples += [{"input_ids": ids, "labels": label} for ids in pieces]
 sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}

@@ -61,7 +61,7 @@ def without_parallel_lines(text: str) -> str:
 
 def losses_in(folder: Path) -> list[float]:
     """The losses of the logged steps."""
-    logged = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    logged = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     return [entry["loss"] for entry in logged if "loss" in entry]
 
 
@@ -70,7 +70,7 @@ def check(folder: Path, steps: int) -> None:
     print(f"the same without the lines that end in {MARK!r}, on one process:", flush=True)
     sys.argv = [str(SCRIPT), *options_of(steps, folder / "alone", log_every=1)]
     transformers.logging.disable_progress_bar()
-    program = compile(without_parallel_lines(SCRIPT.read_text()), str(SCRIPT), "exec")
+    program = compile(without_parallel_lines(SCRIPT.read_text(encoding="utf-8")), str(SCRIPT), "exec")
     exec(program, {"__name__": "__main__", "__file__": str(SCRIPT)})
     pairs = list(zip(losses_in(folder / "pipeline"), losses_in(folder / "alone"), strict=True))
     largest = max(abs(one - other) for one, other in pairs)

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import pipeflow
-from pipeflow.parallel.context import context_if_launched
 from vit.initial import initialize
 from vit.keywords import from_timm
 from vit.model import PipelineVisionTransformer
@@ -28,7 +27,7 @@ def build_stage(
     with torch.device("meta"):
         stage = PipelineVisionTransformer(init_method=init_method, **options)
     if device is None:
-        context = context_if_launched()
+        context = pipeflow.context_if_launched()
         device = "cpu" if context is None else context.device
     if torch.device(device).type != "meta":
         stage.to_empty(device=device)
@@ -60,7 +59,7 @@ def build_pipeline_vit(
     """
     if options.setdefault("depth", num_layers) != num_layers:
         raise pipeflow.UsageError(f"depth={options['depth']} differs from num_layers={num_layers}: remove depth")
-    context = context_if_launched()
+    context = pipeflow.context_if_launched()
     size, rank = (1, 0) if context is None else (context.pipeline_size, context.pipeline_rank)
     if placement is None:
         placement = pipeflow.Placement.looped(size, num_chunks)

@@ -18,6 +18,9 @@ from pipeflow.testing import run_threads
 from pipeflow.training import (
     Config,
     Hook,
+    MixedLabels,
+    Mixup,
+    MixupLoss,
     Step,
     Trainer,
     get_dataloader,
@@ -25,7 +28,6 @@ from pipeflow.training import (
     launch_from_config,
     make_engine,
 )
-from pipeflow.training.data.mixup import MixedLabels, Mixup, MixupLoss
 from vit.build import build_pipeline_vit, build_stage
 from vit.data import Images
 from vit.options import make_optimizer, model_options

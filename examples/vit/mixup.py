@@ -1,7 +1,7 @@
-"""Mixup with its loss and accuracy, from `pipeflow.training.data.mixup`."""
+"""Mixup with its loss and accuracy, from `pipeflow.training`."""
 
 from __future__ import annotations
 
-from pipeflow.training.data.mixup import MixedLabels, Mixup, MixupAccuracy, MixupLoss
+from pipeflow.training import MixedLabels, Mixup, MixupAccuracy, MixupLoss
 
 __all__ = ["MixedLabels", "Mixup", "MixupAccuracy", "MixupLoss"]

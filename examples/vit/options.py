@@ -13,9 +13,7 @@ from torch import nn
 
 import pipeflow
 from pipeflow.optim import CosineAnnealingWarmupLR
-from pipeflow.parallel.layout import WorldLayout
-from pipeflow.training import Config
-from pipeflow.training.data.mixup import Mixup
+from pipeflow.training import Config, Mixup
 from vit.build import build_stage
 from vit.data import Images
 
@@ -34,7 +32,7 @@ MODEL = {
 """Keys of the model, and the arguments of PipelineVisionTransformer that they become."""
 
 NEEDED = {*MODEL, "BATCH_SIZE", "NUM_EPOCHS", "WARMUP_EPOCHS", "LEARNING_RATE", "WEIGHT_DECAY"}
-READ = NEEDED | {
+OPTIONAL = {
     *("SEQ_LENGTH", "MIXUP_ALPHA", "LABEL_SMOOTHING", "WORLD_SIZE", "LOG_PATH", "seed", "parallel", "fp16", "bf16"),
     *("NUM_MICRO_BATCHES", "NUM_CHUNKS", "TENSOR_SHAPE", "clip_grad_norm", "gradient_accumulation"),
 }
@@ -42,21 +40,19 @@ READ = NEEDED | {
 
 def require_keys(config: Config) -> None:
     """Raises UsageError for a missing or an unknown key, and for a model that cannot be built."""
-    for message, keys in (("lacks", NEEDED - set(config.given)), ("has unknown keys:", set(config.given) - READ)):
-        if keys:
-            raise pipeflow.UsageError(f"the configuration {message} {', '.join(sorted(keys))}")
+    config.require_keys(NEEDED, OPTIONAL)
     build_stage(device="meta", **model_options(config))
 
 
-def layout_of(config: Config, world_size: int | None = None) -> WorldLayout:
+def layout_of(config: Config, world_size: int | None = None) -> pipeflow.WorldLayout:
     """The layout of the processes. Their number is torchrun's, else `world_size`, else the configuration's WORLD_SIZE,
     else that of one replica. Raises UsageError for a number that does not divide into replicas.
     """
     given = os.environ.get("WORLD_SIZE") or world_size or config.given.get("WORLD_SIZE")
-    return WorldLayout.of(int(given or config.pipeline * config.tensor), config.pipeline, config.tensor)
+    return pipeflow.WorldLayout.of(int(given or config.pipeline * config.tensor), config.pipeline, config.tensor)
 
 
-def validate(config: Config, layout: WorldLayout, images: Images) -> None:
+def validate(config: Config, layout: pipeflow.WorldLayout, images: Images) -> None:
     """Raises UsageError if model, batches, images and layout do not fit together."""
     Mixup(config.given.get("MIXUP_ALPHA", 0.0))  # checks its argument
     batch, microbatches = config.BATCH_SIZE, config.num_microbatches or 1

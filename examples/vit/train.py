@@ -15,7 +15,6 @@ Without torchrun it starts the processes itself.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -25,13 +24,14 @@ from torch import nn
 if not __package__:  # run as a script
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from gpt3.ranks import is_rank, start_ranks
-from pipeflow import PipeflowError
+from gpt3.ranks import errors_in_one_line, is_rank, start_ranks
 from pipeflow.training import (
     AccuracyHook,
     CheckpointHook,
     Config,
     Hook,
+    Mixup,
+    MixupLoss,
     Trainer,
     get_dataloader,
     get_dist_logger,
@@ -39,7 +39,6 @@ from pipeflow.training import (
     make_engine,
     read_config,
 )
-from pipeflow.training.data.mixup import Mixup, MixupLoss
 from vit.build import build_pipeline_vit
 from vit.check import check
 from vit.data import Images, load_images
@@ -50,8 +49,8 @@ HYBRID = Path(__file__).with_name("configs") / "hybrid.py"
 
 
 def main() -> None:
-    arguments, is_first = read_arguments(), os.environ.get("RANK", "0") == "0"
-    try:
+    arguments = read_arguments()
+    with errors_in_one_line():
         config = read_config(arguments.config)
         if arguments.short:
             config = read_config({**config.given, "NUM_EPOCHS": 2, "WARMUP_EPOCHS": 1})
@@ -64,10 +63,6 @@ def main() -> None:
             check(config, images, arguments.device)
         else:
             train(config, images, arguments)
-    except PipeflowError as error:
-        sys.exit(f"train.py: {error}" if is_first else 1)
-    except KeyboardInterrupt:
-        sys.exit("\nstopped" if is_first else 1)
 
 
 def read_arguments() -> argparse.Namespace:

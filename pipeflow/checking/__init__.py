@@ -1,18 +1,24 @@
 """Checking: a plain run and a parallel run of one training job, recorded and compared. `record` needs torch, `check`
-does not.
+does not. The modules, in the order of the work:
+
+- what a rank writes down: `sketches`, `parts`, `watching`, `recorder`
+- both runs of a script: `scripts`, `scripted`
+- recordings against each other: `files`, `rows`, `two_runs`, `fits`, `differences`; `limits` has every threshold
+- which fault explains the first difference: `causes`, `gradient_causes`, `output_causes`
+- what is told: `findings`
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pipeflow.checking.diagnosis import check
+from pipeflow.checking.causes import check
 from pipeflow.checking.findings import CAUSES, Cause, Difference, Result
 
 if TYPE_CHECKING:
-    from pipeflow.checking.planting import plant
+    from pipeflow.checking.parts import keep_weights, take_weights
     from pipeflow.checking.recorder import Recording, record
-    from pipeflow.checking.weights import keep_weights, take_weights
+    from pipeflow.testing.planting import plant
 
 __all__ = [
     "CAUSES",
@@ -29,16 +35,18 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Recording", "record"):
-        from pipeflow.checking import recorder
+    match name:
+        case "Recording" | "record":
+            from pipeflow.checking import recorder
 
-        return getattr(recorder, name)
-    if name in ("keep_weights", "take_weights"):
-        from pipeflow.checking import weights
+            return getattr(recorder, name)
+        case "keep_weights" | "take_weights":
+            from pipeflow.checking import parts
 
-        return getattr(weights, name)
-    if name == "plant":
-        from pipeflow.checking.planting import plant
+            return getattr(parts, name)
+        case "plant":
+            from pipeflow.testing.planting import plant
 
-        return plant
-    raise AttributeError(f"module 'pipeflow.checking' has no attribute {name!r}")
+            return plant
+        case _:
+            raise AttributeError(f"module 'pipeflow.checking' has no attribute {name!r}")

@@ -6,24 +6,30 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
-from pipeflow.checking.factors import NEAR, Fit, counts, fit, named, root_named, spread_of, told
 from pipeflow.checking.files import Array
 from pipeflow.checking.findings import Cause, Difference
-from pipeflow.checking.matching import wholes
-from pipeflow.checking.rounding import unit
-from pipeflow.checking.runs import Whole, norm
-from pipeflow.checking.two_runs import TwoRuns
-from pipeflow.checking.weighing import CLEAR, cause_of, listed, weights_of
+from pipeflow.checking.fits import Fit, as_times, cause_of, fit, listed, named, root_named, spread_of, weights_of
+from pipeflow.checking.limits import (
+    CLEAR,
+    COUNTS,
+    DISAGREES,
+    LESS_PRECISE,
+    LOSS_LESS_PRECISE,
+    NEAR,
+    NO_FACTOR,
+    PARTLY,
+    SAME_VALUES,
+    TINY,
+    unit,
+)
+from pipeflow.checking.two_runs import TwoRuns, WholeTensor, norm, wholes
 
-PARTLY = 0.25  # relative: what may be left of a gradient whose parts have different factors
-LESS_PRECISE = 0.08  # relative: errors below it may come from a dtype of 8 bits
-LOSS_LESS_PRECISE = 0.02  # the same for a loss, whose errors are averaged
 
-
-class Gradients:
+class StepGradients:
     """The gradients of a step in both runs.
 
     Args:
@@ -38,9 +44,9 @@ class Gradients:
         self.first = self.wrong[0]
         self.step = self.first.step
         self.kind = "unclipped" if self._differs("unclipped") else "gradient"
-        self.mine = wholes(both.reference, self.step, self.kind, None)
-        self.theirs = both.candidate_wholes(self.step, self.kind)
-        self.sizes = counts(both, self.step)
+        self.mine = both.mine(self.step, self.kind)
+        self.theirs = both.theirs(self.step, self.kind)
+        self.sizes = both.counts(self.step)
 
     def cause(self) -> Cause | None:
         """The first explanation that holds."""
@@ -48,7 +54,7 @@ class Gradients:
             self._absent,
             self._copies,
             self._stale,
-            self._one_factor,
+            partial(self._factor, same=True),
             self._samples,
             self._clipped,
             self._factor,
@@ -78,13 +84,13 @@ class Gradients:
         if whole.spread <= max(self.first.allowed * mine.norm, CLEAR * mine.norm):
             return None
         names = {copy.name for copy in whole.copies}
-        stages = {self.both.stage_of([copy.rank], self.name) for copy in whole.copies}
-        ranks = ", ".join(str(copy.rank) for copy in whole.copies)
+        stages = {self.both.stage_of([rank], self.name) for rank in whole.ranks}
+        ranks = ", ".join(map(str, whole.ranks))
         if len(names) > 1 or (len(stages) > 1 and self.name in self.both.names.ties):
             both = " and ".join(sorted(names))
             return _tie(self.name, f"its copies {both} on ranks {ranks} have different gradients")
         total, best = self._of_copies(whole, mine)
-        how = f", and their {total} is {told(best.factor)} the reference's" if best.error < CLEAR else ""
+        how = f", and their {total} is {as_times(best.factor)} the reference's" if best.error < CLEAR else ""
         alone = self._own_samples(whole)
         if not how and alone:
             how = f"; {alone}"
@@ -95,18 +101,18 @@ class Gradients:
             f"the all-reduce of this gradient over {group}",
         )
 
-    def _of_copies(self, whole: Whole, mine: Whole) -> tuple[str, Fit]:
+    def _of_copies(self, whole: WholeTensor, mine: WholeTensor) -> tuple[str, Fit]:
         kinds: defaultdict[object, list[Array]] = defaultdict(list)
         for copy in whole.copies:
             kinds[copy.blocks].append(copy.sketch)
         total = np.sum([np.sum(each, axis=0) for each in kinds.values()], axis=0)
         found = fit(mine.sketch, total)
         many = max(len(each) for each in kinds.values())
-        return (
-            ("mean", Fit(found.factor / many, found.error)) if abs(found.factor / many - 1) < NEAR else ("sum", found)
-        )
+        if abs(found.factor / many - 1) < NEAR:
+            return "mean", Fit(found.factor / many, found.error)
+        return "sum", found
 
-    def _own_samples(self, whole: Whole) -> str:
+    def _own_samples(self, whole: WholeTensor) -> str:
         """Whether a copy has the gradient of some samples alone."""
         rows = self.samples([self.name])
         if rows is None or whole.kinds > 1:
@@ -115,10 +121,10 @@ class Gradients:
         weights = weights_of(rows, copy.sketch[:, None].reshape(-1))
         if weights is None:
             return ""
-        kept = [index for index, weight in enumerate(weights) if abs(weight) > 0.1]
+        kept = [index for index, weight in enumerate(weights) if abs(weight) > COUNTS]
         return f"rank {copy.rank} has the gradient of samples {listed(kept)} alone" if len(kept) < len(weights) else ""
 
-    def _group_of(self, whole: Whole) -> str:
+    def _group_of(self, whole: WholeTensor) -> str:
         many = len(whole.copies) // max(1, whole.kinds)
         near = [name for name, size in self.both.candidate.sizes.items() if size == many]
         return f"the group of {many} ranks{f' ({near[0]})' if len(near) == 1 else ''}"
@@ -158,17 +164,13 @@ class Gradients:
             old, now, new = before[self.name].sketch, self.mine[self.name].sketch, self.theirs[self.name].sketch
             same, more = norm(new - old) < CLEAR * norm(new), fit(old, new - now)
             if same or (more.error < CLEAR and norm(new - now) > CLEAR * norm(new)):
-                how = "is" if same else f"has, besides its own, {told(more.factor)}"
+                how = "is" if same else f"has, besides its own, {as_times(more.factor)}"
                 return Cause(
                     "stale",
                     f"the gradient of {self.name} {how} that of step {self.step - 1} in the {whose}",
                     "zero_grad, and buffers that keep gradients between steps",
                 )
         return None
-
-    def _one_factor(self) -> Cause | None:
-        """The same factor for all gradients that are wrong."""
-        return self._factor(same=True)
 
     def _factor(self, same: bool = False) -> Cause | None:
         """A factor for each gradient that is wrong; if `same`, one for all of them."""
@@ -179,32 +181,34 @@ class Gradients:
         alike = len(shares) == len(fits) and spread_of(shares) < max(NEAR, clear)
         if first.error > clear or (same and not alike) or abs(first.factor - 1.0) < 2 * first.error:
             return None
-        count = (
-            "all gradients" if alike and len(fits) == len(self.mine) else f"{len(fits)} of {len(self.mine)} gradients"
-        )
-        count = count if len(fits) > 1 else f"the gradient of {self.name}"
-        verb = "are" if len(fits) > 1 else "is"
+        count, verb = f"{len(fits)} of {len(self.mine)} gradients", "are"
+        if len(fits) == 1:
+            count, verb = f"the gradient of {self.name}", "is"
+        elif alike and len(fits) == len(self.mine):
+            count = "all gradients"
         size = named(first.factor, self.sizes)
         if alike and (unclipped := self._of_one_clipping(first.factor)) is not None:
             return unclipped
         if alike and self._is_clipped():
             root = root_named(first.factor, self.sizes)
             return _norm(
-                f"all gradients are {told(first.factor)} the reference's{f', {root}' if root else ''}", first.factor
+                f"all gradients are {as_times(first.factor)} the reference's{f', {root}' if root else ''}", first.factor
             )
-        if abs(first.factor) < 1e-3:
+        if abs(first.factor) < NO_FACTOR:
             return Cause("unknown", f"{count} {verb} zero", "whether the loss reaches this module")
         why = f", {size}" if size else ""
         where = "" if alike else f" ({self.name} first; factors differ)"
-        return _scale(f"{count} {verb} {told(first.factor)} the reference's{why}{where}", first.factor)
+        return _scale(f"{count} {verb} {as_times(first.factor)} the reference's{why}{where}", first.factor)
 
     def _of_one_clipping(self, factor: float) -> Cause | None:
         """A scale of gradients before clipping, which the reference alone needs: it has the size of something."""
         for _, event in self.both.reference.events(self.step, "norm"):
-            value, most = float(event["value"].reshape(-1)[0]), float(event["most"])
+            value, most = event["value"], float(event["most"])
             before = factor * most / value
             if value > most and self.kind == "gradient" and factor < 1 and (size := named(before, self.sizes)):
-                return _scale(f"all gradients are {told(before)} the reference's before its clipping, {size}", before)
+                return _scale(
+                    f"all gradients are {as_times(before)} the reference's before its clipping, {size}", before
+                )
         return None
 
     def _clipped(self) -> Cause | None:
@@ -220,7 +224,7 @@ class Gradients:
 
     def _differs(self, kind: str) -> bool:
         """Whether the first gradient differs, as it was before or after clipping."""
-        mine, theirs = wholes(self.both.reference, self.step, kind, None), self.both.candidate_wholes(self.step, kind)
+        mine, theirs = self.both.mine(self.step, kind), self.both.theirs(self.step, kind)
         if self.first.parameter not in mine or self.first.parameter not in theirs:
             return False
         one, other = mine[self.first.parameter], theirs[self.first.parameter]
@@ -229,7 +233,7 @@ class Gradients:
     def _is_clipped(self) -> bool:
         """Whether a run clipped the gradients, which differ only then."""
         return self.kind == "gradient" and any(
-            float(event["value"].reshape(-1)[0]) > event["most"]
+            event["value"] > event["most"]
             for run in (self.both.reference, self.both.candidate)
             for _, event in run.events(self.step, "norm")
         )
@@ -271,9 +275,13 @@ class Gradients:
 
     def _places(self) -> Cause | None:
         mine, theirs = self.mine[self.name], self.theirs[self.name]
-        if self.first.error < LESS_PRECISE or abs(theirs.square / max(mine.square, 1e-300) - 1.0) > 1e-4:
+        if self.first.error < LESS_PRECISE or abs(theirs.square / max(mine.square, TINY) - 1.0) > SAME_VALUES:
             return None
-        return _sharding(f"the gradient of {self.name} has the reference's values, but at other places")
+        return Cause(
+            "sharding",
+            f"the gradient of {self.name} has the reference's values, but at other places",
+            "how parts are cut from the whole and put together, and which rank has which",
+        )
 
     def _precision(self) -> Cause | None:
         mine, theirs = self.mine[self.name], self.theirs[self.name]
@@ -317,10 +325,6 @@ def _scale(evidence: str, factor: float) -> Cause:
     return Cause("scale", evidence, look, round(factor, 6))
 
 
-def _sharding(evidence: str) -> Cause:
-    return Cause("sharding", evidence, "how parts are cut from the whole and put together, and which rank has which")
-
-
 def precision(evidence: str) -> Cause:
     """The cause of an error that a coarser dtype explains."""
     return Cause("precision", evidence, "casts, autocast, and the dtype in which sums are kept")
@@ -328,12 +332,10 @@ def precision(evidence: str) -> Cause:
 
 def norms(both: TwoRuns, first: Difference) -> Cause:
     """The cause of a wrong norm, of gradients that are right."""
-    values = [float(event["value"].reshape(-1)[0]) for _, event in both.reference.events(first.step, "norm")]
-    others = {rank: float(event["value"].reshape(-1)[0]) for rank, event in both.candidate.events(first.step, "norm")}
+    values = [event["value"] for _, event in both.reference.events(first.step, "norm")]
+    others = {rank: event["value"] for rank, event in both.candidate.events(first.step, "norm")}
     factor = others[first.ranks[0]] / values[0]
-    why = root_named(factor, counts(both, first.step))
-    apart = " and differs between ranks" if spread_of([*others.values()]) > 1e-3 else ""
-    return _norm(
-        f"the gradients are right, and their norm is {told(factor)} the reference's{f', {why}' if why else ''}{apart}",
-        factor,
-    )
+    why = root_named(factor, both.counts(first.step))
+    apart = " and differs between ranks" if spread_of([*others.values()]) > DISAGREES else ""
+    how = f"{as_times(factor)} the reference's{f', {why}' if why else ''}{apart}"
+    return _norm(f"the gradients are right, and their norm is {how}", factor)

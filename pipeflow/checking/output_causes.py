@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from math import prod
 
 import numpy as np
 
-from pipeflow.checking.factors import NEAR, counts, fit, named, spread_of, told
+from pipeflow.checking.differences import output
 from pipeflow.checking.files import Array
 from pipeflow.checking.findings import Cause, Difference
+from pipeflow.checking.fits import as_times, fit, named, spread_of
 from pipeflow.checking.gradient_causes import precision
-from pipeflow.checking.output_differences import output
-from pipeflow.checking.rounding import unit
-from pipeflow.checking.rows import Called, Rows, joined, unmatched
-from pipeflow.checking.runs import norm
-from pipeflow.checking.two_runs import Key, TwoRuns
-from pipeflow.checking.weighing import CLEAR
-
-COARSE = 0.03  # relative: errors of an output that a dtype of 8 bits explains
+from pipeflow.checking.limits import CLEAR, COARSE, NEAR, SAME_ROWS, SUMMED, TINY, unit
+from pipeflow.checking.rows import OutputRows, joined, unmatched
+from pipeflow.checking.two_runs import Key, TwoRuns, norm
 
 
 class Outputs:
@@ -35,13 +30,11 @@ class Outputs:
         mine = both.outputs(both.reference, first.step)
         theirs = both.outputs(both.candidate, first.step)
         keys = [key for key in mine if key[0] == first.module and key in theirs]
-        self.key: Key = next((key for key in keys if self._is_wrong(key, mine, theirs)), keys[0])
+        wrong = (key for key in keys if output(both, first.step, key, mine[key], theirs[key]) is not None)
+        self.key: Key = next(wrong, keys[0])
         self.mine, self.theirs = mine[self.key], theirs[self.key]
-        self.sizes = counts(both, first.step)
+        self.sizes = both.counts(first.step)
         self.tail = max((tuple(event["shape"][1:]) for _, event in self.mine), key=prod)
-
-    def _is_wrong(self, key: Key, mine: dict[Key, list[Called]], theirs: dict[Key, list[Called]]) -> bool:
-        return output(self.both, self.first.step, key, mine[key], theirs[key]) is not None
 
     def cause(self) -> Cause:
         """The first explanation that holds."""
@@ -93,10 +86,10 @@ class Outputs:
         if any(len(each) < 2 or len({one.shape for one in each}) > 1 for each in groups):
             return False
         rows = joined(self.mine, self.tail)
-        total = Rows(np.concatenate([np.sum(each, axis=0) for each in groups]), [], [], self.tail)
-        return rows is not None and not unmatched(rows, total, 4 * self.first.allowed).reference
+        total = OutputRows(np.concatenate([np.sum(each, axis=0) for each in groups]), [], [], self.tail)
+        return rows is not None and not unmatched(rows, total, SUMMED * self.first.allowed).reference
 
-    def _rows(self, rows: Rows, others: Rows) -> Cause | None:
+    def _rows(self, rows: OutputRows, others: OutputRows) -> Cause | None:
         return (
             self._repeated(rows, others)
             or self._earlier(others)
@@ -105,7 +98,7 @@ class Outputs:
             or self._elsewhere(rows, others)
         )
 
-    def _repeated(self, rows: Rows, others: Rows) -> Cause | None:
+    def _repeated(self, rows: OutputRows, others: OutputRows) -> Cause | None:
         """Rows of the reference that are missing, while no row is unknown."""
         apart = unmatched(rows, others, self.first.allowed)
         if apart.candidate:
@@ -116,7 +109,7 @@ class Outputs:
             "which microbatches the schedule runs, and what is received for each",
         )
 
-    def _earlier(self, others: Rows) -> Cause | None:
+    def _earlier(self, others: OutputRows) -> Cause | None:
         """Rows of the step before."""
         if not self.first.step:
             return None
@@ -131,7 +124,7 @@ class Outputs:
             "buffers and weights that are read before they are new",
         )
 
-    def _pairs(self, rows: Rows, others: Rows) -> list[tuple[Array, Array]]:
+    def _pairs(self, rows: OutputRows, others: OutputRows) -> list[tuple[Array, Array]]:
         """Rows of the reference beside those of the candidate: by what the rows of earlier modules say, or in order."""
         known = self._places()
         mine = rows.values[:, :8]
@@ -167,7 +160,7 @@ class Outputs:
                         found[rank, event["call"], index] = int(apart.argmin())
         return found
 
-    def _multiples(self, rows: Rows, others: Rows) -> Cause | None:
+    def _multiples(self, rows: OutputRows, others: OutputRows) -> Cause | None:
         """Rows that are multiples of what they must be."""
         fits = [fit(mine, row) for mine, row in self._pairs(rows, others)]
         wrong = [each for each in fits if abs(each.factor - 1.0) > max(NEAR, 2 * self.first.allowed)]
@@ -177,7 +170,7 @@ class Outputs:
         if spread_of(factors) > NEAR:
             return None
         why = named(factors[0], self.sizes)
-        times = f"{told(factors[0])} the reference's{f', {why}' if why else ''}"
+        times = f"{as_times(factors[0])} the reference's{f', {why}' if why else ''}"
         some = "" if len(wrong) == len(fits) else f"{len(wrong)} of {len(fits)} rows of "
         return Cause(
             "scale",
@@ -186,7 +179,7 @@ class Outputs:
             round(factors[0], 6),
         )
 
-    def _added(self, rows: Rows, others: Rows) -> Cause | None:
+    def _added(self, rows: OutputRows, others: OutputRows) -> Cause | None:
         """Rows that are off by one and the same: a bias that is added several times, or never."""
         apart = np.array([row - mine for mine, row in self._pairs(rows, others)])
         common = np.median(apart, axis=0)
@@ -198,13 +191,13 @@ class Outputs:
             "on which ranks the bias is added: before or after the sum over ranks",
         )
 
-    def _elsewhere(self, rows: Rows, others: Rows) -> Cause | None:
+    def _elsewhere(self, rows: OutputRows, others: OutputRows) -> Cause | None:
         """Rows with the right values at other places."""
         if self.first.error < COARSE:
             return None
         mine, theirs = (np.sort(each.values[:, 8]) for each in (rows, others))
         many = len(theirs) // len(mine)
-        if many * len(mine) != len(theirs) or np.max(np.abs(theirs[::many] / np.maximum(mine, 1e-300) - 1.0)) > 1e-3:
+        if many * len(mine) != len(theirs) or np.max(np.abs(theirs[::many] / np.maximum(mine, TINY) - 1.0)) > SAME_ROWS:
             return None
         return Cause(
             "sharding",
@@ -276,54 +269,3 @@ class Outputs:
                 f"the outputs of {self.first.module} are {self.first.error:.2%} off, as in a coarser dtype"
             )
         return None
-
-
-def of_batch(first: Difference, both: TwoRuns) -> Cause:
-    """The cause of batches that differ."""
-    ranks = ", ".join(map(str, first.ranks))
-    if first.lacking:
-        return Cause(
-            "missing_microbatch",
-            "all samples that are read are of the reference's batch, and some of these are not read",
-            "whether the last microbatch or a part of it is dropped, and how a batch is split over replicas",
-        )
-    return Cause(
-        "order",
-        f"the samples that ranks {ranks} read are not those of the reference's batch",
-        "samplers, seeds of shuffling, and how a batch is split over replicas and microbatches",
-    )
-
-
-def of_weight(first: Difference, both: TwoRuns, when: str) -> Cause:
-    """The cause of weights that differ as the runs begin."""
-    from pipeflow.checking.matching import wholes
-
-    mine = wholes(both.reference, first.step, when, None)[first.parameter]
-    theirs = both.candidate_wholes(first.step, when)[first.parameter]
-    listed: Sequence[int] = first.ranks
-    if theirs.spread > max(first.allowed * mine.norm, CLEAR * mine.norm):
-        tied = len({copy.name for copy in theirs.copies}) > 1
-        return Cause(
-            "missing_tie" if tied else "sharding",
-            f"{first.parameter} differs between ranks {', '.join(map(str, listed))}, which hold the same part",
-            "the broadcast of initial weights, and the seeds of ranks",
-        )
-    if abs(theirs.square / max(mine.square, 1e-300) - 1.0) < 1e-4:
-        return Cause(
-            "sharding",
-            f"{first.parameter} has the reference's values, but at other places",
-            "how parts are cut from the whole: along which dimension, in which order of ranks, and in which blocks",
-        )
-    others = wholes(both.reference, first.step, when, None)
-    same = [name for name, each in others.items() if norm(each.sketch - theirs.sketch) <= first.allowed * theirs.norm]
-    if same and mine.copies[0].blocks == others[same[0]].copies[0].blocks:
-        return Cause(
-            "sharding",
-            f"{first.parameter} has the values that {same[0]} has in the reference",
-            "which layers, stages or experts a rank takes for its own, and the order in which they are counted",
-        )
-    return Cause(
-        "sharding" if both.stages or theirs.kinds > 1 else "unknown",
-        f"{first.parameter} has other values than in the reference as the run begins",
-        "which layers and parts a rank takes, the seeds, and the checkpoint that is loaded",
-    )

@@ -1,39 +1,33 @@
 """Parts: which blocks of the whole model's tensors a rank holds, and under which names, for the engines that are known:
 DTensors (tensor parallelism and fully_shard), FullyShardedDataParallel, Megatron-LM, DeepSpeed and pipeflow. Everything
-else is whole, unless the caller's function says more.
+else is whole, unless the caller's function says more. Also initial weights of which each rank takes its parts.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
-from pipeflow.checking.sketch import Block, flat_blocks
+from pipeflow.checking.sketches import Block, flat_blocks
 from pipeflow.core.errors import UsageError
-
-WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
-"""Attributes in which wrappers keep the module that they wrap; `module` only at the start of a name."""
+from pipeflow.core.files import replacing
+from pipeflow.engine.parallel.sharding import own_values
+from pipeflow.engine.runtime.original import unwrapped_name
 
 Cut = Callable[[Tensor], list[Block]]
 Parts = Callable[[str, Tensor], object]
-
-
-def plain(name: str) -> str:
-    """The name of a tensor or module without those of wrappers.
-
-    >>> plain("module._fsdp_wrapped_module.layers.0._orig_mod.weight")
-    'layers.0.weight'
-    """
-    steps = [step for step in name.split(".") if step not in WRAPPERS[:-1]]
-    while steps and steps[0] == WRAPPERS[-1]:
-        del steps[0]
-    return ".".join(steps)
 
 
 @dataclass(slots=True)
@@ -64,15 +58,6 @@ class Part:
         return [(block.offset, tuple(block.values.shape)) for block in self.cut(self.tensor)]
 
 
-def own_values(tensor: Tensor) -> Tensor:
-    """The rank's own values of a tensor."""
-    if hasattr(tensor, "to_replicate"):  # a ColoTensor, with which all functions of torch see the whole
-        return tensor.as_subclass(Tensor)
-    inner = getattr(tensor, "to_local", None)
-    found: Tensor = tensor if inner is None else inner()
-    return found.wait() if type(found).__name__ == "AsyncCollectiveTensor" else found  # type: ignore[attr-defined]  # it has it
-
-
 def parts_of(models: Sequence[nn.Module], given: Parts | None, names: Callable[[str], str] | None) -> list[Part]:
     """This rank's parts of the parameters and buffers of its modules. A tensor with several names has one for each."""
     found: list[Part] = []
@@ -98,9 +83,9 @@ def parts_of(models: Sequence[nn.Module], given: Parts | None, names: Callable[[
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters and buffers of a module by plain name; a tied tensor comes under each of its names."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield plain(name), parameter
+        yield unwrapped_name(name), parameter
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        yield plain(name), buffer
+        yield unwrapped_name(name), buffer
 
 
 def _gradient_of(parameter: Tensor) -> Callable[[], Tensor | None]:
@@ -126,7 +111,7 @@ def _whole(name: str, tensor: Tensor) -> Part:
 
 
 def _distributed(name: str, tensor: Any) -> Part:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from pipeflow.engine.torch_private.dtensors import compute_local_shape_and_global_offset
 
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
 
@@ -206,22 +191,16 @@ def _of_flat(model: nn.Module) -> list[Part] | None:
     for prefix, handle in handles:
         flat = handle.flat_param
         infos = zip(flat._fqns, flat._shapes, flat._shard_param_infos, flat._params or flat._fqns, strict=True)
-        offset_of = _starts(flat)
-        for number, (name, shape, info, own) in enumerate(infos):
-            full = plain(f"{prefix}.{name}".lstrip("."))
-            found.append(_flat_part(full, tuple(shape), info, flat, own, offset_of[number]))
+        for name, shape, info, own in infos:
+            full = unwrapped_name(f"{prefix}.{name}".lstrip("."))
+            found.append(_flat_part(full, tuple(shape), info, flat, own))
     flat_names = {each.name for each in found}
     rest = [(name, tensor) for name, tensor in tensors_of(model) if name.rpartition(".")[2] != "_flat_param"]
     return found + [_whole(name, tensor) for name, tensor in rest if name not in flat_names]
 
 
-def _starts(flat: Any) -> list[int]:
-    """The offset of each parameter's part within the rank's flat shard."""
-    return [info.offset_in_shard or 0 for info in flat._shard_param_infos]
-
-
-def _flat_part(name: str, shape: tuple[int, ...], info: Any, flat: Any, own: object, start: int) -> Part:
-    numel = info.numel_in_shard or 0
+def _flat_part(name: str, shape: tuple[int, ...], info: Any, flat: Any, own: object) -> Part:
+    start, numel = info.offset_in_shard or 0, info.numel_in_shard or 0  # of the part within the rank's flat shard
     begin = info.intra_param_start_idx or 0
     held = flat._local_shard if getattr(flat, "_local_shard", None) is not None else flat
 
@@ -240,11 +219,11 @@ def _flat_part(name: str, shape: tuple[int, ...], info: Any, flat: Any, own: obj
 
 def _of_pipeflow(model: nn.Module) -> list[Part] | None:
     """The parts of a Pipeline, or of a module with tensor-parallel layers of pipeflow."""
-    if "pipeflow.runtime.pipeline" not in sys.modules:
+    if "pipeflow.engine.runtime.pipeline" not in sys.modules:
         return None
-    from pipeflow.checkpoint.pieces import Piece, context_of, local_tensors
-    from pipeflow.parallel.sharding import splits_of
-    from pipeflow.runtime.pipeline import Pipeline
+    from pipeflow.engine.parallel.sharding import splits_of
+    from pipeflow.engine.runtime.pipeline import Pipeline
+    from pipeflow.training.checkpoint.pieces import Piece, context_of, local_tensors
 
     if not isinstance(model, Pipeline) and not splits_of(model):
         return None
@@ -254,7 +233,7 @@ def _of_pipeflow(model: nn.Module) -> list[Part] | None:
 
     def part(own: Any) -> Part:
         shape = tuple(own.piece.shape)
-        return Part(plain(own.name), own.tensor, shape, lambda values: blocks(own.piece_of(values)), own.stage)
+        return Part(unwrapped_name(own.name), own.tensor, shape, lambda values: blocks(own.piece_of(values)), own.stage)
 
     return [part(each) for each in local_tensors(model, context_of(model), None)]
 
@@ -288,3 +267,91 @@ def _moved(cut: Cut, by: Sequence[int], values: Tensor) -> list[Block]:
         Block(each.values, tuple(start + more for start, more in zip(each.offset, by, strict=True)))
         for each in cut(values)
     ]
+
+
+INDEX, VALUES = "weights.json", "weights.f32"
+
+
+def keep_weights(folder: str | os.PathLike[str], model: nn.Module) -> None:
+    """Writes the parameters and buffers of a model that is whole in this process, as float32, for `take_weights`.
+
+    Args:
+        folder: where they go; that of the recording will do.
+        model: the module.
+
+    Raises UsageError if this process has only parts of the model, or if files of these names are there that are not
+    weights.
+    """
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    if any(os.path.lexists(path / name) for name in (INDEX, VALUES)) and not _is_kept(path):
+        raise UsageError(f"{path} has a {INDEX} or {VALUES} that keep_weights did not write: choose another folder")
+    index: dict[str, Any] = {}
+    start = 0
+    with replacing(path / VALUES) as values_file, values_file.open("wb") as file:
+        for part in parts_of([model], None, None):
+            values = own_values(part.tensor).detach()
+            if tuple(values.shape) != part.shape:
+                raise UsageError(f"this process has only a part of {part.name}: keep the weights of the plain run")
+            file.write(values.to("cpu", torch.float32).contiguous().numpy().tobytes())
+            index[part.name] = {"shape": part.shape, "start": start}
+            start += values.numel()
+    with replacing(path / INDEX) as index_file:
+        index_file.write_text(json.dumps(index), encoding="utf-8")
+
+
+def _is_kept(path: Path) -> bool:
+    """True if the folder has the weights that an earlier call wrote, and nothing else under their names."""
+    if any(file.is_symlink() or not file.is_file() for file in (path / INDEX, path / VALUES)):
+        return False
+    with suppress(OSError, ValueError):
+        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
+        return isinstance(index, dict) and all(
+            isinstance(each, dict) and {*each} == {"shape", "start"} for each in index.values()
+        )
+    return False
+
+
+def take_weights(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    parts: Parts | None = None,
+    names: Callable[[str], str] | None = None,
+) -> None:
+    """Fills this rank's parts of a model with the weights that a plain run kept. Call it before optimizers copy them.
+
+    Args:
+        folder: that of `keep_weights`.
+        model: this rank's module.
+        parts, names: as in `record`.
+
+    Raises UsageError if the folder has no weights, or lacks one of the model or has it in another shape.
+    """
+    path = Path(folder)
+    try:
+        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
+        values = np.memmap(path / VALUES, "<f4", "r")
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{folder} has no weights: write them with pipeflow.checking.keep_weights ({error})"
+        ) from error
+    with torch.no_grad():
+        for part in parts_of([model], parts, names):
+            whole = torch.from_numpy(np.array(_kept_values(path, index, values, part)))
+            for block in part.cut(part.tensor):
+                sizes = zip(block.offset, block.values.shape, strict=True)
+                where = tuple(slice(start, start + size) for start, size in sizes)
+                block.values.detach().copy_(whole[where or ...])
+
+
+def _kept_values(path: Path, index: Any, values: Any, part: Part) -> Any:
+    known = index.get(part.name) if isinstance(index, dict) else None
+    if not isinstance(known, dict) or known.get("shape") != list(part.shape) or type(known.get("start")) is not int:
+        raise UsageError(
+            f"{path} has no {part.name} of shape {part.shape}: pass names, or parts if it is split by hand"
+        )
+    end = known["start"] + prod(part.shape)
+    if not 0 <= known["start"] <= end <= len(values):
+        raise UsageError(f"{path / VALUES} is damaged: it ends before {part.name}; keep the weights again")
+    return values[known["start"] : end].reshape(part.shape)

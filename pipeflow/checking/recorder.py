@@ -5,11 +5,13 @@ the outputs, those of optimizers the gradients and the weights.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
+from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,22 +19,66 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from pipeflow.checking.calls import Calls
-from pipeflow.checking.files import FORMAT, file_of, line_of
-from pipeflow.checking.parts import Part, Parts, own_values, parts_of
-from pipeflow.checking.rules import rules_of
-from pipeflow.checking.sketch import norm_squared, sketch
-from pipeflow.checking.surroundings import groups, place, random_state
+from pipeflow.checking.files import FORMAT, file_of, files_of, is_recording, line_of
+from pipeflow.checking.parts import Part, Parts, parts_of
+from pipeflow.checking.sketches import norm_squared, sketch
 from pipeflow.checking.watching import (
+    Calls,
     backwards_seen,
     clipping_seen,
     engine_losses_seen,
     labels_seen,
+    named_modules,
     scaling_seen,
     steps_seen,
     trials_seen,
 )
 from pipeflow.core.errors import UsageError
+from pipeflow.engine.parallel.sharding import own_values
+from pipeflow.engine.torch_private.distributed import group_names
+from pipeflow.engine.torch_private.generators import default_states
+
+
+def place() -> tuple[int, int]:
+    """This process's rank, and how many there are."""
+    contexts = sys.modules.get("pipeflow.engine.parallel.context")
+    if contexts is not None and (context := contexts.context_if_launched()) is not None:
+        return context.rank, context.world_size
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def groups(models: Sequence[nn.Module]) -> dict[str, int]:
+    """The sizes of this process's groups, by their names."""
+    contexts = sys.modules.get("pipeflow.engine.parallel.context")
+    is_ours = any(hasattr(model, "chunks") and hasattr(model, "schedule") for model in models)
+    if is_ours and contexts is not None and (context := contexts.context_if_launched()) is not None:
+        layout = context.layout
+        return {"data": layout.data, "pipeline": layout.pipeline, "tensor": layout.tensor}
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return {}
+    return {names: group.size() for group, names in group_names().items()}
+
+
+def random_state() -> str:
+    """A digest of the random states of this process."""
+    has_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    states = default_states([torch.device("cuda")] if has_gpu else [])
+    return sha256(b"".join(bytes(state.numpy().data) for state in states)).hexdigest()[:16]
+
+
+def rules_of(optimizer: Any) -> dict[int, list[float]]:
+    """The rule of each parameter by its id, for optimizers with the groups and states of torch's."""
+    found = {}
+    states = getattr(optimizer, "state", {})
+    for group in getattr(optimizer, "param_groups", ()):
+        for parameter in group["params"]:
+            steps = states.get(parameter, {}).get("step", 0) if isinstance(states, Mapping) else 0
+            given = (group.get("lr", 0.0), group.get("weight_decay", 0.0), steps)
+            found[id(parameter)] = [float(each) for each in given]
+    return found
+
 
 Models = nn.Module | Sequence[nn.Module]
 
@@ -159,11 +205,14 @@ class Recording:
     def _begin(self, folder: Path, rank: int, world: int) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            file = file_of(folder, rank)
+            if os.path.lexists(file) and not is_recording(file):
+                raise UsageError(f"{file} is no recording, and only a recording is replaced: choose another folder")
             if rank == 0:
-                for old in folder.glob("rank-*.jsonl"):
-                    if int(old.stem[5:]) >= world:
+                for number, old in files_of(folder):
+                    if number >= world and is_recording(old):
                         old.unlink()
-            self._file = file_of(folder, rank).open("w", encoding="utf-8")
+            self._file = file.open("w", encoding="utf-8")
         except OSError as error:
             raise UsageError(f"{folder} cannot be written: {error.strerror}") from error
 
@@ -182,8 +231,13 @@ class Recording:
             for part in self._parts
         ]
         modules = [
-            {"name": name, "type": type(module).__name__, "leaf": not any(module.children()), "drops": _drops(module)}
-            for name, module in _modules(self._models, self._names)
+            {
+                "name": name,
+                "type": type(module).__name__,
+                "leaf": not any(module.children()),
+                "drops": module.training and any(shares_dropped(module)),
+            }
+            for name, module in named_modules(self._models, self._names)
         ]
         told = {"format": FORMAT, "rank": rank, "world": world, "tensors": tensors, "modules": modules}
         self.event(
@@ -310,17 +364,6 @@ def _listed(optimizer: object) -> list[Any]:
     if optimizer is None:
         return []
     return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-
-
-def _modules(models: Sequence[nn.Module], names: Callable[[str], str] | None) -> Iterator[tuple[str, nn.Module]]:
-    from pipeflow.checking.calls import named_modules
-
-    return named_modules(models, names)
-
-
-def _drops(module: nn.Module) -> bool:
-    """Whether the module drops values at random while it trains."""
-    return module.training and any(True for _ in shares_dropped(module))
 
 
 def shares_dropped(module: nn.Module) -> Iterator[str]:

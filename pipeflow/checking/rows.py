@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipeflow.checking.files import Array, Event
+from pipeflow.checking.limits import TINY
 
-CHUNK = 512  # rows compared with all others at once
+_CHUNK = 512  # rows compared with all others at once
 
 Called = tuple[int, Event]  # a rank, and the event of an output
 Made = tuple[Array, tuple[int, ...], int]  # rows, the ranks that made them, and the index of the call
 
 
 @dataclass(frozen=True)
-class Rows:
+class OutputRows:
     """All rows of one output of a module.
 
     Attributes:
@@ -47,7 +48,7 @@ def tail_of(event: Event) -> tuple[int, ...]:
     return tuple(event["shape"][1:])
 
 
-def joined(events: Sequence[Called], tail: tuple[int, ...]) -> Rows | None:
+def joined(events: Sequence[Called], tail: tuple[int, ...]) -> OutputRows | None:
     """The rows of these calls, whose rows have the shape `tail` in the whole. Parts of rows on several ranks are added
     up. None if it is not known how the parts lie.
     """
@@ -63,9 +64,13 @@ def joined(events: Sequence[Called], tail: tuple[int, ...]) -> Rows | None:
         len(rows) != event["shape"][0] for (rows, _, _), (_, event) in zip(found, whole, strict=False) if event["shape"]
     ):
         return None
-    ranks = [own for rows, own, _ in found for _ in rows]
-    calls = [call for rows, _, call in found for _ in rows]
-    return Rows(np.concatenate([rows for rows, _, _ in found]), ranks, calls, tail)
+    return _rows(found, tail)
+
+
+def _rows(made: Sequence[Made], tail: tuple[int, ...]) -> OutputRows:
+    ranks = [own for rows, own, _ in made for _ in rows]
+    calls = [call for rows, _, call in made for _ in rows]
+    return OutputRows(np.concatenate([rows for rows, _, _ in made]), ranks, calls, tail)
 
 
 def _added(parts: Sequence[Called], tail: tuple[int, ...]) -> list[Made] | None:
@@ -97,9 +102,9 @@ class Unmatched(NamedTuple):
     error: float
 
 
-def unmatched(reference: Rows, candidate: Rows, allowed: float) -> Unmatched:
+def unmatched(reference: OutputRows, candidate: OutputRows, allowed: float) -> Unmatched:
     """The rows of each run that no row of the other equals, up to `allowed` of the size of a row."""
-    size = max(reference.size, 1e-300)
+    size = max(reference.size, TINY)
     nearest_in_reference = _nearest(candidate.values, reference.values) / size
     nearest_in_candidate = _nearest(reference.values, candidate.values) / size
     mine = [index for index, apart in enumerate(nearest_in_candidate) if not apart <= allowed]
@@ -110,8 +115,8 @@ def unmatched(reference: Rows, candidate: Rows, allowed: float) -> Unmatched:
 def _nearest(rows: Array, others: Array) -> Array:
     """The distance of each row to the nearest of the others."""
     found = []
-    for start in range(0, len(rows), CHUNK):
-        apart = rows[start : start + CHUNK, None, :8] - others[None, :, :8]
+    for start in range(0, len(rows), _CHUNK):
+        apart = rows[start : start + _CHUNK, None, :8] - others[None, :, :8]
         found.append(np.sqrt(np.mean(np.square(apart), axis=2).min(axis=1)))
     return np.concatenate(found)
 
@@ -124,7 +129,7 @@ def by_group(events: Sequence[Called], places: Mapping[int, Any]) -> list[list[C
     return [list(group) for each in by_call.values() for group in zip(*each.values(), strict=False)]
 
 
-def summed(groups: Sequence[Sequence[Called]], tail: tuple[int, ...]) -> Rows | None:
+def summed(groups: Sequence[Sequence[Called]], tail: tuple[int, ...]) -> OutputRows | None:
     """The rows of groups of calls whose outputs add up, as those of layers that are split along their inputs do. Norms
     are not known.
     """
@@ -134,11 +139,7 @@ def summed(groups: Sequence[Sequence[Called]], tail: tuple[int, ...]) -> Rows | 
         if len({each.shape for each in rows}) > 1 or len(rows) < 2:
             return None
         found.append((np.sum(rows, axis=0), tuple(rank for rank, _ in group), group[0][1]["call"]))
-    if not found:
-        return None
-    ranks = [own for rows, own, _ in found for _ in rows]
-    calls = [call for rows, _, call in found for _ in rows]
-    return Rows(np.concatenate([rows for rows, _, _ in found]), ranks, calls, tail)
+    return _rows(found, tail) if found else None
 
 
 def numel(events: Sequence[Called]) -> int:

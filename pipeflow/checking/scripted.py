@@ -6,7 +6,8 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,13 +18,49 @@ import pipeflow
 from pipeflow import schedules
 from pipeflow.checking.recorder import Recording, shares_dropped
 from pipeflow.checking.scripts import VARIABLE, Changes
-from pipeflow.checking.trained import trained_around
-from pipeflow.parallel import launcher
-from pipeflow.runtime import execution
+from pipeflow.engine.parallel import launcher
+from pipeflow.engine.runtime import pipeline as pipeline_module
 from pipeflow.schedules import registry
 
+_TRIALS = ("_forward_metadata_inference", "_backward_metadata_inference")  # torch's pipelining learns shapes
 
-class Recorded:
+
+def trained_around(module: nn.Module) -> Sequence[nn.Module]:
+    """The modules that are trained where `module` is called: the outermost one with it inside that calls it, or all
+    stages of torch's pipelining on this rank. Empty if it is not trained here, or a Pipeline runs or traces it.
+    """
+    if not module.training or not any(each.requires_grad for each in module.parameters()):
+        return []
+    if any(isinstance(getattr(type(each), "pipeline", None), property) for each in module.modules()):
+        return []  # a wrapper that trains a Pipeline
+    found: Sequence[nn.Module] = [module]
+    for frame in _frames():
+        if str(frame.f_globals.get("__name__")).startswith("pipeflow.") or frame.f_code.co_name in _TRIALS:
+            return []
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and any(each is found[0] for each in owner.modules()):
+            found = [owner]
+        elif stages := _stages_of(owner):
+            found = stages
+    return found
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _stages_of(owner: Any) -> list[nn.Module]:
+    """The stages that a schedule of torch's pipelining runs on this rank."""
+    if "torch.distributed.pipelining.schedules" not in {each.__module__ for each in type(owner).__mro__}:
+        return []
+    stages = owner._stages if hasattr(owner, "_stages") else [owner._stage]
+    return [stage.submod for stage in stages]
+
+
+class RecordedCalls:
     """Takes the places of pipeflow's functions that a script calls.
 
     Args:
@@ -34,7 +71,11 @@ class Recorded:
         self.changes = changes
         self.recording: Recording | None = None
         self.stepped = self.optimizers = 0  # steps of optimizers in all, and in each step
-        self._launch, self._make, self._execute = launcher.launch, registry.make_schedule, execution.execute_pipeline
+        self._launch, self._make, self._execute = (
+            launcher.launch,
+            registry.make_schedule,
+            pipeline_module.execute_pipeline,
+        )
         self._call = nn.Module.__call__
 
     def install(self) -> None:
@@ -45,7 +86,7 @@ class Recorded:
             "execute_pipeline": (self._execute, self.execute),
         }
         for name, (original, function) in places.items():
-            for owner in (pipeflow, launcher, registry, schedules, execution):
+            for owner in (pipeflow, launcher, registry, schedules, pipeline_module):
                 if owner is pipeflow or getattr(owner, name, None) is original:
                     setattr(owner, name, function)
         recorded = self
@@ -115,7 +156,7 @@ def drop_nothing(model: nn.Module) -> None:
 
 def main() -> None:
     """Runs the script that the arguments name."""
-    recorded = Recorded(Changes(**json.loads(os.environ[VARIABLE])))
+    recorded = RecordedCalls(Changes(**json.loads(os.environ[VARIABLE])))
     recorded.install()
     sys.argv = sys.argv[1:]
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))

@@ -1,4 +1,4 @@
 # Written by `make stubs` from the table of the package.
-from pipeflow.colossalai.global_context import get_accelerator
+from pipeflow.colossalai.processes import get_accelerator
 
 __all__ = ["get_accelerator"]

@@ -1,4 +1,4 @@
 # Written by `make stubs` from the table of the package.
-from pipeflow.colossalai.optimizers import AMP_TYPE
+from pipeflow.colossalai.layers import AMP_TYPE
 
 __all__ = ["AMP_TYPE"]

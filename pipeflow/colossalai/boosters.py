@@ -5,9 +5,8 @@ checkpoints.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,17 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeflow.checkpoint.manifest import find
-from pipeflow.checkpoint.safetensors import load_safetensors, save_safetensors
-from pipeflow.checkpoint.save import save_checkpoint
-from pipeflow.checkpoint.task import Task
+from pipeflow.adapters.libraries import needed
 from pipeflow.colossalai import checkpoint_files
-from pipeflow.colossalai.batches import Criterion, samples_of
-from pipeflow.colossalai.boosted_model import BoostedModel, BoostedOptimizer
+from pipeflow.colossalai.boosted_models import BoostedModel, BoostedOptimizer, Criterion, samples_in
 from pipeflow.colossalai.plugins import HybridParallelPlugin, TorchDDPPlugin
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.transport.agreement import all_gather
-from pipeflow.runtime.execution import execute_pipeline
+from pipeflow.engine.parallel.transport.agreement import all_gather
+from pipeflow.engine.runtime.pipeline import execute_pipeline
+from pipeflow.training.checkpoint.manifest import find
+from pipeflow.training.checkpoint.safetensors import load_safetensors, save_safetensors, saved_parts
+from pipeflow.training.checkpoint.save import save_checkpoint
+from pipeflow.training.checkpoint.task import Task
+from pipeflow.training.checkpoint.tensor_files import PartsFolder
 
 
 class Adapters:
@@ -46,10 +46,8 @@ class Adapters:
         """
         if (pretrained_dir is None) == (lora_config is None):
             raise UsageError("enable_lora needs a lora_config for new adapters, or the pretrained_dir of trained ones")
-        try:
+        with needed("peft"):
             import peft
-        except ImportError as error:
-            raise UsageError("this needs the package peft: pip install peft") from error
         if pretrained_dir is not None:
             return peft.PeftModel.from_pretrained(model, pretrained_dir, is_trainable=True)
         return peft.get_peft_model(model, lora_config)
@@ -86,9 +84,9 @@ class Checkpoints:
         if shard:
             save_safetensors(path, boosted.inner, shard_bytes=size_per_shard * 2**20)
             return
-        parts = checkpoint_files.beside(path)
-        save_safetensors(parts, boosted.inner)
-        self._on_rank_0(lambda: checkpoint_files.join(parts, path, use_safetensors=use_safetensors))
+        with saved_parts(path, boosted.inner) as files:
+            join = checkpoint_files.join
+            Task(self.plugin.context, lambda: join(files, path, use_safetensors=use_safetensors)).wait()
 
     def load_model(self, model: nn.Module, checkpoint: StrPath) -> None:
         """Loads all weights from files that `save_model` wrote under any layout, or from a folder of safetensors files,
@@ -102,16 +100,22 @@ class Checkpoints:
         boosted.when_real(lambda: self._load(path, boosted, is_of_torch=is_of_torch))
 
     def _load(self, path: Path, boosted: BoostedModel, *, is_of_torch: bool) -> None:
-        source = checkpoint_files.beside(path) if is_of_torch else path
-        if is_of_torch:
-            self._on_rank_0(lambda: checkpoint_files.divide(path, source))
-        try:
+        with self._parts_of(path) if is_of_torch else nullcontext(path) as source:
+            if is_of_torch:
+                self._on_rank_0(lambda: checkpoint_files.divide(path, source))
             with self.plugin.context.alarm.raised_everywhere():
                 rename = checkpoint_files.renames(source, boosted.names.values())
             load_safetensors(source, boosted.inner, rename)
+
+    @contextmanager
+    def _parts_of(self, path: Path) -> Iterator[Path]:
+        """Context manager that yields a hidden folder for parts of the file `path`."""
+        with self.plugin.context.alarm.raised_everywhere():
+            parts = PartsFolder(path, self.plugin.context)
+        try:
+            yield parts.path
         finally:
-            if is_of_torch:
-                self._on_rank_0(lambda: shutil.rmtree(source))
+            parts.remove()
 
     def save_optimizer(self, optimizer: Optimizer, checkpoint: StrPath, shard: bool = False) -> None:
         """Saves the optimizer's states, together with the weights, as pipeflow's checkpoint in the folder `checkpoint`;
@@ -245,6 +249,7 @@ class Booster(Checkpoints, Adapters):
         if batch is None:
             raise UsageError("data_iter has no batch left: make a new one, iter(dataloader), for every epoch")
         boosted.prepare(batch)
+        schedule = self.plugin.schedule(samples_in(batch))
         with boosted.loss.by(criterion):
             output = execute_pipeline(
                 iter([batch]),
@@ -252,9 +257,10 @@ class Booster(Checkpoints, Adapters):
                 forward_only=not trains,
                 return_outputs=return_outputs,
                 reduce=boosted.reduces,
-                schedule=self.plugin.schedule(samples_of(batch)),
+                schedule=schedule,
             )
-        return {"loss": output.loss if return_loss else None, "outputs": output.outputs}
+        outputs = boosted.whole_outputs(output.outputs, batch, schedule)
+        return {"loss": output.loss if return_loss else None, "outputs": outputs}
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
         """Computes the gradients of a loss of the called model. Raises UsageError with several pipeline ranks."""

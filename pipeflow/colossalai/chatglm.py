@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeflow.adapters.libraries import transformers_library
 from pipeflow.core.errors import UsageError
-from pipeflow.huggingface.lazy_import import library
 
 NAMES = {
     "num_layers": "num_hidden_layers",
@@ -49,7 +49,7 @@ FIXED: dict[str, Any] = {
 """Options that have only one possible value in GLM."""
 
 
-class ChatGLMConfig(library().GlmConfig):  # type: ignore[misc]  # transformers is imported when it is there
+class ChatGLMConfig(transformers_library().GlmConfig):  # type: ignore[misc]  # transformers is imported when it is there
     """A configuration of GLM, by default with the sizes of ChatGLM-2 6B. Without `multi_query_attention` every head has
     its own keys and values.
 
@@ -70,5 +70,5 @@ class ChatGLMConfig(library().GlmConfig):  # type: ignore[misc]  # transformers 
         super().__init__(**{**sizes, "num_key_value_heads": groups})
 
 
-ChatGLMModel = library().GlmModel
-ChatGLMForConditionalGeneration = library().GlmForCausalLM
+ChatGLMModel = transformers_library().GlmModel
+ChatGLMForConditionalGeneration = transformers_library().GlmForCausalLM

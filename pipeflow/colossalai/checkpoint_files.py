@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeflow.checkpoint.renames import Rename
-from pipeflow.checkpoint.tensor_files import SINGLE, TensorFiles
+from pipeflow.adapters.libraries import needed
 from pipeflow.core.errors import UsageError
 from pipeflow.core.files import replacing
+from pipeflow.training.checkpoint.safetensors import Rename
+from pipeflow.training.checkpoint.tensor_files import SINGLE, TensorFiles
 
 _METADATA = {"format": "pt"}  # transformers needs it
-
-
-def beside(path: Path) -> Path:
-    """A hidden folder for parts of the file `path`."""
-    return path.with_name(f".{path.name}.parts")
 
 
 def is_of_torch(path: Path) -> bool:
@@ -42,8 +38,10 @@ def read(path: Path) -> Any:
 
 
 def write(path: Path, write_to: Callable[[Path], object]) -> None:
-    """Writes the file `path` with `write_to`. Raises UsageError if that fails."""
+    """Writes the file `path` with `write_to`. Raises UsageError if that fails, or if another kind of file is there."""
     try:
+        if os.path.lexists(path) and not _is_saved(path):
+            raise UsageError(f"{path} was not written by torch.save or safetensors: save to a new file")
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
             write_to(temporary)
@@ -51,14 +49,25 @@ def write(path: Path, write_to: Callable[[Path], object]) -> None:
         raise UsageError(f"{path} could not be written: {error}") from error
 
 
-def join(parts: Path, path: Path, *, use_safetensors: bool) -> None:
-    """Joins the safetensors files in the folder `parts` into one file, and removes the folder."""
+def _is_saved(path: Path) -> bool:
+    """True if a file begins as those of torch.save, or of safetensors, do."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        begin = file.read(9)
+    return begin[:2] == b"PK" or begin[8:] == b"{"
+
+
+def join(parts: Sequence[Path], path: Path, *, use_safetensors: bool) -> None:
+    """Joins the safetensors files `parts`, if there are any, into one file."""
     package = _package()
     whole: dict[str, Tensor] = {}
-    for part in sorted(parts.glob("*.safetensors")):
+    for part in parts:
         whole |= package.load_file(part)
-    write(path, lambda file: package.save_file(whole, file, _METADATA) if use_safetensors else torch.save(whole, file))
-    shutil.rmtree(parts)
+    if parts:
+        write(
+            path, lambda file: package.save_file(whole, file, _METADATA) if use_safetensors else torch.save(whole, file)
+        )
 
 
 def divide(path: Path, parts: Path) -> None:
@@ -66,7 +75,6 @@ def divide(path: Path, parts: Path) -> None:
     package, whole = _package(), read(path)
     if not isinstance(whole, dict) or not all(isinstance(each, Tensor) for each in whole.values()):
         raise UsageError(f"{path} is not a state_dict of tensors: pass a file that save_model wrote")
-    parts.mkdir(exist_ok=True)
     package.save_file({name: each.clone().contiguous() for name, each in whole.items()}, parts / SINGLE, _METADATA)
 
 
@@ -83,8 +91,6 @@ def renames(path: Path, tied: Iterable[Sequence[str]]) -> list[Rename]:
 
 
 def _package() -> Any:
-    try:
+    with needed("safetensors"):
         import safetensors.torch
-    except ImportError as error:
-        raise UsageError("this needs the package safetensors: pip install safetensors") from error
     return safetensors.torch

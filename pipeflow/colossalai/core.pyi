@@ -1,4 +1,4 @@
 # Written by `make stubs` from the table of the package.
-from pipeflow.colossalai.global_context import global_context
+from pipeflow.colossalai.processes import global_context
 
 __all__ = ["global_context"]

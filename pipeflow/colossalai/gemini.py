@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from functools import partial
-from threading import RLock, get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from pipeflow.colossalai.lazy_init import OfThisThread
 from pipeflow.colossalai.tensor_specs import ColoTensorSpec, ProcessGroup, ReplicaSpec, ShardSpec
 from pipeflow.colossalai.tensors import ColoParameter, ColoTensor, is_split
 from pipeflow.core.errors import UsageError
 
-_ONE_THREAD = RLock()  # all threads share torch's hooks
 
-
-class ColoInitContext(AbstractContextManager["ColoInitContext"]):
+class ColoInitContext(OfThisThread):
     """Inside the `with` block, every parameter that a module registers becomes a ColoParameter on `device`. A parameter
     that several modules share stays one parameter. One on the meta device is left as it is: `from_pretrained` of
     transformers registers the loaded one in its place.
@@ -46,22 +42,13 @@ class ColoInitContext(AbstractContextManager["ColoInitContext"]):
         self.device, self.dtype = torch.device(device), dtype
         self._group = ProcessGroup() if default_pg is None else default_pg
         self._made: dict[int, tuple[nn.Parameter, ColoParameter]] = {}
-        self._handle: Any = None
-        self._thread = 0
 
-    def __enter__(self) -> ColoInitContext:
-        _ONE_THREAD.acquire()
-        self._thread = get_ident()
-        self._handle = register_module_parameter_registration_hook(self._convert)  # type: ignore[arg-type]  # what it returns counts
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
         self._made.clear()
-        _ONE_THREAD.release()
 
-    def _convert(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> ColoParameter | None:
-        if parameter is None or isinstance(parameter, ColoParameter) or get_ident() != self._thread:
+    def _registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> ColoParameter | None:
+        if parameter is None or isinstance(parameter, ColoParameter):
             return None
         if parameter.is_meta and self.device.type != "meta":
             return None

@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 import pipeflow.training as native
-from pipeflow.colossalai.global_context import ParallelMode
+from pipeflow.adapters.ranks import objects_of_all
+from pipeflow.colossalai.processes import ParallelMode
 from pipeflow.colossalai.trainers import BaseHook, Trainer
 from pipeflow.core.errors import UsageError
-from pipeflow.optim.rates import Scheduler
-from pipeflow.parallel.transport.agreement import all_gather_object
-from pipeflow.runtime.pipeline import Pipeline
-from pipeflow.runtime.step import Output
+from pipeflow.engine.runtime.pipeline import Pipeline
+from pipeflow.engine.runtime.step import Output
+from pipeflow.engine.torch_private.trees import tree_map
 from pipeflow.training import DistributedLogger, Hook, MultiTimer, Step
+from pipeflow.training.optim.rates import Scheduler
 
 
 class LossHook(Hook):
@@ -136,9 +136,7 @@ def _by_stage(stage: int, name: str) -> str:
 def _names_collide(model: Pipeline) -> bool:
     """True if two stages have a tensor of the same name. All ranks call it together."""
     mine = [(index, name) for index, stage in model.runner.stages.items() for name in stage.module.state_dict()]
-    with model.alarm.raised_everywhere():
-        rows: list[Any] = all_gather_object(model.context.world, mine)
-    told = {each for row in rows for each in row}
+    told = {each for row in objects_of_all(model.context, mine) for each in row}
     return max(Counter(name for _, name in told).values(), default=0) > 1
 
 

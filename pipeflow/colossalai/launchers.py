@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.context import Context
-from pipeflow.training.config.launch import launch_from_config
-from pipeflow.training.config.schema import Config
+from pipeflow.engine.parallel.context import Context
+from pipeflow.training.config import Config
+from pipeflow.training.launch import launch_from_config
 
 Source = Config | Mapping[str, Any] | str | Path
 _KINDS = {"TENSOR_SHAPE": (tuple, list), "NUM_CHUNKS": (int,)}

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from threading import RLock, get_ident
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from pipeflow.adapters.huggingface.skeleton import Blueprint
+from pipeflow.adapters.huggingface.weights import fill, make_owned
 from pipeflow.core.errors import UsageError
-from pipeflow.huggingface.model.rank_parameters import fill, make_owned
-from pipeflow.huggingface.model.skeleton import Blueprint
-from pipeflow.parallel.transport.agreement import all_gather_object
-from pipeflow.runtime.pipeline import Pipeline
-from pipeflow.training.model.layers import drawing_from
+from pipeflow.engine.parallel.transport.agreement import all_gather_object
+from pipeflow.engine.runtime.pipeline import Pipeline
+from pipeflow.training.layers import drawing_from
 
 
 def copy_of_lazy(module: nn.Module) -> nn.Module:
@@ -91,10 +91,37 @@ def _reset(module: nn.Module, path: str) -> dict[str, Tensor]:
     return {name: each.detach() for name, each in made.named_parameters(recurse=False)}
 
 
-_ONE_THREAD = RLock()  # all threads share torch's hooks
+class OfThisThread(AbstractContextManager[Any]):
+    """Inside the `with` block, a hook of torch is called for what this thread registers in modules. One thread at a
+    time has one, since all threads share torch's hooks.
+    """
+
+    _one_at_a_time = RLock()
+
+    def __enter__(self) -> Self:
+        self._one_at_a_time.acquire()
+        thread = get_ident()
+
+        def hook(*arguments: Any) -> Any:
+            return self._registered(*arguments) if get_ident() == thread else None
+
+        self._handle = self._register(hook)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._handle.remove()
+        self._one_at_a_time.release()
+
+    def _register(self, hook: Callable[..., Any]) -> Any:
+        """Registers the hook: here for parameters."""
+        return register_module_parameter_registration_hook(hook)
+
+    def _registered(self, module: nn.Module, name: str, value: Any) -> Any:
+        """Called for what is registered as `name`. Returns what takes its place, or None."""
+        raise NotImplementedError
 
 
-class LazyInitContext(AbstractContextManager["LazyInitContext"]):
+class LazyInitContext(OfThisThread):
     """Inside the `with` block, every parameter that a module registers goes to the meta device, which has no memory;
     buffers are real. `booster.boost` then makes the parameters that a rank owns, with initial values as in
     `initial_values`. A parameter that several modules share stays one parameter.
@@ -102,20 +129,13 @@ class LazyInitContext(AbstractContextManager["LazyInitContext"]):
     Raises UsageError inside the block if weights are loaded into a model, as by `from_pretrained`: they would be lost.
     """
 
-    def __enter__(self) -> LazyInitContext:
-        _ONE_THREAD.acquire()
-        self._thread = get_ident()
+    def __enter__(self) -> Self:
         self._made = WeakIdKeyDictionary()  # parameters on the meta device, while those that they replace live
         self._ours = WeakIdKeyDictionary()  # all of them
-        self._handle = register_module_parameter_registration_hook(self._emptied)  # type: ignore[arg-type]  # what it returns counts
-        return self
+        return super().__enter__()
 
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
-        _ONE_THREAD.release()
-
-    def _emptied(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta or get_ident() != self._thread:
+    def _registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
             return None
         if (before := module._parameters.get(name)) is not None and before.is_meta and before not in self._ours:
             raise UsageError(

@@ -1,13 +1,44 @@
-"""ColossalAI's ShardConfig: settings for sharding a model, as a value."""
+"""ColossalAI's ShardConfig: settings for sharding a model, as a value. Options that have no effect here are accepted
+with their defaults only.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
-from pipeflow.colossalai.options import Elsewhere, require_nothing_else
-from pipeflow.core.errors import UsageError
-from pipeflow.parallel.context import current_context, is_launched
+from pipeflow.core.errors import UsageError, unknown
+from pipeflow.engine.parallel.context import current_context, is_launched
+
+
+class Elsewhere(NamedTuple):
+    """An option without effect.
+
+    Attributes:
+        default: the value that has no effect, and is accepted.
+        instead: what to do instead of another value.
+    """
+
+    default: Any
+    instead: str
+
+
+def require_nothing_else(
+    owner: type, others: Mapping[str, Any], elsewhere: Mapping[str, Elsewhere], own: Collection[str]
+) -> dict[str, Any]:
+    """Checks the options `others` that the class `owner` got besides its `own`. Returns the values of all options in
+    `elsewhere`, which are their defaults.
+
+    Raises UsageError for an unknown option (with the nearest name), and for a value that is not the default.
+    """
+    for name, value in others.items():
+        if name not in elsewhere:
+            raise unknown(f"option of {owner.__name__}", name, [*own, *elsewhere])
+        if value != elsewhere[name].default:
+            raise UsageError(f"{owner.__name__} does not support {name}={value!r}: {elsewhere[name].instead}")
+    return {name: each.default for name, each in elsewhere.items()}
+
 
 MODE = "split_gather"
 _CONTEXTS = "it splits the context of an attention, which is always whole here"

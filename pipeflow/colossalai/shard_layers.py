@@ -8,10 +8,10 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from pipeflow.colossalai.layout import tensor_group
+from pipeflow.colossalai.processes import tensor_group
 from pipeflow.colossalai.shard_config import mode_of
 from pipeflow.core.errors import UsageError
-from pipeflow.tensor import (
+from pipeflow.engine.tensor import (
     Classifier,
     ColumnParallelLinear,
     Dropout,
@@ -23,7 +23,7 @@ from pipeflow.tensor import (
     VocabParallelCrossEntropy,
     VocabParallelEmbedding,
 )
-from pipeflow.tensor.regions import gather_from_sequence_region, scatter_to_sequence_region
+from pipeflow.engine.tensor.regions import gather_from_sequence_region, scatter_to_sequence_region
 
 _OURS = {"parallel_input": "input_is_parallel", "sp_partial_derived": "sequence_parallel"}
 

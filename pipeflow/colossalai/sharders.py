@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeflow.colossalai.layout import tensor_group
 from pipeflow.colossalai.policies import ModulePolicyDescription, Policy, SubModuleReplacementDescription, listed_policy
+from pipeflow.colossalai.processes import tensor_group
 from pipeflow.colossalai.shard_config import ShardConfig, require_whole
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.sharding import partial_in
-from pipeflow.parallel.transport.group import Alone, Group
-from pipeflow.stages.blocks import listed
-from pipeflow.tensor.module_sharding import shard
+from pipeflow.engine.parallel.sharding import partial_in
+from pipeflow.engine.parallel.transport.protocol import Alone, Group
+from pipeflow.engine.stages.blocks import listed
+from pipeflow.engine.tensor.module_sharding import shard
 
 
 class Replacement(NamedTuple):

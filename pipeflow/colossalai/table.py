@@ -6,27 +6,27 @@ from pipeflow.core.face import Face
 
 NAMES = {
     "": {
-        "initialization": "initialize",
+        "engines": "initialize",
         "launchers": "get_default_parser, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch",
     },
-    "accelerator": {"global_context": "get_accelerator"},
-    "amp": {"optimizers": "AMP_TYPE"},
+    "accelerator": {"processes": "get_accelerator"},
+    "amp": {"layers": "AMP_TYPE"},
     "booster": {"boosters": "Booster"},
     "booster.booster": {"boosters": "Booster"},
     "booster.plugin": {"plugins": "GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin"},
     "booster.plugin.dp_plugin_base": {"plugins": "HybridParallelPlugin as DPPluginBase"},
     "booster.plugin.hybrid_parallel_plugin": {"plugins": "HybridParallelPlugin"},
-    "builder": {"registries": "build_pipeline_model, build_pipeline_model_from_cfg"},
+    "builder": {"builders": "build_pipeline_model, build_pipeline_model_from_cfg"},
     "builder.pipeline": {
-        "registries": "build_pipeline_model, build_pipeline_model_from_cfg",
+        "builders": "build_pipeline_model, build_pipeline_model_from_cfg",
         "pipeflow.core.partition": "partition_balanced, partition_uniform",
     },
-    "cluster": {"global_context": "DistCoordinator", "process_group_mesh": "ProcessGroupMesh"},
-    "cluster.dist_coordinator": {"global_context": "DistCoordinator"},
-    "cluster.process_group_mesh": {"process_group_mesh": "ProcessGroupMesh"},
-    "context": {"global_context": "ParallelMode", "pipeflow.training": "Config"},
-    "context.parallel_mode": {"global_context": "ParallelMode"},
-    "core": {"global_context": "global_context"},
+    "cluster": {"processes": "DistCoordinator, ProcessGroupMesh"},
+    "cluster.dist_coordinator": {"processes": "DistCoordinator"},
+    "cluster.process_group_mesh": {"processes": "ProcessGroupMesh"},
+    "context": {"processes": "ParallelMode", "pipeflow.training": "Config"},
+    "context.parallel_mode": {"processes": "ParallelMode"},
+    "core": {"processes": "global_context"},
     "engine": {"engines": "Engine"},
     "engine.schedule": {"engines": "InterleavedPipelineSchedule, NonPipelineSchedule, PipelineSchedule"},
     "lazy": {"lazy_init": "LazyInitContext"},
@@ -34,29 +34,30 @@ NAMES = {
     "logging": {"pipeflow.training": "DistributedLogger, disable_existing_loggers, get_dist_logger"},
     "nn": {
         "layers": "Classifier, CrossEntropyLoss, Embedding, Linear",
-        "pipeflow.tensor": "Dropout, LayerNorm, PatchEmbedding",
-        "pipeflow.optim": "Lamb",
+        "pipeflow.engine.tensor": "Dropout, LayerNorm, PatchEmbedding",
+        "pipeflow.training.optim": "Lamb",
     },
     "nn.layer.parallel_1d": {
-        "pipeflow.tensor": "Classifier as Classifier1D, ColumnParallelLinear as Linear1D_Col, Dropout as Dropout1D, "
-        "HiddenParallelEmbedding as Embedding1D, LayerNorm as LayerNorm1D, PatchEmbedding as PatchEmbedding1D, "
+        "pipeflow.engine.tensor": "Classifier as Classifier1D, ColumnParallelLinear as Linear1D_Col, "
+        "Dropout as Dropout1D, HiddenParallelEmbedding as Embedding1D, LayerNorm as LayerNorm1D, "
+        "PatchEmbedding as PatchEmbedding1D, "
         "RowParallelLinear as Linear1D_Row, VocabParallelClassifier as VocabParallelClassifier1D, "
         "VocabParallelCrossEntropy as VocabParallelCrossEntropyLoss1D, "
         "VocabParallelEmbedding as VocabParallelEmbedding1D",
     },
-    "nn.layer.wrapper": {"pipeflow.runtime.gradients.ties": "PipelineSharedModuleWrapper"},
+    "nn.layer.wrapper": {"pipeflow.engine.runtime.gradients.ties": "PipelineSharedModuleWrapper"},
     "nn.lr_scheduler": {
-        "optimizers": "CosineAnnealingLR, ExponentialLR, LambdaLR, MultiStepLR, MultiplicativeLR, OneCycleLR, "
+        "layers": "CosineAnnealingLR, ExponentialLR, LambdaLR, MultiStepLR, MultiplicativeLR, OneCycleLR, "
         "PolynomialLR, StepLR",
-        "pipeflow.optim": "CosineAnnealingWarmupLR, FlatAnnealingLR, FlatAnnealingWarmupLR, LinearWarmupLR, "
+        "pipeflow.training.optim": "CosineAnnealingWarmupLR, FlatAnnealingLR, FlatAnnealingWarmupLR, LinearWarmupLR, "
         "MultiStepWarmupLR, PolynomialWarmupLR",
     },
     "nn.metric": {"layers": "Accuracy"},
-    "nn.optimizer": {"optimizers": "HybridAdam", "pipeflow.optim": "Lamb"},
+    "nn.optimizer": {"layers": "HybridAdam", "pipeflow.training.optim": "Lamb"},
     "nn.parallel": {"gemini": "GeminiDDP"},
-    "pipeline.pipelinable": {"layer_list": "PipelinableContext, PipelinableModel"},
+    "pipeline.pipelinable": {"builders": "PipelinableContext, PipelinableModel"},
     "registry": {
-        "registries": "DATASETS, HOOKS, LAYERS, LOSSES, MODELS, OPTIMIZERS",
+        "builders": "DATASETS, HOOKS, LAYERS, LOSSES, MODELS, OPTIMIZERS",
         "pipeflow.training": "Registry",
     },
     "shardformer": {"shard_config": "ShardConfig", "sharders": "ModelSharder, ShardFormer"},
@@ -87,7 +88,7 @@ NAMES = {
         "LogTimingByEpochHook, LossHook, SaveCheckpointHook, TensorboardHook, ThroughputHook",
     },
     "utils": {
-        "global_context": "get_current_device, is_using_pp",
+        "processes": "get_current_device, is_using_pp",
         "pipeflow.training": "MultiTimer, get_dataloader",
     },
     "utils.model.colo_init_context": {"gemini": "ColoInitContext"},

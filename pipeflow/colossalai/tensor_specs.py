@@ -10,10 +10,10 @@ from functools import cached_property
 from torch import Tensor
 
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.context import Context, current_context
-from pipeflow.parallel.layout import WorldLayout
-from pipeflow.parallel.transport.group import Group
-from pipeflow.tensor.regions import gather_from_tensor_region, scatter_to_tensor_region
+from pipeflow.engine.parallel.context import Context, current_context
+from pipeflow.engine.parallel.layout import WorldLayout
+from pipeflow.engine.parallel.transport.protocol import Group
+from pipeflow.engine.tensor.regions import gather_from_tensor_region, scatter_to_tensor_region
 
 
 class ProcessGroup:

@@ -11,7 +11,6 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeflow.colossalai.tensor_specs import (
     ColoTensorSpec,
@@ -23,8 +22,11 @@ from pipeflow.colossalai.tensor_specs import (
     whole_of,
 )
 from pipeflow.core.errors import UsageError
-from pipeflow.tensor.matmul import Mode, column_linear, row_linear
-from pipeflow.tensor.regions import reduce_from_tensor_region
+from pipeflow.engine.tensor.linear import Mode, column_linear, row_linear
+from pipeflow.engine.tensor.regions import reduce_from_tensor_region
+from pipeflow.engine.torch_private.autograd import without_torch_function
+from pipeflow.engine.torch_private.tensors import make_subclass
+from pipeflow.engine.torch_private.trees import tree_leaves, tree_map
 
 
 class ColoTensor(Tensor):
@@ -127,7 +129,7 @@ class ColoTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return computed(func, args, kwargs or {})
 
 
@@ -135,8 +137,8 @@ class ColoParameter(ColoTensor, nn.Parameter):
     """A parameter that is a ColoTensor. By default it is whole, and its group has only data ranks."""
 
     def __new__(cls, data: Tensor, requires_grad: bool = True, spec: ColoTensorSpec | None = None) -> ColoParameter:
-        with torch._C.DisableTorchFunctionSubclass():
-            made: ColoParameter = Tensor._make_subclass(cls, data, requires_grad)
+        with without_torch_function():
+            made: ColoParameter = make_subclass(cls, data, requires_grad)
         made.describe(ColoTensorSpec(ProcessGroup()) if spec is None else spec)
         return made
 

@@ -63,8 +63,11 @@ class Action:
     microbatch: int
 
     def __post_init__(self) -> None:
-        if self.stage < 0 or self.microbatch < 0:
+        if self.stage.__class__ is self.microbatch.__class__ is int and self.kind.__class__ is Kind:
+            if self.stage >= 0 and self.microbatch >= 0:
+                return
             raise ScheduleError(f"action {self}: stage and microbatch count from 0")
+        _require_types(self)
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
@@ -77,6 +80,18 @@ class Action:
             letters = " ".join(Kind)
             raise ScheduleError(f"{text!r} is not an action: write stage, one of {letters}, microbatch, like 2F0")
         return cls(Kind(match[2]), int(match[1]), int(match[3]))
+
+
+def _require_types(action: Action) -> None:
+    """Raises ScheduleError for a kind that is no Kind, such as its letter, and for numbers that are not whole."""
+    kind: object = action.kind
+    if not isinstance(kind, Kind):
+        kinds = [f"Kind.{each}" for each in Kind]
+        write = f"write Kind.{kind}" if f"Kind.{kind}" in kinds else f"the kinds are {' '.join(kinds)}"
+        raise ScheduleError(f"the kind of an action must be a Kind, got {kind!r}: {write}")
+    for number in (action.stage, action.microbatch):
+        if not isinstance(number, int) or number < 0:
+            raise ScheduleError(f"stage and microbatch of an action must be whole numbers from 0, got {number!r}")
 
 
 @dataclass(frozen=True, slots=True)

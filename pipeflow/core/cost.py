@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from numbers import Real
+from typing import Any
 
 from pipeflow.core.action import Kind
+from pipeflow.core.cost_fields import ARGUMENTS, EVEN_COSTS, NAMED, Link
 from pipeflow.core.dataflow import DATAFLOW, SEVERAL, Content
-from pipeflow.core.errors import UsageError
-from pipeflow.core.liveness import sizes_of
+from pipeflow.core.errors import UsageError, require_type
+from pipeflow.core.files import parse
 from pipeflow.core.placement import Placement
 from pipeflow.core.route import Route, routes_among
+from pipeflow.core.several import numbers_of
 
 LARGEST = 1e100  # largest cost: the sum over any number of actions stays finite
 SMALLEST = 1e-100  # smallest cost that is not 0: the quotient of two costs stays finite
-TIMES = {
-    "forward": Kind.F,
-    "backward_input": Kind.I,
-    "backward_weight": Kind.W,
-    "reduce": Kind.R,
-    "optimizer": Kind.S,
-    "recompute": Kind.C,
-    "offload": Kind.O,
-    "unshard": Kind.U,
-}
-"""The arguments of `CostModel` that are times, and the kind of action that takes each."""
-BYTES = {"saved_bytes": Content.SAVED, "deferred_bytes": Content.DEFERRED, "input_bytes": Content.INPUT}
-"""Those that are bytes that a rank keeps, and the content that has each."""
+REQUIRED = ("forward", "backward_input", "backward_weight")
+PER_STAGE = (*NAMED.values(), "activation_bytes")
 
-
-class Link(NamedTuple):
-    """A link from one rank to another.
-
-    Attributes:
-        latency: time from when a value has left its rank until it arrives.
-        bandwidth: bytes per unit of time.
-    """
-
-    latency: float = 0.0
-    bandwidth: float = math.inf
+TimesByKind = Mapping[Kind, Sequence[float]]
+"""Per kind of action, its time on each stage."""
+BytesByContent = Mapping[Content, Sequence[float]]
+"""Per content, the bytes that are kept of it on each stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +94,9 @@ class CostModel:
     sizes: Mapping[Content, tuple[float, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        self._take_lists()
         stages = len(self.forward)
-        for name, numbers in self._per_stage():
+        for name, numbers in self._per_stage().items():
             if len(numbers) != stages:
                 raise UsageError(f"costs are per stage: {name} has length {len(numbers)}, forward has length {stages}")
             for stage, number in enumerate(numbers):
@@ -129,10 +115,28 @@ class CostModel:
         if not 0 <= self.overlap <= 1:
             raise UsageError(f"overlap is a share of the shorter half, from 0 to 1, got {self.overlap}")
         object.__setattr__(self, "durations", self._durations())
-        object.__setattr__(self, "sizes", self._sizes())
+        sizes = {
+            **self.kept_bytes,
+            **{of: getattr(self, name) for of, name in NAMED.items() if isinstance(of, Content)},
+        }
+        object.__setattr__(self, "sizes", {content: numbers for content, numbers in sizes.items() if numbers})
+
+    def _take_lists(self) -> None:
+        """Makes tuples of the numbers per stage, which may be given as lists. Raises UsageError for other values."""
+        for name in (*PER_STAGE, "microbatch_factors"):
+            object.__setattr__(self, name, _numbers(name, getattr(self, name)))
+        for name in ("times", "kept_bytes"):
+            tables = {key: _numbers(f"{name} of {key}", numbers) for key, numbers in getattr(self, name).items()}
+            object.__setattr__(self, name, tables)
+        groups = self.copy_groups
+        if any(not isinstance(group, Sequence) for group in groups):
+            raise UsageError(f"copy_groups is a list of lists of ranks, such as [[0, 1], [2, 3]], got {groups!r}")
+        object.__setattr__(self, "copy_groups", tuple(numbers_of("copy_groups", group) for group in groups))
+        for link in self.links.values():
+            require_type("a link", link, Link)
 
     def _durations(self) -> dict[Kind, tuple[float, ...]]:
-        given = {**self.times, **{kind: getattr(self, name) for name, kind in TIMES.items()}}
+        given = self.given
         free = (0.0,) * len(self.forward)
         own = {kind: tuple(map(float, given.get(kind, ()))) or free for kind in DATAFLOW}
         together = {
@@ -142,21 +146,12 @@ class CostModel:
         }
         return own | together
 
-    def _sizes(self) -> dict[Content, tuple[float, ...]]:
-        further = {Content.INPUT: self.input_bytes, **self.kept_bytes}
-        return sizes_of(self.saved_bytes, self.deferred_bytes, further)
-
-    def _per_stage(self) -> Iterator[tuple[str, tuple[float, ...]]]:
-        """The names and values of all fields that have one number per stage."""
-        for name in ("forward", "backward_input", "backward_weight"):
-            yield name, getattr(self, name)
-        for name in ("activation_bytes", *BYTES, "reduce", "optimizer", "recompute", "offload", "unshard"):
-            if numbers := getattr(self, name):
-                yield name, numbers
-        for kind, numbers in self.times.items():
-            yield f"times of {kind}", numbers
-        for content, numbers in self.kept_bytes.items():
-            yield f"kept_bytes of {content}", numbers
+    def _per_stage(self) -> dict[str, tuple[float, ...]]:
+        """The names and values of all fields that have one number per stage and are not empty."""
+        named = {name: getattr(self, name) for name in PER_STAGE}
+        found = {name: numbers for name, numbers in named.items() if numbers or name in REQUIRED}
+        found |= {f"times of {kind}": numbers for kind, numbers in self.times.items()}
+        return found | {f"kept_bytes of {content}": numbers for content, numbers in self.kept_bytes.items()}
 
     @classmethod
     def even(
@@ -192,26 +187,28 @@ class CostModel:
             reduce, optimizer, recompute, offload, unshard: as in `CostModel`, for a rank's whole share. 0: as if empty.
             input_bytes: the part of `saved_bytes` that a forward keeps if it is computed again later.
         """
-        stages, share = placement.num_stages, placement.chunks_per_rank
+        numbers = {
+            "forward": forward,
+            "backward_input": backward_input,
+            "backward_weight": backward_weight,
+            "transfer": transfer,
+            "overlap": overlap,
+            "reduce": reduce,
+            "optimizer": optimizer,
+            "recompute": recompute,
+            "offload": offload,
+            "unshard": unshard,
+            "saved_bytes": saved_bytes,
+            "deferred_bytes": deferred_bytes,
+            "input_bytes": input_bytes,
+        }
+        return even_costs(placement, numbers)
 
-        def divided(whole: float) -> tuple[float, ...]:
-            return (whole / share,) * stages
-
-        return cls(
-            forward=divided(forward),
-            backward_input=divided(backward_input),
-            backward_weight=divided(backward_weight),
-            latency=transfer,
-            overlap=overlap,
-            saved_bytes=divided(saved_bytes) if saved_bytes else (),
-            deferred_bytes=divided(deferred_bytes) if deferred_bytes else (),
-            input_bytes=divided(input_bytes) if input_bytes else (),
-            reduce=divided(reduce) if reduce else (),
-            optimizer=divided(optimizer) if optimizer else (),
-            recompute=divided(recompute) if recompute else (),
-            offload=divided(offload) if offload else (),
-            unshard=divided(unshard) if unshard else (),
-        )
+    @property
+    def given(self) -> dict[Kind, tuple[float, ...]]:
+        """The times that were given, by kind of action; `durations` has those that follow from them, too."""
+        named = {of: getattr(self, name) for of, name in NAMED.items() if isinstance(of, Kind)}
+        return {kind: times for kind, times in {**self.times, **named}.items() if times}
 
     def duration(self, kind: Kind, stage: int, microbatch: int | None = None) -> float:
         """The time of an action of a `kind` on `stage`, for one `microbatch` or for one of factor 1. Raises UsageError
@@ -262,6 +259,49 @@ class CostModel:
         return self.link(sender, receiver).latency + self.holding(stage, sender, receiver)
 
 
+def costs_of(times: TimesByKind, sizes: BytesByContent | None = None, **others: Any) -> CostModel:
+    """The costs with these times and bytes per stage. `others` are other arguments of `CostModel`."""
+    arguments: dict[str, Any] = dict.fromkeys(REQUIRED, ()) | others
+    given: list[tuple[Kind | Content, Sequence[float]]] = [*times.items(), *(sizes or {}).items()]
+    for of, numbers in given:
+        if of in NAMED:
+            arguments[NAMED[of]] = tuple(numbers)
+        elif numbers:
+            table = arguments.setdefault("times" if isinstance(of, Kind) else "kept_bytes", {})
+            table[of] = tuple(numbers)
+    return CostModel(**arguments)
+
+
+def read_costs(text: str) -> CostModel:
+    """Reads JSON whose keys are fields of `CostModel`. Raises UsageError with the field that is wrong."""
+    given = parse(text)
+    known = [each.name for each in fields(CostModel) if each.init]
+    if not isinstance(given, dict):
+        raise UsageError(f"costs must be an object with some of {', '.join(known)}")
+    if unknown := [name for name in given if name not in known]:
+        raise UsageError(f"{unknown[0]!r} is not a cost; known: {', '.join(known)}")
+    if missing := [name for name in REQUIRED if name not in given]:
+        raise UsageError(f"{missing[0]} is missing: give a list with one number per stage")
+    return CostModel(**{name: ARGUMENTS[name].read(name, value) for name, value in given.items()})
+
+
+def even_costs(placement: Placement, numbers: Mapping[str, float]) -> CostModel:
+    """`CostModel.even` with costs by their names in `EVEN_COSTS`, which has those of other kinds and contents, too."""
+    stages, share = placement.num_stages, placement.chunks_per_rank
+    given = {name: cost.default for name, cost in EVEN_COSTS.items()} | dict(numbers)
+    per_stage = {
+        cost.of: (given[name] / share,) * stages
+        for name, cost in EVEN_COSTS.items()
+        if cost.of is not None and (given[name] or name in REQUIRED)
+    }
+    return costs_of(
+        {kind: times for kind, times in per_stage.items() if isinstance(kind, Kind)},
+        {content: sizes for content, sizes in per_stage.items() if isinstance(content, Content)},
+        latency=given["transfer"],
+        overlap=given["overlap"],
+    )
+
+
 def require_unit(unit: str) -> None:
     """Raises UsageError unless `unit` is "s" or ""."""
     if unit not in ("", "s"):
@@ -283,7 +323,20 @@ def _require_groups(groups: tuple[tuple[int, ...], ...]) -> None:
         raise UsageError(f"copy_groups: rank {twice[0]} is in more than one group, but a rank has one link to its host")
 
 
+def _numbers(what: str, given: object) -> tuple[float, ...]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise UsageError(f"{what} must be a list of numbers, got {given!r}")
+    return tuple(given)
+
+
+def require_cost_model(cost: object) -> None:
+    """Raises UsageError for anything that is no CostModel, such as a number."""
+    require_type("cost", cost, CostModel, "CostModel.even(placement) has the same times for all stages")
+
+
 def _require_cost(what: str, number: float) -> None:
+    if not isinstance(number, Real):
+        raise UsageError(f"{what} must be a number, got {number!r}")
     if not (math.isfinite(number) and number >= 0):
         raise UsageError(f"{what} must be finite and not negative, got {number}")
     if number and not SMALLEST <= number <= LARGEST:

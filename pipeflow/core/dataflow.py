@@ -90,8 +90,7 @@ class DataflowRow(NamedTuple):
     Attributes:
         name: name of the kind of action, as text for users.
         needs, makes: values that it uses and makes, as (content, offset from its own stage).
-        takes: the kinds of action whose times it takes together, if it is given no time of its own. Empty: it always
-            has a time of its own.
+        takes: the kinds of action whose times add up to its default time. Empty: it always has a time of its own.
         stream: the stream it runs on. Only computations need or make values that pass between ranks.
         joint: whether it runs once for all microbatches, on all ranks that hold the stage. Beside the computations,
             all of them run it at the same time. Other actions may not need what it makes.
@@ -138,10 +137,7 @@ DATAFLOW: dict[Kind, DataflowRow] = {
         within=Content.WEIGHTS,
     ),
     Kind.W: DataflowRow(
-        "weight gradient",
-        needs=((Content.DEFERRED, 0),),
-        makes=((Content.WEIGHT_GRADIENT, 0),),
-        within=Content.WEIGHTS,
+        "weight gradient", needs=((Content.DEFERRED, 0),), makes=((Content.WEIGHT_GRADIENT, 0),), within=Content.WEIGHTS
     ),
     Kind.R: DataflowRow(
         "gradient reduction",
@@ -151,12 +147,7 @@ DATAFLOW: dict[Kind, DataflowRow] = {
         joint=True,
         word="REDUCE_GRAD",
     ),
-    Kind.S: DataflowRow(
-        "optimizer step",
-        needs=((Content.WEIGHT_GRADIENT, 0),),
-        makes=(),
-        joint=True,
-    ),
+    Kind.S: DataflowRow("optimizer step", needs=((Content.WEIGHT_GRADIENT, 0),), makes=(), joint=True),
     Kind.C: DataflowRow(
         "recomputation",
         needs=((Content.SAVED, 0),),
@@ -165,33 +156,12 @@ DATAFLOW: dict[Kind, DataflowRow] = {
         needs_only=Content.INPUT,
         within=Content.WEIGHTS,
     ),
-    Kind.O: DataflowRow(
-        "offload",
-        needs=((Content.SAVED, 0),),
-        makes=((Content.HOST, 0),),
-        stream=Stream.OFFLOAD,
-    ),
+    Kind.O: DataflowRow("offload", needs=((Content.SAVED, 0),), makes=((Content.HOST, 0),), stream=Stream.OFFLOAD),
     Kind.L: DataflowRow(
-        "load",
-        needs=((Content.HOST, 0),),
-        makes=((Content.SAVED, 0),),
-        takes=(Kind.O,),
-        stream=Stream.LOAD,
+        "load", needs=((Content.HOST, 0),), makes=((Content.SAVED, 0),), takes=(Kind.O,), stream=Stream.LOAD
     ),
-    Kind.U: DataflowRow(
-        "unshard",
-        needs=(),
-        makes=((Content.WEIGHTS, 0),),
-        stream=Stream.GATHER,
-        word="UNSHARD",
-    ),
-    Kind.H: DataflowRow(
-        "reshard",
-        needs=((Content.WEIGHTS, 0),),
-        makes=(),
-        stream=Stream.GATHER,
-        word="RESHARD",
-    ),
+    Kind.U: DataflowRow("unshard", needs=(), makes=((Content.WEIGHTS, 0),), stream=Stream.GATHER, word="UNSHARD"),
+    Kind.H: DataflowRow("reshard", needs=((Content.WEIGHTS, 0),), makes=(), stream=Stream.GATHER, word="RESHARD"),
 }
 
 COPIES = frozenset({Stream.OFFLOAD, Stream.LOAD})
@@ -222,9 +192,9 @@ KEPT = frozenset(
 )
 """The contents that a rank keeps from the action that makes them to the action that uses them."""
 
+_MAKERS = {content: tuple(kind for kind, flow in DATAFLOW.items() if (content, 0) in flow.makes) for content in Content}
 MAKERS: dict[Content, tuple[Kind, ...]] = {
-    content: tuple(kind for kind, flow in DATAFLOW.items() if (content, 0) in flow.makes and not flow.joint)
-    for content in Content
+    content: tuple(kind for kind in kinds if not DATAFLOW[kind].joint) for content, kinds in _MAKERS.items()
 }
 """Per content, the kinds of action that make it for a microbatch."""
 
@@ -289,6 +259,17 @@ def needs(action: Action, num_stages: int) -> list[Value]:
 def makes(action: Action, num_stages: int) -> list[Value]:
     """The values that `action` makes, without values that pass on routes."""
     return [end.of(action.microbatch) for end in flows(num_stages)[action.kind, action.stage].makes]
+
+
+Key = tuple[Kind, int, int]
+"""The kind, the stage and the microbatch of an action."""
+
+
+def makers(value: Value) -> list[Key]:
+    """The actions of which any may make a value, also those that run once for all microbatches, as (kind, stage,
+    microbatch).
+    """
+    return [(kind, value.stage, value.microbatch) for kind in _MAKERS[value.content]]
 
 
 def stream_of(entry: Entry) -> Stream:

@@ -1,13 +1,22 @@
-"""All errors that pipeflow raises on purpose. Must not contain: code that detects them."""
+"""All errors that pipeflow raises on purpose, and a violation: one thing that is wrong with a schedule or a program.
+Must not contain: code that detects them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 
 class PipeflowError(Exception):
-    """Base class of all errors of pipeflow."""
+    """Base class of all errors of pipeflow.
+
+    Attributes:
+        first: the `Failure` that all ranks raise, if all ranks raise this error. It names one of them.
+    """
+
+    first: Failure | None = None
 
 
 class UsageError(PipeflowError, ValueError):
@@ -43,7 +52,6 @@ class Failure:
         trace: traceback on the rank that failed, as text.
         number: index of the collective call in which it failed. None: the failure was outside of these calls.
         usage: whether it is a UsageError.
-        call: description of the call that this rank made, as "trains with '1f1b', 4 microbatches".
     """
 
     rank: int
@@ -55,7 +63,10 @@ class Failure:
     trace: str = ""
     number: int | None = None
     usage: bool = False
-    call: str = ""
+
+    def following(self, rank: int, reason: str) -> Failure:
+        """This failure as a consequence of what `rank` did wrong."""
+        return Failure(rank, f"{reason}; rank {self.rank} failed: {self.reason}", number=self.number, usage=True)
 
 
 class PipelineError(PipeflowError, RuntimeError):
@@ -81,11 +92,8 @@ class PipelineUsageError(PipelineError, UsageError):
     """A UsageError of another rank. So code that catches UsageError catches it on every rank."""
 
 
-def error_of(failure: Failure, call: str = "") -> PipelineError:
-    """The error of a rank that is told of `failure`. If this rank made another `call`, the error says so."""
-    if call and failure.call and call != failure.call:
-        what = f"this rank {call}, but rank {failure.rank} {failure.call}: all ranks must make the same call"
-        return PipelineUsageError(replace(failure, reason=f"{failure.reason}\n{what}", trace=""))
+def error_of(failure: Failure) -> PipelineError:
+    """The error of a rank that is told of `failure`."""
     return PipelineUsageError(failure) if failure.usage else PipelineError(failure)
 
 
@@ -99,9 +107,25 @@ def _describe(failure: Failure) -> str:
     return f"{message}\n\nOn rank {failure.rank}:\n{failure.trace}" if failure.trace else message
 
 
-def unknown(what: str, name: str, known: Collection[str]) -> UsageError:
-    """The error for a `name` that is not among `known`. It suggests the nearest known name, or lists all of them."""
-    return UsageError(f"unknown {what} {name!r}; {nearest(name, known)}")
+def require_type(what: str, value: object, kind: type | tuple[type, ...], write: str = "") -> None:
+    """Raises UsageError for a `value` of another type than `kind`. The message has the line to `write` instead."""
+    if not isinstance(value, kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        names = " or ".join("pipeflow." * (each.__module__ != "builtins") + each.__name__ for each in kinds)
+        raise UsageError(f"{what} must be a {names}, got {type(value).__name__}{f': {write}' if write else ''}")
+
+
+def unknown(what: str, name: str, known: Collection[str], others: Mapping[str, str] | None = None) -> UsageError:
+    """The error for a `name` that is not among `known`. It suggests the known name that `others`, the names of other
+    programs in lower case without "-", "_" and spaces, stand for; or else the nearest one; or it lists all of them.
+    """
+    meant = meant_by(name, others or {})
+    return UsageError(f"unknown {what} {name!r}; {f'did you mean {meant}?' if meant else nearest(name, known)}")
+
+
+def meant_by(name: str, others: Mapping[str, str]) -> str | None:
+    """What a name or an option of another program stands for, as in `unknown`; None if that is not known."""
+    return others.get(re.sub("[-_ ]", "", name.lower()))
 
 
 def nearest(name: str, known: Collection[str]) -> str:
@@ -147,3 +171,42 @@ class NonFiniteGradientError(NonFiniteError):
     def __init__(self, step: int) -> None:
         advice = "look at its data and at operations with infinite derivatives, such as sqrt(0)"
         super().__init__(f"the gradient is not finite in step {step}, although the loss is", advice, step)
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One thing that is wrong with a schedule or a program. `str` gives it as one sentence.
+
+    Attributes:
+        problem: what the schedule or program has.
+        expected: what it should have instead. Empty if `problem` says it.
+        rank: the rank of the violation, or None if it has none.
+        position: index of the entry in the rank's row, or of the instruction in its program; None if there is none.
+        cycle: for a deadlock, the (rank, position) of all entries that wait for each other. Each would have to come
+            before the next one, and the last before the first. Empty for other violations.
+        earlier: for an action that runs again, the (rank, position) where it ran before.
+        incomplete: the (stage, microbatch) that has too few or too many actions.
+    """
+
+    problem: str
+    expected: str
+    rank: int | None = None
+    position: int | None = None
+    cycle: tuple[tuple[int, int], ...] = ()
+    earlier: tuple[int, int] | None = None
+    incomplete: tuple[int, int] | None = None
+
+    @property
+    def sentence(self) -> str:
+        """The violation in words, without its rank and position."""
+        if self.incomplete is not None or not self.expected:
+            return self.problem
+        if self.earlier is None:
+            return f"{self.problem}; expected {self.expected}"
+        rank, position = self.earlier
+        return f"{self.problem}: it is on rank {rank} already, at position {position}"
+
+    def __str__(self) -> str:
+        where = "" if self.rank is None else f"rank {self.rank}"
+        where += "" if self.position is None else f", position {self.position}"
+        return f"{where}: {self.sentence}" if where else self.sentence

@@ -1,6 +1,7 @@
-"""Face: a package with the module paths of another library, so that its scripts find their names where they expect
-them. The modules exist in a table alone, which says where each of their names is defined; Python makes them when they
-are imported. Definitions are in ordinary files of the package, which never import modules of the table.
+"""Module paths that are no files. Face: a package with the module paths of another library, so that its scripts find
+their names where they expect them. The modules exist in a table alone, which says where each of their names is defined;
+Python makes them when they are imported. Definitions are in ordinary files of the package, which never import modules
+of the table. `stand_for`: a short path for a package that lies deeper.
 """
 
 from __future__ import annotations
@@ -135,3 +136,31 @@ def _with_packages(paths: Iterable[str]) -> set[str]:
     """
     steps = [path.split(".") for path in paths]
     return {".".join(each[:length]) for each in steps for length in range(1, len(each) + 1)} | {""}
+
+
+class _ShortPaths(MetaPathFinder, Loader):
+    """Finds the modules below a short path: each is the module at the long path, not a second copy of it."""
+
+    def __init__(self) -> None:
+        self.long: dict[str, str] = {}
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if any(fullname.startswith(f"{short}.") for short in self.long) else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        short = next(each for each in self.long if module.__name__.startswith(f"{each}."))
+        full = self.long[short] + module.__name__.removeprefix(short)
+        sys.modules[module.__name__] = import_module(full)  # Python takes what it then finds there
+
+
+_SHORT_PATHS = _ShortPaths()
+
+
+def stand_for(short: str, long: str) -> None:
+    """Makes the path `short` of a module that is being imported another name of the package `long`, and of all modules
+    in it.
+    """
+    if _SHORT_PATHS not in sys.meta_path:
+        sys.meta_path.insert(0, _SHORT_PATHS)
+    _SHORT_PATHS.long[short] = long
+    sys.modules[short] = import_module(long)

@@ -1,11 +1,16 @@
-"""Files: read as text, and written whole or not at all. Must not contain: what is in them."""
+"""Files: read as text, and written whole or not at all; and JSON from elsewhere, read value by value. Must not contain:
+what is in them.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from pipeflow.core.errors import UsageError, closest
 
@@ -17,11 +22,15 @@ def read_text(path: str | os.PathLike[str]) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
-        near = _near(path) if isinstance(error, FileNotFoundError) else None
-        hint = f"; did you mean {near}?" if near else ""
-        raise UsageError(f"{os.fspath(path)}: {error.strerror}{hint}") from None
+        raise unreadable(path, error) from None
     except UnicodeDecodeError:
         raise UsageError(f"{os.fspath(path)}: not a text file") from None
+
+
+def unreadable(path: str | os.PathLike[str], error: OSError) -> UsageError:
+    """The error for a file that cannot be read. If there is no such file, it suggests the nearest name."""
+    near = _near(path) if isinstance(error, FileNotFoundError) else None
+    return UsageError(f"{os.fspath(path)}: {error.strerror}{f'; did you mean {near}?' if near else ''}")
 
 
 @contextmanager
@@ -30,7 +39,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     `path` in one step when the block ends. If the block raises an error, the file stays as it was. Raises OSError.
     """
     real = Path(os.path.realpath(path))
-    temporary = real.with_name(f".{real.name}.{os.getpid()}.part")
+    temporary = real.with_name(f".{real.name}.{secrets.token_hex(4)}.part")
     try:
         yield temporary
         temporary.replace(real)
@@ -45,3 +54,26 @@ def _near(path: str | os.PathLike[str]) -> str | None:
     except OSError:
         return None
     return near and os.path.join(folder, near)
+
+
+def parse(text: str) -> Any:
+    """The value of a JSON text. Raises UsageError if it is none."""
+    import json  # most commands and programs read none
+
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"this is not JSON: {error}") from None
+
+
+def is_number(value: object) -> bool:
+    """True for a finite number; a bool is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def number(value: object, what: str) -> float:
+    """The finite number `what`. Raises UsageError for another value."""
+    if not is_number(value):
+        raise UsageError(f"{what} must be a finite number, got {value!r}")
+    assert isinstance(value, int | float)
+    return float(value)

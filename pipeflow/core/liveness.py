@@ -51,14 +51,6 @@ ACTIVATIONS = {kind: change.net(Content.SAVED) for kind, change in CHANGES.items
 """Per kind of action, by how much it changes the number of activations that a rank keeps."""
 
 
-def sizes_of(
-    saved: tuple[float, ...], deferred: tuple[float, ...], further: Mapping[Content, tuple[float, ...]]
-) -> dict[Content, tuple[float, ...]]:
-    """Per content, the bytes per stage: of those that have any."""
-    given = {Content.SAVED: saved, Content.DEFERRED: deferred, **further}
-    return {content: sizes for content, sizes in given.items() if sizes}
-
-
 def made_again(actions: Iterable[Action]) -> dict[tuple[int, int], int]:
     """Per (stage, microbatch), the position of the last action that makes again what earlier ones made, such as a
     recomputation. The changes of memory before it are those of `REDUCED`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from numbers import Real
 from typing import Literal
 
 from pipeflow.core.errors import UsageError
@@ -50,9 +51,11 @@ def partition_balanced(weights: Sequence[float], pipeline_size: int, num_chunks:
 
     Raises UsageError when there are fewer layers than stages or a weight is negative.
     """
+    if isinstance(weights, str) or not isinstance(weights, Sequence):
+        raise UsageError(f"weights must be a list with one number per layer, got {weights!r}")
     _require_enough(len(weights), pipeline_size, num_chunks)
-    if any(not weight >= 0 for weight in weights):
-        raise UsageError("the weights of layers must not be negative")
+    if any(not isinstance(weight, Real) or not weight >= 0 for weight in weights):
+        raise UsageError("the weights of layers must be numbers and must not be negative")
     layers, stages = len(weights), pipeline_size * num_chunks
     before = [0.0, *accumulate(weights)]
     best = [(weight, weight**2) for weight in before]  # per n: the best cut of the first n layers so far
@@ -90,6 +93,9 @@ def stage_parts(num_layers: int, num_stages: int, cut: Cut = "uniform") -> list[
     """
     if isinstance(cut, str):
         return [part for [part] in partition_uniform(num_layers, num_stages)]
+    given: object = cut
+    if not isinstance(given, Sequence):
+        raise UsageError(f"a cut is 'uniform' or a list, got {cut!r}")
     parts = [(each[0], each[1]) for each in cut if isinstance(each, Sequence) and len(each) == 2]
     if parts:
         _require_cover(parts, list(cut), num_layers, num_stages)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pipeflow.core.errors import ScheduleError, UsageError
+from pipeflow.core.errors import ScheduleError, UsageError, require_type
+from pipeflow.core.several import numbers_of
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """An assignment of stages to ranks.
 
-    A placement has one path, except for bidirectional schedules, which have two. Microbatch m takes path m modulo 2,
-    and every stage has one copy of its weights per path.
+    A placement has one path, except for bidirectional schedules, which have two. A table of yours may have more: of n
+    paths, microbatch m takes path m modulo n. Every stage has one copy of its weights per rank that holds it.
 
     Attributes:
         paths: per path, the rank of each stage.
@@ -23,6 +25,11 @@ class Placement:
     paths: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
+        given: object = self.paths
+        paths = tuple(given) if isinstance(given, Iterable) else (given,)
+        if any(isinstance(path, str) or not isinstance(path, Iterable) for path in paths):
+            raise ScheduleError(f"a placement is a list of paths, each with the rank of every stage, got {given!r}")
+        object.__setattr__(self, "paths", tuple(numbers_of("the ranks of a path", path) for path in paths))
         if not self.paths or any(not path for path in self.paths):
             raise ScheduleError("a placement needs at least one path with at least one stage")
         if len({len(path) for path in self.paths}) > 1:
@@ -94,6 +101,11 @@ class Placement:
     def chunk_of(self, stage: int, microbatch: int = 0) -> int:
         """The index of `stage` among the stages of the rank that runs it for `microbatch`."""
         return self.stages_of(self.rank_of(stage, microbatch)).index(stage)
+
+
+def require_placement(placement: object) -> None:
+    """Raises UsageError for anything that is no Placement, such as a number of ranks."""
+    require_type("placement", placement, Placement, f"Placement.linear({placement!r}) has one stage per rank")
 
 
 def require_positive(**arguments: int) -> None:

@@ -80,11 +80,7 @@ def way(
 
 
 def _pull(
-    stage: int,
-    maker: int,
-    found: dict[int, int],
-    placement: Placement,
-    routes: Collection[tuple[int, int]] | None,
+    stage: int, maker: int, found: dict[int, int], placement: Placement, routes: Collection[tuple[int, int]] | None
 ) -> None:
     if stage in found:
         return

@@ -8,13 +8,19 @@ from functools import cached_property
 
 from pipeflow.core.action import Action, Entry, Kind, actions_of
 from pipeflow.core.dataflow import DATAFLOW, SEVERAL, Content, Stream
-from pipeflow.core.errors import ScheduleError, UsageError
-from pipeflow.core.lasting import handles
+from pipeflow.core.errors import ScheduleError, UsageError, require_type
 from pipeflow.core.notebook import Shown
-from pipeflow.core.placed import placement_of
 from pipeflow.core.placement import Placement, require_positive
-from pipeflow.core.reductions import is_reduction, reduced
-from pipeflow.core.table_cells import cells, is_communication, parse_cell
+from pipeflow.core.rows import (
+    cells,
+    handles,
+    is_communication,
+    is_reduction,
+    last_made,
+    parse_cell,
+    placement_of,
+    reduced,
+)
 
 
 @dataclass(frozen=True, repr=False)  # no slots: `kinds` is kept
@@ -111,13 +117,13 @@ class Schedule(Shown):
 
     def first(self, microbatches: int) -> Schedule:
         """The same schedule for its first `microbatches` alone; the schedule itself if it has no more than that. If
-        microbatches are left out, actions that serve several microbatches, such as reductions, are left out, too, and a
-        pair that loses one action becomes the other action. The result is sound if this schedule is, since microbatches
-        do not depend on each other.
+        microbatches are left out, reductions and optimizer steps wait for those that are left, unshards and reshards
+        are left out, too, and a pair that loses one action becomes the other action. The result is sound if this
+        schedule is, since microbatches do not depend on each other.
         """
         if microbatches >= self.num_microbatches:
             return self
-        rows = tuple(tuple(_within(row, microbatches)) for row in self.rows)
+        rows = tuple(tuple(_ending(_within(row, microbatches))) for row in self.rows)
         return Schedule(self.name, self.placement, microbatches, rows)
 
     def to_csv(self) -> str:
@@ -166,9 +172,24 @@ class Schedule(Shown):
 
 def _within(row: tuple[Entry, ...], microbatches: int) -> Iterator[Entry]:
     for entry in row:
-        each = [action for action in actions_of(entry) if action.kind not in SEVERAL]
-        left = [action for action in each if action.microbatch < microbatches]
+        left = [each for each in actions_of(entry) if _ends(each) or each.microbatch < microbatches]
+        left = [each for each in left if _ends(each) or each.kind not in SEVERAL]
         yield from left if len(left) == 1 else [entry] * bool(left)
+
+
+def _ends(action: Action) -> bool:
+    return action.kind in (Kind.R, Kind.S)
+
+
+def _ending(entries: Iterator[Entry]) -> Iterator[Entry]:
+    """The row, in which reductions and optimizer steps wait for the last weight gradient that it makes."""
+    row = list(entries)
+    last = last_made(row)
+    for entry in row:
+        if not (isinstance(entry, Action) and _ends(entry)):
+            yield entry
+        elif entry.stage in last:
+            yield Action(entry.kind, entry.stage, last[entry.stage].microbatch)
 
 
 def _looped(ranks: int, stages: int) -> Placement:
@@ -207,7 +228,4 @@ def _parse_line(line: str, number: int, rank: int) -> tuple[Entry, ...]:
 
 def require_schedule(schedule: object) -> None:
     """Raises UsageError for anything that is no Schedule, such as its name."""
-    if not isinstance(schedule, Schedule):
-        raise UsageError(
-            f"schedule must be a pipeflow.Schedule, got {type(schedule).__name__}: make_schedule({schedule!r}, ...)"
-        )
+    require_type("schedule", schedule, Schedule, f"make_schedule({schedule!r}, ...)")

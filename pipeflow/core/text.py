@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+PER_SECOND = {"h": 1 / 3600, "min": 1 / 60, "s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
+"""How many of each unit are a second."""
+
 
 def printable(text: str) -> str:
     r"""The text with every character that a terminal could take for a command, or cannot show, written as `repr` writes
@@ -24,9 +27,10 @@ def seconds_text(seconds: float) -> str:
     """A time in the largest of s, ms and us in which it is at least 1, such as `83.6 s` or `1.5 ms`. Less than a
     nanosecond is `0 s`.
     """
-    if abs(seconds) < 1e-9 or abs(seconds) >= 1:
-        return f"{number(seconds if abs(seconds) >= 1 else 0.0)} s"
-    return f"{number(seconds * 1e3)} ms" if abs(seconds) >= 1e-3 else f"{number(seconds * 1e6)} us"
+    size = abs(seconds) / 0.99995  # what four digits round to 1000 ms is 1 s
+    if abs(seconds) < 1e-9 or size >= 1:
+        return f"{number(seconds if size >= 1 else 0.0)} s"
+    return f"{number(seconds * 1e3)} ms" if size >= 1e-3 else f"{number(seconds * 1e6)} us"
 
 
 def percent(ratio: float) -> str:
@@ -46,9 +50,14 @@ def bytes_text(size: float) -> str:
 def count_text(count: int) -> str:
     """A count as people write it, such as `175B`."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if count >= unit:
+        if count >= (unit if unit == 1e3 else 0.9995 * unit):  # what is written as 1000k is 1M
             return f"{count / unit:.3g}{name}" if count < 999.5 * unit else f"{count / unit:.0f}{name}"
     return str(count)
+
+
+def listed(names: Sequence[str], word: str = "and") -> str:
+    """The names as text, as in "F, I and W"; `word` stands before the last one."""
+    return f" {word} ".join([", ".join(names[:-1])] * (len(names) > 1) + [*names[-1:]])
 
 
 def aligned(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

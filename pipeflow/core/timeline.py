@@ -1,18 +1,22 @@
 """Timeline: when every action ran, simulated or measured. Both have this one type, so all drawings and measures work
-for both. Must not contain: how times come about.
+for both; and timelines as JSON. Must not contain: how times come about.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import Any
 
-from pipeflow.core.cost import CostModel
+from pipeflow.core.action import Action
+from pipeflow.core.cost import LARGEST, CostModel, require_unit
 from pipeflow.core.dataflow import DATAFLOW, Content, Stream
-from pipeflow.core.errors import UsageError
-from pipeflow.core.liveness import Curve, kept, sizes_of
+from pipeflow.core.errors import UsageError, require_type
+from pipeflow.core.files import number as finite
+from pipeflow.core.files import parse
+from pipeflow.core.liveness import Curve, kept
 from pipeflow.core.notebook import Shown
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
@@ -51,10 +55,9 @@ class Timeline(Shown):
     @classmethod
     def of(cls, schedule: Schedule, rows: tuple[Row, ...], cost: CostModel) -> Timeline:
         """The timeline of `schedule` with these spans, which keeps bytes, unit and factors of `cost`."""
-        own = {Content.SAVED, Content.DEFERRED}
-        further = {content: sizes for content, sizes in cost.sizes.items() if content not in own}
-        sizes = cost.saved_bytes, cost.deferred_bytes, further
-        return cls(schedule.name, schedule.placement, rows, *sizes, cost.unit, cost.microbatch_factors)
+        sizes = dict(cost.sizes)
+        own = sizes.pop(Content.SAVED, ()), sizes.pop(Content.DEFERRED, ())
+        return cls(schedule.name, schedule.placement, rows, *own, sizes, cost.unit, cost.microbatch_factors)
 
     def __repr__(self) -> str:
         sizes = f"{len(self.rows)} ranks, {sum(map(len, self.rows))} spans, makespan {number(self.makespan)}"
@@ -155,25 +158,149 @@ class Timeline(Shown):
 
     @cached_property
     def _bytes(self) -> tuple[Curve, ...]:
-        sizes = sizes_of(self.saved_bytes, self.deferred_bytes, self.kept_bytes)
+        given = {Content.SAVED: self.saved_bytes, Content.DEFERRED: self.deferred_bytes, **self.kept_bytes}
+        sizes = {content: numbers for content, numbers in given.items() if numbers}
         return tuple(self._kept(row, sizes) for row in self.rows)
 
     def _kept(self, row: Row, sizes: Mapping[Content, tuple[float, ...]]) -> Curve:
         return kept(row, sizes, self.microbatch_factors)
 
     def to_json(self) -> str:
-        """The timeline as JSON. `Timeline.from_json` reads it back."""
-        from pipeflow.core.timeline_json import Fields, to_json  # loads json only when needed
+        """The timeline as JSON, with one line per span: action, start, end, and the other action of a pair.
+        `Timeline.from_json` reads it back.
+        """
+        import json  # most commands and programs write none
 
-        return to_json(Fields(**{name: getattr(self, name) for name in Fields._fields}))
+        optional = ("kept_bytes", "unit", "microbatch_factors")
+        given = {
+            "name": self.name,
+            "paths": self.placement.paths,
+            "saved_bytes": self.saved_bytes,
+            "deferred_bytes": self.deferred_bytes,
+            **{name: value for name in optional if (value := getattr(self, name))},
+        }
+        lines = [f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in given.items()]
+        rows = ",\n".join("  [" + ",\n   ".join(json.dumps(_cells(span)) for span in row) + "]" for row in self.rows)
+        return "{\n" + "".join(lines) + f' "rows": [\n{rows}\n ]\n}}\n'
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
         """Reads the text of `to_json`. Raises UsageError with the rank and span, or the field, that is wrong."""
-        from pipeflow.core.timeline_json import from_json
+        given = parse(text)
+        if not isinstance(given, dict) or not {"paths", "rows"} <= set(given):
+            raise UsageError("this is not a timeline: it lacks paths or rows, which Timeline.to_json writes")
+        if unknown := sorted(set(given) - {"paths", *(each.name for each in fields(cls))}):
+            raise UsageError(f"a timeline has no field {', '.join(unknown)}")
+        paths = tuple(
+            tuple(_whole(rank, "paths") for rank in _list(path, "paths")) for path in _list(given["paths"], "paths")
+        )
+        placement = Placement(paths)
+        rows = _rows(given["rows"], placement)
+        kept_bytes = given.get("kept_bytes", {})
+        if not isinstance(kept_bytes, dict):
+            raise UsageError(f"kept_bytes: {kept_bytes!r} is not an object")
+        if unknown := sorted(set(kept_bytes) - set(Content)):
+            raise UsageError(f"kept_bytes: there is no content {', '.join(unknown)}; known: {', '.join(Content)}")
+        unit = str(given.get("unit", ""))
+        require_unit(unit)
+        return cls(
+            str(given.get("name", "timeline")),
+            placement,
+            rows,
+            _bytes(given.get("saved_bytes", []), "saved_bytes", placement),
+            _bytes(given.get("deferred_bytes", []), "deferred_bytes", placement),
+            {Content(name): _bytes(value, name, placement) for name, value in kept_bytes.items()},
+            unit,
+            _factors(given.get("microbatch_factors", []), rows),
+        )
 
-        return cls(*from_json(text))
+
+def require_timeline(timeline: object) -> None:
+    """Raises UsageError for anything that is no Timeline, such as a schedule."""
+    require_type("timeline", timeline, Timeline, "simulate(schedule) makes one")
 
 
 def _highest(curve: Curve) -> float:
     return max((amount for _, amount in curve), default=0.0)
+
+
+def _cells(span: Span) -> list[str | float]:
+    partner = [] if span.partner is None else [str(span.partner)]
+    return [str(span.action), span.start, span.end, *partner]
+
+
+def _rows(value: object, placement: Placement) -> tuple[Row, ...]:
+    rows = _list(value, "rows")
+    if len(rows) != placement.num_ranks:
+        raise UsageError(f"rows: there are {len(rows)} for a placement on {placement.num_ranks} ranks")
+    return tuple(_row(row, rank, placement) for rank, row in enumerate(rows))
+
+
+def _row(cells: object, rank: int, placement: Placement) -> Row:
+    row: list[Span] = []
+    for position, cell in enumerate(_list(cells, f"rank {rank}")):
+        where = f"rank {rank}, span {position}"
+        try:
+            row.append(_span(cell, rank, placement))
+        except UsageError as error:
+            raise UsageError(f"{where}: {error}") from None
+        if len(row) > 1 and row[-1].start < row[-2].start:
+            raise UsageError(f"{where}: {row[-1].action} starts before {row[-2].action}: sort spans by start")
+    return tuple(row)
+
+
+def _span(cell: object, rank: int, placement: Placement) -> Span:
+    if not isinstance(cell, list) or len(cell) not in (3, 4):
+        raise UsageError(f'{cell!r} is not a span: write it like ["0F0", 0.0, 1.0]')
+    action, *partner = (Action.parse(str(text)) for text in (cell[0], *cell[3:]))
+    start, end = (_number(time, "a time") for time in cell[1:3])  # negative where a rank starts before rank 0
+    if action.stage not in placement.stages_of(rank):
+        raise UsageError(f"{action} cannot run here: the rank holds {_stages(placement.stages_of(rank))}")
+    if end < start:
+        raise UsageError(f"{action} ends at {end}, before its start at {start}")
+    return Span(action, rank, start, end, *partner)
+
+
+def _stages(stages: tuple[int, ...]) -> str:
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+
+
+def _bytes(value: object, name: str, placement: Placement) -> tuple[float, ...]:
+    numbers = _amounts(value, name)
+    if len(numbers) not in (0, placement.num_stages):
+        raise UsageError(f"{name}: there are {len(numbers)} for {placement.num_stages} stages")
+    return numbers
+
+
+def _factors(value: object, rows: tuple[Row, ...]) -> tuple[float, ...]:
+    numbers = _amounts(value, "microbatch_factors")
+    many = max((span.action.microbatch + 1 for row in rows for span in row), default=0)
+    if numbers and len(numbers) < many:
+        raise UsageError(f"microbatch_factors: there are {len(numbers)} for {many} microbatches")
+    return numbers
+
+
+def _amounts(value: object, name: str) -> tuple[float, ...]:
+    numbers = tuple(_number(each, name) for each in _list(value, name))
+    if any(number < 0 for number in numbers):
+        raise UsageError(f"{name} must not be negative, got {min(numbers)}")
+    return numbers
+
+
+def _list(value: object, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise UsageError(f"{where}: {value!r} is not a list")
+    return value
+
+
+def _whole(value: object, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UsageError(f"{where}: {value!r} is not the number of a rank")
+    return value
+
+
+def _number(value: object, where: str) -> float:
+    found = finite(value, where)
+    if abs(found) > LARGEST:
+        raise UsageError(f"{where} must be at most {LARGEST:g}, got {value!r}")
+    return found

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, final
 
-from pipeflow.analysis.measures import Measures
+from pipeflow.core.analysis.measures import Measures
 from pipeflow.core.text import bytes_text, number, percent
+from pipeflow.draw.captions import Unit
 from pipeflow.draw.plane import Axis, Point
-from pipeflow.draw.times import Unit
 
 TIMES = ("makespan", "span")
 RATIOS = ("bubble", "span-bubble")
@@ -104,25 +104,14 @@ def _is_same(before: float, after: float) -> bool:
     return abs(after - before) <= 1e-9 * max(abs(before), abs(after))
 
 
-class Plot(NamedTuple):
-    """A scatter plot: its points and axes.
-
-    Attributes:
-        points: the points.
-        x, y: the axes.
+def plot(found: Mapping[str, Measures]) -> tuple[list[Point], Axis, Axis]:
+    """The bubble against the peak memory of each schedule: in bytes if they are known for all, else in activations; as
+    points and the axes x and y.
     """
-
-    points: list[Point]
-    x: Axis
-    y: Axis
-
-
-def plot(found: Mapping[str, Measures]) -> Plot:
-    """The bubble against the peak memory of each schedule: in bytes if they are known for all, else in activations."""
     kept = COLUMNS["activations" if any(measures.peak_bytes is None for measures in found.values()) else "bytes"]
     lost = COLUMNS["bubble"]
     x, y = (Axis(" ".join(each.title.split()), each.text, each.base) for each in (kept, lost))
-    return Plot([Point(name, kept.of(each) or 0.0, lost.of(each) or 0.0) for name, each in found.items()], x, y)
+    return [Point(name, kept.of(each) or 0.0, lost.of(each) or 0.0) for name, each in found.items()], x, y
 
 
 def grouped(refused: Mapping[str, str]) -> list[str]:

@@ -10,9 +10,9 @@ from typing import ClassVar, Protocol, final
 
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.dataflow import DATAFLOW, Stream
+from pipeflow.draw.captions import MemoryScale
 from pipeflow.draw.colours import INK, RGB, average, between, css, hue, shade
-from pipeflow.draw.column_pieces import ColumnPiece, Line, Mixture
-from pipeflow.draw.memory import MemoryScale
+from pipeflow.draw.lane_times import ColumnPiece, Line, Mixture
 
 Painted = tuple[str, str]
 

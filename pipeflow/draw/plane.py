@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, final
 
-from pipeflow.draw.times import round_step
+from pipeflow.draw.captions import round_step
 
 
 class Point(NamedTuple):

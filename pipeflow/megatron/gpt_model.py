@@ -1,18 +1,23 @@
-"""Megatron-LM's `megatron.core.models.gpt`: this rank's stage of a GPT, and the kind of its layers."""
+"""Megatron-LM's `megatron.core.models.gpt`: this rank's stage of a GPT, and the kind of its layers; and
+`megatron.core.dist_checkpointing`: saves and loads a model's weights as pipeflow's checkpoints, under any layout.
+"""
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import partition_uniform
 from pipeflow.core.placement import Placement
+from pipeflow.engine.parallel.context import Context
+from pipeflow.engine.tensor.cross_entropy import vocab_parallel_cross_entropy
 from pipeflow.megatron.config import ModuleSpec, TransformerConfig
-from pipeflow.megatron.dist_checkpointing import ShardedStateDict
 from pipeflow.megatron.parallel_state import (
     chunk_of,
     context_here,
@@ -21,10 +26,77 @@ from pipeflow.megatron.parallel_state import (
     is_pipeline_last_stage,
     seed_of_weights,
 )
-from pipeflow.models.gpt import GPTBlock, GPTStage
-from pipeflow.models.gpt_stages import begin, tie
-from pipeflow.parallel.context import Context
-from pipeflow.tensor.cross_entropy import vocab_parallel_cross_entropy
+from pipeflow.training.checkpoint import state
+from pipeflow.training.checkpoint.load import load_checkpoint
+from pipeflow.training.checkpoint.pieces import Names
+from pipeflow.training.checkpoint.save import save_checkpoint
+from pipeflow.training.models.gpt import GPTBlock, GPTStage
+from pipeflow.training.models.gpt_stages import begin, tie
+
+
+class ShardedStateDict(dict[str, Tensor]):
+    """A rank's weights by name, and their module, which knows how they are split over ranks."""
+
+    def __init__(self, module: nn.Module, prefix: str) -> None:
+        super().__init__({prefix + name: value for name, value in module.state_dict().items()})
+        self.module, self.prefix = module, prefix
+
+
+def save(sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Saves weights with `pipeflow.save_checkpoint`. All ranks call it together.
+
+    Args:
+        sharded_state_dict: the result of a model's `sharded_state_dict()`, or a dict of several, one per stage.
+        checkpoint_dir: folder on storage that all ranks share; its contents are replaced.
+
+    Raises UsageError for other contents of the dict, and as `save_checkpoint` does.
+    """
+    parts = _parts(sharded_state_dict)
+    save_checkpoint(checkpoint_dir, nn.ModuleList(part.module for part in parts), names=_names(parts))
+
+
+def load(sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """Loads a checkpoint and returns this rank's weights, for the models' `load_state_dict`. The models themselves and
+    random states are not changed. All ranks call it together.
+
+    Args:
+        sharded_state_dict: as in `save`.
+        checkpoint_dir: the folder.
+
+    Raises UsageError as `save` and `load_checkpoint` do.
+    """
+    parts = _parts(sharded_state_dict)
+    copies = nn.ModuleList(copy.deepcopy(part.module) for part in parts)
+    context = context_here()
+    random = state.random_pieces(context)
+    load_checkpoint(checkpoint_dir, copies, names=_names(parts))
+    state.restore_random(context, random)
+    loaded = [dict(ShardedStateDict(module, part.prefix)) for module, part in zip(copies, parts, strict=True)]
+    if isinstance(sharded_state_dict, ShardedStateDict):
+        return dict(loaded[0])
+    return dict(zip(sharded_state_dict, loaded, strict=True))
+
+
+def _parts(sharded_state_dict: Mapping[str, Any]) -> list[ShardedStateDict]:
+    if isinstance(sharded_state_dict, ShardedStateDict):
+        return [sharded_state_dict]
+    for key, part in sharded_state_dict.items():
+        if not isinstance(part, ShardedStateDict):
+            raise UsageError(
+                f"the entry {key!r} is not a model's sharded_state_dict(): use pipeflow.save_checkpoint for optimizers "
+                "and other values"
+            )
+    return list(sharded_state_dict.values())
+
+
+def _names(parts: Sequence[ShardedStateDict]) -> Names:
+    """Names of tensors without the index of a part's module in the list of all parts."""
+
+    def name_of(stage: int, name: str) -> str:
+        index, _, own = name.partition(".")
+        return parts[int(index)].prefix + own
+
+    return name_of
 
 
 class GPTModel(GPTStage):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
+from pipeflow.adapters.launching import launched
+from pipeflow.adapters.ranks import objects_of_all
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.context import Context, current_context, is_launched, keep, kept
-from pipeflow.parallel.launcher import launch
-from pipeflow.parallel.transport.agreement import all_gather_object
-from pipeflow.tensor.random import current_tracker, manual_seed
+from pipeflow.engine.parallel.context import Context, current_context, is_launched, keep, kept
+from pipeflow.engine.tensor.random import current_tracker, manual_seed
 
 _KEY = "Megatron-LM's parallel state"
 _SEED = 1234  # of dropout, until model_parallel_cuda_manual_seed sets another
@@ -27,6 +26,9 @@ class _Stages:
     seed: int | None = None  # of initial weights
 
 
+_ORDER = ("tp", "pp", "dp")  # tensor ranks are neighbours, then pipeline ranks, then replicas
+
+
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
@@ -34,6 +36,7 @@ def initialize_model_parallel(
     *,
     context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
+    order: str | None = None,
 ) -> None:
     """Arranges the processes as `pipeflow.launch` does, from torchrun's environment: tensor ranks are neighbours, then
     pipeline ranks, then replicas. Makes torch.distributed's process group if there is none. If `pipeflow.launch` was
@@ -47,6 +50,8 @@ def initialize_model_parallel(
         pipeline_model_parallel_size: number of pipeline ranks.
         virtual_pipeline_model_parallel_size: number of stages per rank, for the interleaved schedule.
         context_parallel_size, expert_model_parallel_size: must be 1; other values are not supported.
+        order: the order of the ranks, as in Megatron-LM, whose own default puts replicas before pipeline ranks. Here
+            it must have tp, pp and dp in this order.
 
     Raises UsageError if the sizes do not fit the world or are not supported, and if it was called before.
     """
@@ -55,6 +60,8 @@ def initialize_model_parallel(
     for name, size in (("context", context_parallel_size), ("expert model", expert_model_parallel_size)):
         if size != 1:
             raise UsageError(f"{name} parallelism is not supported here: its size must be 1, got {size}")
+    if order is not None and [each for each in order.split("-") if each in _ORDER] != [*_ORDER]:
+        raise UsageError(f"order must have tp, pp and dp in this order, such as 'tp-cp-ep-pp-dp', got {order!r}")
     chunks = virtual_pipeline_model_parallel_size
     if chunks is not None and (chunks < 1 or pipeline_model_parallel_size < 2):
         raise UsageError(
@@ -62,12 +69,7 @@ def initialize_model_parallel(
             f"in a pipeline of {pipeline_model_parallel_size}"
         )
     sizes = pipeline_model_parallel_size, tensor_model_parallel_size
-    context = current_context() if is_launched() else launch(*sizes)
-    if (context.pipeline_size, context.tensor_size) != sizes:
-        raise UsageError(
-            f"pipeflow was launched with {context.pipeline_size} pipeline and {context.tensor_size} tensor ranks, got "
-            f"{sizes[0]} and {sizes[1]}: pass the same sizes, or call destroy_model_parallel() first"
-        )
+    context = launched(*sizes, instead="pass the same sizes, or call destroy_model_parallel() first")
     keep(_KEY, _Stages(chunks))
     _agree_on_seed(context)
     if current_tracker() is None:
@@ -76,8 +78,7 @@ def initialize_model_parallel(
 
 def _agree_on_seed(context: Context) -> None:
     """Seeds torch on the ranks of a replica as on its first rank, unless they were seeded alike."""
-    with context.alarm.raised_everywhere():
-        everyone: list[Any] = all_gather_object(context.world, torch.initial_seed())
+    everyone = objects_of_all(context, torch.initial_seed())
     replica = context.layout.replica_ranks(context.rank)
     if any(everyone[rank] != everyone[replica[0]] for rank in replica):
         torch.manual_seed(everyone[replica[0]])

@@ -10,9 +10,9 @@ import torch
 from torch import Generator, Tensor
 
 from pipeflow.core.errors import UsageError
+from pipeflow.engine.parallel.context import context_if_launched, keep, kept
+from pipeflow.engine.tensor import random
 from pipeflow.megatron.parallel_state import keep_seed
-from pipeflow.parallel.context import context_if_launched, keep, kept
-from pipeflow.tensor import random, recompute
 
 _OF_TENSOR_RANK = "model-parallel-rng"
 _KEY = "Megatron-LM's tracker"
@@ -106,4 +106,4 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
     """Calls `pipeflow.tensor.checkpoint`. Raises UsageError for `distribute_saved_activations`."""
     if distribute_saved_activations:
         raise UsageError("distribute_saved_activations=True is not supported: every rank keeps its own inputs")
-    return recompute.checkpoint(function, *args)
+    return random.checkpoint(function, *args)

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from pipeflow.adapters.batches import alike
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
+from pipeflow.engine.parallel.context import keep, kept
+from pipeflow.engine.runtime.microbatch import Batch
+from pipeflow.engine.runtime.pipeline import Pipeline, execute_pipeline
+from pipeflow.engine.torch_private.trees import tree_map_only
 from pipeflow.megatron.parallel_state import context_here, get_virtual_pipeline_model_parallel_world_size
-from pipeflow.parallel.context import keep, kept
-from pipeflow.runtime.execution import execute_pipeline
-from pipeflow.runtime.microbatch import Batch
-from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.schedules import make_schedule
 
 LossFunction = Callable[..., tuple[Any, ...]]
@@ -185,7 +185,7 @@ def _prepared(models: tuple[nn.Module, ...], microbatches: int) -> _Prepared:
         last = schedule.placement.num_stages - 1
         own = schedule.placement.stages_of(context_here().pipeline_rank)
         stages = [_Stage(model, is_last=stage == last) for stage, model in zip(own, models, strict=True)]
-        known[models] = _Prepared(Pipeline(nn.ModuleList(stages), schedule, criterion=loss), stages, loss)
+        known[models] = _Prepared(Pipeline(nn.ModuleList(stages), schedule, criterion=loss, weigh=alike), stages, loss)
         keep(_KEY, known)
     return known[models]
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from torch import Tensor
 
 from pipeflow.core.errors import UsageError
+from pipeflow.engine.tensor import cross_entropy, embedding, linear, regions
+from pipeflow.engine.tensor.layer import DeferringTensorLayer
+from pipeflow.engine.tensor.random import draw_part_
 from pipeflow.megatron.config import TransformerConfig
 from pipeflow.megatron.parallel_state import context_here
-from pipeflow.tensor import cross_entropy, embedding, linear, regions
-from pipeflow.tensor.initialize import draw_part_
-from pipeflow.tensor.layer import DeferringTensorLayer
 
 InitMethod = Callable[[Tensor], object]
 

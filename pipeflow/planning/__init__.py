@@ -1,1 +1,3 @@
-"""Planning: models, clusters, the costs of layouts, the search for layouts, and where a model is cut."""
+"""Planning: models, clusters, the costs of layouts, the search for layouts, and where a model is cut. `pricing` plans
+any module, and alone needs torch.
+"""

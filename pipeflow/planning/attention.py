@@ -42,13 +42,13 @@ class Scores(NamedTuple):
     """The shape of attention.
 
     Attributes:
-        kernel: what computes it.
+        kernel: what computes it; None for the `fastest` one of the device.
         tokens: tokens that a query sees, but for the mask.
         head: width of a head.
         is_causal: whether a query sees only what precedes it.
     """
 
-    kernel: Kernel
+    kernel: Kernel | None
     tokens: float
     head: float
     is_causal: bool
@@ -79,9 +79,15 @@ EXPONENTIAL: Mapping[str, float] = MappingProxyType({"a100": 25.0, "h100": 30.0,
 whole of it is 32 on A100, which has 16 units in each of 108 multiprocessors at 1.41 GHz, and 128 on B200."""
 
 
+def fastest(like: str) -> Kernel:
+    """The fastest kernel of a device that is like `like`: flash3, or cuDNN's, is for Hopper and what came after it."""
+    return "flash3" if like in ("h100", "h20", "b200") else "flash2"
+
+
 def fused_shares(scores: Scores, like: str) -> Shares:
     """The shares of the peak that a fused kernel reaches on a device that is like `like`."""
-    known, exponential = SHARES.get(like, _AMPERE)[scores.kernel], EXPONENTIAL.get(like, EXPONENTIAL["a100"])
+    known = SHARES.get(like, _AMPERE)[scores.kernel or fastest(like)]
+    exponential = EXPONENTIAL.get(like, EXPONENTIAL["a100"])
     tokens = 1 + (RAMP_CAUSAL if scores.is_causal else RAMP) / scores.tokens
     forward = _head_share(scores.head, exponential)
     backward = _head_share(scores.head, exponential / FUSED_BACKWARD)

@@ -40,7 +40,7 @@ def require_block(model: Transformer) -> None:
     if model.groups_per_token > model.expert_groups or model.experts % model.expert_groups:
         raise UsageError(
             f"{model.experts} experts in {model.expert_groups} equal groups, of which a token uses "
-            f"{model.groups_per_token}: these sizes cannot be"
+            f"{model.groups_per_token}: these sizes are impossible"
         )
     if model.shared_experts and model.experts == 1:
         raise UsageError(f"shared_experts={model.shared_experts} need other experts, too: set experts to at least 2")

@@ -54,7 +54,7 @@ class Transformer(ABC):
         rope_size: the part of `head_size` that has positions, in latent attention.
         value_size: width of a head of value; as wide as a head of query unless given.
         window: the tokens that a query sees, its own included; all before it unless given.
-        full_every: in each so-many-th layer, a query sees all tokens in spite of `window`; 0 for no such layer.
+        full_every: in every N-th layer, a query sees all tokens despite `window`; 0 for no such layer.
         parallel_block: attention and the MLP of a block read the same norm.
         dense_layers: how many of the first layers have no experts but one MLP.
         dense_ffn: width of that MLP; that of all experts that a token uses unless given.

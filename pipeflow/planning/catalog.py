@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from pipeflow.core.errors import UsageError, unknown
+from pipeflow.core.errors import UsageError, require_type, unknown
 from pipeflow.planning.presets import GPT_PRESETS
 from pipeflow.planning.transformer import GPT
 from pipeflow.planning.vit import VIT_PRESETS, ViT
@@ -32,6 +32,10 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 """By the beginning of a name: why models that are called so cannot be planned."""
 
 
+OTHER_NAMES: Mapping[str, str] = MappingProxyType({"gpt2": "'gpt2-small'"})
+"""What is meant by names of Hugging Face, for `pipeflow.core.errors.unknown`."""
+
+
 def model_named(name: str) -> Model:
     """The model `name` of MODELS. Raises UsageError for an unknown name, with the nearest known one, and for a model
     that cannot be planned, with the reason.
@@ -39,9 +43,10 @@ def model_named(name: str) -> Model:
     >>> model_named("vit-b16").tokens
     197
     """
+    require_type("name", name, str)
     for start, why in REFUSED.items():
         if name.lower().startswith(start):
             raise UsageError(f"{name} cannot be planned: {why}. A plan counts attention and MLPs alone")
     if name not in MODELS:
-        raise unknown("model", name, MODELS)
+        raise unknown("model", name, MODELS, OTHER_NAMES)
     return MODELS[name]

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from typing import Any
 
-from pipeflow.core.errors import UsageError
-from pipeflow.core.files import read_text, replacing
-from pipeflow.core.json_values import is_number, parse
+from pipeflow.core.errors import UsageError, require_type
+from pipeflow.core.files import is_number, parse, read_text, replacing
 from pipeflow.core.placement import require_positive
 from pipeflow.planning.device import DEVICES, LINK_BANDWIDTHS, NODE_SIZES, Device, require_bandwidth, require_between
 from pipeflow.planning.engines import COMMUNICATOR, CONTEXT
@@ -105,6 +104,7 @@ class Cluster:
         Raises UsageError for an unknown device, and for a device that is not in DEVICES without `link_bandwidth`.
         """
         known = Device.named(device) if isinstance(device, str) else device
+        require_type("device", known, Device, "give its name, or a Device")
         given = {name: value for name, value in given.items() if value is not None}
         if "link_bandwidth" not in given:
             if known.name not in LINK_BANDWIDTHS:

@@ -143,7 +143,7 @@ def require_between(least: float, most: float, name: str, value: object, unit: s
     raise UsageError(f"{name} is {value:g}, {wrong}: the unit is probably wrong. Give it in {unit}")
 
 
-class _Row(NamedTuple):
+class _DeviceRow(NamedTuple):
     """A row of the table of devices: memory in GiB, three bandwidths in GB/s, the most similar measured device, what
     limits its products, and TFLOP/s. The bandwidths are those of the memory, of all links of one device in one
     direction, and of its link to the host in one direction. A rate is 0 if the device has no units for it. `node`: how
@@ -175,34 +175,34 @@ class _Row(NamedTuple):
 
 
 _ALL = (  # a device that was not measured is like the nearest one that was
-    _Row("v100-16gb", 16, 900, 150, 16, "a100", "units", 125, 0, 15.7, bf16=False),
-    _Row("v100-32gb", 32, 900, 150, 16, "a100", "units", 125, 0, 15.7, bf16=False),
-    _Row("v100-pcie-16gb", 16, 900, 16, 16, "a100", "units", 112, 0, 14, bf16=False),
-    _Row("v100-pcie-32gb", 32, 900, 16, 16, "a100", "units", 112, 0, 14, bf16=False),
-    _Row("t4", 16, 320, 16, 16, "a100", "power", 65, 0, 8.1, bf16=False),
-    _Row("a10", 24, 600, 32, 32, "a100", "power", 125, 62.5, 31.2),
-    _Row("a100-40gb", 40, 1555, 300, 32, "a100", "units", 312, 156, 19.5),
-    _Row("a100-80gb", 80, 2039, 300, 32, "a100", "units", 312, 156, 19.5),
-    _Row("a100-pcie-40gb", 40, 1555, 32, 32, "a100-pcie", "power", 312, 156, 19.5),
-    _Row("a100-pcie-80gb", 80, 1935, 32, 32, "a100-pcie", "power", 312, 156, 19.5),
-    _Row("a800-80gb", 80, 2039, 200, 32, "a100", "units", 312, 156, 19.5),
-    _Row("l4", 24, 300, 32, 32, "a100", "power", 121, 60, 30.3, 242),
-    _Row("l40s", 48, 864, 32, 32, "a100", "", 362, 183, 91.6, 733),
-    _Row("rtx-3090", 24, 936, 32, 32, "a100", "", 71, 35.6, 35.6),
-    _Row("rtx-4090", 24, 1008, 32, 32, "a100", "", 165.2, 82.6, 82.6, 330.3),
-    _Row("h100-80gb", 80, 3350, 450, 64, "h100", "power", 989, 494, 67, 1979),
-    _Row("h100-96gb", 96, 2400, 450, 64, "h100", "power", 880, 440, 60, 1761),
-    _Row("h100-pcie", 80, 2000, 64, 64, "h100", "power", 756, 378, 51, 1513),
-    _Row("h100-nvl", 94, 3900, 64, 64, "h100", "power", 835, 417, 60, 1671),
-    _Row("h800", 80, 3350, 200, 64, "h100", "power", 989, 494, 67, 1979),
-    _Row("h20", 96, 4000, 450, 64, "h20", "units", 148, 74, 44, 296),
-    _Row("h200", 141, 4800, 450, 64, "h100", "power", 989, 494, 67, 1979),
-    _Row("b200", 180, 8000, 900, 64, "b200", "power", 2250, 1100, 75, 4500, 9000),
-    _Row("b300", 270, 8000, 900, 128, "b200", "power", 2250, 1125, 75, 4500, 13500),
-    _Row("gb200", 186, 8000, 900, 225, "b200", "power", 2500, 1250, 80, 5000, 10000, node=72),
-    _Row("gb300", 279, 8000, 900, 225, "b200", "power", 2500, 1250, 80, 5000, 15000, node=72),
-    _Row("mi250x", 64, 1638, 50, 36, "mi250x", "power", 191.5, 0, 47.9),
-    _Row("mi300x", 192, 5300, 448, 64, "mi300x", "power", 1307.4, 653.7, 163.4, 2614.9),
+    _DeviceRow("v100-16gb", 16, 900, 150, 16, "a100", "units", 125, 0, 15.7, bf16=False),
+    _DeviceRow("v100-32gb", 32, 900, 150, 16, "a100", "units", 125, 0, 15.7, bf16=False),
+    _DeviceRow("v100-pcie-16gb", 16, 900, 16, 16, "a100", "units", 112, 0, 14, bf16=False),
+    _DeviceRow("v100-pcie-32gb", 32, 900, 16, 16, "a100", "units", 112, 0, 14, bf16=False),
+    _DeviceRow("t4", 16, 320, 16, 16, "a100", "power", 65, 0, 8.1, bf16=False),
+    _DeviceRow("a10", 24, 600, 32, 32, "a100", "power", 125, 62.5, 31.2),
+    _DeviceRow("a100-40gb", 40, 1555, 300, 32, "a100", "units", 312, 156, 19.5),
+    _DeviceRow("a100-80gb", 80, 2039, 300, 32, "a100", "units", 312, 156, 19.5),
+    _DeviceRow("a100-pcie-40gb", 40, 1555, 32, 32, "a100-pcie", "power", 312, 156, 19.5),
+    _DeviceRow("a100-pcie-80gb", 80, 1935, 32, 32, "a100-pcie", "power", 312, 156, 19.5),
+    _DeviceRow("a800-80gb", 80, 2039, 200, 32, "a100", "units", 312, 156, 19.5),
+    _DeviceRow("l4", 24, 300, 32, 32, "a100", "power", 121, 60, 30.3, 242),
+    _DeviceRow("l40s", 48, 864, 32, 32, "a100", "", 362, 183, 91.6, 733),
+    _DeviceRow("rtx-3090", 24, 936, 32, 32, "a100", "", 71, 35.6, 35.6),
+    _DeviceRow("rtx-4090", 24, 1008, 32, 32, "a100", "", 165.2, 82.6, 82.6, 330.3),
+    _DeviceRow("h100-80gb", 80, 3350, 450, 64, "h100", "power", 989, 494, 67, 1979),
+    _DeviceRow("h100-96gb", 96, 2400, 450, 64, "h100", "power", 880, 440, 60, 1761),
+    _DeviceRow("h100-pcie", 80, 2000, 64, 64, "h100", "power", 756, 378, 51, 1513),
+    _DeviceRow("h100-nvl", 94, 3900, 64, 64, "h100", "power", 835, 417, 60, 1671),
+    _DeviceRow("h800", 80, 3350, 200, 64, "h100", "power", 989, 494, 67, 1979),
+    _DeviceRow("h20", 96, 4000, 450, 64, "h20", "units", 148, 74, 44, 296),
+    _DeviceRow("h200", 141, 4800, 450, 64, "h100", "power", 989, 494, 67, 1979),
+    _DeviceRow("b200", 180, 8000, 900, 64, "b200", "power", 2250, 1100, 75, 4500, 9000),
+    _DeviceRow("b300", 270, 8000, 900, 128, "b200", "power", 2250, 1125, 75, 4500, 13500),
+    _DeviceRow("gb200", 186, 8000, 900, 225, "b200", "power", 2500, 1250, 80, 5000, 10000, node=72),
+    _DeviceRow("gb300", 279, 8000, 900, 225, "b200", "power", 2500, 1250, 80, 5000, 15000, node=72),
+    _DeviceRow("mi250x", 64, 1638, 50, 36, "mi250x", "power", 191.5, 0, 47.9),
+    _DeviceRow("mi300x", 192, 5300, 448, 64, "mi300x", "power", 1307.4, 653.7, 163.4, 2614.9),
 )
 DEVICES: Mapping[str, Device] = MappingProxyType({row.name: row.device for row in _ALL})
 """Known devices by name. "h100-80gb" is the SXM part; V100 and A100 are SXM where no PCIe is said."""

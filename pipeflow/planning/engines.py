@@ -38,7 +38,7 @@ COMMUNICATOR = 688 * 2**20
 (NVIDIA/nccl#964)."""
 
 
-class Engine(NamedTuple):
+class EngineMemory(NamedTuple):
     """What a program keeps.
 
     Attributes:
@@ -65,7 +65,7 @@ class Engine(NamedTuple):
     loss_parts: int = 0
 
 
-_TITAN = Engine(
+_TITAN = EngineMemory(
     float32_sums=True,
     whole_tables=True,
     keeps_outputs=True,
@@ -74,17 +74,17 @@ _TITAN = Engine(
     loss=10,
     loss_parts=14,
 )
-ENGINES: Mapping[str, Engine] = MappingProxyType(
+ENGINES: Mapping[str, EngineMemory] = MappingProxyType(
     {
-        "megatron": Engine(loss=6, loss_parts=6),
+        "megatron": EngineMemory(loss=6, loss_parts=6),
         "torchtitan": _TITAN,
         "torchtitan-compiled": _TITAN._replace(loss=0),
-        "deepspeed": Engine(both_gradients=True, keeps_outputs=True, bucket=500_000_000, loss=6, loss_parts=6),
+        "deepspeed": EngineMemory(both_gradients=True, keeps_outputs=True, bucket=500_000_000, loss=6, loss_parts=6),
     }
 )
 """By the names that `pipeflow plan --engine` takes."""
 
 
-def engine_named(name: str | None) -> Engine:
+def engine_named(name: str | None) -> EngineMemory:
     """The entry of ENGINES with this name; without a name, an engine that keeps nothing of its own."""
-    return Engine() if name is None else ENGINES[name]
+    return EngineMemory() if name is None else ENGINES[name]

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Kind
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import Cut
-from pipeflow.core.schedule import Schedule
+from pipeflow.core.schedule import Schedule, require_schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.inputs import require_inputs
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import Physical, physical_costs
 from pipeflow.planning.rank_memory import Held, RankPlan, held_by, rank_plan, stage_gradients
@@ -58,6 +59,8 @@ def plan(
     does not have, for ZeRO-2 on several pipeline ranks, and for both `flops` and `cluster`.
     """
     setup, physical = Setup() if setup is None else setup, None
+    require_inputs(model, setup, cluster)
+    require_schedule(schedule)
     if cluster is None:
         cost = stage_costs(model, schedule.placement, setup, flops=flops, cut=cut)
     elif flops is not None:

@@ -31,21 +31,31 @@ NOTHING = Exchanged(0.0, 0.0, 0)
 
 
 def layer_exchanges(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, layer: Seconds) -> Exchanged:
-    """The communication of one layer whose computations take the seconds of `layer`. Where tensor ranks hide theirs, a
-    collective has as many parts as there are ranks, and one of them has no product beside it.
-    """
+    """The communication of one layer whose computations take the seconds of `layer`."""
     summed = tokens_of(model, setup) * model.hidden * setup.precision.weight
     is_routed = model.experts > 1 and setup.expert > 1
     sums = 1 if model.parallel_block or (is_routed and not model.shared_experts) else 2
-    one = rates.tensor_sum(mesh.tensor_group, summed) / (setup.tensor if setup.hides_tensor else 1)
-    each = sums * one
+    one = rates.tensor_sum(mesh.tensor_group, summed)
+    # behind products: attention hides the exchange of context ranks, and weight gradients may come later
+    beside = layer.forward - layer.scores, layer.backward - layer.weight - layer.scores_backward
+    first, second = (_shown(one, computed / sums, setup, mesh) for computed in beside)
     forward, backward = _context(model, setup, mesh, rates, layer)
     sent = expert_seconds(model, setup, mesh, rates)
     if setup.overlap_experts:  # while another microbatch computes as much
         there, back = (_added(computed, sent, rates) for computed in (layer.forward, layer.backward))
     else:
         there = back = sent
-    return Exchanged(each + forward + there, each + backward + back, sums, one)
+    return Exchanged(sums * first + forward + there, sums * second + backward + back, sums, first)
+
+
+def _shown(one: float, computed: float, setup: Setup, mesh: Mesh) -> float:
+    """The seconds of a collective of tensor ranks that are not hidden. Where the ranks of a node hide it, it has as
+    many parts as there are ranks. One of them has no product beside it, and the others have what is `computed`.
+    """
+    if not setup.hides_tensor or mesh.tensor_group.nodes > 1:
+        return one
+    alone = one / setup.tensor
+    return alone + max(0.0, one - alone - computed)
 
 
 def _added(computed: float, sent: float, rates: Rates) -> float:

@@ -17,7 +17,7 @@ from pipeflow.planning.linears import latent_values
 from pipeflow.planning.setup import Precision, Setup
 
 
-class Kept(NamedTuple):
+class KeptPerToken(NamedTuple):
     """Numbers per token: those as wide as weights, and inputs of linears. `again` are those of the former that a linear
     keeps once more if its inputs are narrower.
     """
@@ -38,7 +38,7 @@ class Kept(NamedTuple):
         return precision.weight * self.plain + round(narrow * (self.inputs + again))
 
 
-def layer_values(model: Transformer, setup: Setup) -> Kept:
+def layer_values(model: Transformer, setup: Setup) -> KeptPerToken:
     """A layer keeps (4 + 2r) h/t numbers. A backward needs query, key and value, the input of attention's output
     linear, the output of the wide linears, and the input of the output linear after them. Every rank has at least one
     head of key and value. A gated MLP counts as fused: its activation is recomputed. Latent attention makes a key and a
@@ -50,13 +50,33 @@ def layer_values(model: Transformer, setup: Setup) -> Kept:
     latent, parted = latent_values(model), tensor if setup.sequence_parallel else 1
     normed = ((model.kv_rank or 0) + (model.q_rank or 0)) // parted
     always = model.shared_experts if model.experts > 1 else 1
-    rest = mlp_values(model, always, tensor), routed_kept(model, setup)
+    rest = mlp_values(model, always, setup), routed_kept(model, setup)
     plain = query + key + latent // parted - normed + sum(each.plain for each in rest)
-    inputs = normed + sum(each.inputs for each in rest)
-    return Kept(plain, inputs, again=heads * model.value_width)
+    inputs = normed * keeps_input(setup, "linear_qkv") + sum(each.inputs for each in rest)
+    again = heads * model.value_width * keeps_input(setup, "linear_proj")
+    return KeptPerToken(plain + adapter_values(model, setup), inputs, again=again)
 
 
-def op_values(model: Transformer, setup: Setup) -> Kept:
+def keeps_input(setup: Setup, target: str) -> bool:
+    """Whether the linears of this name of LORA_TARGETS keep their inputs: if their weights or adapters learn."""
+    return not setup.frozen or (setup.lora_rank > 0 and target in setup.lora_targets)
+
+
+def normed_inputs(setup: Setup) -> int:
+    """How many of the two linears behind the norms of a layer keep their inputs."""
+    return keeps_input(setup, "linear_qkv") + keeps_input(setup, "linear_fc1")
+
+
+def adapter_values(model: Transformer, setup: Setup) -> int:
+    """Numbers that the adapters of a layer keep between their two linears."""
+    if not setup.lora_rank:
+        return 0
+    uses = model.active_experts if model.experts > 1 else 1
+    wide = {"linear_fc1", "linear_fc2"}
+    return setup.lora_rank * sum(uses if target in wide else 1 for target in setup.lora_targets)
+
+
+def op_values(model: Transformer, setup: Setup) -> KeptPerToken:
     """What a layer with checkpoint "op" keeps: its input, attention's output, and every other product in the order of
     torchtitan's linears, which are query, key, value, output, gate, up and down. Kept are query, value and the gate, or
     the first wide linear of an MLP without one. With sequence parallelism the sum of attention's parts is kept, too,
@@ -73,13 +93,13 @@ def op_values(model: Transformer, setup: Setup) -> Kept:
     whole = model.hidden // tensor if is_parted else model.hidden
     heads = model.heads // tensor * (model.head_width + model.value_width)
     value = max(model.key_width // tensor, model.head_width)
-    return Kept(whole * (2 if is_parted and tensor > 1 else 1) + heads + value + model.wide // tensor, 0)
+    return KeptPerToken(whole * (2 if is_parted and tensor > 1 else 1) + heads + value + model.wide // tensor, 0)
 
 
-def mlp_values(model: Transformer, count: int, tensor: int) -> Kept:
+def mlp_values(model: Transformer, count: int, setup: Setup) -> KeptPerToken:
     """The numbers that `count` MLPs keep if each gets all tokens."""
-    wide = count * model.wide
-    return Kept(wide * (2 if model.gated else 1) // tensor, wide // tensor)
+    wide, tensor = count * model.wide, setup.tensor
+    return KeptPerToken(wide * (2 if model.gated else 1) // tensor, wide // tensor * keeps_input(setup, "linear_fc2"))
 
 
 def wide_values(model: Transformer, setup: Setup) -> int:
@@ -90,15 +110,16 @@ def wide_values(model: Transformer, setup: Setup) -> int:
     return (always + routed) * each // setup.tensor
 
 
-def routed_kept(model: Transformer, setup: Setup) -> Kept:
+def routed_kept(model: Transformer, setup: Setup) -> KeptPerToken:
     """What experts keep: the inputs that the router sends to each, and one number per expert. Their outputs are kept
     where the router's weights multiply them. On expert ranks, these multiply the activations, as in Megatron-LM, so
     outputs are not needed. The ranks of an expert have all tokens that are sent to it, and divide its width; ranks that
     have whole experts get as many tokens as they send, which with sequence parallelism are a part.
     """
     if model.experts == 1:
-        return Kept(0, 0)
+        return KeptPerToken(0, 0)
     split, uses = setup.expert_split, model.experts_per_token * setup.expert_split
     output = model.hidden if setup.expert == 1 else 0
     plain = uses * (output + (2 if model.gated else 1) * model.wide // split) // setup.tensor + model.experts
-    return Kept(plain, uses * (model.hidden + model.wide // split) // setup.tensor)
+    first, second = keeps_input(setup, "linear_fc1"), keeps_input(setup, "linear_fc2")
+    return KeptPerToken(plain, uses * (first * model.hidden + second * model.wide // split) // setup.tensor)

@@ -7,12 +7,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipeflow.core.errors import UsageError
+from pipeflow.planning.backward_work import recomputed_work
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.exchanges import expert_seconds
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.rates import Rates
 from pipeflow.planning.recomputation import recomputed_modules
-from pipeflow.planning.recomputed_work import recomputed_work
 from pipeflow.planning.setup import GRAPHS, Setup
 from pipeflow.planning.transformer_costs import layer_kept, tokens_of
 

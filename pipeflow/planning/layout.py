@@ -8,16 +8,18 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, cast
 
-from pipeflow.core.errors import UsageError, unknown
+from pipeflow.core.errors import UsageError, require_type, unknown
 from pipeflow.core.placement import require_positive
 from pipeflow.core.schedule import Schedule
+from pipeflow.core.several import names_of
 from pipeflow.planning.block_sizes import near_divisors
 from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.inputs import require_inputs
 from pipeflow.planning.setup import Checkpoint, Setup
 from pipeflow.planning.sharding import require_pipeline
 from pipeflow.schedules import SCHEDULES, make_schedule
-from pipeflow.schedules.registry import COMPARED, is_searched
+from pipeflow.schedules.registry import COMPARED, OTHER_NAMES, is_searched
 from pipeflow.schedules.zb_auto import kinds_named
 
 GIVEN = ("tensor", "pipeline", "context", "expert", "expert_tensor", "microbatch_size")  # sizes that may be fixed
@@ -75,6 +77,14 @@ class Layout:
     def zero(self) -> int:
         return self.setup.zero
 
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.setup.sequence_parallel
+
+    @property
+    def overlap(self) -> bool:
+        return self.setup.overlaps
+
     def make_schedule(self) -> Schedule:
         """Makes the schedule of the layout."""
         return make_schedule(self.schedule, ranks=self.pipeline, microbatches=self.microbatches, **self.options)
@@ -89,9 +99,9 @@ class Wanted:
         batch: sequences per step, on all devices together.
         memory: the most bytes of a device in a plan; by default the device's memory minus ALLOWANCE, a context, and a
             communicator for as many kinds of groups as the devices can form.
-        setup: the sequence, the precision, and how activations are split and kept; its other fields are not used.
-        tensor, pipeline, context, expert, expert_tensor, microbatch_size, checkpoint, zero: if given, all layouts have
-            these values.
+        setup: the sequence, the precision, the program, and how activations are kept; its other fields are not used.
+        tensor, pipeline, context, expert, expert_tensor, microbatch_size, checkpoint, zero, sequence_parallel, overlap:
+            if given, all layouts have these values.
         shard_ranks: the replicas that hold together what `zero` divides, in all layouts; by default all of them.
         schedules: names to try; by default SEARCHED, and with `kinds` also "zb-auto".
         kinds: what may save memory in orders that are searched for: "offload", "recompute", "both" or "none".
@@ -115,11 +125,15 @@ class Wanted:
     microbatch_size: int | None = None
     checkpoint: Checkpoint | None = None
     zero: int | None = None
+    sequence_parallel: bool | None = None
+    overlap: bool | None = None
     shard_ranks: int | None = None
     schedules: tuple[str, ...] = SEARCHED
     kinds: str = "none"
 
     def __post_init__(self) -> None:
+        require_inputs(self.model, self.setup, self.cluster)
+        require_type("cluster", self.cluster, Cluster, "Cluster.of(device) has a cluster by the name of its device")
         optional = {name: getattr(self, name) for name in GIVEN}
         given = {name: size for name, size in optional.items() if size is not None}
         require_positive(devices=self.devices, batch=self.batch, **given)
@@ -130,11 +144,12 @@ class Wanted:
             )
         if self.memory is not None and not self.memory > 0:
             raise UsageError(f"memory must be a positive number of bytes, got {self.memory!r}")
+        object.__setattr__(self, "schedules", names_of("schedules", self.schedules))
         if not self.schedules:
             raise UsageError("there is no schedule to try: name at least one")
         for name in self.schedules:
             if name not in SCHEDULES:
-                raise unknown("schedule", name, SCHEDULES)
+                raise unknown("schedule", name, SCHEDULES, OTHER_NAMES)
         require_pipeline(self.zero, self.pipeline)
         if self.shard_ranks is not None:
             self._require_shards(self.shard_ranks)
@@ -148,10 +163,6 @@ class Wanted:
             object.__setattr__(self, "schedules", (*self.schedules, "zb-auto"))
         if self.expert is not None:
             self.model.expert_parameters(self.expert, self.expert_tensor or 1)
-        tensor = 2 if self.tensor is None else self.tensor  # as Megatron-LM's programs, unless there is no tensor rank
-        fixed = replace(self.setup, tensor=tensor, checkpoint=self.checkpoint or "none", zero=self.zero or 0)
-        if not fixed.stores_scores:  # the same kernel in all layouts, whatever they divide
-            object.__setattr__(self, "setup", replace(self.setup, attention=fixed.kernel))
 
     def _require_shards(self, ranks: int) -> None:
         require_positive(shard_ranks=ranks)

@@ -1,4 +1,4 @@
-"""Cells: layouts but for schedule and cut, on rungs: what a plain layout does without to fit into memory. Must not
+"""Cells: layouts without schedule and cut, each at one level of saving memory, which is called its rung. Must not
 contain: what they cost.
 
 To recompute more, or to divide more among replicas (ZeRO-2, ZeRO-3), costs time and saves bytes. So a search begins
@@ -16,8 +16,9 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from pipeflow.core.errors import UsageError
+from pipeflow.planning.engines import engine_named
 from pipeflow.planning.layout import Wanted
-from pipeflow.planning.mesh_sizes import Sizes, divisors, meshes, microbatch_sizes
+from pipeflow.planning.mesh_sizes import Sizes, divisors, meshes, microbatch_sizes, takes
 from pipeflow.planning.setup import Setup
 
 
@@ -94,7 +95,8 @@ def _sizes_of(wanted: Wanted, *, smallest: bool = False) -> Iterator[Cell]:
             setup = replace(
                 wanted.setup, tensor=sizes.tensor, data=sizes.data, context=sizes.context, microbatch_size=size, **ranks
             )
-            yield Cell(setup, sizes.pipeline, many)
+            for parallel, overlap in _splits(wanted, sizes):
+                yield Cell(replace(setup, sequence_parallel=parallel, overlap=overlap), sizes.pipeline, many)
 
 
 def _experts(wanted: Wanted, sizes: Sizes) -> list[dict[str, Any]]:
@@ -113,6 +115,22 @@ def _experts(wanted: Wanted, sizes: Sizes) -> list[dict[str, Any]]:
             continue
         found.append({"expert": ranks, "expert_tensor": split if model.experts > 1 else None})
     return found
+
+
+def _splits(wanted: Wanted, sizes: Sizes) -> list[tuple[bool, bool]]:
+    """Whether tensor ranks split the sequence, too, and whether collectives run beside computations. Neither takes time
+    in a plan or needs bytes, so both are always on where they are possible, with two exceptions: a checkpoint "op"
+    gathers a sequence once more, and an engine may have more buffers to overlap.
+    """
+    is_possible = sizes.tensor > 1 and takes(wanted, sizes.tensor, sizes.context, sequence_parallel=True)
+    parallel = [True] * is_possible + [False] * (not is_possible or wanted.checkpoint == "op")
+    overlap = [True] + [False] * (engine_named(wanted.setup.engine).bucket > 0)
+    return [
+        *product(
+            parallel if wanted.sequence_parallel is None else [wanted.sequence_parallel],
+            overlap if wanted.overlap is None else [wanted.overlap],
+        )
+    ]
 
 
 def _zeros(wanted: Wanted, cell: Cell) -> tuple[int, ...]:

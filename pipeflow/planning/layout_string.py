@@ -54,7 +54,7 @@ class LayoutString:
     def read(cls, text: str) -> LayoutString:
         """The layout that a string describes. Raises UsageError for a string that is none, with the position in it."""
         symbols = [Symbol(letter, position) for position, letter in enumerate(text, 1) if letter != ","]
-        found = _Reader(symbols).read()
+        found = _Repetitions(symbols).read()
         _require_order([symbol for symbol in found if symbol.letter != BORDER])
         return cls(tuple("".join(symbol.letter for symbol in found).split(BORDER)))
 
@@ -113,7 +113,7 @@ class LayoutString:
                 )
 
 
-class _Reader:
+class _Repetitions:
     """Writes out the repetitions of a string, from its first symbol to its last."""
 
     def __init__(self, symbols: list[Symbol]) -> None:

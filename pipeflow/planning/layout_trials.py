@@ -18,7 +18,6 @@ from pipeflow.core.partition import Part
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.orders.memory.search import NoOrderError
 from pipeflow.planning.bounds import least_makespan
 from pipeflow.planning.cuts import cut_by_load, even_cut
 from pipeflow.planning.layout import Layout, Wanted
@@ -30,6 +29,7 @@ from pipeflow.planning.rank_memory import ALLOCATOR, state_bytes
 from pipeflow.planning.schedule_peaks import RankPeaks, peaks
 from pipeflow.planning.setup import Setup
 from pipeflow.schedules import make_schedule, options_of
+from pipeflow.schedules.orders.memory.search import NoOrderError
 
 CHUNKS = (2, 3, 4, 6, 8, 12)  # stages per rank that are tried
 ACTIONS = 2_000_000  # of one schedule at most; larger ones are not tried
@@ -293,7 +293,8 @@ def _profile(wanted: Wanted, setup: Setup) -> Profile:
 
 def _of_one_replica(setup: Setup) -> Setup:
     """The key of `_profile`, which depends on the replicas only where they exchange tokens."""
-    return replace(setup, data=setup.data if setup.expert > 1 else 1, zero=0, shard_ranks=None)
+    data, hides = setup.data if setup.expert > 1 else 1, setup.overlaps and setup.zero < 3
+    return replace(setup, data=data, zero=0, shard_ranks=None, overlap=hides)
 
 
 def least_seconds(wanted: Wanted, cell: Cell) -> float:

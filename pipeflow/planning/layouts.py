@@ -14,14 +14,14 @@ from functools import partial
 from itertools import count
 from typing import NamedTuple
 
-from pipeflow.core.errors import ScheduleError, UsageError
+from pipeflow.core.errors import ScheduleError, UsageError, require_type
+from pipeflow.core.soundness.schedule import verify
 from pipeflow.planning.estimate import plan
 from pipeflow.planning.layout import Layout, Wanted
 from pipeflow.planning.layout_cells import Cell, heavier, lighter, lightest_cells
 from pipeflow.planning.layout_trials import Kept, LayoutTrial, least_seconds, trials
 from pipeflow.planning.misfits import no_room
 from pipeflow.planning.step_plan import Plan, StepParts
-from pipeflow.soundness.schedule import verify
 
 # Theory of operation
 #
@@ -108,6 +108,7 @@ def find_layouts(wanted: Wanted, *, top: int = 5, progress: Callable[[float], No
     Raises UsageError if no layout divides the devices or the batch; the error names the nearest numbers that work. Also
     raises it if the model fits nowhere; the error says how much memory is missing and which changes would make it fit.
     """
+    require_type("wanted", wanted, Wanted)
     search = _Search(wanted, top, progress)
     with _no_collections():
         search.run()
@@ -127,12 +128,13 @@ def faster_on_fewer(found: Layouts) -> Layouts | None:
     `found` by more than a tie. None if there is none, as for most models: half of the devices compute twice as long.
     """
     best, fewer = found.ranked[0].step_seconds, None
-    wanted = found.wanted
-    while wanted.devices % 2 == 0:
-        wanted = replace(wanted, devices=wanted.devices // 2)
+    devices = found.wanted.devices
+    while devices % 2 == 0:
+        devices //= 2
         try:
+            wanted = replace(found.wanted, devices=devices)
             search = _Search(wanted, 1, None, below=best / (1 + TIE))
-        except UsageError:  # these devices or the batch do not divide
+        except UsageError:  # these devices, their shards or the batch do not divide
             continue
         with _no_collections():
             search.run()

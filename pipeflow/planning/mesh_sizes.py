@@ -60,10 +60,10 @@ def divisors(number: int) -> list[int]:
 def _split(wanted: Wanted, devices: int) -> Iterator[Sizes]:
     """The sizes whose product is `devices`."""
     for tensor in [wanted.tensor] if wanted.tensor else divisors(wanted.model.heads):
-        if devices % tensor or not _takes(wanted, tensor):
+        if devices % tensor or not takes(wanted, tensor):
             continue
         ranks = devices // tensor
-        contexts = [context for context in _contexts(wanted) if _takes(wanted, tensor, context)]
+        contexts = [context for context in _contexts(wanted) if takes(wanted, tensor, context)]
         for pipeline in [wanted.pipeline] if wanted.pipeline else range(1, min(ranks, wanted.model.layers) + 1):
             if ranks % pipeline == 0:
                 replicas = ranks // pipeline
@@ -79,14 +79,18 @@ def _contexts(wanted: Wanted) -> list[int]:
     return [1, *(2**power for power in range(1, 11) if tokens >= CONTEXT * 2**power)]
 
 
-def _takes(wanted: Wanted, tensor: int, context: int = 1) -> bool:
-    """Whether the model can be split over `tensor` ranks, and a sequence over `context` ranks. If the user asked for
-    this size, the error that says why not is raised.
+def takes(wanted: Wanted, tensor: int, context: int = 1, *, sequence_parallel: bool | None = None) -> bool:
+    """Whether the model can be split over `tensor` ranks, and a sequence over `context` ranks, and over all of them if
+    it is `sequence_parallel`, by default as wanted. If the user asked for these sizes, the error that says why not is
+    raised.
     """
+    asked = bool(wanted.sequence_parallel)
+    parallel = asked if sequence_parallel is None else sequence_parallel
     try:
-        sequence_of(wanted.model, replace(wanted.setup, tensor=tensor, context=context))
+        split = replace(wanted.setup, tensor=tensor, context=context, sequence_parallel=parallel)
+        sequence_of(wanted.model, split)
     except UsageError:
-        if tensor in (1, wanted.tensor) and context in (1, wanted.context):
+        if parallel == asked and tensor in (1, wanted.tensor) and context in (1, wanted.context):
             raise
         return False
     return True

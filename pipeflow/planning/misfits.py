@@ -119,8 +119,8 @@ def _changes(wanted: Wanted) -> Iterator[tuple[str, dict[str, Any]]]:
         "microbatch_size": "smaller microbatches",
     }
     yield from ((words, {name: None}) for name, words in given.items() if getattr(wanted, name) is not None)
-    if not wanted.setup.sequence_parallel:
-        yield "sequence parallelism", {"setup": replace(wanted.setup, sequence_parallel=True)}
+    if wanted.sequence_parallel is False:
+        yield "sequence parallelism", {"sequence_parallel": None}
 
 
 def _with_devices(wanted: Wanted, times: int) -> Wanted:

@@ -7,17 +7,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pipeflow.core.action import Kind
+from pipeflow.core.dataflow import Content
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.blocks import Part
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.estimate import step_plan
-from pipeflow.planning.layer_times import layer_times
+from pipeflow.planning.layer_seconds import layer_times
 from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.physical import StageCosts, StageTimes, physical_of, rates_of
+from pipeflow.planning.physical import StageCosts, physical_of, rates_of
 from pipeflow.planning.rank_memory import Held, transferred
 from pipeflow.planning.rates import RankGroup, Rates
 from pipeflow.planning.setup import Setup
-from pipeflow.planning.sharding import LayerCosts
+from pipeflow.planning.sharding import StageLayers
 from pipeflow.planning.step_plan import StepPlan
 from pipeflow.planning.transformer_costs import Parameters
 from pipeflow.planning.work import DeviceWork, added_bytes
@@ -120,12 +122,13 @@ def _stage_costs(stage: CountedStage, rates: Rates, setup: Setup) -> StageCosts:
         deferred |= piece.deferred
     held, blocks = sum(stage.parameters.values()), max(1, stage.blocks[1] - stage.blocks[0])
     return StageCosts(
-        StageTimes(forward, backward - weight, weight, 0.0),
-        sum(saved.values()),
-        sum(deferred.values()),
+        {Kind.F: forward, Kind.I: backward - weight, Kind.W: weight},
+        0.0,
+        {Content.SAVED: sum(saved.values()), Content.DEFERRED: sum(deferred.values())},
         stage.sent_bytes,
         Parameters(held, 0),
-        LayerCosts(blocks, Parameters(held // blocks, 0), Parameters(0, 0), forward / blocks, backward / blocks),
+        StageLayers(blocks, Parameters(held // blocks, 0), Parameters(0, 0), forward / blocks, backward / blocks),
+        Parameters(0 if setup.frozen else held, 0),
     )
 
 

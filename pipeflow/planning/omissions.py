@@ -12,7 +12,7 @@ WHOLE_EXPERTS = (
 )
 FOUR_BITS = "products in 4 bits, which are planned with the share of their peak that those in 8 bits reach"
 SCALES = "scales of single blocks of numbers (fp8-block, mxfp8, nvfp4), which are planned as those of whole tensors"
-ADAPTERS = "adapters, which learn instead of frozen weights: their parameters, products and gradients"
+ADAPTERS = "adapters, which learn instead of frozen weights (--lora-rank)"
 HIDDEN = "all-to-all of experts that is hidden behind other computation (--overlap-experts)"
 
 
@@ -32,7 +32,7 @@ def unpriced(model: Transformer, setup: Setup) -> tuple[str, ...]:
         WHOLE_EXPERTS: is_mixture and setup.expert == 1 and setup.tensor * setup.replicas > 1,
         ROUTED: is_mixture and setup.expert > 1 and setup.imbalance == 1,
         HIDDEN: is_mixture and setup.expert > 1 and not setup.overlap_experts,
-        ADAPTERS: setup.frozen,
+        ADAPTERS: setup.frozen and not setup.lora_rank,
         FOUR_BITS: setup.precision.products == "fp4",
         SCALES: setup.precision.name in ("fp8-block", "mxfp8", "nvfp4"),
     }

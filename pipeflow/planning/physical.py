@@ -4,25 +4,28 @@ gradient reductions and of the optimizer. Must not contain: the order in which s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pipeflow.analysis.simulation import simulate, simulate_shared
-from pipeflow.core.cost import CostModel, Link
-from pipeflow.core.errors import UsageError
+from pipeflow.core.action import Kind
+from pipeflow.core.analysis.simulation import simulate, simulate_shared
+from pipeflow.core.cost import CostModel, costs_of
+from pipeflow.core.cost_fields import Link
+from pipeflow.core.dataflow import Content
 from pipeflow.core.partition import Cut
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
+from pipeflow.planning.adapters import learned_parameters
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.efficiency import Efficiency
-from pipeflow.planning.layer_times import model_layer_times
+from pipeflow.planning.layer_seconds import model_layer_times
 from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.rates import FROZEN, RankGroup, Rates, Seconds
+from pipeflow.planning.rates import FROZEN, RankGroup, Rates, Seconds, no_units
 from pipeflow.planning.setup import FEW_BITS, Setup
-from pipeflow.planning.sharding import LayerCosts, Sharding, gathering, holders_of
+from pipeflow.planning.sharding import Sharding, StageLayers, holders_of
 from pipeflow.planning.transformer import GPT
 from pipeflow.planning.transformer_costs import (
     Parameters,
@@ -36,23 +39,9 @@ from pipeflow.planning.transformer_costs import (
     tokens_of,
 )
 from pipeflow.planning.work import embedding_work, head_work
+from pipeflow.schedules.orders.memory.unsharding import gathering
 
 FREE_LAUNCHES = {"forward_launch": 0.0, "backward_launch": 0.0, "sync": 0.0}
-
-
-@dataclass(frozen=True, slots=True)
-class StageTimes:
-    """Seconds of one microbatch on one stage.
-
-    Attributes:
-        forward, backward_input, backward_weight: of its actions F, I and W; B takes both halves.
-        communication: the part of all three in which tensor ranks communicate.
-    """
-
-    forward: float
-    backward_input: float
-    backward_weight: float
-    communication: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +49,22 @@ class StageCosts:
     """The costs of one stage on one device. Bytes are those of one microbatch.
 
     Attributes:
-        times: seconds of one microbatch.
-        saved_bytes: bytes that are kept from a forward to its backward.
-        deferred_bytes: bytes that are kept between the two halves of a backward.
+        times: seconds of its actions F, I and W; B takes both halves.
+        communication: the part of all three in which tensor ranks communicate.
+        sizes: bytes that are kept from a forward to its backward, and between the two halves of a backward.
         activation_bytes: bytes that are sent to the next stage.
         parameters: how many parameters the device holds.
         layers: its layers.
+        learned: how many parameters of the device learn.
     """
 
-    times: StageTimes
-    saved_bytes: float
-    deferred_bytes: float
+    times: Mapping[Kind, float]
+    communication: float
+    sizes: Mapping[Content, float]
     activation_bytes: float
     parameters: Parameters
-    layers: LayerCosts
+    layers: StageLayers
+    learned: Parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,29 +129,35 @@ def physical_costs(
     computed = for_shares(model, parts, lambda share: _stage_times(model, setup, mesh, rates, share))
     shares = shares_of(model, parts)
     held = for_shares(model, parts, lambda share: parameters_of(model, [share], setup))
+    adapters = for_shares(model, parts, lambda share: learned_parameters(model, share, setup))
+    learned = adapters if setup.frozen else held
     activation = passed_bytes(model, setup)
     stages = [
         StageCosts(
-            computed[stage][0],
-            memory.saved_bytes[stage],
-            memory.deferred_bytes[stage],
+            *computed[stage][:2],
+            {content: sizes[stage] for content, sizes in memory.sizes.items()},
             activation,
             held[stage],
-            computed[stage][1],
+            computed[stage][2],
+            learned[stage],
         )
         for stage in range(len(parts))
     ]
     ranks = {tuple(shares[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)}
-    most = max((parameters_of(model, own, setup) for own in ranks), key=lambda each: each.total)
+    if setup.frozen:
+        own = [[adapters[stage] for stage in placement.stages_of(rank)] for rank in range(placement.num_ranks)]
+        most = max((Parameters(*map(sum, zip(*each, strict=True))) for each in own), key=lambda each: each.total)
+    else:
+        most = max((parameters_of(model, own, setup) for own in ranks), key=lambda each: each.total)
     tied = _tied(model, placement, setup, mesh, rates)
     return physical_of(stages, placement, setup, mesh, rates, most=most, tied=tied)
 
 
 def rates_of(cluster: Cluster, setup: Setup, free: frozenset[str] = frozenset()) -> Rates:
     """The rates of a cluster in the precision of a setup. Raises UsageError as `physical_costs` does."""
-    needed, device = setup.precision.needs, cluster.device
-    if needed and needed not in device.flops:
-        raise UsageError(f"{device.name} has no units for {setup.precision.name}: use fp8-current or bf16")
+    precision, device = setup.precision, cluster.device
+    if not {precision.products, precision.needs} - {""} <= device.flops.keys():
+        raise no_units(device, precision.name)
     return _rates_in(cluster, setup.precision.products, free | frozenset([FROZEN] * setup.frozen))
 
 
@@ -186,39 +183,39 @@ def physical_of(
     most: Parameters,
     tied: float,
 ) -> Physical:
-    """The costs of a layout whose stages have these costs. `most` are the parameters of the device that holds most,
-    and `tied` are the seconds of summing gradients that several stages share.
+    """The costs of a layout whose stages have these costs. `most` are the parameters that learn on the device with
+    most, and `tied` are the seconds of summing gradients that several stages share.
     """
-    cluster, times = rates.cluster, [each.times for each in stages]
+    cluster = rates.cluster
     by_layer, alone = placement.num_ranks == 1, len(placement.paths) == 1 and len(stages) == placement.num_ranks
     holders = [holders_of(placement, mesh, stage) for stage in range(len(stages))]
     sharding = [Sharding(setup, each, rates, by_layer, alone) for each in holders]
     beyond = [own.beyond(each.layers) for own, each in zip(sharding, stages, strict=True)]
     near = cluster.link_bandwidth * rates.efficiency.transfer
     start = rates.efficiency.transfer_start
-    cost = CostModel(
-        forward=tuple((each.forward + more) / cluster.sharing for each, (more, _) in zip(times, beyond, strict=True)),
-        backward_input=tuple(
-            (each.backward_input + more) / cluster.sharing for each, (_, more) in zip(times, beyond, strict=True)
-        ),
-        backward_weight=tuple(each.backward_weight / cluster.sharing for each in times),
-        saved_bytes=tuple(each.saved_bytes for each in stages),
-        deferred_bytes=tuple(each.deferred_bytes for each in stages),
+    times: dict[Kind, list[float]] = {
+        Kind.F: [each.times[Kind.F] + more for each, (more, _) in zip(stages, beyond, strict=True)],
+        Kind.I: [each.times[Kind.I] + more for each, (_, more) in zip(stages, beyond, strict=True)],
+        Kind.W: [each.times[Kind.W] for each in stages],
+        Kind.R: [own.once(each.learned, each.layers) for own, each in zip(sharding, stages, strict=True)],
+    }
+    if setup.zero == 3 and not by_layer:
+        times[Kind.U] = [own.gather(each.parameters) for own, each in zip(sharding, stages, strict=True)]
+    times = {kind: [seconds / cluster.sharing for seconds in each] for kind, each in times.items()}
+    sizes = {content: [each.sizes[content] for each in stages] for content in (Content.SAVED, Content.DEFERRED)}
+    sizes[Content.INPUT] = [0.0, *(each.activation_bytes for each in stages[:-1])]  # first a part of the batch
+    if host := cluster.device.host_bandwidth:
+        times[Kind.O] = [size / host for size in sizes[Content.SAVED]]
+    cost = costs_of(
+        times,
+        sizes,
         activation_bytes=tuple(each.activation_bytes for each in stages),
-        input_bytes=(0.0, *(each.activation_bytes for each in stages[:-1])),  # the first one has a part of the batch
-        offload=tuple(each.saved_bytes / host for each in stages) if (host := cluster.device.host_bandwidth) else (),
         latency=start + cluster.link_latency,
         bandwidth=near,
         links=_links(placement, mesh, cluster, rates),
-        reduce=tuple(
-            own.once(each.parameters, each.layers) / cluster.sharing for own, each in zip(sharding, stages, strict=True)
-        ),
-        unshard=tuple(own.gather(each.parameters) / cluster.sharing for own, each in zip(sharding, stages, strict=True))
-        if setup.zero == 3 and not by_layer
-        else (),
         unit="s",
     )
-    communication = tuple(each.communication / cluster.sharing for each in times)
+    communication = tuple(each.communication / cluster.sharing for each in stages)
     processors = _processors(mesh, cluster) if cluster.sharing > 1 else None
     added = tuple(sum(each) / cluster.sharing for each in beyond)
     return Physical(cost, communication, tied, _optimizer(most, setup, rates), processors, added)
@@ -246,8 +243,8 @@ def _links(placement: Placement, mesh: Mesh, cluster: Cluster, rates: Rates) -> 
 
 def _stage_times(
     model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, share: Share
-) -> tuple[StageTimes, LayerCosts]:
-    """The times of a share, and its layers."""
+) -> tuple[dict[Kind, float], float, StageLayers]:
+    """The seconds of a share's actions, those in which tensor ranks communicate, and its layers."""
     collective = rates.tensor_sum(mesh.tensor_group, tokens_of(model, setup) * model.hidden * setup.precision.weight)
     parts = [(count, model_layer_times(kind, each, mesh, rates)) for count, kind, each in share.kinds(model, setup)]
     forward, backward, weight, communication = (sum(count * times[i] for count, times in parts) for i in range(4))
@@ -263,27 +260,26 @@ def _stage_times(
         moved = rates.moving(work.moved_bytes)
         ends.append(Seconds(each.forward, each.backward - moved + collective, each.weight, 0.0))
         communication += collective
-    times = StageTimes(
-        forward + sum(each.forward for each in ends),
-        backward - weight + sum(each.backward - each.weight for each in ends),
-        weight + sum(each.weight for each in ends),
-        communication,
-    )
-    return times, layers
+    times = {
+        Kind.F: forward + sum(each.forward for each in ends),
+        Kind.I: backward - weight + sum(each.backward - each.weight for each in ends),
+        Kind.W: weight + sum(each.weight for each in ends),
+    }
+    return times, communication, layers
 
 
-def _layers(model: Transformer, setup: Setup, share: Share, forward: float, backward: float) -> LayerCosts:
+def _layers(model: Transformer, setup: Setup, share: Share, forward: float, backward: float) -> StageLayers:
     """The layers of a share, which together take so many seconds, and what is in none of them."""
     whole = parameters_of(model, [share], setup)
     ends = parameters_of(model, [share._replace(layers=0, dense=0)], setup)
     number = max(1, share.layers)
     each = Parameters((whole.others - ends.others) // number, whole.experts // number)
-    return LayerCosts(share.layers, each, ends, forward / number, backward / number)
+    return StageLayers(share.layers, each, ends, forward / number, backward / number)
 
 
 def _tied(model: Transformer, placement: Placement, setup: Setup, mesh: Mesh, rates: Rates) -> float:
     first, last = placement.rank_of(0), placement.rank_of(placement.num_stages - 1)
-    if first == last or not (isinstance(model, GPT) and model.tied):
+    if first == last or setup.frozen or not (isinstance(model, GPT) and model.tied):
         return 0.0
     table = model.vocabulary_rows(setup.tensor) * model.hidden
     return rates.gradient_sum(RankGroup(2, 1 if mesh.crosses(first, last) else 2), setup.precision.gradient * table)
@@ -293,7 +289,7 @@ def _optimizer(most: Parameters, setup: Setup, rates: Rates) -> float:
     """Reads and writes the optimizer's state once, the gradients three times (unscaling, norm, step), and writes the
     weights.
     """
-    precision = setup.precision
+    precision = setup.precision.learned or setup.precision
     state, others = 2 * (precision.master + precision.moments), 3 * precision.gradient + precision.weight
     parts = (most.others, setup.shards), (most.experts, setup.expert_shards)
     return rates.stepping(

@@ -9,10 +9,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from pipeflow.core.placement import Placement
+from pipeflow.planning.adapters import learned_parameters
 from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.engines import engine_named
 from pipeflow.planning.setup import Setup
-from pipeflow.planning.sharding import WHOLE
 from pipeflow.planning.transformer import GPT
 from pipeflow.planning.transformer_costs import (
     Parameters,
@@ -24,6 +24,7 @@ from pipeflow.planning.transformer_costs import (
     shares_of,
     tokens_of,
 )
+from pipeflow.schedules.orders.memory.unsharding import WHOLE
 
 ALLOCATOR = 0.04
 """Memory that torch's caching allocator holds but does not hand out, as a share of what it hands out: the median of 11
@@ -143,6 +144,7 @@ class Held(NamedTuple):
         whole: parameters of all of them. A word table that is also the head counts once.
         layer, ends: of these, those of one layer, and those in no layer.
         tables: per stage, numbers of its whole gradients that belong to other tensor ranks.
+        adapters: parameters of adapters, which are not among those above.
     """
 
     parts: tuple[Part, ...]
@@ -154,6 +156,7 @@ class Held(NamedTuple):
     layer: Parameters
     ends: Parameters
     tables: tuple[int, ...] = ()
+    adapters: int = 0
 
 
 class StateBytes(NamedTuple):
@@ -215,6 +218,7 @@ def held_by(
         layer,
         parameters_of(model, [share._replace(layers=0, dense=0) for share in own], setup),
         tuple(_others_rows(model, setup) if share.first else 0 for share in own),
+        sum(learned_parameters(model, share, setup).total for share in own),
     )
 
 
@@ -279,16 +283,18 @@ def rank_plan(
     whole = width * (part if is_divided else parameters) if gradients is None else round(gradients)
     if _divides_float32(setup) and not is_divided:
         whole += width * part
+    learned, own = precision.learned or precision, -(-held.adapters // setup.shards)
     return RankPlan(
         rank,
         placement.stages_of(rank),
         held.parts,
-        parameters,
+        parameters + held.adapters,
         weight_bytes=(part if zero == 3 else parameters)
-        * (0 if _divides_float32(setup) and precision.master else precision.weight),
-        gradient_bytes=whole,
-        master_bytes=part * precision.master,
-        moment_bytes=part * precision.moments,
+        * (0 if _divides_float32(setup) and precision.master else precision.weight)
+        + held.adapters * learned.weight,
+        gradient_bytes=whole + held.adapters * learned.gradient,
+        master_bytes=part * precision.master + own * learned.master,
+        moment_bytes=part * precision.moments + own * learned.moments,
         activation_bytes=kept,
         recomputed_bytes=held.recomputed_bytes,
         backward_bytes=held.backward_bytes,

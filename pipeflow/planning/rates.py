@@ -9,8 +9,9 @@ from typing import NamedTuple
 from pipeflow.core.errors import UsageError
 from pipeflow.planning.attention import Scores, fused_shares, unaligned
 from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.device import Device
 from pipeflow.planning.efficiency import Efficiency
-from pipeflow.planning.setup import FEW_BITS
+from pipeflow.planning.setup import FEW_BITS, PRECISIONS
 from pipeflow.planning.shapes import longer
 from pipeflow.planning.work import DeviceWork, MatrixProduct
 
@@ -46,7 +47,14 @@ KINDS = ("products", "attention", "elementwise", "recomputation", "launches", "c
 FROZEN = "weight gradients"
 """In `Rates.free` where weights do not learn."""
 
-_LONG = Scores("flash1", math.inf, 128, True)
+_LONG = Scores(None, math.inf, 128, True)
+
+
+def no_units(device: Device, precision: str) -> UsageError:
+    """The error for a precision that a device cannot compute in, which names those of PRECISIONS in which it can."""
+    names = [each.name for each in PRECISIONS.values() if {each.products, each.needs} - {""} <= device.flops.keys()]
+    can = f"use one of {', '.join(names)}, or describe" if names else "describe"
+    return UsageError(f"{device.name} has no units for {precision}: {can} the device in a cluster file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +73,7 @@ class Rates:
     def __post_init__(self) -> None:
         device = self.cluster.device
         if self.precision not in device.flops:
-            raise UsageError(
-                f"{device.name} has no units for {self.precision}: use one of {', '.join(device.flops)}, or describe "
-                "the device in a cluster file"
-            )
+            raise no_units(device, self.precision)
 
     @property
     def peak(self) -> float:

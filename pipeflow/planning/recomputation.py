@@ -10,7 +10,7 @@ and shared experts. A checkpoint "op" chooses single products instead.
 from __future__ import annotations
 
 from pipeflow.planning.blocks import Transformer
-from pipeflow.planning.kept import Kept, mlp_values, routed_kept
+from pipeflow.planning.kept import KeptPerToken, keeps_input, mlp_values, normed_inputs, routed_kept
 from pipeflow.planning.linears import Linear, attention_linears
 from pipeflow.planning.setup import Setup
 
@@ -59,16 +59,18 @@ def op_linears(model: Transformer, setup: Setup) -> tuple[Linear, ...]:
     return (*found, Linear(hidden, model.wide, "outputs")) if model.gated else found
 
 
-def _freed(model: Transformer, setup: Setup, module: str) -> Kept:
+def _freed(model: Transformer, setup: Setup, module: str) -> KeptPerToken:
     whole = model.hidden // setup.tensor if setup.sequence_parallel else model.hidden
-    shared = mlp_values(model, model.shared_experts, setup.tensor)
+    shared = mlp_values(model, model.shared_experts, setup)
+    second = keeps_input(setup, "linear_fc2")
     routed = routed_kept(model, setup)
     return {
-        "core_attn": Kept(0, 0),  # a fused kernel keeps what the linears beside it need; scores are `checkpoint`'s
-        "layernorm": Kept(0, (1 if model.parallel_block else 2) * whole),
-        "mla_up_proj": Kept(model.heads // setup.tensor * (2 * model.head_width + model.value_width), 0),
-        "mlp": mlp_values(model, 1, setup.tensor),
-        "moe": Kept(routed.plain + shared.plain, routed.inputs + shared.inputs),
-        "moe_act": Kept(0, model.experts_per_token * model.wide // setup.tensor),
+        # a fused kernel keeps what the linears beside it need; scores are `checkpoint`'s
+        "core_attn": KeptPerToken(0, 0),
+        "layernorm": KeptPerToken(0, min(normed_inputs(setup), 1 if model.parallel_block else 2) * whole),
+        "mla_up_proj": KeptPerToken(model.heads // setup.tensor * (2 * model.head_width + model.value_width), 0),
+        "mlp": mlp_values(model, 1, setup),
+        "moe": KeptPerToken(routed.plain + shared.plain, routed.inputs + shared.inputs),
+        "moe_act": KeptPerToken(0, second * model.experts_per_token * model.wide // setup.tensor),
         "shared_experts": shared,
     }[module]

@@ -7,11 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from pipeflow.analysis.difference import has_halves
-from pipeflow.analysis.executed import executed_schedule
-from pipeflow.analysis.idle_time import pauses
-from pipeflow.analysis.simulation import simulate
-from pipeflow.analysis.trace_costs import measured_costs
+from pipeflow.core.analysis.difference import has_halves
+from pipeflow.core.analysis.idle_time import pauses
+from pipeflow.core.analysis.measured_step import executed_schedule, measured_costs
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError

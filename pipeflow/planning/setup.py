@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from pipeflow.core.errors import UsageError
+from pipeflow.core.errors import UsageError, require_type
 from pipeflow.core.placement import require_at_least, require_positive
+from pipeflow.core.several import names_of
 from pipeflow.planning.attention import KERNELS, Kernel
 from pipeflow.planning.block_sizes import near_divisors
 from pipeflow.planning.engines import ENGINES
@@ -25,6 +26,10 @@ Dispatcher = Literal["all-to-all", "deepep", "hybridep"]
 DISPATCHERS: tuple[Dispatcher, ...] = ("all-to-all", "deepep", "hybridep")
 FEW_BITS = ("fp8", "fp4")  # precisions of products whose operands are scaled and rounded first
 MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""The linears of a layer that may have an adapter, by Megatron-LM's names: those of query, key and value, of the output
+of attention, and the wide and the output linears of MLPs and experts.
+"""
 GRAPHS: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
         "attn": (0.5, 0.4),
@@ -63,6 +68,7 @@ class Precision:
         products: the rate of `Device.flops` at which products are computed.
         input: bytes of a number in a linear's input, as it is kept for the backward; as a weight unless given.
         needs: a rate of `Device.flops` that only devices with units for these scales have; "" for none.
+        learned: the precision of adapters, where the other weights do not learn.
     """
 
     name: str
@@ -73,6 +79,7 @@ class Precision:
     products: str = "bf16"
     needs: str = ""
     input: float | None = None
+    learned: Precision | None = None
 
     @property
     def kept_input(self) -> float:
@@ -120,8 +127,7 @@ class Setup:
             2205.05198, section 5); "op": all but attention and every other product, as in torchtitan; "none" (False).
         early_stop: recomputing a whole layer stops before its last product; by default as in the program.
         sequence_parallel: activations that tensor ranks would have whole are split by the sequence (arXiv 2205.05198).
-        keep_scores: attention writes its scores to memory, as without torch's scaled_dot_product_attention or
-            FlashAttention (arXiv 2205.14135), and keeps them unless they are recomputed. See `stores_scores`.
+        keep_scores: attention writes its scores to memory, as before FlashAttention. See `stores_scores`.
         attention: the kernel that computes attention, of `attention.KERNELS`; that of `kernel` unless given.
         context: devices that share the tokens of each sequence; each has all weights of its stage.
         context_kind: how attention sees the tokens of other context ranks. "ring": keys and values go around, hidden
@@ -129,8 +135,7 @@ class Setup:
         expert: ranks among which the experts of a layer are divided. They are some of the `tensor` x `context` x `data`
             devices of a stage (arXiv 2504.14960), which exchange tokens twice in a forward.
         expert_tensor: devices that share each expert; as many as `tensor` unless given.
-        imbalance: tokens of the fullest expert rank, as a multiple of the mean. 1 where the router is forced to send
-            equally many, as in most benchmarks; auxiliary losses leave more (arXiv 2408.15664, table 2).
+        imbalance: tokens of the fullest expert rank, as a multiple of the mean (arXiv 2408.15664, table 2).
         dispatcher: how tokens go to experts. "all-to-all": once for each expert. "deepep" and "hybridep": once to each
             node of these experts, and there over the node's links to each device.
         overlap_experts: that way is hidden behind another microbatch (arXiv 2412.19437, section 3.2.1).
@@ -138,7 +143,9 @@ class Setup:
         checkpoint_layers: with a `checkpoint`, how many layers of each stage have it; all unless given.
         offload_layers: how many layers of each stage copy what they keep to the host; two of them are on their way.
         cuda_graphs: scopes of CUDA graphs, of GRAPHS; what is in them is not launched by the host.
-        frozen: weights do not learn, as with LoRA (arXiv 2106.09685): they have no gradients and no optimizer.
+        frozen: weights do not learn; they have no gradients and no optimizer. Always with `lora_rank`.
+        lora_rank: rank of the adapters that learn beside frozen linears (LoRA, arXiv 2106.09685); 0 for none.
+        lora_targets: the linears with an adapter, of LORA_TARGETS.
 
     Raises UsageError for sizes below 1 or that do not divide, for an unknown `zero`, `checkpoint`, `attention` or
     `context_kind`, for a fused kernel that should keep or recompute scores, and for `shard_ranks` without `zero`.
@@ -172,14 +179,20 @@ class Setup:
     offload_layers: int = 0
     cuda_graphs: tuple[str, ...] = ()
     frozen: bool = False
+    lora_rank: int = 0
+    lora_targets: tuple[str, ...] = LORA_TARGETS
 
     def __post_init__(self) -> None:
+        require_type("precision", self.precision, Precision, f"PRECISIONS[{self.precision!r}] has one by its name")
+        require_type("checkpoint", self.checkpoint, (str, bool))
+        if self.engine is not None:
+            require_type("engine", self.engine, str)
         require_positive(tensor=self.tensor, data=self.data, microbatch_size=self.microbatch_size)
-        if self.frozen:
-            object.__setattr__(self, "precision", replace(self.precision, gradient=0, master=0, moments=0))
+        self._freeze()
         require_positive(context=self.context, expert=self.expert, expert_tensor=self.expert_split)
         if self.context_kind not in CONTEXT_KINDS:
             raise UsageError(f"context_kind must be one of {', '.join(CONTEXT_KINDS)}; got {self.context_kind!r}")
+        require_type("imbalance", self.imbalance, (int, float))
         if not 1 <= self.imbalance <= self.expert:
             raise UsageError(
                 f"imbalance must be between 1 and the number of expert ranks, {self.expert}; got {self.imbalance!r}"
@@ -209,12 +222,30 @@ class Setup:
         if isinstance(self.checkpoint, bool):
             object.__setattr__(self, "checkpoint", "full" if self.checkpoint else "none")
 
+    def _freeze(self) -> None:
+        """Frozen weights have no gradients and no states; adapters have those of the precision that was given. Raises
+        UsageError for a negative `lora_rank`, and for `lora_targets` without one.
+        """
+        require_at_least(0, lora_rank=self.lora_rank)
+        if self.lora_targets != LORA_TARGETS and not self.lora_rank:
+            raise UsageError("lora_targets says which linears have adapters: give lora_rank, too")
+        if len({*self.lora_targets}) != len(self.lora_targets):
+            raise UsageError(f"lora_targets has a linear twice: {', '.join(self.lora_targets)}")
+        if self.lora_rank:
+            object.__setattr__(self, "frozen", True)
+        if self.frozen and self.precision.learned is None:
+            given = self.precision
+            frozen = replace(given, gradient=0, master=0, moments=0, input=None, learned=given)
+            object.__setattr__(self, "precision", frozen)
+
     def _require_named(self) -> None:
         """Raises UsageError for unknown modules, scopes and dispatchers, and for layers of what there is none."""
         known = {"recompute_modules": MODULES, "cuda_graphs": tuple(GRAPHS), "dispatcher": DISPATCHERS}
+        known["lora_targets"] = LORA_TARGETS
+        for name in ("recompute_modules", "cuda_graphs", "lora_targets"):
+            object.__setattr__(self, name, names_of(name, getattr(self, name)))
         for name, words in known.items():
-            value = getattr(self, name)
-            for word in (value,) if isinstance(value, str) else value:
+            for word in names_of(name, getattr(self, name)):
                 if word not in words:
                     raise UsageError(f"{name} must be of {', '.join(words)}; got {word!r}")
         require_at_least(0, offload_layers=self.offload_layers, checkpoint_layers=self.checkpoint_layers or 0)
@@ -274,22 +305,15 @@ class Setup:
         return self.kernel == "unfused"
 
     @property
-    def kernel(self) -> Kernel:
-        """The kernel of attention. Unless `attention` says it, scores are stored with `keep_scores` and selective
-        checkpoints, and in fp16. torchtitan has flash2, torch's own. In bf16, with `zero` 3 or without ranks that share
-        a layer, it is flash1, as in llm-foundry's published runs; otherwise the fastest kernel of the device.
-        """
+    def kernel(self) -> Kernel | None:
+        """The kernel of attention; None for the fastest one of the device."""
         if self.attention is not None:
             return self.attention
-        precision = self.precision
-        is_old = precision.products == "fp16" and self.checkpoint != "op"
+        # Scores are stored with keep_scores and selective checkpoints, and in fp16. torchtitan has torch's own kernel.
+        is_old = self.precision.products == "fp16" and self.checkpoint != "op"
         if self.keep_scores or self.checkpoint == "selective" or is_old:
             return "unfused"
-        if self.engine in ("torchtitan", "torchtitan-compiled"):
-            return "flash2"
-        is_alone = self.tensor == self.context == self.expert == 1 and precision.gradient == precision.weight
-        is_slow = precision.products == "bf16" and (self.zero == 3 or is_alone)
-        return "flash1" if is_slow else "flash3"
+        return "flash2" if self.engine in ("torchtitan", "torchtitan-compiled") else None
 
     @property
     def replicas(self) -> int:

@@ -14,31 +14,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
-from pipeflow.core.schedule import Schedule
-from pipeflow.orders.memory.unsharding import with_unshard
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.programs import reduced_gradient
 from pipeflow.planning.rates import RankGroup, Rates
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer_costs import Parameters
-
-WHOLE = 3
-"""The most stages of a pipeline rank whose weights are whole at the same time: what `with_unshard` and torch allow."""
-
-
-def gathering(schedule: Schedule) -> Schedule:
-    """The schedule with gathers of its stages where torch.distributed.pipelining has them, unless it has some. A stage
-    that would be gathered more often than it has microbatches stays whole, and so do the others of its rank.
-    """
-    if Stream.GATHER in schedule.streams:
-        return schedule
-    try:
-        return with_unshard(schedule, most=WHOLE)
-    except UsageError:
-        return with_unshard(schedule, most=schedule.placement.num_stages)
 
 
 def require_pipeline(zero: int | None, ranks: int | None) -> None:
@@ -50,7 +32,7 @@ def require_pipeline(zero: int | None, ranks: int | None) -> None:
         )
 
 
-class LayerCosts(NamedTuple):
+class StageLayers(NamedTuple):
     """The layers of a stage: how many there are, and what one of them has and takes, as a mean.
 
     Attributes:
@@ -128,7 +110,7 @@ class Sharding:
             copies = RankGroup(holders.ranks // ranks, max(1, holders.in_node // ranks))
             yield count, RankGroup(ranks, min(ranks, holders.in_node)), copies
 
-    def beyond(self, layers: LayerCosts) -> tuple[float, float]:
+    def beyond(self, layers: StageLayers) -> tuple[float, float]:
         """Seconds that collectives add to a forward and a backward of one microbatch. The gather of the first layer,
         the reduction of the last one, and those of what precedes and follows the layers are never hidden.
 
@@ -149,12 +131,13 @@ class Sharding:
         backward = others * self._added(layers.backward, one + scatter) + self._added(layers.backward, one) + scatter
         return forward + first, backward + last
 
-    def once(self, parameters: Parameters, layers: LayerCosts) -> float:
-        """Seconds of collectives that come once per step beside a stage of so many `parameters` on one device: the
+    def once(self, parameters: Parameters, layers: StageLayers) -> float:
+        """Seconds of collectives that come once per step beside a stage of which so many `parameters` learn: the
         reduction of gradients after the last backward, and the gather of updated weights before the next forward.
         """
-        zero, width = self.setup.zero, self.setup.precision.gradient
-        if not zero:
+        zero, precision = self.setup.zero, self.setup.precision
+        width = (precision.learned or precision).gradient
+        if not zero or self.setup.frozen:  # a sum takes as long as its two halves
             groups = zip(parameters, self.holders, strict=True)
             summed = sum(self.rates.gradient_sum(group, width * count) for count, group in groups)
             return self._rest(summed, layers.number, layers.backward)

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import NamedTuple
 
-from pipeflow.analysis.simulation import simulate
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.partition import Part
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.text import aligned, bytes_text, count_text, number, percent, seconds_text
 from pipeflow.core.timeline import Timeline
+from pipeflow.planning.attention import Kernel, fastest
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.engines import engine_named
@@ -120,6 +121,12 @@ class StepPlan:
     def bubble_ratio(self) -> float:
         """The bubble of the span: the timeline's."""
         return self.timeline.bubble_ratio
+
+    @property
+    def attention(self) -> Kernel | None:
+        """The kernel of attention. None if neither the setup nor a cluster says which."""
+        fused = None if self.cluster is None else fastest(self.cluster.device.like)
+        return self.setup.kernel or fused
 
     @property
     def devices(self) -> int:
@@ -309,6 +316,8 @@ class Plan(StepPlan):
 
 def _further(setup: Setup) -> Iterator[str]:
     """Settings of single modules and layers, in words."""
+    if setup.lora_rank:
+        yield f"adapters of rank {setup.lora_rank} for {' and '.join(setup.lora_targets)}"
     if setup.recompute_modules:
         yield f"{' and '.join(setup.recompute_modules)} recomputed"
     if setup.checkpoint_layers is not None:

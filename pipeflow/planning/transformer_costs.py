@@ -25,7 +25,8 @@ from pipeflow.core.placement import Placement
 from pipeflow.planning.block_sizes import near_divisors
 from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.engines import engine_named
-from pipeflow.planning.kept import Kept, layer_values, op_values, wide_values
+from pipeflow.planning.kept import KeptPerToken, keeps_input, layer_values, normed_inputs, op_values, wide_values
+from pipeflow.planning.linears import attention_linears
 from pipeflow.planning.recomputation import freed_bytes, recomputed_flops
 from pipeflow.planning.setup import Setup
 
@@ -255,7 +256,7 @@ def _layer_bytes(model: Transformer, setup: Setup) -> int:
     Whole on every tensor rank: what goes into the norms and the linears after them (4 values), and the masks of two
     dropouts (a byte each).
     """
-    norms = Kept(2 * _whole(model, setup), 2 * _inputs(model, setup)).bytes(setup.precision)
+    norms = KeptPerToken(2 * _whole(model, setup), normed_inputs(setup) * _inputs(model, setup)).bytes(setup.precision)
     masks = 2 * model.dropout * _whole(model, setup)
     return norms + masks + layer_values(model, setup).bytes(setup.precision) + _score_bytes(model, setup)
 
@@ -271,9 +272,8 @@ def _saved(model: Transformer, setup: Setup, share: Share) -> float:
     if share.first:
         kept += whole * model.dropout
     if share.last:
-        kept += (1 + model.further_layers) * (
-            width * (whole + _inputs(model, setup)) + 4 * model.head_outputs(setup.tensor)
-        )
+        inputs = 0 if setup.frozen else _inputs(model, setup)
+        kept += (1 + model.further_layers) * (width * (whole + inputs) + 4 * model.head_outputs(setup.tensor))
     elif engine_named(setup.engine).keeps_outputs:
         kept += width * whole
     if not share.first and share.layers and engine_named(setup.engine).buffers_all:
@@ -303,6 +303,8 @@ def _deferred(model: Transformer, setup: Setup, share: Share) -> float:
     rank.
     """
     width, whole = setup.precision.weight, _whole(model, setup)
+    if setup.frozen:
+        return width * sum(layers * _adapted_values(kind, setup) for layers, kind, _ in share.kinds(model, setup))
     values: float = sum(
         layers * (4 * whole + layer_values(kind, setup).numbers) for layers, kind, _ in share.kinds(model, setup)
     )
@@ -311,3 +313,17 @@ def _deferred(model: Transformer, setup: Setup, share: Share) -> float:
     if share.last:
         values += (1 + model.further_layers) * (whole + model.head_outputs(setup.tensor))
     return values * width
+
+
+def _adapted_values(model: Transformer, setup: Setup) -> float:
+    """Numbers per token that the adapters of a layer keep from I to W: the inputs of the linears that have one, and the
+    gradients of their outputs.
+    """
+    if not setup.lora_rank:
+        return 0
+    whole, kept = _whole(model, setup), layer_values(model, setup)
+    made = sum(linear.outputs for linear in attention_linears(model)[:-1]) / setup.tensor
+    outputs = {"linear_qkv": made, "linear_fc1": wide_values(model, setup), "linear_proj": whole, "linear_fc2": whole}
+    attended = model.heads // setup.tensor * model.value_width * keeps_input(setup, "linear_proj")
+    inputs = normed_inputs(setup) * whole + kept.inputs + attended
+    return inputs + sum(outputs[target] for target in setup.lora_targets)

@@ -4,19 +4,20 @@ are found.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import replace
 from functools import lru_cache
 from math import isfinite
+from numbers import Real
 
-from pipeflow.core.cost import CostModel
+from pipeflow.core.cost import CostModel, require_cost_model
 from pipeflow.core.errors import UsageError
-from pipeflow.core.placement import Placement, require_positive
+from pipeflow.core.placement import Placement, require_placement, require_positive
 from pipeflow.core.schedule import Schedule
-from pipeflow.orders.arrangement import Rerun
-from pipeflow.orders.batch_order import BatchOrder, ordered
 from pipeflow.schedules.families import schedules_on
 from pipeflow.schedules.order_search import search
+from pipeflow.schedules.orders.arrangement import Rerun
+from pipeflow.schedules.orders.batch_order import BatchOrder, ordered
 
 
 def order_for(
@@ -66,6 +67,8 @@ def order_for(
     """
     if not budget > 0:
         raise UsageError(f"budget must be positive, got {budget}")
+    require_placement(placement)
+    require_cost_model(cost)
     costs = _costs(lengths, quadratic, microbatches)
     alike = replace(cost, microbatch_factors=())
     reruns = _reruns(placement, microbatches, alike) if among is None else _rerun_of(tuple(among), alike)
@@ -94,12 +97,14 @@ def _rerun_of(schedules: tuple[Schedule, ...], cost: CostModel) -> tuple[Rerun, 
 def _costs(lengths: Sequence[float], quadratic: float, microbatches: int) -> list[float]:
     """The cost of each sample."""
     require_positive(microbatches=microbatches)
+    if isinstance(lengths, str) or not isinstance(lengths, Sized):
+        raise UsageError(f"lengths must be a list with the length of each sample, got {lengths!r}")
     if len(lengths) < microbatches:
         raise UsageError(
             f"a batch of {len(lengths)} samples cannot fill {microbatches} microbatches: use fewer of them"
         )
     for sample, length in enumerate(lengths):
-        if not (isfinite(length) and length > 0):
+        if not (isinstance(length, Real) and isfinite(length) and length > 0):
             raise UsageError(f"the length of sample {sample} must be positive, got {length}")
     if not (isfinite(quadratic) and quadratic >= 0):
         raise UsageError(f"quadratic must be finite and not negative, got {quadratic}")

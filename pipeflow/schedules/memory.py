@@ -33,11 +33,13 @@ def with_memory_kinds(
     Raises UsageError as they do, for an offload without costs, and for stages that are neither a bool nor numbers.
     """
     if recompute is not False:
-        from pipeflow.orders.memory.recomputation import with_recompute  # simulates: the command lists without it
+        from pipeflow.schedules.orders.memory.recomputation import (
+            with_recompute,  # simulates: the command lists without it
+        )
 
         schedule = with_recompute(schedule, _stages("recompute", recompute))
     if unshard is not False:
-        from pipeflow.orders.memory.unsharding import with_unshard
+        from pipeflow.schedules.orders.memory.unsharding import with_unshard
 
         schedule = with_unshard(schedule, _stages("unshard", unshard))
     if offload is False:
@@ -47,7 +49,7 @@ def with_memory_kinds(
             "an offload is planned by the time of its copies: give cost=CostModel(...) with offload=, the time of a "
             "copy per stage"
         )
-    from pipeflow.orders.memory.offloading import with_offload
+    from pipeflow.schedules.orders.memory.offloading import with_offload
 
     return with_offload(schedule, cost, _stages("offload", offload))
 
@@ -63,8 +65,11 @@ def stages_in(text: str) -> bool | tuple[int, ...]:
         return True
     if not _STAGES.fullmatch(text):
         raise UsageError(f"it must be all, or stages such as 0,2-3, got {text[:40]!r}")
-    ends = [part.partition("-") for part in text.split(",")]
-    return tuple(stage for first, _, last in ends for stage in range(int(first), int(last or first) + 1))
+    ends = [(int(first), int(last or first)) for first, _, last in (part.partition("-") for part in text.split(","))]
+    if wrong := [(first, last) for first, last in ends if first > last]:
+        first, last = wrong[0]
+        raise UsageError(f"the stages {first}-{last} go down: write {last}-{first}, got {text[:40]!r}")
+    return tuple(stage for first, last in ends for stage in range(first, last + 1))
 
 
 _STAGES = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", re.ASCII)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from time import perf_counter
 
-from pipeflow.core.cost import CostModel
-from pipeflow.core.placement import Placement
+from pipeflow.core.cost import CostModel, require_cost_model
+from pipeflow.core.placement import Placement, require_placement, require_positive
 from pipeflow.core.schedule import Schedule
-from pipeflow.orders.exact import proved, require_solver
-from pipeflow.orders.memory.search import improved_with_memory
-from pipeflow.orders.memory.storage import MemoryKind, make_storage
-from pipeflow.orders.problem import Objective, make_problem
-from pipeflow.orders.search import Found, improved
 from pipeflow.schedules.families import groups_on, schedules_on
+from pipeflow.schedules.orders.exact import proved, require_solver
+from pipeflow.schedules.orders.memory.search import improved_with_memory
+from pipeflow.schedules.orders.memory.storage import MemoryKind, make_storage
+from pipeflow.schedules.orders.problem import Objective, make_problem
+from pipeflow.schedules.orders.search import Found, improved
 from pipeflow.schedules.repeated import repeated_on
 
 CANDIDATES = 1000  # of the search that the solver starts from
@@ -67,6 +67,9 @@ def search(
     the error says what the order keeps that was found to keep least. Also raises it for a `start` that is incomplete or
     has another placement or other microbatches, for unknown kinds, and for offload if the costs have no time of a copy.
     """
+    require_placement(placement)
+    require_cost_model(cost)
+    require_positive(microbatches=microbatches)
     began, begin = perf_counter(), (*schedules_on(placement, microbatches), *start)
     caps = memory_cap, bytes_cap
     storage = make_storage(placement, microbatches, cost, kinds, *caps, objective) if kinds else None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from pipeflow.core.cost import CostModel
-from pipeflow.core.errors import UsageError, unknown
+from pipeflow.core.errors import UsageError, require_type, unknown
 from pipeflow.core.placement import require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules.families import FAMILIES, keywords
@@ -22,6 +22,32 @@ SCHEDULES: Mapping[str, Callable[..., Schedule]] = MappingProxyType({**FAMILIES,
 COMPARED = tuple(name for name in SCHEDULES if name != "naive")
 """The schedules that are compared, planned and searched from unless others are named: "naive" only shows what they
 improve on.
+"""
+
+
+_OTHERS = {  # in lower case, without "-" and "_"
+    "'1f1b'": "schedule1f1b onefoneb oneforwardonebackward oneforwardonebackwardschedule "
+    "oneforwardonebackwardpipelineengine pipedream pipedreamflush trainschedule dapple "
+    "forwardbackwardpipeliningwithoutinterleaving",
+    "'gpipe'": "schedulegpipe afab fillanddrain fthenb allforwardallbackward allforwardallbackwardpipelineengine",
+    "'interleaved-1f1b'": "interleaved interleaved1f1b 1f1binterleaved interleavedschedule interleavedpipelineschedule "
+    "scheduleinterleaved1f1b virtual vpp circular depthfirst forwardbackwardpipeliningwithinterleaving "
+    "numlayerspervirtualpipelinestage numvirtualstagesperpipelinerank virtualpipelinemodelparallelsize "
+    "microbatchgroupsizepervirtualpipelinestage",
+    "'interleaved-zb'": "scheduleinterleavedzerobubble interleavedzerobubble interleavedzb1p",
+    "'looped-bfs'": "scheduleloopedbfs loopedbfs breadthfirst bfs",
+    "'zb-h1' or 'zb-v'": "zerobubble zb zb1p zbh enablezerobubble zerobubbleschedule",
+    "'zb-h2'": "zb2p",
+    "'zb-v'": "schedulezbvzerobubble zbvzerobubble zbv zbvpp zerobubblev zerobubblevschedule zerobubblevpipescheduler",
+    "'v-half' or 'v-min'": "zerobubblevschedulememsetup vschedule",
+    "'dualpipe-v' or 'dualpipe'": "scheduledualpipev dualpipev",
+    "'dualpipe' or 'chimera'": "bidirectional",
+}
+OTHER_NAMES: Mapping[str, str] = MappingProxyType(
+    {name: ours for ours, names in _OTHERS.items() for name in names.split()}
+)
+"""What is meant by names of torch's classes, by names and options of other programs, and by those of papers, for
+`pipeflow.core.errors.unknown`.
 """
 
 
@@ -66,9 +92,10 @@ def make_schedule(
     rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
     rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
     """
+    require_type("name", name, str)
     name = name if name in SCHEDULES else name.lower()
     if name not in SCHEDULES:
-        raise unknown("schedule", name, SCHEDULES)
+        raise unknown("schedule", name, SCHEDULES, OTHER_NAMES)
     require_positive(ranks=ranks, microbatches=microbatches)
     known = options_of(name)
     cost = options.get("cost") if "cost" in known or offload is False else options.pop("cost", None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeflow.parallel.transport.local import Hub, LocalTransport
+from pipeflow.engine.parallel.transport.local import Hub, LocalTransport
 from pipeflow.testing.ranks import RankError, run_processes, run_threads
 
 __all__ = ["Hub", "LocalTransport", "RankError", "run_processes", "run_threads"]

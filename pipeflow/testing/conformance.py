@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from pipeflow.core.errors import Failure, UsageError
-from pipeflow.parallel.transport.agreement import all_gather, start
-from pipeflow.parallel.transport.protocol import Channel, Tag, Transport
-from pipeflow.parallel.transport.work import LinkError, Work
+from pipeflow.engine.parallel.transport.agreement import all_gather, start
+from pipeflow.engine.parallel.transport.protocol import Channel, LinkError, Tag, Transport, Work
 
 _SOON = 1.0  # seconds
 _MANY = 8  # transfers

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 
 import pipeflow
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.device import DEFAULTS
-from pipeflow.parallel.launcher import launch
-from pipeflow.parallel.transport.agreement import all_gather_object
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.device import DEFAULTS
+from pipeflow.engine.parallel.launcher import launch
+from pipeflow.engine.parallel.transport.agreement import all_gather_object
 from pipeflow.testing.machine_checks import Check, checks
 from pipeflow.testing.ranks import run_threads
 
@@ -35,7 +35,7 @@ _NO_GPU = (
 )
 
 
-class Result(NamedTuple):
+class CheckResult(NamedTuple):
     """The result of a check on one rank: a note, or the text of the error."""
 
     name: str
@@ -82,7 +82,7 @@ def _run(device: str, only: str) -> int:
         if number == 0:
             _print(*_header(_of_all((socket.gethostname(), _device_name(context.device))), context.device, before))
         for check in together:
-            told = [Result(*result) for result in _of_all(tuple(_result(check)))]
+            told = [CheckResult(*result) for result in _of_all(tuple(_result(check)))]
             failed += any(result.error for result in told)
             _print(_line(check, told))
         context.close()
@@ -126,16 +126,16 @@ def _print(*lines: str) -> None:
         sys.stdout.flush()
 
 
-def _result(check: Check) -> Result:
+def _result(check: Check) -> CheckResult:
     started, note, error = time.perf_counter(), "", ""
     try:
         note = check.run()
     except Exception as caught:
         error = "".join(traceback.format_exception(caught))
-    return Result(check.name, note, error, time.perf_counter() - started)
+    return CheckResult(check.name, note, error, time.perf_counter() - started)
 
 
-def _line(check: Check, told: Sequence[Result]) -> str:
+def _line(check: Check, told: Sequence[CheckResult]) -> str:
     """A check's line in the report; below it, the errors of all ranks, each text once."""
     seconds = max(result.seconds for result in told)
     errors: dict[str, list[int]] = {}

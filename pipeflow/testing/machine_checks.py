@@ -16,17 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeflow.checkpoint.load import load_checkpoint
-from pipeflow.checkpoint.save import save_checkpoint
 from pipeflow.core.errors import PipelineError, UsageError
 from pipeflow.core.schedule import Schedule
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.transport.agreement import all_gather_object, finish, start
-from pipeflow.parallel.transport.protocol import Channel, Tag
-from pipeflow.runtime.execution import execute_pipeline
-from pipeflow.runtime.pipeline import Pipeline
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.transport.agreement import all_gather_object, finish, start
+from pipeflow.engine.parallel.transport.protocol import Channel, Tag
+from pipeflow.engine.runtime.pipeline import Pipeline, execute_pipeline
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.testing.models import WIDTH, PlainModel, TiedModel, TinyModel
+from pipeflow.training.checkpoint.load import load_checkpoint
+from pipeflow.training.checkpoint.save import save_checkpoint
 
 LENGTH = 3  # of a sequence
 NEAR = 1e-10  # relative deviation of float64 numbers that were added up in another order

@@ -27,13 +27,13 @@ from typing import Any
 import torch
 
 from pipeflow.core.errors import Failure, UsageError
-from pipeflow.parallel.context import Context, set_context
-from pipeflow.parallel.launcher import launch
-from pipeflow.parallel.layout import WorldLayout
-from pipeflow.parallel.transport.local import Hub, LocalTransport
+from pipeflow.engine.parallel.context import Context, set_context
+from pipeflow.engine.parallel.launcher import launch
+from pipeflow.engine.parallel.layout import WorldLayout
+from pipeflow.engine.parallel.transport.local import Hub, LocalTransport
 
-PRELOADED = ["pipeflow.testing", "pipeflow.runtime.pipeline", "torch._dynamo"]  # torch._dynamo: for optimizers
-_GRACE = 5.0  # seconds for a process to end
+PRELOADED = ["pipeflow.testing", "pipeflow.engine.runtime.pipeline", "torch._dynamo"]  # torch._dynamo: for optimizers
+_GRACE = 15.0  # seconds for a process to end
 _ON_THE_CALLERS_THREAD = ("cpu", "meta")  # devices whose backwards run there
 
 
@@ -45,8 +45,8 @@ def run_threads(
     function: Callable[..., Any],
     ranks: int,
     *arguments: object,
-    deadline: float = 120.0,
-    timeout: float = 30.0,
+    deadline: float = 360.0,
+    timeout: float = 90.0,
     device: str = "cpu",
     tensor: int = 1,
     data: int = 1,
@@ -75,10 +75,11 @@ def run_threads(
         )
     results: list[Any] = [None] * ranks
     errors: dict[int, str] = {}
+    contexts: dict[int, Context] = {}
 
     def run(rank: int) -> None:
         transport = LocalTransport(hub, rank, device=place, timeout=timeout)
-        context = Context(rank, layout, place, transport)
+        contexts[rank] = context = Context(rank, layout, place, transport)
         set_context(context)
         if place.type == "cuda":
             torch.cuda.set_stream(torch.cuda.Stream(place))
@@ -100,6 +101,8 @@ def run_threads(
         if thread.is_alive():
             frame = sys._current_frames().get(thread.ident or 0)
             errors[rank] = "hangs:\n" + "".join(traceback.format_stack(frame))
+            if rank in contexts:  # the thread cannot be ended; the ranks of the next call must not meet its context
+                contexts[rank].close()
     _raise_errors(errors, deadline)
     return results
 
@@ -108,8 +111,8 @@ def run_processes(
     function: Callable[..., Any],
     ranks: int,
     *arguments: object,
-    deadline: float = 120.0,
-    timeout: float = 30.0,
+    deadline: float = 360.0,
+    timeout: float = 90.0,
     may_die: Sequence[int] = (),
     tensor: int = 1,
     data: int = 1,
@@ -159,7 +162,7 @@ def _run_rank(
     arguments: tuple[object, ...],
 ) -> None:
     rank, layout, port, timeout, stack = place
-    faulthandler.register(signal.SIGUSR1, file=Path(stack).open("w"), all_threads=True)  # noqa: SIM115  # open until the end
+    faulthandler.register(signal.SIGUSR1, file=Path(stack).open("w", encoding="utf-8"), all_threads=True)  # noqa: SIM115  # open until the end
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(layout.world_size), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -216,7 +219,7 @@ def _stack(process: BaseProcess, file: Path) -> str:
     if process.pid is not None and process.is_alive():
         os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.3)
-    return file.read_text() if file.exists() else "no stack"
+    return file.read_text(encoding="utf-8") if file.exists() else "no stack"
 
 
 def _raise_errors(errors: dict[int, str], deadline: float) -> None:

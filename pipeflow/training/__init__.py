@@ -1,12 +1,15 @@
-"""Training: stages of a model, engines that take steps, a trainer with hooks, configuration, data, logs."""
+"""Training: stages of a model, engines that take steps, a trainer with hooks, configuration, data, logs. In `optim` are
+optimizers and clipping, in `checkpoint` saved states, in `models` a GPT for every layout.
+"""
 
 from __future__ import annotations
 
 from pipeflow.core.errors import NonFiniteGradientError
-from pipeflow.training.config.engine import make_engine
-from pipeflow.training.config.launch import current_config, launch_from_config
-from pipeflow.training.config.schema import Config, read_config
+from pipeflow.training.build import build_stages, cut_layers, measure_layers
+from pipeflow.training.config import Config, read_config
 from pipeflow.training.data.loader import DataParallelLoader, endless, get_dataloader
+from pipeflow.training.data.mixup import MixedLabels, Mixup, MixupAccuracy, MixupLoss
+from pipeflow.training.engine import Engine, NonFiniteLossError, Step
 from pipeflow.training.hooks import (
     AccuracyHook,
     BubbleHook,
@@ -23,14 +26,11 @@ from pipeflow.training.hooks import (
     ThroughputHook,
     TimingHook,
 )
+from pipeflow.training.launch import current_config, launch_from_config, make_engine
+from pipeflow.training.layers import Registry, makers
 from pipeflow.training.logging import DistributedLogger, disable_existing_loggers, get_dist_logger
-from pipeflow.training.loop.engine import Engine, Step
-from pipeflow.training.loop.finite import NonFiniteLossError
-from pipeflow.training.loop.trainer import Trainer
-from pipeflow.training.model.build import build_stages, cut_layers
-from pipeflow.training.model.measure import measure_layers
-from pipeflow.training.model.registry import Registry, makers
 from pipeflow.training.timer import MultiTimer, Timer
+from pipeflow.training.trainer import Trainer
 
 __all__ = [
     "AccuracyHook",
@@ -46,6 +46,10 @@ __all__ = [
     "MemoryHook",
     "MetricHook",
     "MetricLogger",
+    "MixedLabels",
+    "Mixup",
+    "MixupAccuracy",
+    "MixupLoss",
     "MultiTimer",
     "NonFiniteGradientError",
     "NonFiniteLossError",

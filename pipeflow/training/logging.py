@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from threading import Lock
 
-from pipeflow.parallel.context import context_if_launched
+from pipeflow.core.several import names_of, numbers_of
+from pipeflow.engine.parallel.context import context_if_launched
 
 _SETTING_UP = Lock()  # ranks may be threads
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -40,7 +41,7 @@ class DistributedLogger:
         self._say(logging.ERROR, message, ranks)
 
     def _say(self, level: int, message: str, ranks: Collection[int] | None) -> None:
-        if ranks is None or _rank() in ranks:
+        if ranks is None or _rank() in numbers_of("ranks", ranks):
             self.logger.log(level, "%s", message, stacklevel=3)
 
     def set_level(self, level: str) -> None:
@@ -91,8 +92,9 @@ def disable_existing_loggers(include: Sequence[str] | None = None, exclude: Sequ
         include: names of the loggers; by default all that exist.
         exclude: names of loggers to leave as they are, together with the loggers below them.
     """
-    for name in list(logging.root.manager.loggerDict) if include is None else include:
-        if not any(name == kept or name.startswith(f"{kept}.") for kept in exclude):
+    kept_names = names_of("exclude", exclude)
+    for name in list(logging.root.manager.loggerDict) if include is None else names_of("include", include):
+        if not any(name == kept or name.startswith(f"{kept}.") for kept in kept_names):
             logging.getLogger(name).setLevel(logging.WARNING)
 
 

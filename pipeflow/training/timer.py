@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from time import perf_counter
 
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.context import context_if_launched
-from pipeflow.parallel.device import synchronize
+from pipeflow.engine.parallel.context import context_if_launched
+from pipeflow.engine.parallel.device import synchronize
 
 
 class Timer:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pipeflow import UsageError
-from pipeflow.huggingface.lazy_import import library
+from pipeflow.adapters.libraries import transformers_library
 
 BATCH = 8
 
 
 def make_bert(dropout: float = 0.0) -> Any:
-    transformers = library()
+    transformers = transformers_library()
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     kept = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
@@ -28,7 +28,7 @@ def make_bert(dropout: float = 0.0) -> Any:
 def make_llama() -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    transformers = library()
+    transformers = transformers_library()
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=4))
 
 
@@ -64,7 +64,7 @@ def train_texts(which: str, batch: int, *, dropout: float = 0.0) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader: Any = DataLoader(make_texts(84), batch_size=batch, shuffle=True)  # type: ignore[arg-type]  # a list will do
     check: Any = DataLoader(make_texts(21), batch_size=batch)  # type: ignore[arg-type]
-    scheduler = library().get_linear_schedule_with_warmup(optimizer, 3, 24)
+    scheduler = transformers_library().get_linear_schedule_with_warmup(optimizer, 3, 24)
     model, optimizer, loader, check, scheduler = accelerator.prepare(model, optimizer, loader, check, scheduler)
     seen: list[float] = []
     for _ in range(2):

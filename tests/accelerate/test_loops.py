@@ -23,6 +23,7 @@ def require_same(results: list[list[float]], expected: list[float]) -> None:
         assert result == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", [None, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in MORE)])
 def test_texts_train_as_in_one_process(layout: str | None) -> None:
     ranks, sizes = MORE.get(layout or "", (2, {}))
@@ -41,6 +42,7 @@ def _dropped() -> list[float]:
     return train_texts("pipeflow", BATCH, dropout=0.3)
 
 
+@pytest.mark.exhaustive
 def test_images_train_as_in_one_process_and_resume_under_another_layout(tmp_path: Path) -> None:
     expected = train_images("accelerate")
     assert expected[-1] < expected[0]
@@ -49,6 +51,7 @@ def test_images_train_as_in_one_process_and_resume_under_another_layout(tmp_path
     require_same(resumed, expected[len(expected) // 3 :])
 
 
+@pytest.mark.exhaustive
 def test_language_models_are_evaluated_without_their_caches() -> None:
     """Each stage has the keys and values of its own blocks alone."""
     [loss] = evaluated("accelerate")
@@ -66,6 +69,7 @@ def evaluated(which: str) -> list[float]:
     return [float(outputs.loss)]
 
 
+@pytest.mark.exhaustive
 def test_two_models_train_one_after_the_other_and_each_rank_is_profiled(tmp_path: Path) -> None:
     expected = train_folds("accelerate", tmp_path / "alone")
     require_same(run_processes(train_folds, 2, "pipeflow", tmp_path / "ranks", deadline=200.0), expected)

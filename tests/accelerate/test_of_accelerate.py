@@ -117,7 +117,7 @@ def script(name: str) -> dict[str, Any]:
     """The names of a script in which the Accelerator is pipeflow's. The model that it compares with is no prepared one,
     so its loss is differentiated by torch.
     """
-    text = (SCRIPTS / name).read_text()
+    text = (SCRIPTS / name).read_text(encoding="utf-8")
     text = re.sub(r"^(import (datasets|evaluate)|from datasets import .*)\n", "", text, flags=re.MULTILINE)
     text = text.replace("\n\n\n", f"\n{IMPORTS}\n\n", 1)
     text = text.replace("(model, input, target, accelerator)", "(model, input, target, accelerator, False)")
@@ -135,6 +135,7 @@ def run() -> None:
             exec(f"accelerator = Accelerator(); {call}", names)
 
 
+@pytest.mark.exhaustive
 def test_two_replicas_pass() -> None:
     """A replica is one rank here, because these tests take each rank for a process, and their model has no blocks."""
     run_processes(run, 2, deadline=200.0, data=2)
@@ -144,6 +145,10 @@ def test_every_test_is_named() -> None:
     """A new one of a later accelerate must be added here."""
     assert {str(path.relative_to(SCRIPTS)) for path in SCRIPTS.rglob("test_*.py")} == {*CALLS, *NO_SCRIPT}
     for name, calls in CALLS.items():
-        defined = [each for each in ast.parse((SCRIPTS / name).read_text()).body if isinstance(each, ast.FunctionDef)]
+        defined = [
+            each
+            for each in ast.parse((SCRIPTS / name).read_text(encoding="utf-8")).body
+            if isinstance(each, ast.FunctionDef)
+        ]
         tests = {each.name for each in defined if re.match(r"test_|check_s|\w+_check$", each.name)}
         assert tests == {call.partition("(")[0] for call in calls} | set(NOT[name])

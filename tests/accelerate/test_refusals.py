@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from pipeflow import UsageError
-from pipeflow.parallel.context import context_if_launched
+from pipeflow.engine.parallel.context import context_if_launched
 from tests.accelerate.loops import Images
+from tests.losses.adapters import OfLabels
+from tests.losses.forms import mean_ce
+from tests.losses.words import batch_of
 
 accelerate = pytest.importorskip("accelerate", reason="not installed", exc_type=ImportError)
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -97,10 +102,45 @@ def test_an_output_in_training_is_for_a_loss_alone() -> None:
     output = model(BATCH)
     with pytest.raises(UsageError, match="softmax was called with a model's output in training"):
         torch.softmax(output, 1)
+    with pytest.raises(UsageError, match="cross_entropy with reduction='none' was called with a model's output"):
+        nn.functional.cross_entropy(output, LABELS, reduction="none")
+    with pytest.raises(UsageError, match=r"a tensor of shape \(8, 1\) was used with a model's output before its loss"):
+        nn.functional.cross_entropy(output.mul(LABELS[:, None]), LABELS)
     with pytest.raises(UsageError, match="cannot be split like the 8 samples"):
         nn.functional.cross_entropy(output, LABELS[:3])
     with pytest.raises(UsageError, match="computed no loss at its first call"):
         print(output.loss)  # noqa: T201  # an attribute
+
+
+def test_a_loss_over_the_batch_is_one_that_the_script_computes() -> None:
+    accelerator = make(schedule="gpipe", loss_over="batch")
+    module = Images()
+    expected = nn.functional.cross_entropy(module(BATCH), LABELS)
+    expected.backward()
+    gradient, module.head.weight.grad = module.head.weight.grad, None
+    module.zero_grad()
+    model = accelerator.prepare(module)
+    loss = nn.functional.cross_entropy(model(BATCH), LABELS)
+    accelerator.backward(loss)
+    torch.testing.assert_close(loss.detach(), expected.detach())
+    torch.testing.assert_close(dict(model.named_parameters())["head.weight"].grad, gradient)
+    accelerator.free_memory()
+    with pytest.raises(UsageError, match=r'loss_over="batch" needs criterion='):
+        accelerator.prepare(OfLabels(mean_ce))(*batch_of(8))
+
+
+OPERATIONS: list[Callable[[Any], object]] = [
+    *(operator.neg, lambda output: 2 * output, lambda output: output / 2, lambda output: output @ output),
+    *(lambda output: output == LABELS, lambda output: output != LABELS, bool, float, list, len, numpy.asarray),
+]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_output_in_training_has_no_values(operation: Callable[[Any], object]) -> None:
+    """An operator of Python's would otherwise give something else, or an error that says nothing."""
+    _, model, _ = prepared()
+    with pytest.raises(UsageError, match="was called with a model's output in training"):
+        operation(model(BATCH))
 
 
 def test_a_loss_scales_its_gradients() -> None:
@@ -129,7 +169,7 @@ def test_a_model_is_prepared_once_and_first() -> None:
 def test_one_optimizer_is_prepared() -> None:
     accelerator, model = make(), Images()
     first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.blocks, model.head))
-    with pytest.raises(UsageError, match="prepares one optimizer: give it the parameters of the others as groups"):
+    with pytest.raises(UsageError, match="has 2 optimizers, but a pipeline steps one: use one optimizer with"):
         accelerator.prepare(model, first, second)
 
 
@@ -142,7 +182,7 @@ def test_a_model_of_other_engines_is_refused(kind: Any) -> None:
         def __init__(self) -> None:
             nn.Module.__init__(self)
 
-    with pytest.raises(UsageError, match="the model is a Wrapped, but pipeline= and tensor= divide it here"):
+    with pytest.raises(UsageError, match=r"is a Wrapped, which .* needs neither: pipeline= and tensor= divide"):
         make().prepare(Wrapped())
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import RankError, run_processes
 from tests.accelerate.loops import accelerator_of, make_bert, make_texts, predictions, train_batch
 from tests.accelerate.test_loops import require_same
@@ -84,6 +84,7 @@ def test_replicas_train_as_one_process(expected: Seen) -> None:
     require_trained(run_processes(train, 4, "pipeflow", deadline=200.0, data=2), expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", [{}, pytest.param({"data": 2}, marks=pytest.mark.exhaustive)])
 def test_a_killed_job_goes_on_under_another_layout(layout: dict[str, Any], expected: Seen, tmp_path: Path) -> None:
     """Replicas of pipelines die; a pipeline, or replicas alone, go on from the state that was saved amid an epoch."""
@@ -109,6 +110,7 @@ def places() -> list[Any]:
     return [*said, [each if isinstance(each, int) else each.item() for each in told]]
 
 
+@pytest.mark.exhaustive
 def test_a_process_is_a_replica_and_rank_0_logs() -> None:
     told = [0, 1.5, 1, 1.5]
     assert run_processes(places, 4, deadline=100.0, data=2) == [

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeflow.analysis.deepspeed_order import Step, deepspeed_schedule, deepspeed_steps
+from pipeflow.core.analysis.other_engines import Step, deepspeed_schedule, deepspeed_steps
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules import make_schedule

@@ -5,8 +5,8 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeflow.analysis.difference import Difference, Move, differences, has_halves, longest_rising, without_halves
 from pipeflow.core.action import Action, Kind, parse_entry
+from pipeflow.core.analysis.difference import Difference, Move, differences, has_halves, longest_rising, without_halves
 from pipeflow.schedules import make_schedule
 
 

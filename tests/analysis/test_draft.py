@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pipeflow.analysis.partial_timeline import draft
-from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Action, Kind
+from pipeflow.core.analysis.simulation import draft, simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Content, Value
 from pipeflow.core.schedule import Schedule

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from pipeflow.analysis.executed import executed_schedule
-from pipeflow.analysis.simulation import simulate
+from pipeflow.core.analysis.measured_step import executed_schedule
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
+from pipeflow.core.soundness.schedule import verify
 from pipeflow.schedules import SCHEDULES, make_schedule
-from pipeflow.soundness.schedule import verify
 
 
 @pytest.mark.parametrize("reduce", [None, 3.0])

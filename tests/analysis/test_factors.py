@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 
 from pipeflow import GPT, plan
-from pipeflow.analysis.simulation import simulate
-from pipeflow.cli import main
-from pipeflow.cli.costs import cost_model
 from pipeflow.core.action import Kind
-from pipeflow.core.cost import CostModel
+from pipeflow.core.analysis.simulation import simulate
+from pipeflow.core.cost import CostModel, read_costs
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
+from pipeflow.core.soundness.schedule import verify
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import SCHEDULES, make_schedule
-from pipeflow.soundness.schedule import verify
+from pipeflow.tools.cli import main
 
 TWO = Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
 COST = CostModel((1, 1), (1, 1), (1, 1), bandwidth=2, activation_bytes=(1, 1), microbatch_factors=(1, 2))
@@ -80,11 +79,11 @@ def test_wrong_numbers_of_factors_are_refused() -> None:
 
 def test_factors_are_read_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = {"forward": [1, 1], "backward_input": [1, 1], "backward_weight": [1, 1], "microbatch_factors": [1, 2]}
-    assert cost_model(json.dumps(given)).microbatch_factors == (1, 2)
+    assert read_costs(json.dumps(given)).microbatch_factors == (1, 2)
     with pytest.raises(UsageError, match="microbatch_factors of microbatch 1 must be a number, got 'x'"):
-        cost_model(json.dumps(given | {"microbatch_factors": [1, "x"]}))
+        read_costs(json.dumps(given | {"microbatch_factors": [1, "x"]}))
     path = tmp_path / "costs.json"
-    path.write_text(json.dumps(given))
+    path.write_text(json.dumps(given), encoding="utf-8")
     command = ["verify", "gpipe", "--ranks", "2", "--microbatches", "2", "--costs", str(path), "--memory-cap"]
     assert main([*command, "3"]) == 0
     assert main([*command, "2"]) == 1

@@ -5,16 +5,16 @@ from itertools import combinations
 
 import pytest
 
-from pipeflow.analysis.lowering import lower
-from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Kind, actions_of
+from pipeflow.core.analysis.lowering import lower
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Content
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.core.route import routes_among
 from pipeflow.core.schedule import Schedule
+from pipeflow.core.soundness.programs import verify_programs
 from pipeflow.schedules import SCHEDULES, make_schedule
-from pipeflow.soundness.programs import verify_programs
 from tests.families import make_near
 
 

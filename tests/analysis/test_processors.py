@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeflow.analysis.simulation import simulate, simulate_shared
+from pipeflow.core.analysis.simulation import simulate, simulate_shared
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import ScheduleError
 from pipeflow.core.schedule import Schedule

@@ -6,10 +6,10 @@ from math import isclose
 
 import pytest
 
-from pipeflow.analysis.graph import dependency_graph
-from pipeflow.analysis.idle_time import causes
-from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Kind
+from pipeflow.core.analysis.idle_time import causes
+from pipeflow.core.analysis.order import dependency_graph
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError

@@ -4,11 +4,11 @@ from math import ceil, log2
 
 import pytest
 
-from pipeflow.analysis.simulation import simulate
-from pipeflow.analysis.step import step_time
 from pipeflow.core.action import Action, Kind
+from pipeflow.core.analysis.simulation import simulate, step_time
 from pipeflow.core.bruck import rounds
-from pipeflow.core.cost import CostModel, Link
+from pipeflow.core.cost import CostModel
+from pipeflow.core.cost_fields import Link
 from pipeflow.core.placement import Placement
 from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline

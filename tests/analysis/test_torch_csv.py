@@ -1,35 +1,37 @@
-"""Schedules go to torch.distributed.pipelining and come from it, as CSV. Checked with torch 2.13, whose names for this
-are private; no process runs.
+"""Schedules go to torch.distributed.pipelining and come from it, as CSV. Its names for this are private; no process
+runs.
 
 torch cannot say a schedule of two directions (its validator wants every stage on one rank) nor one without backwards.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pipeflow.analysis.lowered_table import lowered_csv
-from pipeflow.analysis.lowering import lower
-from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Action, Entry, Kind
+from pipeflow.core.analysis.lowering import lower
+from pipeflow.core.analysis.other_engines import lowered_csv
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.program import Send
 from pipeflow.core.schedule import Schedule
+from pipeflow.core.soundness.schedule import verify
 from pipeflow.draw import picture
-from pipeflow.orders.memory.unsharding import with_unshard
 from pipeflow.schedules import SCHEDULES, make_schedule
-from pipeflow.soundness.schedule import verify
+from pipeflow.schedules.orders.memory.unsharding import with_unshard
 
 pytestmark = pytest.mark.slow  # it takes seconds to load torch's pipelining
 
 SIZES = [(2, 3), (4, 4), (4, 9)]
+OF_SHARDING = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD")  # the last since torch 2.15
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def stages(ranks: int, chunks: int) -> list[Any]:
 
 def loaded(theirs: Any, schedule: Schedule, path: Path) -> Any:
     """torch's runtime, which has validated and lowered the file."""
-    path.write_text(schedule.to_csv())
+    path.write_text(schedule.to_csv(), encoding="utf-8")
     ranks = schedule.placement.num_ranks
     runtime = theirs._PipelineScheduleRuntime(
         stages(ranks, schedule.placement.num_stages // ranks), schedule.num_microbatches
@@ -55,13 +57,18 @@ def loaded(theirs: Any, schedule: Schedule, path: Path) -> Any:
     return runtime
 
 
+def simulatable(runtime: Any) -> dict[int, list[Any]]:
+    """What torch's runtime has loaded, without pairs and actions of sharding, which its simulator does not know."""
+    order: dict[int, list[Any]] = {}
+    for rank, row in runtime.pipeline_order_with_comms.items():
+        known = [action for action in row if action.computation_type.name not in OF_SHARDING]
+        order[rank] = [each for action in known for each in action.sub_actions or [action]]
+    return order
+
+
 def require_simulated(theirs: Any, runtime: Any, placement: Placement) -> None:
     """Fails unless torch's simulator runs what its runtime has loaded to the end."""
-    order: dict[int, list[Any]] = {rank: [] for rank in range(placement.num_ranks)}
-    for rank, row in runtime.pipeline_order_with_comms.items():
-        for action in row:
-            if action.computation_type.name not in ("UNSHARD", "RESHARD", "REDUCE_GRAD"):
-                order[rank] += action.sub_actions or [action]
+    order = simulatable(runtime)
     steps = theirs._simulate_comms_compute(order, placement.rank_of, placement.num_stages)
     assert {rank: [action for action in row if action] for rank, row in steps.items()} == order
 
@@ -94,16 +101,11 @@ def test_torch_loads_runs_and_sends_the_same(
     holders = {stage: schedule.placement.rank_of(stage) for stage in range(schedule.placement.num_stages)}
     assert runtime.stage_index_to_group_rank == holders
 
-    order: dict[int, list[Any]] = {rank: [] for rank in range(ranks)}
-    for rank, row in runtime.pipeline_order_with_comms.items():
-        for action in row:  # torch's simulator knows neither pairs nor what its lowering adds for sharding
-            if action.computation_type.name not in ("UNSHARD", "RESHARD", "REDUCE_GRAD"):
-                order[rank] += action.sub_actions or [action]
+    for rank, row in simulatable(runtime).items():
         for kind, values in transfers_of(rank, schedule).items():
-            sends = [action for action in order[rank] if action.computation_type.name == kind]
+            sends = [action for action in row if action.computation_type.name == kind]
             assert [(action.stage_index, action.microbatch_index) for action in sends] == values
-    steps = theirs._simulate_comms_compute(order, holders.__getitem__, len(holders))
-    assert {rank: [action for action in row if action] for rank, row in steps.items()} == order
+    require_simulated(theirs, runtime, schedule.placement)
 
 
 @pytest.mark.some(17)
@@ -114,14 +116,34 @@ def test_torch_loads_and_simulates_what_we_lowered(
 ) -> None:
     schedule = make_schedule(name, ranks=ranks, microbatches=microbatches).with_reductions()
     path = tmp_path / "lowered.csv"
-    path.write_text(lowered_csv(schedule.without_reductions()))
+    path.write_text(lowered_csv(schedule.without_reductions()), encoding="utf-8")
     chunks = schedule.placement.num_stages // ranks
     runtime = theirs._PipelineScheduleRuntime(stages(ranks, chunks), microbatches)
     runtime._load_csv(str(path), format="compute_comms")
     require_simulated(theirs, runtime, schedule.placement)
-    read = Schedule.from_csv(path.read_text(), name=name)
+    read = Schedule.from_csv(path.read_text(encoding="utf-8"), name=name)
     assert verify(read) == []
     assert read.without_unshards() == schedule
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v"])
+def test_newer_tables_have_a_wait_for_each_send_and_each_reduction(name: str) -> None:
+    """What torch 2.15 refuses a table without. Older torch knows no such words."""
+    schedule = make_schedule(name, ranks=4, microbatches=8)
+    text = lowered_csv(schedule, torch="2.15.0+cu128")
+    for line in text.splitlines():
+        line_cells = line.split(",")
+        for cell in (cell for cell in line_cells if re.match(r"\d+(SEND|REDUCE)_", cell)):
+            stage, word = re.fullmatch(r"(\d+)(.*)", cell).groups()  # type: ignore[union-attr]
+            assert line_cells.index(f"{stage}WAIT_{word}") > line_cells.index(cell)
+    assert Schedule.from_csv(text, name=name).without_unshards().without_reductions() == schedule
+    waits = (cell for cell in re.split("[,\n]", text) if "WAIT" in cell)
+    assert re.sub("|".join(f",{wait}\\b" for wait in waits), "", text) == lowered_csv(schedule, torch="2.13")
+
+
+def test_what_is_no_version_is_refused() -> None:
+    with pytest.raises(UsageError, match=r'torch must be a version such as "2\.15", got \'nightly\''):
+        lowered_csv(make_schedule("1f1b", ranks=2, microbatches=2), torch="nightly")
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if one_way(name)])
@@ -164,7 +186,7 @@ def test_torch_exports_what_we_read_verify_simulate_and_draw(
     exported = theirs.get_schedule_class(theirs_name)(stages(4, chunks), microbatches)
     exported._dump_csv(str(path), format="compute_only")
     vee = name in ("zb-v", "dualpipe-v")
-    schedule = Schedule.from_csv(path.read_text(), name=name)
+    schedule = Schedule.from_csv(path.read_text(encoding="utf-8"), name=name)
     assert schedule.placement == (Placement.vee(4) if vee else Placement.looped(4, chunks))  # as its lines show it
     assert verify(schedule) == []
     assert schedule.num_microbatches == microbatches
@@ -189,16 +211,16 @@ def test_what_torch_lowered_goes_round(
     path = tmp_path / "lowered.csv"
     made = theirs.get_schedule_class(theirs_name)(stages(ranks, chunks), microbatches)
     made._dump_csv(str(path), format="compute_only")
-    order = Schedule.from_csv(path.read_text(), name=name)
+    order = Schedule.from_csv(path.read_text(encoding="utf-8"), name=name)
     made._dump_csv(str(path), format="compute_comms")
-    read = Schedule.from_csv(path.read_text(), name=name)
+    read = Schedule.from_csv(path.read_text(encoding="utf-8"), name=name)
     assert read.without_unshards() == order.with_reductions()
     assert verify(read) == []
-    path.write_text(lowered_csv(read))
+    path.write_text(lowered_csv(read), encoding="utf-8")
     runtime = theirs._PipelineScheduleRuntime(stages(ranks, chunks), microbatches)
     runtime._load_csv(str(path), format="compute_comms")
     require_simulated(theirs, runtime, order.placement)
-    again = Schedule.from_csv(path.read_text(), name=name)
+    again = Schedule.from_csv(path.read_text(encoding="utf-8"), name=name)
     assert again.without_unshards() == order.with_reductions()
 
 

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from pipeflow.analysis.simulation import simulate
-from pipeflow.analysis.time_window import utilisations, window
+from pipeflow.core.analysis.measures import utilisations, window
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.timeline import Timeline

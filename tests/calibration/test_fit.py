@@ -7,10 +7,19 @@ from typing import Literal
 
 import pytest
 
-from pipeflow.calibration.computing import ATTENTIONS, PRODUCTS, Sized
-from pipeflow.calibration.errors import mean_errors
-from pipeflow.calibration.fit import OPTIMIZED, fitted, line, nonnegative, product_coefficients, step_seconds
-from pipeflow.calibration.machine_times import (
+from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.device import Device
+from pipeflow.planning.efficiency import Efficiency
+from pipeflow.planning.layer_seconds import layer_times
+from pipeflow.planning.rates import RankGroup, Rates
+from pipeflow.planning.setup import Setup
+from pipeflow.planning.transformer import GPT
+from pipeflow.planning.work import layer_work
+from pipeflow.schedules import make_schedule
+from pipeflow.tools.calibration.computing import ATTENTIONS, PRODUCTS, Sized
+from pipeflow.tools.calibration.errors import mean_errors
+from pipeflow.tools.calibration.fit import OPTIMIZED, fitted, line, nonnegative, product_coefficients, step_seconds
+from pipeflow.tools.calibration.machine_times import (
     AttentionTime,
     HostTime,
     LayerTime,
@@ -22,15 +31,6 @@ from pipeflow.calibration.machine_times import (
     SumTime,
     TransferTime,
 )
-from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.device import Device
-from pipeflow.planning.efficiency import Efficiency
-from pipeflow.planning.layer_times import layer_times
-from pipeflow.planning.rates import RankGroup, Rates
-from pipeflow.planning.setup import Setup
-from pipeflow.planning.transformer import GPT
-from pipeflow.planning.work import layer_work
-from pipeflow.schedules import make_schedule
 
 DEVICE = Device(
     "some device", {"bf16": 200e12, "float32": 20e12}, memory_bytes=64e9, memory_bandwidth=1e12, host_bandwidth=2e10

@@ -11,19 +11,19 @@ import pytest
 import torch
 
 from pipeflow import UsageError
-from pipeflow.calibration import computing, links
-from pipeflow.calibration.errors import mean_errors
-from pipeflow.calibration.fit import fitted
-from pipeflow.calibration.machine import device_name, memory_bytes, precisions, products_in
-from pipeflow.calibration.machine_times import Measured, StepTime, SumTime, TransferTime
-from pipeflow.calibration.measurement import measure
-from pipeflow.calibration.step_times import steps
-from pipeflow.calibration.stopwatch import Stopwatch
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.planning.efficiency import Efficiency
 from pipeflow.planning.rates import RankGroup
 from pipeflow.planning.work import MatrixProduct
 from pipeflow.testing import run_threads
+from pipeflow.tools.calibration import computing, links
+from pipeflow.tools.calibration.errors import mean_errors
+from pipeflow.tools.calibration.fit import fitted
+from pipeflow.tools.calibration.machine import device_name, memory_bytes, precisions, products_in
+from pipeflow.tools.calibration.machine_times import Measured, StepTime, SumTime, TransferTime
+from pipeflow.tools.calibration.measurement import measure
+from pipeflow.tools.calibration.step_times import steps
+from pipeflow.tools.calibration.stopwatch import Stopwatch
 
 
 class Clock:
@@ -78,6 +78,7 @@ def tiny_computations() -> tuple[list[object], ...]:
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["cpu", pytest.param("meta", marks=pytest.mark.slow)])
 def test_computations(device: str) -> None:
     for products, moved, attended, layers, launches, stepped in run_threads(tiny_computations, 2, device=device):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeflow.cli import main
+from pipeflow.tools.cli import main
 from tests.checking.jobs import train
 from tests.cli.run import error, out
 
@@ -37,7 +37,7 @@ def test_runs_that_differ(runs: dict[str, str], tmp_path: Path, capsys: pytest.C
     assert "the gradient of blocks.1.up.bias (rank 0) is the first to differ" in said
     assert "of the terms that it adds up, where rounding explains" in said
     assert re.search(r"Cause: scale\. 2 of \d+ gradients are 4 times the reference's", said)
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     assert "<script" not in text
     HTMLParser().feed(text)
     assert re.findall(r"class='leaf wrong first'><code>(\w+)", text) == ["up"]
@@ -78,20 +78,22 @@ while True:  # `check` ends it
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_both_runs_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT, encoding="utf-8")
     assert out(capsys, "check", str(script), "--ranks", "2", "--schedule", "zb-h1").startswith("alike: 2 batches")
     assert main(["check", str(script), "--ranks", "2", "--plain", "right", "--", "wrong"]) == 1
     said = " ".join(capsys.readouterr().out.split()).lower()
     assert "all gradients are 4 times" in said
     assert re.search(r"\d+ of \d+ elements are wrong", said)  # of a second run, which records the first wrong one whole
-    script.write_text("raise RuntimeError('mine')")
+    script.write_text("raise RuntimeError('mine')", encoding="utf-8")
     assert "the script failed in one process: RuntimeError: mine" in error_after_progress(capsys, script)
-    script.write_text("import os, sys\nif os.environ['WORLD_SIZE'] == '2':\n    sys.exit('train.py: no')\n" + SCRIPT)
+    script.write_text(
+        "import os, sys\nif os.environ['WORLD_SIZE'] == '2':\n    sys.exit('train.py: no')\n" + SCRIPT, encoding="utf-8"
+    )
     assert "the script failed on several ranks: train.py: no" in error_after_progress(capsys, script)
-    script.write_text("")
+    script.write_text("", encoding="utf-8")
     assert "trained no module in one process" in error_after_progress(capsys, script)
 
 
@@ -127,11 +129,11 @@ while True:  # `check` ends it
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_loop_of_ones_own_and_another_plain_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script, plain = tmp_path / "train.py", tmp_path / "plain.py"
-    script.write_text(LOOP)
-    plain.write_text("ranks = 1\n" + LOOP)
+    script.write_text(LOOP, encoding="utf-8")
+    plain.write_text("ranks = 1\n" + LOOP, encoding="utf-8")
     said = out(capsys, "check", str(script), "--ranks", "2", "--plain", str(plain))
     assert said.startswith("alike: 2 batches, 4 weights, 4 outputs")
     assert main(["check", str(script), "--ranks", "2", "--plain", "", "--", "wrong"]) == 1

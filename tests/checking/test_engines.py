@@ -48,6 +48,7 @@ def test_clean_jobs_are_alike(engine: object, references: dict[str, Path], tmp_p
     assert result.compared["gradients"] == 2 * len([*gpt.model().parameters()])
 
 
+@pytest.mark.exhaustive
 def test_tensor_ranks_of_a_pipeline(references: dict[str, Path], tmp_path: Path) -> None:
     run_processes(pipelines.run, 4, str(tmp_path), "", gpt.SIZES, "zb-v", tensor=2)
     assert check(references["plain"], tmp_path).alike
@@ -72,6 +73,7 @@ def second_references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     return checking_second.references_in(tmp_path_factory.mktemp("second"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("engine", "job", "reference", "options"), SECOND, ids=[f"{x[0].__name__[19:]}-{x[1]}-{x[2]}" for x in SECOND]
 )
@@ -91,6 +93,7 @@ def test_clean_jobs_of_the_second_set(
     assert result.compared["losses"] == 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", some(checking_second.CASES, checking_second.CASES[3::5]), ids=lambda case: case.report)
 def test_faults_of_the_second_set(case: Case, second_references: dict[str, Path], tmp_path: Path) -> None:
     result = recorded(case, tmp_path, second_references)
@@ -98,6 +101,7 @@ def test_faults_of_the_second_set(case: Case, second_references: dict[str, Path]
     assert judged(case, result) == (True, True, named), result
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("with_originals", [True, False])
 def test_flat_parameters(with_originals: bool, references: dict[str, Path], tmp_path: Path) -> None:
     """Those of FSDP1, whose shards begin and end within rows."""

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from pipeflow.checking import check, record
-from pipeflow.checking.files import file_of
-from pipeflow.checking.runs import load
+from pipeflow.checking.files import file_of, load
+from pipeflow.checking.findings import Result, page
 from pipeflow.core.errors import UsageError
 from tests.checking.jobs import GPT, train
 
@@ -38,10 +38,10 @@ def said(plain: Path, other: Path) -> str:
 
 def test_a_recording_that_was_cut_off(plain: Path, other: Path) -> None:
     path = file_of(other, 0)
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:-1]) + lines[-1][:5])
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]) + lines[-1][:5], encoding="utf-8")
     assert "was cut off after 1 whole steps" in said(plain, other)
-    path.write_text("".join(lines[:9]))
+    path.write_text("".join(lines[:9]), encoding="utf-8")
     assert "was cut off after 0 whole steps" in said(plain, other)
 
 
@@ -53,8 +53,8 @@ def test_a_run_that_failed_leaves_what_it_had(plain: Path, tmp_path: Path) -> No
 
 def test_a_missing_rank(plain: Path, other: Path) -> None:
     path = file_of(other, 0)
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text(lines[0].replace('"world": 1', '"world": 3') + "".join(lines[1:]))
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    path.write_text(lines[0].replace('"world": 1', '"world": 3') + "".join(lines[1:]), encoding="utf-8")
     assert "lacks the files of ranks 1, 2 of 3" in said(plain, other)
 
 
@@ -88,21 +88,21 @@ def test_another_model(plain: Path, tmp_path: Path) -> None:
 def test_forged_files_are_refused_or_compared(plain: Path, other: Path) -> None:
     """Values of any type at any place: one sentence, or a result."""
     path = file_of(other, 0)
-    lines = path.read_text().splitlines()
+    lines = path.read_text(encoding="utf-8").splitlines()
     chosen = random.Random(0)
     values: list[object] = [None, -1, 1e400, "x", [], {}, {"shape": [2**40], "float64": ""}, [[]], True]
     for _ in range(150):
         index = chosen.randrange(len(lines))
         event = json.loads(lines[index])
         event[chosen.choice([*event])] = chosen.choice(values)
-        path.write_text("\n".join([*lines[:index], json.dumps(event), *lines[index + 1 :]]) + "\n")
+        path.write_text("\n".join([*lines[:index], json.dumps(event), *lines[index + 1 :]]) + "\n", encoding="utf-8")
         with suppress(UsageError):
             check(plain, other)
 
 
 def test_other_texts_are_refused(plain: Path, other: Path) -> None:
     path = file_of(other, 0)
-    first, *rest = path.read_text().splitlines(keepends=True)
+    first, *rest = path.read_text(encoding="utf-8").splitlines(keepends=True)
     texts = ("", "\n", "{}\n", "[1]\n", "\x80\n", "cos\nsystem\n", '{"kind": "start"}\n', first + "[" * 10**5 + "\n")
     for text in texts:
         path.write_bytes((text + "".join(rest)).encode("latin-1"))
@@ -127,3 +127,9 @@ def test_files_of_an_earlier_recording_are_replaced(tmp_path: Path) -> None:
     shutil.copy(file_of(tmp_path, 0), file_of(tmp_path, 1))
     train(tmp_path, steps=1)
     assert load(tmp_path).world == 1
+
+
+def test_the_page_writes_out_what_no_page_can_show() -> None:
+    shown = page(Result([], None, ["a note\x1b[31m"], order=["layer\udc80.\x07"]), "plain\udcff", "wide\x00")
+    assert shown.encode().isascii()
+    assert all(text in shown for text in (r"layer\udc80", r"\x07", r"plain\udcff", r"wide\x00", r"note\x1b[31m"))

@@ -15,6 +15,7 @@ from pipeflow.testing import run_processes
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -34,6 +35,7 @@ def test_zero_of_deepspeed(tmp_path: Path, stage: int, dtype: torch.dtype) -> No
     assert result.cause.factor == pytest.approx(0.5, rel=0.02)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
 def test_tensor_ranks_of_megatron(tmp_path: Path) -> None:
     plain = megatron.plain(tmp_path / "plain")

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from pipeflow.checking import keep_weights, take_weights
-from pipeflow.checking.parts import parts_of, plain
-from pipeflow.checking.sketch import Block, flat_blocks, norm_squared, row_sketches, sketch
+from pipeflow.checking.parts import parts_of
+from pipeflow.checking.sketches import Block, flat_blocks, norm_squared, row_sketches, sketch
 from pipeflow.core.errors import UsageError
+from pipeflow.engine.runtime.original import unwrapped_name
 
 
 @pytest.mark.parametrize("shape", [(12,), (6, 4), (4, 3, 5)])
@@ -54,7 +55,7 @@ def test_the_gradient_of_a_layer_is_that_of_its_samples() -> None:
 
 
 def test_names_without_wrappers() -> None:
-    assert plain("module.module.blocks.0.module.weight") == "blocks.0.module.weight"
+    assert unwrapped_name("module.module.blocks.0.module.weight") == "blocks.0.module.weight"
 
 
 def test_attributes_of_megatron(monkeypatch: pytest.MonkeyPatch) -> None:

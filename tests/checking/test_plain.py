@@ -202,7 +202,7 @@ def test_where_an_output_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert wrong.cause.evidence.endswith(told), wrong.cause
     plain = train(tmp_path / "three", steps=1)
     assert "record both runs with whole='blocks.0' to see where its output is wrong" in check(one, plain).notes
-    assert all('"values"' not in file.read_text() for file in plain.iterdir())
+    assert all('"values"' not in file.read_text(encoding="utf-8") for file in plain.iterdir())
 
 
 def spoil(optimizer: torch.optim.Optimizer) -> None:

@@ -24,11 +24,11 @@ from pipeflow import (
     make_schedule,
     save_checkpoint,
 )
-from pipeflow.checkpoint.pieces import local_tensors
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.sharding import Split
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.sharding import Split
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import WIDTH, WORDS, LayersStage, TiedModel, initial
+from pipeflow.training.checkpoint.pieces import local_tensors
 
 Layout = tuple[int, int, int]  # pipeline, tensor, data
 

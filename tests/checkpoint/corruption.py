@@ -86,7 +86,7 @@ class Forger:
         manifest = self.manifest()
         key, value = self.choice(MANIFESTS)
         if key is None:
-            (self.folder / MANIFEST).write_text(value)
+            (self.folder / MANIFEST).write_text(value, encoding="utf-8")
             return
         manifest[key] = value
         self.seal(manifest)
@@ -95,7 +95,7 @@ class Forger:
         """Another field, and the digest as it was."""
         manifest = self.manifest()
         key, value = self.choice([("step", 99), ("sequence", 10**6), ("format", 1), ("files", {}), ("layout", {})])
-        (self.folder / MANIFEST).write_text(json.dumps(manifest | {key: value}))
+        (self.folder / MANIFEST).write_text(json.dumps(manifest | {key: value}), encoding="utf-8")
 
     def forge_index(self) -> None:
         """Places and shapes that are not so, with digests that fit."""
@@ -119,7 +119,7 @@ class Forger:
                 lambda: index.pop("tensors"),
             ]
         )()
-        (self.folder / INDEX).write_text(json.dumps(index))
+        (self.folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
         self.reseal()
 
     def forge_data(self) -> None:
@@ -149,7 +149,7 @@ class Forger:
         else:
             index["tensors"][name]["parts"][0][2:] = where
         data.write_bytes(data.read_bytes() + content)
-        (self.folder / INDEX).write_text(json.dumps(index))
+        (self.folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
         self.reseal()
 
     def manifest(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class Forger:
         content = {key: value for key, value in manifest.items() if key != "sha256"}
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         content["sha256"] = hashlib.sha256(canonical.encode()).hexdigest()
-        (self.folder / MANIFEST).write_text(json.dumps(content))
+        (self.folder / MANIFEST).write_text(json.dumps(content), encoding="utf-8")
 
 
 def _saved(value: object) -> bytes:

@@ -15,7 +15,7 @@ from torch import nn
 
 import pipeflow
 from pipeflow import latest_checkpoint, load_checkpoint
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_processes
 
 RANKS, WIDTH, LAYERS = 2, 512, 4  # 8 MB of weights and Adam's states
@@ -26,7 +26,7 @@ def kill_once(folder: Path, victim: int, seconds: float) -> tuple[int | None, in
     newest checkpoint, None unless it has the weights of that step; the last step that was reported done.
     """
     run_processes(save_until_killed, RANKS, str(folder), victim, seconds, may_die=(victim,))
-    done = int((folder / "done").read_text().split()[-1])
+    done = int((folder / "done").read_text(encoding="utf-8").split()[-1])
     newest, model = latest_checkpoint(folder), whole_model()
     if newest is None:
         return None, done
@@ -68,7 +68,7 @@ def save_until_killed(folder: str, victim: int, seconds: float) -> None:
                 time.sleep(0.005)  # as if it trained
             saving.wait()
             if rank == 0:
-                with Path(folder, "done").open("a") as note:
+                with Path(folder, "done").open("a", encoding="utf-8") as note:
                     note.write(f"{step}\n")
             if step == first and rank == victim:
                 threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()

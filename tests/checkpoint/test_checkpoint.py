@@ -16,13 +16,13 @@ from torch.nn import functional
 
 import pipeflow
 from pipeflow import Saving, UsageError, latest_checkpoint, load_checkpoint, save_checkpoint
-from pipeflow.checkpoint.generators import generator_states
-from pipeflow.checkpoint.pieces import Piece
-from pipeflow.optim.zero import Zero
-from pipeflow.parallel.context import current_context, is_launched
-from pipeflow.parallel.sharding import Split
-from pipeflow.tensor.random import manual_seed
+from pipeflow.engine.parallel.context import current_context, is_launched
+from pipeflow.engine.parallel.sharding import Split
+from pipeflow.engine.tensor.random import manual_seed
 from pipeflow.testing import run_processes
+from pipeflow.training.checkpoint.pieces import Piece
+from pipeflow.training.checkpoint.state import generator_states
+from pipeflow.training.optim.zero import Zero
 from tests.checkpoint.checkpoints import Layout, Run, under, wholes
 
 STEPS = 2
@@ -47,7 +47,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     return path, under((2, 2, 2), train_and_save, path)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("layout", "chunks"), [((1, 1, 1), 1), ((4, 1, 2), 1), ((2, 1, 4), 2), ((1, 2, 4), 4), ((1, 4, 1), 1)]
 )
@@ -267,7 +267,7 @@ def test_a_checkpoint_without_these_random_states_leaves_them_as_they_are(
 ) -> None:
     """As earlier versions saved it."""
     with monkeypatch.context() as patch:
-        patch.setattr("pipeflow.checkpoint.state.generator_states", lambda **_: {})
+        patch.setattr("pipeflow.training.checkpoint.state.generator_states", lambda **_: {})
         draw_past_a_save(tmp_path / "step")
     random.seed(3)
     numpy.random.seed(3)
@@ -283,7 +283,9 @@ def test_a_random_state_that_is_none_is_refused_before_anything_changes(
 ) -> None:
     usual = generator_states(load_numpy=True)
     with monkeypatch.context() as patch:
-        patch.setattr("pipeflow.checkpoint.state.generator_states", lambda **_: usual | {name: usual[name].fill_(-1)})
+        patch.setattr(
+            "pipeflow.training.checkpoint.state.generator_states", lambda **_: usual | {name: usual[name].fill_(-1)}
+        )
         draw_past_a_save(tmp_path / "step")
     before = random.getstate()
     with pytest.raises(UsageError, match=rf"'random\.0\.{name}' is not the state of a random generator"):
@@ -296,7 +298,7 @@ def warm_up(folder: Path, steps: int) -> list[float]:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=5)
-    guide = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     resume, save = guide.partition("```python\n")[2].partition("```")[0].replace('"run', f'"{folder}').split("...\n")
     place: dict[str, Any] = {"pipeflow": pipeflow, "model": model, "optimizer": optimizer, "scheduler": scheduler}
     exec(resume, place)

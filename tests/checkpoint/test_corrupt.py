@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipeflow import UsageError, load_checkpoint
-from pipeflow.checkpoint.manifest import Manifest
+from pipeflow.training.checkpoint.manifest import Manifest
 from tests.checkpoint.corruption import KINDS, MANIFESTS, Evil, Forger, Ground, Subject
 
 
@@ -54,7 +54,7 @@ def test_an_odd_manifest_is_refused(tmp_path: Path, ground: Ground, content: tup
     key, value = content
     forger = ground.copy(tmp_path)
     if key is None:
-        (forger.folder / "checkpoint.json").write_text(str(value))
+        (forger.folder / "checkpoint.json").write_text(str(value), encoding="utf-8")
     else:
         forger.seal(forger.manifest() | {key: value})
     subject = Subject(7)

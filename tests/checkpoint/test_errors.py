@@ -23,10 +23,13 @@ from pipeflow import (
     make_schedule,
     save_checkpoint,
 )
-from pipeflow.checkpoint.task import Task
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
+from pipeflow.training.checkpoint.folders import PROCESS
+from pipeflow.training.checkpoint.task import Task
 from tests.checkpoint.checkpoints import Run, under
+
+HERE = PROCESS[:8]  # the machine
 
 
 def model(fill: float = 0.0, width: int = 3) -> nn.Module:
@@ -91,7 +94,7 @@ def test_a_path_that_is_none(tmp_path: Path) -> None:
 def test_a_newer_format(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "step", model())
     file = tmp_path / "step" / "checkpoint.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 99}))
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | {"format": 99}), encoding="utf-8")
     with pytest.raises(UsageError, match=r"written by a newer pipeflow: its format is 99.*update pipeflow"):
         load_checkpoint(tmp_path / "step", model())
 
@@ -235,7 +238,7 @@ def test_a_checkpoint_can_be_replaced(tmp_path: Path) -> None:
 
 def test_what_a_killed_save_left_is_neither_believed_nor_kept(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "step-1", model(1), step=1)
-    for name in (".step-2.7-1-0a.writing", ".step-2.7-1-0b.completing"):
+    for name in (f".step-2.7-{HERE}1-0a.writing", f".step-2.7-{HERE}1-0b.completing"):
         (tmp_path / "step-1").rename(tmp_path / name)
         assert latest_checkpoint(tmp_path) is None
         save_checkpoint(tmp_path / "step-1", model(1), step=1)

@@ -20,7 +20,7 @@ def require_whole_after_kills(folder: Path, kills: list[tuple[int, float]]) -> N
         assert loaded >= done, (victim, seconds)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_newest_checkpoint_after_a_kill_is_whole(tmp_path: Path) -> None:
     require_whole_after_kills(tmp_path, [(0, 0.01), (1, 0.1), (0, 0.05)])
 

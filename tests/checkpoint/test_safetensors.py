@@ -22,7 +22,7 @@ from pipeflow import (
     make_schedule,
     save_safetensors,
 )
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from tests.checkpoint.checkpoints import Layout, Run, SplitWeight, under, wholes
 
@@ -127,7 +127,7 @@ def test_weights_come_and_go_with_the_same_bits(tmp_path: Path, layout: Layout, 
     if shard_bytes == 10**9:
         assert [file.name for file in (tmp_path / "out").iterdir()] == ["model.safetensors"]
     else:
-        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text(encoding="utf-8"))
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in theirs.values())
         assert all(name in load_file(tmp_path / "out" / file) for name, file in index["weight_map"].items())
         under((4, 1, 1), load_and_save, tmp_path / "out", tmp_path / "again", 10**9)

@@ -16,5 +16,5 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def csv(tmp_path: Path) -> Path:
     path = tmp_path / "schedule.csv"
-    path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", encoding="utf-8")
     return path

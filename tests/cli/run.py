@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeflow.cli import main
+from pipeflow.tools.cli import main
 
 
 def out(capsys: pytest.CaptureFixture[str], *argv: object) -> str:

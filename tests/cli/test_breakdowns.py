@@ -18,7 +18,7 @@ BLOCK = "{http://www.w3.org/2000/svg}rect[@class='block']"
 
 def saved(capsys: pytest.CaptureFixture[str], path: Path, *argv: object) -> dict[str, Any]:
     text = out(capsys, "plan", *argv, "--json")
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     found: dict[str, Any] = json.loads(text)
     return found
 
@@ -100,3 +100,25 @@ def test_what_cannot_be_told_is_refused(
     saved(capsys, paths["plan"], *PLAN)
     saved(capsys, paths["bare"], *PLAN[:-2])
     assert said in error(capsys, *(str(each).format(**paths) for each in argv))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cluster": None},
+        {"cluster": {"device": None}},
+        {"peak_parts": None},
+        {"step_seconds": "x"},
+        {"breakdown": {"parts": 3}},
+        {"layout": 3},
+        {"tokens_per_second": None},
+        {"layouts": [{"peak_parts": {}, "step_seconds": 1}]},
+    ],
+)
+def test_a_plan_that_lacks_something_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, change: dict[str, object]
+) -> None:
+    plan, changed = tmp_path / "plan.json", tmp_path / "changed.json"
+    plan.write_text(out(capsys, "plan", *PLAN, "--json"), encoding="utf-8")
+    changed.write_text(json.dumps(json.loads(plan.read_text(encoding="utf-8")) | change), encoding="utf-8")
+    assert "is no plan of pipeflow plan --json: it lacks what" in error(capsys, "diff", changed, plan)

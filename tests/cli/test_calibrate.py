@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeflow.calibration import processes
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.efficiency import Efficiency
+from pipeflow.tools.calibration import processes
 from tests.cli.run import error, out
 
 
@@ -16,10 +16,10 @@ from tests.cli.run import error, out
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("pipeflow.cli.progress.AFTER", 1000.0)
+    monkeypatch.setattr("pipeflow.tools.cli.outputs.AFTER", 1000.0)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_machine_is_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -38,10 +38,10 @@ def test_a_machine_is_measured(
         assert line.endswith("%")
     assert "not measured, since there is one node" in shown
     assert [each.name for each in tmp_path.iterdir()] == ["cluster.json"]
-    assert json.loads(file.read_text())["units"]["link_latency"] == "s"
+    assert json.loads(file.read_text(encoding="utf-8"))["units"]["link_latency"] == "s"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_processes_that_do_not_end_are_ended(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -53,7 +53,7 @@ def test_processes_that_do_not_end_are_ended(
     assert not file.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_that_fails(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

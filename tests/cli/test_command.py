@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from pipeflow import __version__
-from pipeflow.cli import main
-from pipeflow.cli.options import flag
 from pipeflow.core.placement import Placement
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
+from pipeflow.tools.cli import main
+from pipeflow.tools.cli.options import flag
 from tests.cli.run import error, out
 
 
@@ -108,8 +108,8 @@ def test_export_verify_draw_and_simulate_agree_on_a_file(
     path = tmp_path / "exported"  # a file is a file, whatever its name ends in
     assert out(capsys, "export", name, "--ranks", 2, "--microbatches", 3, "--csv", path) == ""
     schedule = make_schedule(name, ranks=2, microbatches=3)
-    assert path.read_text() == schedule.to_csv()
-    assert out(capsys, "export", path, "--csv", "-") == path.read_text()
+    assert path.read_text(encoding="utf-8") == schedule.to_csv()
+    assert out(capsys, "export", path, "--csv", "-") == path.read_text(encoding="utf-8")
     assert "is sound: 2 ranks" in out(capsys, "verify", path)
     placements = {Placement.vee(2): "vee", Placement.bidirectional(2): "bidirectional"}
     assert "is sound: 2 ranks" in out(
@@ -128,7 +128,7 @@ def test_verify_a_name(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_verify_lists_every_violation_and_exits_with_1(capsys: pytest.CaptureFixture[str], csv: Path) -> None:
-    csv.write_text("0F0,0F1,0B0\n1F0,1B0,1F1,1B1,1B1\n")
+    csv.write_text("0F0,0F1,0B0\n1F0,1B0,1F1,1B1,1B1\n", encoding="utf-8")
     assert main(["verify", str(csv)]) == 1
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -139,7 +139,7 @@ def test_verify_lists_every_violation_and_exits_with_1(capsys: pytest.CaptureFix
 
 
 def test_verify_shows_a_deadlock(capsys: pytest.CaptureFixture[str], csv: Path) -> None:
-    csv.write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
+    csv.write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", encoding="utf-8")
     assert main(["verify", str(csv)]) == 1
     assert "deadlock: 0B0 on rank 0 needs the gradient of 1B0, which rank 1 runs later" in capsys.readouterr().out
 
@@ -165,7 +165,7 @@ def test_verify_expects_the_microbatches_it_is_told(capsys: pytest.CaptureFixtur
 def test_the_placement_of_a_file_can_be_given(
     capsys: pytest.CaptureFixture[str], csv: Path, placement: str, text: str
 ) -> None:
-    csv.write_text(text)
+    csv.write_text(text, encoding="utf-8")
     assert "is sound: 2 ranks" in out(capsys, "verify", csv, "--placement", placement)
     assert out(capsys, "draw", csv, "--placement", placement)
     wrong = "linear" if placement != "linear" else "vee"
@@ -245,7 +245,9 @@ def test_times_of_any_size_are_drawn_or_refused(
     """Written as [end of the forward], [how long the backward is]."""
     end, length = (float(time) for time in times.split("], ["))
     path = tmp_path / "measured.json"
-    path.write_text(f'{{"paths": [[0]], "rows": [[["0F0", 0, {end!r}], ["0B0", {end!r}, {end + length!r}]]]}}')
+    path.write_text(
+        f'{{"paths": [[0]], "rows": [[["0F0", 0, {end!r}], ["0B0", {end!r}, {end + length!r}]]]}}', encoding="utf-8"
+    )
     for drawing in ([], ["--svg", "-"], ["--html", "-"], ["--perfetto", "-"]):
         if message is None:
             assert out(capsys, "draw", path, *drawing)
@@ -279,7 +281,7 @@ def test_what_is_no_schedule_names_the_file_and_the_place(
 
 
 def test_an_unsound_file_is_neither_drawn_nor_simulated(capsys: pytest.CaptureFixture[str], csv: Path) -> None:
-    csv.write_text("0F0,0B0\n1F0\n")
+    csv.write_text("0F0,0B0\n1F0\n", encoding="utf-8")
     for command in ("draw", "simulate"):
         assert error(capsys, command, csv) == (
             f"{csv} is unsound, 1 violation, the first: rank 1: 1B0 is missing: stage 1 runs 1F0 for microbatch 0; "
@@ -309,3 +311,27 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
+
+
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [
+        ("draw interleaved", "'interleaved-1f1b'"),
+        ("draw ScheduleInterleavedZeroBubble", "'interleaved-zb'"),
+        ("draw zero-bubble", "'zb-h1' or 'zb-v'"),
+        ("simulate zerobubble", "'zb-h1' or 'zb-v'"),
+        ("compare TrainSchedule", "'1f1b'"),
+        ("draw forward_backward_pipelining_with_interleaving", "'interleaved-1f1b'"),
+        ("draw --num-layers-per-virtual-pipeline-stage 2", "the schedule 'interleaved-1f1b'"),
+        ("plan gpt2", "'gpt2-small'"),
+    ],
+)
+def test_names_of_others_lead_to_ours(capsys: pytest.CaptureFixture[str], argv: str, meant: str) -> None:
+    assert f"; did you mean {meant}?" in error(capsys, *argv.split())
+
+
+def test_the_word_help_is_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["help"], ["help", "draw"]):
+        with pytest.raises(SystemExit, match="0"):
+            main(words)
+        assert capsys.readouterr().out.startswith(f"usage: pipeflow {words[1] if len(words) > 1 else '[-h]'}")

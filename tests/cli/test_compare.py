@@ -7,15 +7,15 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pipeflow.analysis.lowering import lower
-from pipeflow.analysis.measures import Measures
-from pipeflow.analysis.simulation import simulate
-from pipeflow.analysis.trace_costs import measured_costs
-from pipeflow.cli import main
-from pipeflow.core.cost import CostModel
+from pipeflow.core.analysis.lowering import lower
+from pipeflow.core.analysis.measured_step import measured_costs
+from pipeflow.core.analysis.measures import Measures
+from pipeflow.core.analysis.simulation import simulate
+from pipeflow.core.cost import CostModel, read_costs
 from pipeflow.core.program import Send
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.schedules.registry import COMPARED
+from pipeflow.tools.cli import main
 from tests.cli.run import error, out
 
 
@@ -74,7 +74,9 @@ def test_options_are_for_those_that_have_them(capsys: pytest.CaptureFixture[str]
 
 def test_costs_of_stages_leave_out_those_with_other_stages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     costs = tmp_path / "costs.json"
-    costs.write_text(json.dumps({name: [1, 2] for name in ("forward", "backward_input", "backward_weight")}))
+    costs.write_text(
+        json.dumps({name: [1, 2] for name in ("forward", "backward_input", "backward_weight")}), encoding="utf-8"
+    )
     read = compared(capsys, "gpipe", "interleaved-1f1b", "--ranks", 2, "--costs", costs)
     assert list(read["schedules"]) == ["gpipe"]
     assert read["refused"] == {"interleaved-1f1b": f"{costs}: costs are per stage: the file has 2, not 4"}
@@ -83,7 +85,7 @@ def test_costs_of_stages_leave_out_those_with_other_stages(capsys: pytest.Captur
 def test_files_are_compared_with_schedules(capsys: pytest.CaptureFixture[str], csv: Path) -> None:
     read = compared(capsys, csv, "1f1b", "--ranks", 2, "--microbatches", 2)["schedules"]
     assert read[str(csv)]["makespan"] == read["1f1b"]["makespan"] + 0  # the file is 1f1b but for one forward
-    csv.write_text("0F0,0B0\n1F0")
+    csv.write_text("0F0,0B0\n1F0", encoding="utf-8")
     assert error(capsys, "compare", csv).startswith(f"{csv} is unsound, 1 violation")
 
 
@@ -91,7 +93,7 @@ def test_schedules_beside_a_measured_step_have_its_costs(capsys: pytest.CaptureF
     schedule = make_schedule("1f1b", ranks=2, microbatches=4)
     slow = CostModel((0.001, 0.002), (0.001, 0.001), (0.001, 0.001), latency=0.0005, unit="s")
     measured = tmp_path / "measured.json"
-    measured.write_text(simulate(schedule, slow).to_json())
+    measured.write_text(simulate(schedule, slow).to_json(), encoding="utf-8")
     read = compared(capsys, "gpipe", measured, "1f1b", "zb-auto", "zb-v")
     makespans = {name: found["makespan"] for name, found in read["schedules"].items()}
     assert makespans[str(measured)] == simulate(schedule, slow).makespan
@@ -110,7 +112,7 @@ def test_the_picture_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     path = tmp_path / "plane.svg"
     assert out(capsys, "compare", "gpipe", "1f1b", "--svg", path) == ""
     assert ElementTree.parse(path).getroot().tag.endswith("svg")
-    assert out(capsys, "compare", "gpipe", "1f1b", "--svg", "-") == path.read_text()
+    assert out(capsys, "compare", "gpipe", "1f1b", "--svg", "-") == path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -129,3 +131,19 @@ def test_what_cannot_be_compared_is_one_line(capsys: pytest.CaptureFixture[str],
 def test_an_unknown_column_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "--sort", "colour"]) == 2
     assert "known: name, makespan, bubble, " in capsys.readouterr().err
+
+
+def test_a_file_of_costs_is_read_once_for_all_schedules(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    costs, texts = tmp_path / "costs.json", list[str]()
+    per_stage = {name: [1, 1, 1, 2] for name in ("forward", "backward_input", "backward_weight")}
+    costs.write_text(json.dumps(per_stage), encoding="utf-8")
+
+    def counted(text: str) -> CostModel:
+        texts.append(text)
+        return read_costs(text)
+
+    monkeypatch.setattr("pipeflow.tools.cli.requests.read_costs", counted)
+    assert len(compared(capsys, "--costs", costs)["schedules"]) > 5
+    assert len(texts) == 1

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from pipeflow.cli.completion import SHELLS
 from pipeflow.schedules import SCHEDULES
+from pipeflow.tools.cli.names import SHELLS
 from tests.cli.run import error, out
 
 OF_BASH = """

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeflow.cli import main
+from pipeflow.tools.cli import main
 from tests.cli.run import error, out
 
 SOUND: dict[str, Any] = {"forward": [1, 2], "backward_input": [1, 1], "backward_weight": [1, 1]}
@@ -15,7 +15,7 @@ SOUND: dict[str, Any] = {"forward": [1, 2], "backward_input": [1, 1], "backward_
 @pytest.fixture
 def costs(tmp_path: Path) -> Path:
     path = tmp_path / "costs.json"
-    path.write_text(json.dumps(SOUND))
+    path.write_text(json.dumps(SOUND), encoding="utf-8")
     return path
 
 
@@ -27,9 +27,9 @@ def makespan(capsys: pytest.CaptureFixture[str], *argv: object) -> float:
 def test_costs_per_stage_are_read_from_a_file(capsys: pytest.CaptureFixture[str], costs: Path) -> None:
     sizes = ["gpipe", "--ranks", 2, "--microbatches", 1, "--costs", costs]
     assert makespan(capsys, *sizes) == 1 + 2 + 2 + 2
-    costs.write_text(json.dumps(SOUND | {"latency": 0.25, "links": {"0->1": {"latency": 3}}}))
+    costs.write_text(json.dumps(SOUND | {"latency": 0.25, "links": {"0->1": {"latency": 3}}}), encoding="utf-8")
     assert makespan(capsys, *sizes) == 1 + 3 + 2 + 2 + 0.25 + 2
-    costs.write_text(json.dumps(SOUND | {"bandwidth": 2, "activation_bytes": [4, 1]}))
+    costs.write_text(json.dumps(SOUND | {"bandwidth": 2, "activation_bytes": [4, 1]}), encoding="utf-8")
     assert makespan(capsys, *sizes) == 7 + 2 * 4 / 2
 
 
@@ -39,7 +39,7 @@ def test_every_option_is_a_cost(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     for option in ("--forward", "--backward-input", "--backward-weight", "--transfer"):
         assert makespan(capsys, *sizes, option, 3) > plain
     paired = tmp_path / "paired.csv"
-    paired.write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1")
+    paired.write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1", encoding="utf-8")
     assert makespan(capsys, paired, "--overlap", 1) == makespan(capsys, paired) - 1
 
 
@@ -89,7 +89,7 @@ def test_bytes_are_said_where_they_are_known(capsys: pytest.CaptureFixture[str])
 def test_what_is_wrong_with_a_file_of_costs(
     capsys: pytest.CaptureFixture[str], costs: Path, text: str, message: str
 ) -> None:
-    costs.write_text(text)
+    costs.write_text(text, encoding="utf-8")
     said = error(capsys, "simulate", "1f1b", "--ranks", 2, "--costs", costs)
     assert said.startswith(f"{costs}: {message}")
 
@@ -112,7 +112,7 @@ def test_a_price_of_reductions_plans_them(capsys: pytest.CaptureFixture[str], co
     assert "reductions        2, exposed 2\n" in out(capsys, "simulate", *sizes, "--reduce", 2)
     assert "R3" in out(capsys, "draw", *sizes, "--reduce", 2)
     assert json.loads(out(capsys, "compare", *sizes, "--reduce", 2, "--json"))["schedules"]["1f1b"]["makespan"] == 17
-    costs.write_text(json.dumps(SOUND | {"reduce": [1, 3]}))
+    costs.write_text(json.dumps(SOUND | {"reduce": [1, 3]}), encoding="utf-8")
     priced = json.loads(out(capsys, "simulate", *sizes, "--costs", costs, "--json"))
     assert priced["exposed"] == 1
 
@@ -121,12 +121,12 @@ def test_tables_hold_reductions_as_torch_writes_them(capsys: pytest.CaptureFixtu
     table = tmp_path / "reduced.csv"
     sizes = ["zb-v", "--ranks", 2, "--microbatches", 2]
     out(capsys, "export", *sizes, "--reduce", 0, "--csv", table)
-    assert table.read_text().count("REDUCE_GRAD") == 4
+    assert table.read_text(encoding="utf-8").count("REDUCE_GRAD") == 4
     assert "is sound" in out(capsys, "verify", table, "--placement", "vee")
     vee = [table, "--placement", "vee", "--reduce", 2]
     assert makespan(capsys, *vee) == makespan(capsys, *sizes, "--reduce", 2) > makespan(capsys, *sizes)
     assert out(capsys, "export", table, "--placement", "vee", "--forward-only", "--csv", "-").count("REDUCE") == 0
-    table.write_text(table.read_text().replace(",0REDUCE_GRAD", ""))
+    table.write_text(table.read_text(encoding="utf-8").replace(",0REDUCE_GRAD", ""), encoding="utf-8")
     assert main(["verify", str(table), "--placement", "vee"]) == 1
     wanted = "expected 0R1 after 0W1, since others have one"
     assert capsys.readouterr().out == f"rank 0: stage 0 has no gradient reduction; {wanted}\n"
@@ -136,7 +136,7 @@ def test_steps_of_the_optimizer_are_drawn_and_take_their_time(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     sizes, path = ["1f1b", "--ranks", 2, "--microbatches", 3], tmp_path / "costs.json"
-    path.write_text(json.dumps(SOUND | {"forward": [1, 1], "optimizer": [2, 5]}))
+    path.write_text(json.dumps(SOUND | {"forward": [1, 1], "optimizer": [2, 5]}), encoding="utf-8")
     assert makespan(capsys, *sizes) == 12
     assert makespan(capsys, *sizes, "--optimizer", 2) == 12 + 2
     assert makespan(capsys, *sizes, "--costs", path) == 10 + 5  # the last rank, which is done sooner

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeflow.analysis.simulation import simulate
-from pipeflow.cli.differences import difference_lines
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules import make_schedule
+from pipeflow.tools.cli.compare import difference_lines
 from tests.cli.run import error, out
 
 
@@ -19,7 +19,7 @@ def measured(tmp_path: Path) -> Path:
     schedule = make_schedule("1f1b", ranks=2, microbatches=4)
     cost = CostModel((0.001, 0.002), (0.001, 0.001), (0.001, 0.001), latency=0.0005, unit="s")
     path = tmp_path / "measured.json"
-    path.write_text(simulate(schedule, cost).to_json())
+    path.write_text(simulate(schedule, cost).to_json(), encoding="utf-8")
     return path
 
 
@@ -125,14 +125,14 @@ def test_a_measured_timeline_is_drawn_simulated_verified_and_exported(
 
 def test_a_timeline_of_an_unsound_schedule_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "half.json"
-    path.write_text('{"paths": [[0]], "rows": [[["0F0", 0, 1], ["0F1", 1, 2], ["0B0", 2, 3]]]}')
+    path.write_text('{"paths": [[0]], "rows": [[["0F0", 0, 1], ["0F1", 1, 2], ["0B0", 2, 3]]]}', encoding="utf-8")
     assert error(capsys, "draw", path).startswith(f"{path} is unsound, 1 violation, the first: rank 0: ")
 
 
 def test_a_plan_reduces_where_what_was_measured_did(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     schedule = make_schedule("1f1b", ranks=2, microbatches=4).with_reductions()
     path = tmp_path / "reduced.json"
-    path.write_text(simulate(schedule, CostModel.even(schedule.placement, reduce=3)).to_json())
+    path.write_text(simulate(schedule, CostModel.even(schedule.placement, reduce=3)).to_json(), encoding="utf-8")
     assert out(capsys, "verify", path).startswith("1f1b is sound")
     shown = out(capsys, "diff", "1f1b", path)
     assert "Both run the same order on every rank." in shown

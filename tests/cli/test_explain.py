@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from operator import ne
 from pathlib import Path
 
 import pytest
@@ -56,17 +57,28 @@ def test_for_programs(capsys: pytest.CaptureFixture[str], traces: Path) -> None:
 def test_what_it_writes(capsys: pytest.CaptureFixture[str], traces: Path, tmp_path: Path) -> None:
     names = {kind: tmp_path / f"explained.{kind}" for kind in ("csv", "html", "svg")}
     out(capsys, "explain", traces, *(word for kind, path in names.items() for word in (f"--{kind}", path)))
-    assert names["csv"].read_text() == make_schedule("1f1b", ranks=4, microbatches=8).to_csv()
-    page = names["html"].read_text()
+    assert names["csv"].read_text(encoding="utf-8") == make_schedule("1f1b", ranks=4, microbatches=8).to_csv()
+    page = names["html"].read_text(encoding="utf-8")
     assert page.index("measured: 1f1b") < page.index("replayed: 1f1b") < page.index("best order: ")
-    assert 'class="critical"' in names["svg"].read_text()
+    assert 'class="critical"' in names["svg"].read_text(encoding="utf-8")
     best, lowered = tmp_path / "best.csv", tmp_path / "lowered.csv"
     out(capsys, "explain", traces, "--best", best)
     assert "is sound" in out(capsys, "verify", best)
     out(capsys, "explain", traces, "--best", lowered, "--lowered")
-    assert "0SEND_F0" in lowered.read_text()
-    read = Schedule.from_csv(lowered.read_text()).without_reductions().without_unshards()
-    assert read == Schedule.from_csv(best.read_text())
+    assert "0SEND_F0" in lowered.read_text(encoding="utf-8")
+    read = Schedule.from_csv(lowered.read_text(encoding="utf-8")).without_reductions().without_unshards()
+    assert read == Schedule.from_csv(best.read_text(encoding="utf-8"))
+
+
+def test_all_that_it_writes_shows_the_same_critical_path(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    traces, svg = Path(__file__).parents[2] / "docs" / "traces", tmp_path / "step.svg"
+    path = [
+        each["rank"] for each in json.loads(out(capsys, "explain", traces, "--json", "--svg", svg))["critical_path"]
+    ]
+    assert svg.read_text(encoding="utf-8").count('<rect class="critical"') == len(path)
+    assert svg.read_text(encoding="utf-8").count('<path class="critical"') == sum(map(ne, path, path[1:])) == 2
+    shown = " ".join(out(capsys, "explain", traces).split())
+    assert f"critical path: {path.count(1)} actions of rank 1" in shown
 
 
 def test_a_rank_that_is_missing_is_one_line(capsys: pytest.CaptureFixture[str], traces: Path) -> None:

@@ -17,11 +17,11 @@ from urllib.request import urlopen
 
 import pytest
 
-from pipeflow.cli import explore
-from pipeflow.cli.command import parser
-from pipeflow.core.even_costs import EVEN_COSTS
-from pipeflow.explore.answers.export import code
-from pipeflow.explore.fields import EVEN, FIELDS
+from pipeflow.core.cost_fields import EVEN_COSTS, EVEN_NAMES
+from pipeflow.tools.cli import explore
+from pipeflow.tools.cli.command import parser
+from pipeflow.tools.explore.answers import code
+from pipeflow.tools.explore.fields import FIELDS
 from tests.cli.run import error, out
 
 DEADLINE = 30.0  # seconds
@@ -55,8 +55,8 @@ def test_options_are_fields_of_the_link() -> None:
 
 
 def test_every_cost_of_the_command_is_a_field() -> None:
-    assert set(EVEN.values()) == set(EVEN_COSTS)
-    assert set(EVEN) <= set(FIELDS)
+    assert set(EVEN_NAMES.values()) == set(EVEN_COSTS)
+    assert set(EVEN_NAMES) <= set(FIELDS)
 
 
 @pytest.mark.parametrize(
@@ -170,14 +170,14 @@ def test_ctrl_c_ends_it_also_while_browsers_are_connected() -> None:
             interrupted(process)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(os.name != "posix", reason="the browser of this test is a script")
 def test_the_browser_is_opened_at_the_link_and_may_stay_open(tmp_path: Path) -> None:
     """Also a browser that returns only when it is closed."""
     script, opened, stay = (tmp_path / name for name in ("browser", "opened", "stay"))
     stay.touch()
     lines = ["#!/bin/sh", f'printf %s "$1" > {opened}.part', f"mv {opened}.part {opened}", "exec > /dev/null 2>&1"]
-    script.write_text("\n".join([*lines, f"while [ -e {stay} ]; do sleep 0.1; done", ""]))
+    script.write_text("\n".join([*lines, f"while [ -e {stay} ]; do sleep 0.1; done", ""]), encoding="utf-8")
     script.chmod(0o755)
     try:
         with running("gpipe", BROWSER=f"{script} %s") as (process, url):
@@ -186,7 +186,7 @@ def test_the_browser_is_opened_at_the_link_and_may_stay_open(tmp_path: Path) -> 
                 assert process.poll() is None
                 assert time.monotonic() < end
                 time.sleep(0.01)
-            assert opened.read_text() == url
+            assert opened.read_text(encoding="utf-8") == url
             with urlopen(url.partition("--link #")[0], timeout=DEADLINE) as response:
                 assert response.status == 200
             interrupted(process)
@@ -199,6 +199,6 @@ def test_the_explorer_needs_neither_torch_nor_rich() -> None:
     argv = [
         sys.executable,
         "-c",
-        "import sys, pipeflow.explore; print({'torch', 'rich', 'numpy', 'networkx'} & {*sys.modules})",
+        "import sys, pipeflow.tools.explore; print({'torch', 'rich', 'numpy', 'networkx'} & {*sys.modules})",
     ]
     assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout == "set()\n"

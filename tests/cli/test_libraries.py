@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 
-from pipeflow.cli import main
+from pipeflow.tools.cli import main
 from tests.cli.run import error
 
 SEARCH = ["tiny", "--devices", 4, "--batch", 16, "--device", "a100-40gb"]
@@ -56,7 +56,7 @@ def test_a_layout_that_the_library_cannot_run_is_left_out_of_a_search(capsys: py
         (["tiny", "--schedule", "zb-h1", "--for", "megatron"], "Megatron-LM does not have 'zb-h1' on 4 ranks with 8"),
         (["tiny", "--for", "megatron", "--json"], "standard output can take one output, not --for and --json"),
         ([*SEARCH, "--for", "megatron", "--svg", "-"], "standard output can take one output, not --for and --svg"),
-        (["--measured", "run.json", "--for", "megatron"], "--for cannot be given with --measured, which has no model"),
+        (["--measured", "run.json", "--for", "megatron"], "--for is not read with --measured, which has no model"),
         (["tiny", "--for", "fairseq"], "argument --for: invalid choice: 'fairseq'; "),
         (
             [*SEARCH, "--pipeline", 1, "--precision", "fp8", "--device", "h100-80gb", "--for", "deepspeed"],

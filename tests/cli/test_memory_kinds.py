@@ -22,7 +22,7 @@ def test_each_command_takes_stages(capsys: pytest.CaptureFixture[str], tmp_path:
     plain = make_schedule("gpipe", ranks=2, microbatches=4)
     cost = CostModel.even(plain.placement, offload=0.25)
     made = make_schedule("gpipe", ranks=2, microbatches=4, recompute=True, offload=True, cost=cost)
-    assert Schedule.from_csv(path.read_text()).rows == made.rows
+    assert Schedule.from_csv(path.read_text(encoding="utf-8")).rows == made.rows
     assert "gpipe with recompute with offload, 2 ranks" in out(capsys, "draw", "gpipe", *SIZES, *stages)
     assert "is sound" in out(capsys, "verify", "gpipe", *SIZES, *stages)
     found = json.loads(out(capsys, "simulate", "gpipe", *SIZES, *stages, "--json"))
@@ -45,9 +45,9 @@ def test_weights_are_gathered_ahead(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_file_takes_stages_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "plain.csv"
-    path.write_text(make_schedule("gpipe", ranks=2, microbatches=3).to_csv())
+    path.write_text(make_schedule("gpipe", ranks=2, microbatches=3).to_csv(), encoding="utf-8")
     assert "C recomputation" in out(capsys, "draw", path, "--recompute-stages", "1")
-    path.write_text(simulate(make_schedule("gpipe", ranks=2, microbatches=3)).to_json())
+    path.write_text(simulate(make_schedule("gpipe", ranks=2, microbatches=3)).to_json(), encoding="utf-8")
     told = error(capsys, "draw", path, "--recompute-stages", "1")
     assert told == "--recompute-stages is for schedules; a timeline shows what ran"
     told = error(capsys, "draw", path, "--unshard-stages", "1")
@@ -60,10 +60,10 @@ def test_ranks_that_share_a_link_are_in_the_costs(capsys: pytest.CaptureFixture[
     sizes = ["gpipe", *SIZES, "--offload-stages", "all", "--costs", path]
     found = []
     for groups in ([], [[0, 1]]):
-        path.write_text(json.dumps(costs | {"copy_groups": groups}))
+        path.write_text(json.dumps(costs | {"copy_groups": groups}), encoding="utf-8")
         found.append(out(capsys, "export", *sizes, "--csv", "-").count("O"))
     assert found[0] > found[1] > 0
-    path.write_text(json.dumps(costs | {"copy_groups": [0, 1]}))
+    path.write_text(json.dumps(costs | {"copy_groups": [0, 1]}), encoding="utf-8")
     assert "copy_groups must be a list of the ranks on each link, such as [[0, 1], [2, 3]]" in error(
         capsys, "simulate", *sizes
     )
@@ -86,10 +86,10 @@ def test_what_they_cannot_mean_is_told(capsys: pytest.CaptureFixture[str], words
 
 def test_half_an_offload_in_a_file_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "half.csv"
-    path.write_text("0F0,0O0,0B0\n1F0,1B0")
+    path.write_text("0F0,0O0,0B0\n1F0,1B0", encoding="utf-8")
     assert error(capsys, "draw", path).endswith(
         "is unsound, 1 violation, the first: rank 0: 0L0 is missing: stage 0 runs 0F0, 0B0 and 0O0 for microbatch 0; "
         "see pipeflow verify"
     )
-    path.write_text("0F0,0L0,0B0\n1F0,1B0")
+    path.write_text("0F0,0L0,0B0\n1F0,1B0", encoding="utf-8")
     assert "0O0 is missing: stage 0 runs 0F0, 0B0 and 0L0 for microbatch 0" in error(capsys, "draw", path)

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 import pipeflow.draw
-from pipeflow.cli import main, sources
-from pipeflow.cli.files import write
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import SCHEDULES, make_schedule
+from pipeflow.tools.cli import main, requests
+from pipeflow.tools.cli.outputs import write
 from tests.cli.run import error, out
 
 
@@ -48,7 +48,7 @@ def test_several_outputs_in_one_call(capsys: pytest.CaptureFixture[str], tmp_pat
     options = [word for name, path in paths.items() for word in (f"--{name}", path)]
     shown = out(capsys, "draw", "1f1b", *options, "--perfetto", "-", "--unit", "ms", "--factor", 1000)
     assert shown == "perfetto 1f1b 33\n"
-    assert {name: path.read_text() for name, path in paths.items()} == {
+    assert {name: path.read_text(encoding="utf-8") for name, path in paths.items()} == {
         "svg": "svg 1f1b 33000 ms\n",
         "html": "html 1f1b 33000 ms\n",
     }
@@ -62,7 +62,7 @@ def test_a_command_says_what_it_wrote(capsys: pytest.CaptureFixture[str], tmp_pa
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", f"wrote {path}\n")
     assert main([*argv.split(), "-"]) == 0
-    assert capsys.readouterr() == (path.read_text(), "")
+    assert capsys.readouterr() == (path.read_text(encoding="utf-8"), "")
 
 
 @pytest.mark.usefixtures("formats")
@@ -71,7 +71,7 @@ def test_two_timelines_in_one_file(capsys: pytest.CaptureFixture[str], tmp_path:
     assert out(capsys, "diff", "1f1b", "zb-h1", "--html", path, "--perfetto", "-") == (
         "perfetto first: 1f1b 33 second: zb-h1 27\n"
     )
-    assert path.read_text() == "html first: 1f1b 33 second: zb-h1 27 \n"
+    assert path.read_text(encoding="utf-8") == "html first: 1f1b 33 second: zb-h1 27 \n"
 
 
 @pytest.mark.usefixtures("formats")
@@ -79,7 +79,9 @@ def test_the_critical_path_beside_a_file(capsys: pytest.CaptureFixture[str], tmp
     files = ["--svg", tmp_path / "a.svg", "--html", tmp_path / "a.html", "--perfetto", tmp_path / "a.json"]
     shown = out(capsys, "draw", "1f1b", *files, "--critical-path")
     assert shown.startswith("critical path of 1f1b")
-    assert [(tmp_path / f"a.{end}").read_text().endswith(" critical\n") for end in ("svg", "html", "json")] == [
+    assert [
+        (tmp_path / f"a.{end}").read_text(encoding="utf-8").endswith(" critical\n") for end in ("svg", "html", "json")
+    ] == [
         True,
         True,
         False,
@@ -92,20 +94,20 @@ def test_the_critical_path_beside_a_file(capsys: pytest.CaptureFixture[str], tmp
 @pytest.mark.usefixtures("formats")
 def test_nothing_is_written_when_one_of_several_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     there = tmp_path / "there.svg"
-    there.write_text("before")
+    there.write_text("before", encoding="utf-8")
     missing = tmp_path / "missing" / "a.html"
     assert error(capsys, "draw", "1f1b", "--svg", there, "--html", missing) == f"{missing}: No such file or directory"
-    assert there.read_text() == "before"
+    assert there.read_text(encoding="utf-8") == "before"
     assert [*tmp_path.iterdir()] == [there]
     assert error(capsys, "draw", "1f1b", "--svg", tmp_path) == f"{tmp_path}: Is a directory"
 
 
 def test_a_write_that_fails_half_way_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "schedule.csv"
-    path.write_text("before")
+    path.write_text("before", encoding="utf-8")
     with pytest.raises(UnicodeEncodeError):
         write({str(path): "text \udc00"})
-    assert path.read_text() == "before"
+    assert path.read_text(encoding="utf-8") == "before"
     assert [*tmp_path.iterdir()] == [path]
 
 
@@ -114,7 +116,7 @@ def test_links_are_followed_and_devices_written_to(tmp_path: Path) -> None:
     link.symlink_to(target)
     write({str(link): "text", os.devnull: "text"})
     assert link.is_symlink()
-    assert target.read_text() == "text"
+    assert target.read_text(encoding="utf-8") == "text"
     with pytest.raises(UsageError, match="/dev/full: No space left on device"):
         write({"/dev/full": "text"})
 
@@ -129,7 +131,7 @@ def test_a_file_that_may_not_be_written_stays(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_full_standard_output_is_one_line() -> None:
-    with open("/dev/full", "w") as full:
+    with open("/dev/full", "w", encoding="utf-8") as full:
         run = subprocess.run(
             [sys.executable, "-m", "pipeflow", "list"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
         )
@@ -141,7 +143,7 @@ def test_an_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     def interrupted(*_: object) -> Timeline:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sources, "simulate", interrupted)
+    monkeypatch.setattr("pipeflow.planning.schedule_request.simulate", interrupted)
     assert main(["draw", "1f1b"]) == 130
     assert capsys.readouterr().err == ""
 
@@ -165,10 +167,9 @@ def test_a_schedule_that_is_made_for_costs_gets_them(
 
     for module in (
         "pipeflow.schedules.registry",
-        "pipeflow.cli.options",
-        "pipeflow.cli.request",
-        "pipeflow.cli.sources",
-        "pipeflow.cli.verify",
+        "pipeflow.tools.cli.options",
+        "pipeflow.tools.cli.requests",
+        "pipeflow.tools.cli.schedules",
     ):
         monkeypatch.setattr(f"{module}.SCHEDULES", {**SCHEDULES, "zb-auto": searched})
     assert "zb-auto" in out(capsys, "draw", "zb-auto", "--forward", 3, "--memory-cap", 2.5, "--microbatches", 5)
@@ -186,6 +187,6 @@ def test_verify_takes_a_memory_cap(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         seen.update(options)
         return []
 
-    monkeypatch.setattr(sources, "verify", verify)
+    monkeypatch.setattr(requests, "verify", verify)
     assert "is sound" in out(capsys, "verify", "1f1b", "--memory-cap", 2.5)
     assert seen == {"memory_cap": 2.5, "microbatch_factors": ()}

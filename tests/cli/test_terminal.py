@@ -12,8 +12,8 @@ from typing import Literal
 import pytest
 from rich.console import Console, RenderableType
 
-from pipeflow.cli import main
 from pipeflow.draw import Axis, Comparison, CriticalPath, Gantt, Point, Scatter, Table
+from pipeflow.tools.cli import main
 from tests.draw.samples import planned
 
 HOSTILE = "\x1b]0;owned\x07\x9b31m\r\x08\u202e\x7f\udc80"
@@ -30,10 +30,10 @@ def harmless(text: str) -> bool:
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a timeline of a hostile name, and a table in a file of such a name."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "timeline.json").write_text(TIMELINE.to_json())
-    (tmp_path / f"{HOSTILE}.csv").write_text(CELLS)
-    (tmp_path / "wrong.csv").write_text(CELLS.replace("0B0", "0B0\x1b]0;owned\x07"))
-    (tmp_path / "wrong.json").write_text('{"paths": [[0]], "rows": [[]], "\\u001b[2J": 1}')
+    (tmp_path / "timeline.json").write_text(TIMELINE.to_json(), encoding="utf-8")
+    (tmp_path / f"{HOSTILE}.csv").write_text(CELLS, encoding="utf-8")
+    (tmp_path / "wrong.csv").write_text(CELLS.replace("0B0", "0B0\x1b]0;owned\x07"), encoding="utf-8")
+    (tmp_path / "wrong.json").write_text('{"paths": [[0]], "rows": [[]], "\\u001b[2J": 1}', encoding="utf-8")
     return tmp_path
 
 

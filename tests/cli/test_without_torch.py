@@ -17,10 +17,11 @@ class Refuse:
 
 sys.meta_path.insert(0, Refuse())
 
-from pipeflow.cli import main
+from pipeflow.tools.cli import main
 
 assert main(["list"]) == 0
-heavy = {"networkx", "rich", "json", "pipeflow.analysis", "pipeflow.planning", "pipeflow.soundness"} & set(sys.modules)
+layers = {"pipeflow.core.analysis", "pipeflow.core.soundness", "pipeflow.planning"}
+heavy = {"networkx", "rich", "json", *layers} & set(sys.modules)
 assert not heavy, heavy
 for command in ("draw", "simulate", "compare", "verify", "export"):
     assert main([command, "interleaved-1f1b", *(["--csv", "-"] if command == "export" else [])]) == 0

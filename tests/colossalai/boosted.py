@@ -14,8 +14,8 @@ from torch.optim import AdamW
 from pipeflow.colossalai.booster import Booster
 from pipeflow.colossalai.booster.plugin import HybridParallelPlugin
 from pipeflow.colossalai.shardformer.policies.base_policy import Policy
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.sharding import Split, splits_of
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.sharding import Split, splits_of
 from pipeflow.testing import run_threads
 
 TOLERANCE = 1e-9
@@ -91,7 +91,7 @@ def require_as_plain(
     *,
     data: int = 1,
     policy: type[Policy] | None = None,
-    deadline: float = 60.0,
+    deadline: float = 360.0,
     tolerance: float = TOLERANCE,
 ) -> list[int]:
     """Trains both ways. Returns how many entries the optimizer of each rank has states of."""

@@ -16,9 +16,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from pipeflow.colossalai.booster import Booster
 from pipeflow.colossalai.booster.plugin import HybridParallelPlugin
-from pipeflow.colossalai.plugin_settings import require_fits
+from pipeflow.colossalai.plugins import require_fits
 from pipeflow.core.errors import PipelineError, UsageError
-from pipeflow.parallel.sharding import splits_of
+from pipeflow.engine.parallel.sharding import splits_of
 from pipeflow.testing import run_processes, run_threads
 from tests.colossalai.boosted import Batch, causal_loss, own_part, require_as_plain
 from tests.covering import some
@@ -62,7 +62,7 @@ def class_loss(outputs: Any, inputs: Batch) -> torch.Tensor:
     return functional.cross_entropy(outputs.logits, inputs["labels"])
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.exhaustive)])
 def test_equal_to_the_plain_model(name: str, layout: str) -> None:
@@ -70,14 +70,14 @@ def test_equal_to_the_plain_model(name: str, layout: str) -> None:
     require_as_plain(*made(name), causal_loss, {**options, "max_norm": 0.5}, data=data)
 
 
-@pytest.mark.some(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", some(LAYOUTS, ["tp2", "pp2 x tp2"]))
 def test_labels_that_the_tensor_size_does_not_divide(layout: str) -> None:
     options, data = LAYOUTS[layout]
     require_as_plain(*classifier(3), class_loss, options, data=data)
 
 
-@pytest.mark.some(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options",
     [
@@ -103,6 +103,7 @@ def test_a_rank_keeps_states_of_its_own_alone() -> None:
     assert sum(whole) == 2 * total
 
 
+@pytest.mark.exhaustive
 def test_stages_have_the_blocks_that_were_asked_for() -> None:
     def rank() -> int:
         module, batch = made("llama")
@@ -115,6 +116,7 @@ def test_stages_have_the_blocks_that_were_asked_for() -> None:
     assert run_threads(rank, 2) == [1, 3]
 
 
+@pytest.mark.exhaustive
 def test_evaluation_and_outputs() -> None:
     """Of any number of samples, before training; only the last stage has them."""
     module, batch = made("llama")
@@ -142,6 +144,7 @@ def test_evaluation_and_outputs() -> None:
     torch.testing.assert_close(four["logits"], expected.logits, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_gradients_add_up_without_sync() -> None:
     """Two halves, of which the first is not averaged, and half of each loss: the gradient of the whole."""
     module, batch = classifier(3)
@@ -172,6 +175,7 @@ def test_gradients_add_up_without_sync() -> None:
             torch.testing.assert_close(gradient, module.get_parameter(name).grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_schedulers_of_rates_work_on_the_optimizer_that_was_given() -> None:
     def rank() -> list[float]:
         module, batch = made("llama")
@@ -193,6 +197,7 @@ def test_schedulers_of_rates_work_on_the_optimizer_that_was_given() -> None:
     assert run_threads(rank, 2) == [[0.5, 0.25]] * 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_has_float32_masters(precision: str) -> None:
     def rank() -> list[Any]:
@@ -251,6 +256,7 @@ def test_a_plugin_refuses(options: dict[str, Any], said: str) -> None:
     run_threads(rank, 2)
 
 
+@pytest.mark.exhaustive
 def test_options_that_change_no_result_are_accepted() -> None:
     """Where they would, the layout or the device decides."""
     accepted: dict[str, Any] = {"cpu_offload": True, "overlap_p2p": False, "enable_metadata_cache": False}
@@ -308,6 +314,7 @@ def _here(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("tensor", some([1, 2], [2]))
 def test_zero_stage_2_shards_gradients(tensor: int) -> None:
     """Between the replicas of a whole model; it trains as without."""

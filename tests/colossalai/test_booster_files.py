@@ -13,13 +13,13 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from pipeflow.checkpoint.safetensors import load_safetensors
 from pipeflow.colossalai.booster import Booster
 from pipeflow.colossalai.booster.plugin import HybridParallelPlugin
 from pipeflow.colossalai.lazy import LazyInitContext
 from pipeflow.core.errors import PipeflowError, UsageError
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
+from pipeflow.training.checkpoint.safetensors import load_safetensors
 from tests.colossalai.boosted import causal_loss
 from tests.stages.families import make
 
@@ -60,7 +60,7 @@ def weights_of(training: Training) -> dict[str, Any]:
     return {name: each.detach().clone() for name, each in training.model.named_parameters(remove_duplicate=False)}
 
 
-@pytest.mark.some(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["pt", "safetensors", "folder"])
 @pytest.mark.parametrize(("first", "then"), [(STAGES, PARTS), (PARTS, STAGES)], ids=["stages", "parts"])
 def test_weights(tmp_path: Path, form: str, first: dict[str, Any], then: dict[str, Any]) -> None:
@@ -95,6 +95,7 @@ def test_weights(tmp_path: Path, form: str, first: dict[str, Any], then: dict[st
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("lazily", [False, True], ids=["made", "lazy"])
 @pytest.mark.parametrize("options", [STAGES, PARTS], ids=["stages", "parts"])
 def test_a_folder_of_transformers_is_loaded(tmp_path: Path, options: dict[str, Any], lazily: bool) -> None:
@@ -151,7 +152,7 @@ def test_what_zero_stage_2_shards_is_saved_whole(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.some(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("then", [STAGES, PARTS], ids=["the same layout", "tensor ranks"])
 def test_training_goes_on(tmp_path: Path, then: dict[str, Any]) -> None:
     """Loaded before the first batch, in a model of other weights."""
@@ -180,7 +181,7 @@ def test_training_goes_on(tmp_path: Path, then: dict[str, Any]) -> None:
 
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("text")
+    (tmp_path / "text").write_text("text", encoding="utf-8")
     torch.save({"step": 1}, tmp_path / "step.pt")
     torch.save({"transformer.wte.weight": torch.ones(1)}, tmp_path / "few.pt")
 
@@ -210,6 +211,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_reads_slowly_finds_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the other rank has already failed, which ends in removing the file's parts."""
     torch.save({"transformer.wte.weight": torch.ones(1)}, tmp_path / "few.pt")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeflow import Pipeline, UsageError, execute_pipeline, make_schedule, partition_balanced, partition_uniform
 from pipeflow.colossalai.builder import build_pipeline_model, build_pipeline_model_from_cfg
 from pipeflow.colossalai.registry import LAYERS, MODELS
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import RankError, run_threads
 from pipeflow.training import disable_existing_loggers, makers
 

@@ -9,9 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from pipeflow.colossalai.cluster import DistCoordinator, ProcessGroupMesh
-from pipeflow.core.errors import PipelineError, UsageError
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.transport.agreement import all_gather
+from pipeflow.core.errors import UsageError
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.ranks import RankError
 
@@ -87,23 +86,6 @@ def test_one_rank_goes_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert third[1:] == (None, False, True)
     run_threads(lambda: DistCoordinator().print_on_master("once"), 2)
     assert capsys.readouterr().out == "once\n"
-
-
-def fail_together() -> None:
-    context = current_context()
-    with context.alarm.raised_everywhere():
-        if context.rank == 0:
-            raise ValueError("on purpose")
-        all_gather(context.world, [0.0])
-
-
-def test_ranks_wait_for_each_other_after_an_error() -> None:
-    def rank() -> None:
-        with pytest.raises(PipelineError, match="ValueError: on purpose"):
-            fail_together()
-        DistCoordinator().block_all()
-
-    run_threads(rank, 2)
 
 
 def test_a_rank_that_fails_first_is_named() -> None:

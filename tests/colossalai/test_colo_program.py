@@ -119,9 +119,9 @@ print(f"LOSS {loss.item():.12f}", flush=True)
 
 
 def losses(folder: Path, way: str, degree: int, ranks: int) -> list[float]:
-    (folder / "colo.py").write_text(PROGRAM)
+    (folder / "colo.py").write_text(PROGRAM, encoding="utf-8")
     script = folder / "main.py"
-    script.write_text("import pipeflow.colossalai.__main__ as main\nmain.main()\n")
+    script.write_text("import pipeflow.colossalai.__main__ as main\nmain.main()\n", encoding="utf-8")
     said = run_ranks(script, str(folder / "colo.py"), way, str(degree), ranks=ranks, folder=folder, HF_HUB_OFFLINE="1")
     return [float(each) for each in re.findall(r"LOSS (\S+)", said)]
 
@@ -142,7 +142,7 @@ def test_the_program_trains_as_the_plain_one(tmp_path: Path, way: str, degree: i
     assert found == pytest.approx([plain] * ranks, rel=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
 def test_pretrained_weights_are_split(tmp_path: Path) -> None:
     """Those that transformers' from_pretrained loads, by the model's own class."""

@@ -9,7 +9,7 @@ import pytest
 from pipeflow import UsageError
 from pipeflow.colossalai.context import ParallelMode
 from pipeflow.colossalai.core import global_context as gpc
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_threads
 
 

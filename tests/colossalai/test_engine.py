@@ -13,8 +13,8 @@ from pipeflow import PipelineError, UsageError, execute_pipeline, get_dataloader
 from pipeflow.colossalai import initialize
 from pipeflow.colossalai.engine import Engine
 from pipeflow.colossalai.engine.schedule import InterleavedPipelineSchedule, NonPipelineSchedule, PipelineSchedule
-from pipeflow.colossalai.initialization import Called
-from pipeflow.parallel.context import current_context
+from pipeflow.colossalai.engines import Called
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_threads
 from tests.colossalai.work import MODEL, initialized, samples
 

@@ -15,7 +15,7 @@ from pipeflow.colossalai import gemini
 from pipeflow.colossalai.nn.parallel import GeminiDDP
 from pipeflow.colossalai.utils import get_current_device
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from tests.tensor.ranks import seeded
 

@@ -18,13 +18,13 @@ from pipeflow.colossalai.amp import AMP_TYPE
 from pipeflow.colossalai.core import global_context as gpc
 from pipeflow.colossalai.trainer import Trainer
 from pipeflow.colossalai.utils import get_dataloader
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.optim import MasterWeights
-from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import PlainModel
 from pipeflow.training import read_config
-from pipeflow.training.config.launch import keep_config
-from pipeflow.training.config.schema import KEYS
+from pipeflow.training.config import KEYS
+from pipeflow.training.launch import keep_config
 from tests.colossalai.work import MODEL, initialized, samples
 
 HALF = PlainModel(dtype=torch.float32)
@@ -198,14 +198,14 @@ def launched(folder: str) -> tuple[tuple[int, int, int], tuple[int, float], list
     context = launch_from_torch(config, backend="gloo", verbose=False)
     logging.getLogger("pipeflow").info("said by rank %d", context.rank)
     sizes = (context.data_size, context.pipeline_size, context.tensor_size)
-    kept = Path(folder, f"rank_{context.rank}.log").read_text().splitlines()
+    kept = Path(folder, f"rank_{context.rank}.log").read_text(encoding="utf-8").splitlines()
     found = (torch.initial_seed(), random.Random(5 + 1024 * context.pipeline_rank).random() - random.random())
     context.close()
     return sizes, found, [line.partition("pipeflow: ")[2] for line in kept]
 
 
 @tries("parallel.pipeline", "parallel.tensor", "seed", "LOG_PATH")
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_launch(tmp_path: Path) -> None:
     for rank, (sizes, seeds, said) in enumerate(run_processes(launched, 4, str(tmp_path))):
         assert sizes == (1, 2, 2)

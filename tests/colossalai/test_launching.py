@@ -14,7 +14,7 @@ import pytest
 from pipeflow import UsageError
 from pipeflow.colossalai import get_default_parser, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
 from pipeflow.colossalai.launchers import with_variables
-from pipeflow.parallel.context import Context
+from pipeflow.engine.parallel.context import Context
 from pipeflow.testing.ranks import free_port
 from pipeflow.training import read_config
 from tests.scripts import run_ranks
@@ -67,13 +67,13 @@ train()
 
 
 def said(file: Path) -> list[str]:
-    return [line.partition(" pipeflow: ")[2] for line in file.read_text().splitlines()]
+    return [line.partition(" pipeflow: ")[2] for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.slow
 def test_the_tutorial_runs(tmp_path: Path) -> None:
     script, logs = tmp_path / "train.py", tmp_path / "logs"
-    script.write_text(TUTORIAL)
+    script.write_text(TUTORIAL, encoding="utf-8")
     run_ranks(script, "--backend", "gloo", str(logs), ranks=2, folder=tmp_path)
     first, second = (said(logs / f"rank_{rank}.log") for rank in range(2))
     assert first[0] == "2 ranks: data 1 x pipeline 2 x tensor 1, on cpu"
@@ -100,10 +100,10 @@ print(gpc.get_local_rank(ParallelMode.TENSOR), int(total), flush=True)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_without_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "launch.py"
-    script.write_text(LAUNCH)
+    script.write_text(LAUNCH, encoding="utf-8")
     assert run_ranks(script, str(free_port()), ranks=2, folder=tmp_path) == "0 3\n1 3\n"
 
 

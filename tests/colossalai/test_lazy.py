@@ -14,7 +14,7 @@ from pipeflow.colossalai.booster import Booster
 from pipeflow.colossalai.booster.plugin import HybridParallelPlugin
 from pipeflow.colossalai.lazy import LazyInitContext
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.sharding import splits_of
+from pipeflow.engine.parallel.sharding import splits_of
 from pipeflow.testing import run_threads
 from pipeflow.testing.ranks import RankError
 
@@ -122,8 +122,7 @@ def test_a_rank_makes_its_own_parameters_alone(layout: str) -> None:
         assert [sum("layers." in name for name in held) for held in made] == [8, 8]
 
 
-@pytest.mark.some(1)
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_model_of_transformers_has_the_values_of_its_class(layout: str) -> None:
@@ -144,7 +143,7 @@ def test_a_model_of_transformers_has_the_values_of_its_class(layout: str) -> Non
     assert 0.25 < float(weight.std()) < 0.35
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
 def test_weights_that_would_be_lost_are_refused(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)

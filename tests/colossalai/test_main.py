@@ -60,13 +60,13 @@ if __name__ == "__main__":
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "__init__.py").write_text("WIDTH = 4\n")
+    (tmp_path / "model" / "__init__.py").write_text("WIDTH = 4\n", encoding="utf-8")
     file = tmp_path / "train.py"
-    file.write_text(SCRIPT)
+    file.write_text(SCRIPT, encoding="utf-8")
     return file
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_script_runs_under_torchrun(script: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "pipeflow.colossalai", str(script), "--backend", "gloo"]

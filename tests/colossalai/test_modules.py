@@ -10,8 +10,8 @@ from pipeflow.colossalai.registry import DATASETS, HOOKS, LOSSES, OPTIMIZERS
 from pipeflow.colossalai.trainer import hooks
 from pipeflow.colossalai.utils import get_current_device, is_using_pp
 from pipeflow.core.errors import UsageError
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.optim import HalfPrecision
-from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_threads
 from pipeflow.training import read_config
 

@@ -16,7 +16,7 @@ from pipeflow.colossalai.booster import Booster
 from pipeflow.colossalai.booster.plugin import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from pipeflow.colossalai.booster.plugin.dp_plugin_base import DPPluginBase
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_threads
 
 BATCH = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -21,8 +21,8 @@ from pipeflow.colossalai.shardformer.policies.base_policy import (
     SubModuleReplacementDescription,
 )
 from pipeflow.core.errors import PipelineError, UsageError
-from pipeflow.parallel.sharding import splits_of
-from pipeflow.parallel.transport.group import Alone
+from pipeflow.engine.parallel.sharding import splits_of
+from pipeflow.engine.parallel.transport.protocol import Alone
 from pipeflow.testing import run_threads
 from pipeflow.testing.ranks import RankError
 from tests.colossalai.boosted import TOLERANCE, require_as_plain
@@ -365,7 +365,7 @@ def test_a_policy_is_found_by_the_full_name_of_a_class(monkeypatch: pytest.Monke
         import_policy(auto_policy._POLICY_LIST["some.Other"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_policy_does_not_replace_what_stages_share() -> None:
     class Tied(OwnPolicy):
         """Replaces a layer that the first and the last stage have."""
@@ -411,7 +411,7 @@ def is_compiled(module: nn.Module) -> list[bool]:
     return [each._compiled_call_impl is not None for each in module.modules() if isinstance(each, Layer)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_blocks_are_compiled() -> None:
     """When they are next called, which another test does."""
@@ -429,7 +429,6 @@ def test_blocks_are_compiled() -> None:
     assert all(all(each) for each in run_threads(rank, 2))
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

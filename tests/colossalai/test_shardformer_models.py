@@ -13,7 +13,7 @@ from pipeflow.colossalai.booster import Booster
 from pipeflow.colossalai.booster.plugin import HybridParallelPlugin
 from pipeflow.colossalai.shardformer import ShardConfig, ShardFormer
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.sharding import splits_of
+from pipeflow.engine.parallel.sharding import splits_of
 from pipeflow.testing import run_threads
 from tests.colossalai.boosted import TOLERANCE, causal_loss, require_as_plain
 from tests.stages.families import make
@@ -27,6 +27,7 @@ def gradients(module: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
 def test_without_a_booster(name: str) -> None:
     """Called and differentiated as ever; also where the gradient of a whole weight comes in parts (Qwen3's q_norm)."""
@@ -47,6 +48,7 @@ def test_without_a_booster(name: str) -> None:
             assert (whole - gradient).abs().max() <= TOLERANCE * max(float(gradient.abs().max()), 1e-3), key
 
 
+@pytest.mark.exhaustive
 def test_optimizations_change_no_more_than_rounding() -> None:
     module, batch = make(transformers, "llama")
     expected = module(**batch).logits
@@ -60,6 +62,7 @@ def test_optimizations_change_no_more_than_rounding() -> None:
     assert torch.allclose(fused(**batch).logits, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_norms_of_another_kind_stay() -> None:
     """Gemma's multiply by 1 + weight."""
     module, batch = make(transformers, "gemma2")
@@ -68,6 +71,7 @@ def test_norms_of_another_kind_stay() -> None:
     assert torch.allclose(ShardFormer(config).optimize(module)[0](**batch).logits, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_models_that_choose_no_attention() -> None:
     module, _ = make(transformers, "bloom")
     assert not module._supports_sdpa
@@ -75,6 +79,7 @@ def test_models_that_choose_no_attention() -> None:
         ShardFormer(ShardConfig(enable_tensor_parallelism=False, enable_flash_attention=True)).optimize(module)
 
 
+@pytest.mark.exhaustive
 def test_chatglm_is_glm() -> None:
     from pipeflow.colossalai.shardformer.modeling.chatglm2_6b.configuration_chatglm import ChatGLMConfig
     from pipeflow.colossalai.shardformer.modeling.chatglm2_6b.modeling_chatglm import (
@@ -100,6 +105,7 @@ def test_chatglm_is_glm() -> None:
     require_as_plain(module, batch, causal_loss, {"tp_size": 2, "pp_size": 2, "num_microbatches": 2})
 
 
+@pytest.mark.exhaustive
 def test_lora_under_a_booster() -> None:
     """Only the adapters learn, and their optimizer has states of nothing else."""
     peft = pytest.importorskip("peft", reason="not installed", exc_type=ImportError)
@@ -131,7 +137,7 @@ def own_loss(outputs: Any, inputs: Any) -> Tensor:
     return loss
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("layout", [(2, 1), (1, 2), (2, 2)], ids=["tp2", "pp2", "tp2 x pp2"])
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in PLANNED]

@@ -208,7 +208,7 @@ def plain() -> tuple[list[float], float, torch.nn.Module]:
 )
 def test_a_booster_fine_tunes_a_classifier(tmp_path: Path, layout: str) -> None:
     script = tmp_path / "finetune.py"
-    script.write_text(with_our_name(BOOSTED))
+    script.write_text(with_our_name(BOOSTED), encoding="utf-8")
     options, ranks = LAYOUTS[layout]
     variables = {"OPTIONS": repr({**options, "precision": "fp32", "max_norm": 1e9}), "SIZES": repr(SIZES)}
     printed = run_ranks(script, ranks=ranks, folder=tmp_path, PYTHONPATH=str(ROOT), **variables)
@@ -222,11 +222,12 @@ def test_a_booster_fine_tunes_a_classifier(tmp_path: Path, layout: str) -> None:
         torch.testing.assert_close(parameter, model.get_parameter(name), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_a_script_runs_as_it_stands(tmp_path: Path) -> None:
     """With ColossalAI's own names, alone and on two ranks."""
     script, main = tmp_path / "benchmark.py", tmp_path / "main.py"
-    script.write_text(SHARDED)
-    main.write_text("import pipeflow.colossalai.__main__ as main\nmain.main()\n")
+    script.write_text(SHARDED, encoding="utf-8")
+    main.write_text("import pipeflow.colossalai.__main__ as main\nmain.main()\n", encoding="utf-8")
     printed = (run_ranks(main, str(script), ranks=ranks, folder=tmp_path) for ranks in (1, 2))
     alone, two = (numbers("loss", each) for each in printed)
     assert len(alone) == 4

@@ -15,10 +15,10 @@ from pipeflow import UsageError, get_dataloader
 from pipeflow.colossalai import initialize
 from pipeflow.colossalai.nn.metric import Accuracy
 from pipeflow.colossalai.trainer import Trainer, hooks
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_threads
 from pipeflow.training import MultiTimer, read_config
-from pipeflow.training.config.launch import keep_config
+from pipeflow.training.launch import keep_config
 from tests.colossalai.work import MODEL, initialized, samples
 
 

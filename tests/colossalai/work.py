@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from pipeflow.colossalai import initialize
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing.models import PlainModel
 from pipeflow.training import read_config
-from pipeflow.training.config.launch import keep_config
+from pipeflow.training.launch import keep_config
 
 MODEL = PlainModel(dtype=torch.float64)
 

@@ -33,16 +33,15 @@ from pipeflow import (
     simulate,
     verify,
 )
-from pipeflow.analysis.executed import executed_schedule
-from pipeflow.analysis.trace_costs import measured_costs
-from pipeflow.cli.command import main
 from pipeflow.core.action import Entry
+from pipeflow.core.analysis.measured_step import executed_schedule, measured_costs
+from pipeflow.core.cost import even_costs
 from pipeflow.core.dataflow import Content, Stream
-from pipeflow.core.even_costs import even_model
+from pipeflow.core.soundness.programs import verify_programs
 from pipeflow.draw import CriticalPath, Gantt, html, perfetto, svg
-from pipeflow.explore.code import python
-from pipeflow.explore.state import State
-from pipeflow.soundness.programs import verify_programs
+from pipeflow.tools.cli.command import main
+from pipeflow.tools.explore.code import python
+from pipeflow.tools.explore.state import State
 
 SPILL, FETCH, DISK, FILE = Kind("D"), Kind("G"), Stream("disk"), Content("on the disk")
 
@@ -154,8 +153,8 @@ def written() -> None:
     assert executed_schedule(timeline) == SCHEDULE
     with TemporaryDirectory() as folder:
         kept, csv = Path(folder) / "timeline.json", Path(folder) / "schedule.csv"
-        kept.write_text(timeline.to_json())
-        csv.write_text(SCHEDULE.to_csv())
+        kept.write_text(timeline.to_json(), encoding="utf-8")
+        csv.write_text(SCHEDULE.to_csv(), encoding="utf-8")
         for file in (kept, csv):
             assert main(["verify", str(file)]) == main(["simulate", str(file)]) == main(["draw", str(file)]) == 0
 
@@ -163,17 +162,17 @@ def written() -> None:
 def priced() -> None:
     prices = {"spill": 0.5, "fetch": 0.25, "saved_bytes": 8, "on_the_disk_bytes": 1}
     timeline = simulate(SCHEDULE, COST)
-    assert simulate(SCHEDULE, even_model(PLAIN.placement, prices)) == timeline
+    assert simulate(SCHEDULE, even_costs(PLAIN.placement, prices)) == timeline
     with TemporaryDirectory() as folder:
         csv = Path(folder) / "schedule.csv"
-        csv.write_text(SCHEDULE.to_csv())
+        csv.write_text(SCHEDULE.to_csv(), encoding="utf-8")
         options = [word for name, price in prices.items() for word in (f"--{name.replace('_', '-')}", str(price))]
         with redirect_stdout(StringIO()) as shown:
             assert main(["simulate", str(csv), *options, "--json"]) == 0
     measures = json.loads(shown.getvalue())
     assert (measures["makespan"], measures["peak_bytes"]) == (timeline.makespan, [*timeline.peak_bytes])
     state = State.of({"schedule": "gpipe", "ranks": "2", **{name: str(price) for name, price in prices.items()}})
-    assert state.cost_model(PLAIN.placement) == COST
+    assert state.prices.cost_model(PLAIN.placement) == COST
     said: dict[str, Any] = {}
     exec(python(state, "gpipe"), said)
     assert said["cost"] == COST
@@ -204,7 +203,7 @@ def ran() -> None:
     import torch
 
     from pipeflow import Pipeline, execute_pipeline
-    from pipeflow.parallel.context import current_context
+    from pipeflow.engine.parallel.context import current_context
     from pipeflow.testing import run_threads
     from pipeflow.testing.models import PlainModel
 

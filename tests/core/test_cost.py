@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from pipeflow.analysis.simulation import simulate
-from pipeflow.analysis.trace_costs import measured_costs
 from pipeflow.core.action import Action, Kind
-from pipeflow.core.cost import CostModel, Link
+from pipeflow.core.analysis.measured_step import measured_costs
+from pipeflow.core.analysis.simulation import simulate
+from pipeflow.core.cost import CostModel
+from pipeflow.core.cost_fields import Link
 from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement

@@ -4,15 +4,15 @@ from itertools import chain, combinations
 
 import pytest
 
-from pipeflow.analysis.order import Order
 from pipeflow.core.action import Action, Kind
+from pipeflow.core.analysis.order import Order
 from pipeflow.core.dataflow import DATAFLOW, KEPT, MAKERS, PASSING, WHOLE, Content, End, Stream, flows, sources
 from pipeflow.core.liveness import kept, memory_changes
 from pipeflow.core.route import Route, routes_among
 from pipeflow.core.schedule import Schedule
+from pipeflow.core.soundness.schedule import verify
 from pipeflow.core.span import Row
 from pipeflow.schedules import SCHEDULES, make_schedule
-from pipeflow.soundness.schedule import verify
 from tests.families import make_near
 
 

@@ -26,12 +26,12 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the package, to which the kinds were added."""
     folder = tmp_path_factory.mktemp("extended")
     shutil.copytree(PACKAGE, folder / "pipeflow", ignore=shutil.ignore_patterns("__pycache__"))
-    follow(PAGE.read_text(), folder, runs=False)
+    follow(PAGE.read_text(encoding="utf-8"), folder, runs=False)
     return folder
 
 
 def test_at_most_three_files_are_touched() -> None:
-    assert len({file for file, kind, _ in BLOCK.findall(PAGE.read_text()) if kind == "diff"}) <= 3
+    assert len({file for file, kind, _ in BLOCK.findall(PAGE.read_text(encoding="utf-8")) if kind == "diff"}) <= 3
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def test_a_new_kind_is(check: str, extended: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_no_other_test_fails_for_it(extended: Path) -> None:
     tests = [str(CHECKS.parent / "test_dataflow.py"), str(CHECKS.parent / "test_cost.py")]
     tests += [str(CHECKS.parents[1] / "soundness" / name) for name in ("test_schedule.py", "test_brute_force.py")]

@@ -5,15 +5,15 @@ from itertools import pairwise
 
 import pytest
 
-from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Action, Kind, Pair, actions_of
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.placement import Placement
-from pipeflow.core.reductions import is_reduction
+from pipeflow.core.rows import is_reduction
 from pipeflow.core.schedule import Schedule
+from pipeflow.core.soundness.schedule import verify
 from pipeflow.schedules import SCHEDULES, make_schedule
-from pipeflow.soundness.schedule import verify
 from tests.families import make_near
 
 TWO_RANKS = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"

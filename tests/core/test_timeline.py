@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from pipeflow.analysis.idle_time import causes, critical_path
-from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Action
+from pipeflow.core.analysis.idle_time import causes, critical_path
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError
@@ -122,6 +122,14 @@ def test_on_an_idle_rank_the_critical_path_leads_to_the_sender() -> None:
     """Rank 1 waits for 0F1, whose transfer takes long, though its own 1F0 ended after 0F1 was made."""
     late = timeline("0F0@0-1 0F1@1-2", "1F0@1-3 1F1@5-6")
     assert [str(cause.span.action) for cause in critical_path(late)] == ["0F0", "0F1", "1F1"]
+
+
+def test_a_pause_of_the_engine_is_no_wait_for_a_value_that_had_arrived() -> None:
+    """Rank 0 pauses before 0F1, which needs nothing, and values take 0.2. So 0F1 had long arrived when 1F0 ended."""
+    measured = timeline("0F0@0-1 0F1@1.1-2", "1F0@1.2-3 1F1@3.5-4.5")
+    assert [str(cause.span.action) for cause in critical_path(measured)] == ["0F0", "1F0", "1F1"]
+    just_made = timeline("0F0@0-1 0F1@1.1-2.8", "1F0@1.2-3 1F1@3.5-4.5")
+    assert [str(cause.span.action) for cause in critical_path(just_made)] == ["0F0", "0F1", "1F1"]
 
 
 def test_reductions_count_for_makespan_and_span_and_not_for_work() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeflow.analysis.simulation import simulate
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeflow.deferral.module import Deferral, defer_weight_gradients
-from pipeflow.deferral.products import Deferred, Products
+from pipeflow.engine.deferral.module import Deferral, defer_weight_gradients
+from pipeflow.engine.deferral.products import Deferred, Products
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

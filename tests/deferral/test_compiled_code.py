@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeflow.deferral.compile_backend import (
+from pipeflow.engine.deferral.compile_backend import (
     _LATE,
     CompiledCall,
     CompiledProduct,
@@ -19,8 +19,8 @@ from pipeflow.deferral.compile_backend import (
     is_compiled,
     waits,
 )
-from pipeflow.deferral.module import defer_weight_gradients
-from pipeflow.deferral.products import Deferral
+from pipeflow.engine.deferral.module import defer_weight_gradients
+from pipeflow.engine.deferral.products import Deferral
 from tests.compiling import COMPILED
 from tests.deferral.halves import collecting, gradients, normal, products_of, require_near, run
 
@@ -92,6 +92,7 @@ def test_whole_and_split_backwards_make_the_gradients_of_eager_ones(kind: type[n
     require_near(gradients(module, input), expected)
 
 
+@pytest.mark.exhaustive
 def test_a_second_half_frees_what_it_computes_from() -> None:
     module, input = made(Block)
     deferral = compiled(module)
@@ -110,6 +111,7 @@ def test_a_second_half_frees_what_it_computes_from() -> None:
     assert all(each() is None for each in held)
 
 
+@pytest.mark.exhaustive
 def test_a_late_gradient_shares_no_memory_with_another() -> None:
     shared = normal(2, 2)
     late = Late(lambda arguments: [shared, shared], [3, 1], [shared])
@@ -120,6 +122,7 @@ def test_a_late_gradient_shares_no_memory_with_another() -> None:
     assert late._arguments == []
 
 
+@pytest.mark.exhaustive
 def test_a_gradient_that_is_there_already_is_copied() -> None:
     weight, gradient = nn.Parameter(normal(2, 2)), normal(2, 2, seed=1)
     [(found, copied)] = CompiledProduct([weight], [gradient]).compute()
@@ -128,6 +131,7 @@ def test_a_gradient_that_is_there_already_is_copied() -> None:
     assert copied.data_ptr() != gradient.data_ptr()
 
 
+@pytest.mark.exhaustive
 def test_hooks_see_the_whole_gradient_once() -> None:
     """Also that of a weight that other code uses, too."""
     module, input = made(Block)
@@ -147,6 +151,7 @@ def test_hooks_see_the_whole_gradient_once() -> None:
     torch.testing.assert_close(weight.grad, expected)
 
 
+@pytest.mark.exhaustive
 def test_torch_autograd_grad_finds_the_gradients_of_weights() -> None:
     module, input = made(Block)
     expected = torch.autograd.grad(module(input).square().sum(), list(module.parameters()))
@@ -166,6 +171,7 @@ def test_which_parameters_wait() -> None:
     assert not waits(nn.Parameter(torch.zeros(2, 2), requires_grad=False))
 
 
+@pytest.mark.exhaustive
 def test_modules_share_a_backend_of_the_same_options() -> None:
     first = deferring_backend("inductor", (("max_autotune", True),))
     assert deferring_backend("inductor", (("max_autotune", True),)) is first

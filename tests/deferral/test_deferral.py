@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeflow.deferral.module import defer_weight_gradients
+from pipeflow.engine.deferral.module import defer_weight_gradients
 from tests.deferral.halves import (
     CASES,
     TIED,

@@ -17,8 +17,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from pipeflow import UsageError
-from pipeflow.deferral.module import Deferral, defer_weight_gradients
-from pipeflow.deferral.products import LinearProduct
+from pipeflow.engine.deferral.module import Deferral, defer_weight_gradients
+from pipeflow.engine.deferral.products import LinearProduct
 from pipeflow.tensor import ColumnParallelLinear
 from pipeflow.testing import run_threads
 from tests.deferral.halves import (
@@ -428,7 +428,7 @@ def test_a_layer_of_ones_own_takes_part_by_the_protocol() -> None:
     assert torch.equal(gradients(module, torch.ones(()))["scale"], torch.full((4, 5), 3.0))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 def test_transforms_and_the_compiler_see_the_plain_layer() -> None:
     module, input = nn.Linear(5, 4), normal(3, 5, dtype=torch.float32)
     plain, weights = copy.deepcopy(module), dict(module.named_parameters())

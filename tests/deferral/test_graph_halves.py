@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from pipeflow.deferral.halves import Halves, halves_of, results_of
+from pipeflow.engine.deferral.compile_backend import Halves, halves_of, results_of
 from tests.deferral.halves import normal
 
 aten: Any = torch.ops.aten

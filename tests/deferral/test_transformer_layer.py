@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 from pipeflow import GPT, PRECISIONS, Placement, Setup
-from pipeflow.deferral.module import defer_weight_gradients
-from pipeflow.deferral.products import LinearProduct, Products
+from pipeflow.engine.deferral.module import defer_weight_gradients
+from pipeflow.engine.deferral.products import LinearProduct, Products
 from pipeflow.planning.transformer_costs import stage_costs
 from tests.deferral.halves import products_of
 

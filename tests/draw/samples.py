@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
-from pipeflow.analysis.simulation import simulate
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Span

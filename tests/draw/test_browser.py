@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from pipeflow.analysis.idle_time import causes
 from pipeflow.core.action import Kind
+from pipeflow.core.analysis.idle_time import causes
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import html
 from pipeflow.draw.colours import HUES
@@ -67,6 +67,7 @@ def test_keys_walk_over_all_blocks_of_a_rank_and_say_their_causes(page: Page, na
         assert str(cause) in told
 
 
+@pytest.mark.exhaustive
 def test_reductions_say_what_they_are_to_pointer_and_keys(page: Page) -> None:
     timeline = reducing("1f1b", 4)
     page.open(timeline)
@@ -91,6 +92,7 @@ def test_reductions_say_what_they_are_to_pointer_and_keys(page: Page) -> None:
     assert page.text("#way") == ""
 
 
+@pytest.mark.exhaustive
 def test_up_and_down_stay_on_the_stream_where_the_other_rank_has_it(page: Page) -> None:
     timeline = reducing("1f1b", 4)
     page.open(timeline)
@@ -101,11 +103,13 @@ def test_up_and_down_stay_on_the_stream_where_the_other_rank_has_it(page: Page) 
     assert page.text("#tip h3").startswith("3R7")
 
 
+@pytest.mark.exhaustive
 def test_a_pair_says_what_it_is_overlapped_with(page: Page) -> None:
     page.open(paired()).walk(*[Keys.ARROW_RIGHT] * 3)
     assert "Overlapped with 0B0." in page.text("#tip")
 
 
+@pytest.mark.exhaustive
 def test_memory_says_how_much_is_kept(page: Page) -> None:
     timeline = with_bytes()
     page.open(timeline)
@@ -114,6 +118,7 @@ def test_memory_says_how_much_is_kept(page: Page) -> None:
     assert "rank 0 keeps 12 GiB at 3." in page.text("#tip")
 
 
+@pytest.mark.exhaustive
 def test_the_critical_path_is_off_at_first_and_its_switch_dims_what_is_not_on_it(page: Page) -> None:
     timeline = planned("1f1b", 3, 4)
     page.open(timeline)
@@ -131,6 +136,7 @@ def test_the_critical_path_is_off_at_first_and_its_switch_dims_what_is_not_on_it
     assert switch.is_selected()
 
 
+@pytest.mark.exhaustive
 def test_a_page_opens_with_the_critical_path_where_that_was_asked_for(page: Page) -> None:
     timeline = planned("1f1b", 3, 4)
     switched = page.open(timeline)
@@ -143,6 +149,7 @@ def test_a_page_opens_with_the_critical_path_where_that_was_asked_for(page: Page
     assert page.picture() == picture
 
 
+@pytest.mark.exhaustive
 def test_the_wheel_alone_scrolls_the_page(page: Page) -> None:
     page.open(planned(ranks=32))
     before = page.seen()
@@ -154,6 +161,7 @@ def test_the_wheel_alone_scrolls_the_page(page: Page) -> None:
     assert page.seen() == before
 
 
+@pytest.mark.exhaustive
 def test_the_wheel_with_ctrl_zooms_around_the_pointer(page: Page) -> None:
     timeline = planned()
     page.open(timeline)
@@ -173,6 +181,7 @@ def test_the_wheel_with_ctrl_zooms_around_the_pointer(page: Page) -> None:
     assert page.seen() == (0, 33)
 
 
+@pytest.mark.exhaustive
 def test_dragging_moves(page: Page) -> None:
     page.open(planned()).press("+", "+")
     first, last = page.seen()
@@ -183,6 +192,7 @@ def test_dragging_moves(page: Page) -> None:
     assert page.text("#way") == ""
 
 
+@pytest.mark.exhaustive
 def test_two_fingers_zoom_and_the_times_under_them_stay(page: Page) -> None:
     timeline = planned()
     page.open(timeline)
@@ -206,6 +216,7 @@ def test_two_fingers_zoom_and_the_times_under_them_stay(page: Page) -> None:
     assert page.seen() == (0, 33)
 
 
+@pytest.mark.exhaustive
 def test_keys_and_buttons_zoom_and_move(page: Page) -> None:
     page.open(planned()).press("+")
     assert page.seen() == (5.5, 27.5)
@@ -247,6 +258,7 @@ def test_a_click_follows_a_microbatch_through_the_ranks(page: Page) -> None:
     assert page.text("#way") == ""
 
 
+@pytest.mark.exhaustive
 def test_two_timelines_have_one_time_scale(page: Page) -> None:
     page.open([planned("1f1b", 2, 2), planned("1f1b", 2, 8)])
     assert page.seen() == (0, 27)
@@ -258,6 +270,7 @@ def test_two_timelines_have_one_time_scale(page: Page) -> None:
     assert page.find(".focused", 1).rect["x"] == first["x"]
 
 
+@pytest.mark.exhaustive
 def test_equal_times_stand_below_each_other_whatever_the_lanes_are_called(page: Page) -> None:
     page.open([reducing("1f1b", 4), planned("1f1b", 4, 8)])
     page.walk(Keys.ARROW_RIGHT)
@@ -267,6 +280,7 @@ def test_equal_times_stand_below_each_other_whatever_the_lanes_are_called(page: 
     assert page.find(".focused", 1).rect["x"] == first["x"]
 
 
+@pytest.mark.exhaustive
 def test_the_page_follows_the_scheme_and_prints_on_white(page: Page) -> None:
     def emulate(**media: Any) -> None:
         page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
@@ -307,19 +321,23 @@ class QuietHandler(SimpleHTTPRequestHandler):
         """Nothing: the tests' output is theirs."""
 
 
+@pytest.mark.exhaustive
 def test_the_modules_work_where_they_are_served(page: Page, served: str) -> None:
     """As they do in the one file."""
     page.open(planned())
     alone = page.picture()
-    text = re.sub(r"script-src '[^']*'", "script-src 'self'", page.path.read_text())
+    text = re.sub(r"script-src '[^']*'", "script-src 'self'", page.path.read_text(encoding="utf-8"))
     begin, end = text.rindex("<script>"), text.rindex("</script>")
-    page.path.with_name("index.html").write_text(f'{text[:begin]}<script type="module" src="main.js">{text[end:]}')
+    page.path.with_name("index.html").write_text(
+        f'{text[:begin]}<script type="module" src="main.js">{text[end:]}', encoding="utf-8"
+    )
     page.browser.get(served)
     assert page.picture() == alone
     page.walk(Keys.ARROW_RIGHT)
     assert page.text("#tip h3").startswith("0F0")
 
 
+@pytest.mark.exhaustive
 def test_names_are_text(page: Page) -> None:
     page.open(SAMPLES["hostile"], unit="<img src=x onerror=alert(1)>").walk(Keys.ARROW_RIGHT)
     assert "alert(1)" in page.text("h2")
@@ -327,6 +345,7 @@ def test_names_are_text(page: Page) -> None:
     assert page.browser.find_elements("css selector", "img") == []
 
 
+@pytest.mark.exhaustive
 def test_a_narrow_window_needs_no_sideways_scrolling(page: Page) -> None:
     page.open([planned("interleaved-1f1b", chunks=3), measured()], unit="ms")
     metrics = {"width": 360, "height": 700, "deviceScaleFactor": 2, "mobile": False}
@@ -340,7 +359,6 @@ def test_a_narrow_window_needs_no_sideways_scrolling(page: Page) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 def test_a_large_page_opens_and_zooms(page: Page) -> None:
     """64 ranks, 512 microbatches, nearly a hundred thousand blocks."""
     page.open(planned("zb-h1", 64, 512))

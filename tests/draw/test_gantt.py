@@ -8,8 +8,8 @@ from typing import Literal
 import pytest
 from rich.console import Console, RenderableType
 
-from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Kind
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Span

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 import pipeflow
-from pipeflow.analysis.idle_time import causes, critical_path
 from pipeflow.core.action import Action, Kind
+from pipeflow.core.analysis.idle_time import causes, critical_path
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import html
-from pipeflow.draw.page.script_bundle import EXPORT, IMPORT
+from pipeflow.draw.page.timeline_page import EXPORT, IMPORT
 from tests.draw.samples import HOSTILE, SAMPLES, measured, paired, planned, reducing, with_bytes, with_transfers
 
 PAGE = Path(pipeflow.__file__).parent / "draw" / "page"
@@ -120,7 +120,7 @@ def test_streams_are_lanes_with_names() -> None:
 
 
 def test_every_import_of_a_module_is_an_export_of_another() -> None:
-    modules = {path.stem: path.read_text() for path in PAGE.glob("*.js")}
+    modules = {path.stem: path.read_text(encoding="utf-8") for path in PAGE.glob("*.js")}
     exports = {name: set(EXPORT.findall(text)) for name, text in modules.items()}
     for text in modules.values():
         for names, module in IMPORT.findall(text):

@@ -30,7 +30,7 @@ from io import StringIO
 from rich.console import Console
 
 from pipeflow import Action, Kind, Span, make_schedule, simulate
-from pipeflow.cli import main
+from pipeflow.tools.cli import main
 from pipeflow.draw import CriticalPath, Gantt, html, perfetto, picture, svg
 
 timeline = simulate(make_schedule("1f1b", ranks=2, microbatches=3))
@@ -71,16 +71,16 @@ def drawings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     shutil.copytree(Path(pipeflow.__file__).parent, folder / "pipeflow", ignore=shutil.ignore_patterns("__pycache__"))
     for name, changes in CHANGES.items():
         path = folder / "pipeflow" / name
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         for before, after in changes:
             assert text.count(before) == 1, (name, before)
             text = text.replace(before, after)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     argv = [sys.executable, "-c", DRAWINGS]
     environment = {"PYTHONPATH": str(folder), "COLUMNS": "100", "PATH": ""}
     result = subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
-    found: dict[str, str] = json.loads((folder / "drawings.json").read_text())
+    found: dict[str, str] = json.loads((folder / "drawings.json").read_text(encoding="utf-8"))
     return found | {"command": result.stdout}
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from pipeflow.core.action import Kind
 from pipeflow.core.timeline import Timeline
+from pipeflow.draw.captions import Unit
 from pipeflow.draw.colours import INK
-from pipeflow.draw.page.block_colours import MODES, MOST, palettes
+from pipeflow.draw.page.data import MODES, MOST, palettes
 from pipeflow.draw.page.timeline_page import parts
-from pipeflow.draw.times import Unit
 from tests.draw.samples import planned, reducing
 
 COMPUTING = Kind.F, Kind.B, Kind.I, Kind.W

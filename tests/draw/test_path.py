@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from pipeflow.analysis.measures import path_times
-from pipeflow.analysis.simulation import simulate
+from pipeflow.core.analysis.measures import path_times
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import CriticalPath

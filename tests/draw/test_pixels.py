@@ -9,7 +9,7 @@ from pipeflow.core.action import Kind
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.colours import LIGHT, shade
 from pipeflow.draw.files.image import GAP, Pixels, pixels
-from pipeflow.draw.lane_heights import heights
+from pipeflow.draw.lane_times import heights
 
 
 def planned(name: str = "1f1b", ranks: int = 2, microbatches: int = 4, *, reductions: bool = False) -> Timeline:

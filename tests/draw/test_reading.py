@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from pipeflow.analysis.idle_time import causes
-from pipeflow.analysis.time_window import utilisations
 from pipeflow.core.action import Kind
+from pipeflow.core.analysis.idle_time import causes
+from pipeflow.core.analysis.measures import utilisations
 from pipeflow.core.errors import UsageError
 from pipeflow.draw import html
-from pipeflow.draw.page.block_colours import palettes
+from pipeflow.draw.page.data import palettes
 from tests.browser import MARKS, webdriver
 from tests.draw.opened import Page
 from tests.draw.samples import SAMPLES, planned, reducing, with_bytes
@@ -46,7 +46,7 @@ def idle(told: str) -> tuple[int, float]:
     return int(match[1]), float(match[2])
 
 
-@pytest.mark.some(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["1f1b", "transfers", "measured", "reductions", "empty", "overlapping"])
 def test_keys_walk_over_all_idle_times(page: Page, name: str) -> None:
     """They are the times of the makespan in which a rank does not compute."""
@@ -75,6 +75,7 @@ def test_keys_walk_over_all_idle_times(page: Page, name: str) -> None:
         assert page.text("#spoken") == told
 
 
+@pytest.mark.exhaustive
 def test_from_idle_time_to_the_blocks_around_it(page: Page) -> None:
     page.open(planned()).press("g")  # before 0B0
     page.walk(Keys.ARROW_RIGHT)
@@ -98,6 +99,7 @@ def selected(page: Page) -> tuple[float, float] | None:
     return first, last
 
 
+@pytest.mark.exhaustive
 def test_a_drag_on_the_axis_selects_a_range_to_zoom_to(page: Page) -> None:
     page.open(planned())
     axis = page.find(".axis")
@@ -116,6 +118,7 @@ def test_a_drag_on_the_axis_selects_a_range_to_zoom_to(page: Page) -> None:
     assert selected(page) is None
 
 
+@pytest.mark.exhaustive
 def test_keys_select_from_one_block_to_another(page: Page) -> None:
     timeline = planned()
     page.open(timeline)
@@ -160,6 +163,7 @@ def test_what_is_found_is_counted_and_marked(page: Page, text: str, matches: int
     assert page.picture() == before
 
 
+@pytest.mark.exhaustive
 def test_enter_goes_from_match_to_match(page: Page) -> None:
     page.open(planned())
     sought(page, "microbatch 7 B")
@@ -172,7 +176,7 @@ def test_enter_goes_from_match_to_match(page: Page) -> None:
     assert page.text("#spoken").startswith("0B7")
 
 
-@pytest.mark.some(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("text", ["2G0", "four", "2", "stage", "rank x", "2F0!"])
 def test_what_cannot_be_read_says_the_form_that_is_expected(page: Page, text: str) -> None:
     page.open(planned())
@@ -182,11 +186,13 @@ def test_what_cannot_be_read_says_the_form_that_is_expected(page: Page, text: st
     page.find("#find").send_keys(Keys.ENTER)
 
 
+@pytest.mark.exhaustive
 def test_what_is_not_there_is_said(page: Page) -> None:
     page.open(planned())
     assert sought(page, "9F0") == "nothing matches 9F0"
 
 
+@pytest.mark.exhaustive
 def test_keys_that_are_typed_do_nothing_else(page: Page) -> None:
     page.open(planned())
     sought(page, "c0+-gz")
@@ -195,6 +201,7 @@ def test_keys_that_are_typed_do_nothing_else(page: Page) -> None:
     assert page.seen() == (0, 33)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["chunk", "microbatch"])
 def test_colours_stand_for_what_is_chosen(page: Page, mode: str) -> None:
     timeline = planned("interleaved-1f1b", chunks=2)
@@ -226,6 +233,7 @@ def lane_pixels(page: Page) -> set[tuple[int, ...]]:
     return {tuple(map(int, text.split(","))) for text in texts}
 
 
+@pytest.mark.exhaustive
 def test_memory_above_the_cap_has_another_colour_and_says_by_how_much(page: Page) -> None:
     timeline = with_bytes()
     accent = (200, 16, 46)
@@ -245,6 +253,7 @@ def data_of(page: Page) -> Any:
     return page.browser.execute_script("return JSON.parse(document.getElementById('data').textContent)")
 
 
+@pytest.mark.exhaustive
 def test_each_rank_may_have_its_own_cap() -> None:
     assert html(planned(), memory_cap=[4, 3, 2, 1]).count("above the cap") == 0
     assert "1 activations above the cap of 3" in html(planned(), memory_cap=[3, 3, 2, 1])
@@ -252,6 +261,7 @@ def test_each_rank_may_have_its_own_cap() -> None:
         html(planned(), memory_cap=[1, 2])
 
 
+@pytest.mark.exhaustive
 def test_every_rank_says_how_busy_it_is(page: Page) -> None:
     timeline = reducing("1f1b", 4)
     page.open(timeline)

@@ -10,13 +10,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pipeflow.analysis.idle_time import critical_path
 from pipeflow.core.action import Kind
+from pipeflow.core.analysis.idle_time import critical_path
 from pipeflow.core.dataflow import COPIES, DATAFLOW, Stream
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import svg
 from pipeflow.draw.colours import DARK, HUES, INK, LIGHT, SPARE, Scheme, mixed
-from pipeflow.draw.lane_rows import lanes as drawn_lanes
+from pipeflow.draw.lane_times import lanes as drawn_lanes
 from tests.draw.samples import (
     SAMPLES,
     empty,

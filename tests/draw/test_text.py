@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from pipeflow.analysis.simulation import simulate
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.schedule import Schedule
 from pipeflow.draw import picture

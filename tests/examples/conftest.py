@@ -64,4 +64,4 @@ def kept_numbers(forward: Callable[..., object], *inputs: object, **named: objec
 
 
 def write_text(path: Path, documents: list[str]) -> None:
-    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents), encoding="utf-8")

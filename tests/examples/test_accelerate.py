@@ -17,7 +17,7 @@ def losses(*options: str, ranks: int) -> list[str]:
     return re.findall(r"epoch \d+: loss ([\d.]+)", run_ranks(SCRIPT, "--epochs", "3", *options, ranks=ranks))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_pipeline_prints_the_losses_of_one_process() -> None:
     found = losses(ranks=2)
     assert len(found) == 3

@@ -77,7 +77,7 @@ def test_every_parameter_is_split_as_the_tutorial_says() -> None:
 def command(folder: Path, **variables: str) -> list[str]:
     """The command that run.sh ends with, under these variables."""
     torchrun = folder / "torchrun"
-    torchrun.write_text('#!/bin/sh\necho "$@"\n')
+    torchrun.write_text('#!/bin/sh\necho "$@"\n', encoding="utf-8")
     torchrun.chmod(0o755)
     environment = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", **variables}
     script = [str(EXAMPLES / "colotensor" / "run.sh"), "--steps", "3"]

@@ -42,7 +42,7 @@ def test_a_second_start_uses_the_cache(cache: Path, text: Path, first: Any, caps
 
 
 def test_tokens_are_the_text_and_every_twentieth_document_is_held_out(text: Path, first: Any) -> None:
-    documents = [json.loads(line)["text"] for line in text.read_text().splitlines()]
+    documents = [json.loads(line)["text"] for line in text.read_text(encoding="utf-8").splitlines()]
 
     def decoded(tokens: Any) -> list[str]:
         texts: list[str] = first.tokenizer.decode(tokens.tolist(), skip_special_tokens=False).split("<|endoftext|>")
@@ -85,7 +85,7 @@ def test_a_cache_of_something_else_is_made_anew(
     smaller = gpt3.data.prepare(text, VOCABULARY - 20)
     assert "of a vocabulary of 300, not 280" in message(capsys)
     assert smaller.tokenizer.get_vocab_size() == 280
-    text.write_text(text.read_text().replace("number", "figure"))
+    text.write_text(text.read_text(encoding="utf-8").replace("number", "figure"), encoding="utf-8")
     gpt3.data.prepare(text, VOCABULARY - 20)
     assert "of another text" in message(capsys)
     monkeypatch.setattr(gpt3.data, "FORMAT", gpt3.data.FORMAT + 1)
@@ -106,7 +106,7 @@ def test_a_bad_line_is_named(cache: Path, text: Path, line: str) -> None:
 def test_text_that_cannot_be_used_is_refused(cache: Path, text: Path) -> None:
     with pytest.raises(gpt3.data.DataError, match="No such file"):
         gpt3.data.prepare(text.with_name("nowhere.jsonl"), VOCABULARY)
-    text.write_text('{"text": "the only line"}\n')
+    text.write_text('{"text": "the only line"}\n', encoding="utf-8")
     with pytest.raises(gpt3.data.DataError, match="at least two lines"):
         gpt3.data.prepare(text, VOCABULARY)
 
@@ -132,10 +132,10 @@ def test_without_a_file_the_library_is_read_but_not_its_tests(
     library = tmp_path / "library"
     for name in ("a.py", "b.py", "inside/c.py", "test/d.py", "site-packages/e.py", "inside/f.txt"):
         (library / name).parent.mkdir(parents=True, exist_ok=True)
-        (library / name).write_text(f"this is {name}")
+        (library / name).write_text(f"this is {name}", encoding="utf-8")
     monkeypatch.setattr(gpt3.data, "LIBRARY", library)
     gpt3.data.prepare(None, VOCABULARY)
-    lines = (cache / "python.jsonl").read_text().splitlines()
+    lines = (cache / "python.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == [
         {"text": f"this is {name}"} for name in ("a.py", "b.py", "inside/c.py")
     ]

@@ -69,7 +69,6 @@ def losses_of(path: Path, text: Path, ranks: int) -> list[float]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 def test_layouts_and_accumulation_take_the_same_steps(tmp_path: Path, text: Path) -> None:
     """A pipeline of 2 x 2 in batches of 4, two at a time; and one process in batches of 8, in two chunks."""
     common = "NUM_EPOCHS = 1\nSEQ_LEN = 16\nLEARNING_RATE = 0.01\nclip_grad_norm = 1.0\nDROP_RATE = 0.0\n"
@@ -77,11 +76,13 @@ def test_layouts_and_accumulation_take_the_same_steps(tmp_path: Path, text: Path
     hybrid.write_text(
         common + "BATCH_SIZE = 4\nNUM_MICRO_BATCHES = 2\nTENSOR_SHAPE = (2, 16, 128)\ngradient_accumulation = 2\n"
         "model = dict(type='GPT_tiny_pipeline_hybrid', checkpoint=True)\n"
-        "parallel = dict(pipeline=2, tensor=dict(mode='1d', size=2))\n"
+        "parallel = dict(pipeline=2, tensor=dict(mode='1d', size=2))\n",
+        encoding="utf-8",
     )
     alone.write_text(
         common + "BATCH_SIZE = 8\nNUM_MICRO_BATCHES = 4\nNUM_CHUNKS = 2\nWEIGHT_DECAY = 0.01\n"
-        "model = dict(type='GPT_tiny_pipeline_hybrid')\n"
+        "model = dict(type='GPT_tiny_pipeline_hybrid')\n",
+        encoding="utf-8",
     )
     one, other = losses_of(hybrid, text, 4), losses_of(alone, text, 1)
     assert one == pytest.approx(other, abs=2e-4)

@@ -16,8 +16,8 @@ import gpt3.build
 import gpt3.check
 import gpt3.model
 import pipeflow
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.sharding import partial_in, splits_of
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.sharding import partial_in, splits_of
 from pipeflow.tensor import manual_seed
 from pipeflow.testing import run_threads
 from tests.examples.conftest import kept_numbers

@@ -84,7 +84,7 @@ def test_the_rate_rises_then_falls_to_a_tenth(steps: int) -> None:
 SMALL = ("--batch", "5", "--microbatches", "3", "--sequence", "32", "--steps", "4")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_one_process_trains_draws_and_writes(cache: Path, text: Path) -> None:
     printed = run_ranks(GPT3 / "train.py", *SMALL, "--ranks", "1", "--data", str(text), "--lr", "0.01", ranks=1)
     assert "step 4/4  loss" in printed
@@ -94,7 +94,6 @@ def test_one_process_trains_draws_and_writes(cache: Path, text: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 def test_a_pipeline_of_tensor_ranks_and_its_replicas_train_what_one_piece_would(cache: Path, text: Path) -> None:
     layout = ["--ranks", "2", "--tensor", "2", "--replicas", "2"]
     options = ["--check", "--data", str(text), *layout, "--batch", "8", "--microbatches", "2", "--steps", "2"]
@@ -122,10 +121,15 @@ def test_it_starts_as_many_ranks_as_it_was_asked_for(monkeypatch: pytest.MonkeyP
     assert started == [8]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_script_starts_itself_once_per_rank(tmp_path: Path) -> None:
     start, script = tmp_path / "start.py", tmp_path / "script.py"
-    start.write_text(f"import sys\nimport gpt3.ranks\nsys.argv = [{str(script)!r}, 'x']\ngpt3.ranks.start_ranks(2)\n")
-    script.write_text("import os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1])\n")
+    start.write_text(
+        f"import sys\nimport gpt3.ranks\nsys.argv = [{str(script)!r}, 'x']\ngpt3.ranks.start_ranks(2)\n",
+        encoding="utf-8",
+    )
+    script.write_text(
+        "import os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1])\n", encoding="utf-8"
+    )
     printed = run_ranks(start, ranks=1, folder=tmp_path, PYTHONPATH=str(EXAMPLES))
     assert sorted(printed.splitlines()) == ["0 2 x", "1 2 x"]

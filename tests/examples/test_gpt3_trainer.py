@@ -14,7 +14,7 @@ SCRIPT = GPT3 / "trainer.py"
 
 
 def test_few_lines_are_about_parallelism() -> None:
-    lines = SCRIPT.read_text().splitlines()
+    lines = SCRIPT.read_text(encoding="utf-8").splitlines()
     about = [line for line in lines if line.endswith("# parallel")]
     assert 0 < len(about) <= 8
     words = re.compile(r"context|schedule\b|launch|Pipeline\(|--pipeline|--tensor")
@@ -30,7 +30,6 @@ def losses_of(text: Path, folder: Path, ranks: int, *options: str) -> list[str]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 def test_every_layout_trains_the_same(text: Path, tmp_path: Path) -> None:
     one = losses_of(text, tmp_path / "one", 1)
     assert len(one) >= 1

@@ -74,7 +74,7 @@ def test_a_cache_that_does_not_fit_is_made_anew(text: Path, unfit: str) -> None:
 
 @pytest.mark.parametrize("line", ["no json", '{"txt": "a"}', '{"text": 3}'])
 def test_a_bad_line_is_named_and_nothing_is_kept(text: Path, line: str) -> None:
-    text.write_text('{"text": "good"}\n' + line + "\n")
+    text.write_text('{"text": "good"}\n' + line + "\n", encoding="utf-8")
     with pytest.raises(gpt3.data.DataError, match=r"mine.jsonl, line 2: not of the form"):
         opened(text)
     assert [path.name for path in text.parent.glob("*.pt")] == []
@@ -83,7 +83,7 @@ def test_a_bad_line_is_named_and_nothing_is_kept(text: Path, line: str) -> None:
 def test_text_that_is_not_there_is_named(text: Path) -> None:
     with pytest.raises(gpt3.data.DataError, match=r"nowhere.jsonl: No such file"):
         opened(text.with_name("nowhere.jsonl"))
-    text.write_text("")
+    text.write_text("", encoding="utf-8")
     with pytest.raises(gpt3.data.DataError, match="has no lines"):
         opened(text)
 

@@ -11,8 +11,8 @@ from torch import Tensor
 import pipeflow
 from gpt3.build import build_gpt_pipeline, build_stage, options_of
 from gpt3.model import GPTLMLoss
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.transport.agreement import all_gather_object
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.transport.agreement import all_gather_object
 from pipeflow.testing import run_threads
 
 SHAPE = pipeflow.GPT(layers=4, hidden=16, heads=2, positions=12, vocabulary=23)

@@ -18,7 +18,7 @@ SCRIPTS = ["bert.py", "llama.py", "own_loss.py"]
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_few_lines_are_about_parallelism(name: str) -> None:
-    lines = (FOLDER / name).read_text().splitlines()
+    lines = (FOLDER / name).read_text(encoding="utf-8").splitlines()
     about = [line for line in lines if line.endswith("# parallel")]
     assert len(lines) < 40
     assert 0 < len(about) <= 8
@@ -26,7 +26,7 @@ def test_few_lines_are_about_parallelism(name: str) -> None:
     assert [line for line in code if re.search(r"pipeflow|schedule\b|example\b|Pipeline|pipelined", line)] == about
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
 def test_the_demo_trains_as_transformers_does(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -50,7 +50,7 @@ def test_the_demo_trains_as_transformers_does(
     assert losses[3] < losses[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
 def test_a_trainer_with_its_own_loss_trains_as_on_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = FOLDER / "own_loss.py"
@@ -58,7 +58,7 @@ def test_a_trainer_with_its_own_loss_trains_as_on_one_process(tmp_path: Path, mo
     options += " --save_strategy no --dataloader_pin_memory 0 --per_device_train_batch_size 8 --output_dir "
     run_ranks(script, *(options + str(tmp_path / "pipeline")).split(), ranks=2, TRANSFORMERS_VERBOSITY="error")
     monkeypatch.setattr(sys, "argv", [str(script), *(options + str(tmp_path / "alone")).split()])
-    plain = demo.without_parallel_lines(script.read_text())
+    plain = demo.without_parallel_lines(script.read_text(encoding="utf-8"))
     exec(compile(plain, str(script), "exec"), {"__name__": "__main__"})
     losses, alone = (demo.losses_in(tmp_path / name) for name in ("pipeline", "alone"))
     assert len(losses) == 20

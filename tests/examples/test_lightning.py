@@ -14,7 +14,7 @@ pytest.importorskip("lightning", reason="not installed", exc_type=ImportError)
 FOLDER = EXAMPLES / "lightning_loops"
 IMPORTS = [
     "from pipeflow.lightning import PipelineStrategy\n",
-    "from pipeflow.lightning.fabric import PipelineStrategy\n",
+    "from pipeflow.adapters.lightning.fabric import PipelineStrategy\n",
 ]
 SCRIPTS = [
     "language",
@@ -42,15 +42,15 @@ def logged(folder: Path, script: Path, ranks: int) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_logs_what_it_logs_without_a_pipeline(tmp_path: Path, name: str) -> None:
-    text, differ = plain((FOLDER / f"{name}.py").read_text())
+    text, differ = plain((FOLDER / f"{name}.py").read_text(encoding="utf-8"))
     assert 0 < differ <= 3
     folders = [tmp_path / each for each in ("alone", "together")]
     for each in folders:
         each.mkdir()
-    (folders[0] / "script.py").write_text(text)
+    (folders[0] / "script.py").write_text(text, encoding="utf-8")
     expected, found = logged(folders[0], folders[0] / "script.py", 1), logged(folders[1], FOLDER / f"{name}.py", 2)
     assert len(expected) >= 20
     for row, mine in zip(expected, found, strict=True):

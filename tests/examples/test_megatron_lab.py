@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megatron_lab.lab
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_threads
 from tests.examples.conftest import EXAMPLES
 from tests.scripts import run_ranks

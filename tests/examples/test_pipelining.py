@@ -16,7 +16,7 @@ def losses(*options: str) -> list[str]:
     return re.findall(r"step \d+: loss ([\d.]+)", run_ranks(SCRIPT, "--steps", "7", *options, ranks=2))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_both_engines_print_the_same_losses() -> None:
     found = losses()
     assert len(found) == 3

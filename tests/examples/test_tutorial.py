@@ -178,7 +178,7 @@ PATHS = f"{EXAMPLES.parent}{os.pathsep}{EXAMPLES}"
 
 def test_what_the_migration_names_exists() -> None:
     """Every import of the second column, and every name of `pipeflow` in it."""
-    here = "\n".join(re.findall(r"^\| `.*? \| (.*) \|$", MIGRATION.read_text(), re.MULTILINE))
+    here = "\n".join(re.findall(r"^\| `.*? \| (.*) \|$", MIGRATION.read_text(encoding="utf-8"), re.MULTILINE))
     imports = re.findall(r"`((?:from [\w.]+ )?import \w[\w., ]*)`", here)
     assert len(imports) > 19
     for line in imports:
@@ -201,7 +201,7 @@ def with_our_name(program: str) -> str:
 @pytest.mark.slow
 def test_the_tutorials_calls_train_a_model(tmp_path: Path, text: Path, chunks: str, more: str) -> None:
     script = tmp_path / "tutorial.py"
-    script.write_text(with_our_name(PROGRAM))
+    script.write_text(with_our_name(PROGRAM), encoding="utf-8")
     write_text(text, [f"document {number % 3} says the same as {number % 3} " * 3 for number in range(48)])
     variables = {"DATA": str(text), "NUM_CHUNKS": chunks, "MORE": more, "COLUMNS": "200", "PYTHONPATH": PATHS}
     printed = run_ranks(script, ranks=4, folder=None, **variables)

@@ -201,16 +201,15 @@ def run(folder: Path, program: str, config: str, ranks: int, *, unchanged: bool)
     """What the ranks print."""
     named = str if unchanged else with_our_name
     for name, text in (("train.py", program), ("config.py", config), ("data.py", DATA)):
-        (folder / name).write_text(named(text))
-    (folder / "unchanged.py").write_text(AS_IT_STANDS)
+        (folder / name).write_text(named(text), encoding="utf-8")
+    (folder / "unchanged.py").write_text(AS_IT_STANDS, encoding="utf-8")
     script = ["unchanged.py", "train.py"] if unchanged else ["train.py"]
     variables = {"COLUMNS": "200", "PYTHONPATH": PATHS}
     return run_ranks(folder / script[0], *script[1:], "--config", "config.py", ranks=ranks, folder=folder, **variables)
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("unchanged", [False, True], ids=["renamed", "unchanged"])
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_replicas_by_trainer(tmp_path: Path, unchanged: bool) -> None:
     printed = run(tmp_path, REPLICAS, REPLICAS_CONFIG, 2, unchanged=unchanged)
     losses = [float(loss) for loss in re.findall(r"Train\]: Loss = ([\d.]+)", printed)]
@@ -231,4 +230,4 @@ def test_stages_by_engine(tmp_path: Path, tensor: int, unchanged: bool) -> None:
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
     assert len(losses) == 24 * tensor
     assert sum(losses[-2 * tensor :]) < sum(losses[: 2 * tensor]) - 0.3 * 2 * tensor
-    assert "number of parameters" in (tmp_path / "logs" / "rank_0.log").read_text()
+    assert "number of parameters" in (tmp_path / "logs" / "rank_0.log").read_text(encoding="utf-8")

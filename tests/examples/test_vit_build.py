@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import pipeflow
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.layout import WorldLayout
-from pipeflow.parallel.sharding import Split, splits_of
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.layout import WorldLayout
+from pipeflow.engine.parallel.sharding import Split, splits_of
 from pipeflow.testing import run_threads
 from pipeflow.training import Hook, Step, Trainer, make_engine
 from tests.covering import some_rows

@@ -35,12 +35,12 @@ TINY = {
 
 def changed(folder: Path, name: str, **values: object) -> Path:
     """A copy of a configuration, in which these keys have other values, and what follows from them follows."""
-    text = (CONFIGS / f"{name}.py").read_text()
+    text = (CONFIGS / f"{name}.py").read_text(encoding="utf-8")
     for key, value in values.items():
         text, count = re.subn(rf"^{key} = .*$", f"{key} = {value!r}", text, flags=re.MULTILINE)
         text += "" if count else f"{key} = {value!r}\n"
     file = folder / f"{name}.py"
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
     return file
 
 
@@ -104,7 +104,10 @@ def test_what_cannot_work_is_one_line_before_anything_starts(
     monkeypatch.delenv("DATA", raising=False)
     file = changed(tmp_path, "hybrid", **values)
     if "TENSOR_SHAPE" not in values and "BATCH_SIZE" in values:
-        file.write_text(file.read_text().replace("BATCH_SIZE // NUM_MICRO_BATCHES", "64 // NUM_MICRO_BATCHES"))
+        file.write_text(
+            file.read_text(encoding="utf-8").replace("BATCH_SIZE // NUM_MICRO_BATCHES", "64 // NUM_MICRO_BATCHES"),
+            encoding="utf-8",
+        )
     code, started = run_main(monkeypatch, "--config", str(file))
     assert str(code).startswith(f"train.py: {said}")
     assert started == []
@@ -167,7 +170,6 @@ def test_it_starts_processes_unless_it_is_one(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", RANKS)
-@pytest.mark.slow
 def test_every_configuration_trains_to_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     """Under torchrun's variables; small models that are given little time."""
     pytest.importorskip("sklearn")
@@ -183,7 +185,6 @@ def test_every_configuration_trains_to_the_end(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 def test_another_layout_continues_from_a_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     monkeypatch.delenv("DATA", raising=False)
@@ -197,7 +198,6 @@ def test_another_layout_continues_from_a_checkpoint(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 def test_replicas_of_the_hybrid_layout_train_what_one_process_would(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -205,7 +205,7 @@ def test_replicas_of_the_hybrid_layout_train_what_one_process_would(
     pytest.importorskip("sklearn")
     monkeypatch.delenv("DATA", raising=False)
     config = changed(tmp_path, "hybrid", **{**TINY, "BATCH_SIZE": 16, "DROP_RATE": 0.1, "DROP_PATH": 0.1})
-    config.write_text(config.read_text() + "gradient_accumulation = 2\n")
+    config.write_text(config.read_text(encoding="utf-8") + "gradient_accumulation = 2\n", encoding="utf-8")
     printed = run_script("vit/train.py", "--check", "--config", str(config), "--world_size", "8", COLUMNS="200")
     assert re.search(r"largest difference from one process in 20 steps: loss \S+, weights \S+", printed)
     assert "measured: 1f1b, 2 ranks, 4 microbatches" in printed

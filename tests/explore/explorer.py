@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from selenium.webdriver.support.wait import WebDriverWait
 
-from pipeflow.explore import Server
+from pipeflow.tools.explore import Server
 from tests.browser import DEADLINE
 
 SETTLED = "return !document.documentElement.hasAttribute('data-asking') && document.querySelector('.chart') !== null"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeflow.explore.tour import STEPS
+from pipeflow.tools.explore.tour import STEPS
 from tests.browser import MARKS
 from tests.covering import some_rows
 from tests.explore.explorer import Explorer
@@ -152,6 +152,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("look", ["phone"], indirect=True)
 def test_each_check_sees_what_it_is_for(look: Explorer) -> None:
     assert BROKEN.keys() == CHECKS.keys()

@@ -6,18 +6,16 @@ import json
 
 import pytest
 
-from pipeflow.analysis.simulation import simulate
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
+from pipeflow.draw.captions import Unit
 from pipeflow.draw.page.data import page_data
-from pipeflow.draw.times import Unit
-from pipeflow.explore.answers.better_order import search
-from pipeflow.explore.answers.edit_fields import start
-from pipeflow.explore.answers.export import csv
-from pipeflow.explore.answers.timelines import plan
-from pipeflow.explore.state import State
 from pipeflow.schedules import SCHEDULES, make_schedule
+from pipeflow.tools.explore.answers import csv, search, start
+from pipeflow.tools.explore.state import State
+from pipeflow.tools.explore.views import plan
 
 
 @pytest.mark.some(7)
@@ -80,14 +78,16 @@ def test_a_bound_under_a_cap_is_one_for_orders_that_save_memory() -> None:
 
 def test_factors_follow_the_depth_of_the_model() -> None:
     state = State.of({"factors": "1,3"})
-    assert state.cost_model(Placement.linear(2)).forward == (1, 3)
-    assert state.cost_model(Placement.linear(4)).backward_weight == (1, 1, 3, 3)
-    assert state.cost_model(Placement.linear(1)).forward == (2,)
-    assert state.cost_model(Placement.linear(3)).forward == pytest.approx((1, 2, 3))
+    assert state.prices.cost_model(Placement.linear(2)).forward == (1, 3)
+    assert state.prices.cost_model(Placement.linear(4)).backward_weight == (1, 1, 3, 3)
+    assert state.prices.cost_model(Placement.linear(1)).forward == (2,)
+    assert state.prices.cost_model(Placement.linear(3)).forward == pytest.approx((1, 2, 3))
 
 
 def test_a_transfer_takes_latency_and_bytes_over_bandwidth() -> None:
-    model = State.of({"latency": "0.5", "activation_bytes": "6", "bandwidth": "4"}).cost_model(Placement.linear(4))
+    model = State.of({"latency": "0.5", "activation_bytes": "6", "bandwidth": "4"}).prices.cost_model(
+        Placement.linear(4)
+    )
     assert model.transfer(0, 0, 1) == 2.0
 
 

@@ -7,23 +7,20 @@ from typing import Any
 
 import pytest
 
-from pipeflow.analysis.difference import moved_actions
-from pipeflow.analysis.simulation import simulate
-from pipeflow.analysis.trace_costs import measured_costs
+from pipeflow.core.analysis.difference import moved_actions
+from pipeflow.core.analysis.measured_step import measured_costs
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.explore.answers.comparison import compare
-from pipeflow.explore.answers.export import code
-from pipeflow.explore.answers.opened_file import file
-from pipeflow.explore.answers.timelines import plan
-from pipeflow.explore.names import title
-from pipeflow.explore.schedule_cache import timeline
-from pipeflow.explore.state import State
-from pipeflow.explore.turns import Turns
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.schedules.registry import COMPARED
+from pipeflow.tools.explore.answers import code, file
+from pipeflow.tools.explore.fields import title
+from pipeflow.tools.explore.limits import Turns
+from pipeflow.tools.explore.state import State
+from pipeflow.tools.explore.views import compare, plan
 from tests.cli.run import out
 
 SIZE = {"ranks": "4", "microbatches": "6"}
@@ -115,17 +112,17 @@ def test_a_measured_step_prices_the_plan_beside_it() -> None:
     measured = step()
     state = State.of(opened("run.json", measured.to_json(), ranks="2", microbatches="4"))
     planned = simulate(make_schedule("1f1b", ranks=2, microbatches=4), measured_costs(measured))
-    assert timeline(state, "1f1b") == planned
-    assert timeline(state, "file:run.json").rows == measured.rows
+    assert state.timeline("1f1b") == planned
+    assert state.timeline("file:run.json").rows == measured.rows
     given = State.of(opened("run.json", measured.to_json(), ranks="2", microbatches="4", forward="1"))
-    assert timeline(given, "1f1b").makespan == 15
+    assert given.timeline("1f1b").makespan == 15
 
 
 def test_measured_costs_are_divided_by_depth_for_another_number_of_stages() -> None:
     measured = step("interleaved-1f1b")
     costs = measured_costs(measured)
     state = State.of(opened("run.json", measured.to_json(), ranks="2", microbatches="4"))
-    coarse = state.cost_model(make_schedule("1f1b", ranks=2, microbatches=1).placement)
+    coarse = state.prices.cost_model(make_schedule("1f1b", ranks=2, microbatches=1).placement)
     assert coarse.forward == pytest.approx([sum(costs.forward[:2]), sum(costs.forward[2:])])
 
 
@@ -133,7 +130,7 @@ def test_reductions_of_a_file_are_those_of_the_schedules_beside_it() -> None:
     schedule = make_schedule("1f1b", ranks=2, microbatches=4).with_reductions()
     measured = simulate(schedule, CostModel.even(schedule.placement, reduce=2))
     state = State.of(opened("run.json", measured.to_json(), ranks="2", microbatches="4"))
-    assert timeline(state, "1f1b").makespan == measured.makespan
+    assert state.timeline("1f1b").makespan == measured.makespan
 
 
 def test_a_file_says_its_size() -> None:

@@ -14,8 +14,8 @@ from selenium.webdriver.support.wait import WebDriverWait
 from pipeflow.core.action import actions_of, parse_entry
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.explore.answers.timelines import plan
-from pipeflow.soundness.schedule import verify
+from pipeflow.core.soundness.schedule import verify
+from pipeflow.tools.explore.views import plan
 from tests.browser import DEADLINE, MARKS
 from tests.covering import some
 from tests.explore.explorer import Explorer
@@ -260,6 +260,7 @@ def test_random_edits_agree_with_verify_and_nothing_is_lost(explorer: Explorer, 
     assert explorer.text("#charts h2") == "1f1b, 2 ranks, 3 microbatches"
 
 
+@pytest.mark.exhaustive
 def test_a_schedule_that_has_a_name_is_recognised(explorer: Explorer) -> None:
     editing = Editing(explorer, ranks=2, microbatches=3)
     assert not explorer.find("#field-ranks").is_displayed()  # the rows say how many there are
@@ -285,6 +286,7 @@ def test_a_deadlock_is_told_on_its_block_and_as_a_cycle(explorer: Explorer) -> N
     assert explorer.text("#tip h3").startswith("1F0")
 
 
+@pytest.mark.exhaustive
 def test_keys_reach_the_palette_and_insert_what_is_missing(explorer: Explorer) -> None:
     editing = Editing(explorer, ranks=2, microbatches=2)
     rows = editing.rows
@@ -304,6 +306,7 @@ def test_keys_reach_the_palette_and_insert_what_is_missing(explorer: Explorer) -
     assert explorer.settled().fields["rows"] == "\n".join(map(" ".join, rows))
 
 
+@pytest.mark.exhaustive
 def test_a_finger_drags_a_block_and_escape_gives_up(explorer: Explorer) -> None:
     editing = Editing(explorer, ranks=2, microbatches=2)
     rows = editing.rows
@@ -328,6 +331,7 @@ def test_a_finger_drags_a_block_and_escape_gives_up(explorer: Explorer) -> None:
     assert editing.rows == moved(rows, (0, 0), (0, 2))
 
 
+@pytest.mark.exhaustive
 def test_a_schedule_can_begin_without_blocks(explorer: Explorer) -> None:
     editing = Editing(explorer, ranks=2, microbatches=2)
     rows = editing.rows
@@ -344,6 +348,7 @@ def test_a_schedule_can_begin_without_blocks(explorer: Explorer) -> None:
     assert "Alt and an arrow" in explorer.text("#keys")
 
 
+@pytest.mark.exhaustive
 def test_a_forward_and_a_backward_become_a_pair_and_two_again(explorer: Explorer) -> None:
     editing = Editing(explorer, ranks=2, microbatches=3)
     rows = editing.rows
@@ -361,6 +366,7 @@ def test_a_forward_and_a_backward_become_a_pair_and_two_again(explorer: Explorer
     assert not button.is_enabled()  # two forwards
 
 
+@pytest.mark.exhaustive
 def test_a_search_begins_here_and_is_one_step(explorer: Explorer) -> None:
     editing = Editing(explorer, ranks=2, microbatches=3)
     editing.drag(editing.block(0, 0), editing.gap(0, 2))

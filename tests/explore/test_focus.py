@@ -48,6 +48,7 @@ def stops(explorer: Explorer) -> list[str]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_tab_stops_once_in_each_toolbar_and_skips_to_the_picture(explorer: Explorer) -> None:
     explorer.open(schedule="zb-h1", memory_cap=2)
     found = stops(explorer)
@@ -63,6 +64,7 @@ def test_tab_stops_once_in_each_toolbar_and_skips_to_the_picture(explorer: Explo
     assert press(explorer, Keys.SHIFT, Keys.TAB) == "whole"
 
 
+@pytest.mark.exhaustive
 def test_a_block_keeps_the_focus_when_the_timeline_is_drawn_anew(explorer: Explorer) -> None:
     explorer.open(microbatches=6).set("latency", 0.5)
     explorer.browser.execute_script("document.querySelector('.lanes').focus()")
@@ -76,6 +78,7 @@ def test_a_block_keeps_the_focus_when_the_timeline_is_drawn_anew(explorer: Explo
     assert explorer.text("#spoken").split(",")[0] == before
 
 
+@pytest.mark.exhaustive
 def test_what_disappears_leaves_the_focus_to_what_stands_there(explorer: Explorer) -> None:
     explorer.open(schedule="1f1b,gpipe,zb-h1", ranks=2, **{"from": 1, "to": 3})
     explorer.browser.execute_script("document.querySelector('[aria-label=\"Remove gpipe\"]').focus()")
@@ -88,6 +91,7 @@ def test_what_disappears_leaves_the_focus_to_what_stands_there(explorer: Explore
     assert press(explorer, Keys.ENTER) == "Edit"
 
 
+@pytest.mark.exhaustive
 def test_an_edit_and_its_undo_leave_the_focus_in_place(explorer: Explorer) -> None:
     explorer.open(schedule="1f1b", ranks=2, microbatches=3)
     at(explorer, "Edit")
@@ -108,6 +112,7 @@ def test_an_edit_and_its_undo_leave_the_focus_in_place(explorer: Explorer) -> No
     assert focused(explorer) != ""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("selector", [".help", "#export"])
 def test_escape_closes_what_is_open_and_returns(explorer: Explorer, selector: str) -> None:
     explorer.open()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pipeflow.explore.answers.model_step import model
-from pipeflow.explore.answers.timelines import plan
+import pytest
+
+from pipeflow.tools.explore.views import model, plan
 from tests.browser import MARKS
 from tests.explore.explorer import Explorer
 
@@ -44,6 +45,7 @@ def test_the_ranks_that_need_more_than_their_device_has() -> None:
 class TestOnThePage:
     pytestmark = MARKS
 
+    @pytest.mark.exhaustive
     def test_it_is_said_below_the_heading_and_red_at_the_ranks_alone(self, explorer: Explorer) -> None:
         explorer.open(schedule="1f1b", memory_cap="2.5", path="1")
         misfit = explorer.find("#charts .misfit")

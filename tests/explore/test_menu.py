@@ -11,11 +11,11 @@ import pytest
 from selenium.webdriver import ActionChains
 from selenium.webdriver.common.keys import Keys
 
-from pipeflow.cli import main
 from pipeflow.core.schedule import Schedule
+from pipeflow.core.soundness.schedule import verify
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import SCHEDULES
-from pipeflow.soundness.schedule import verify
+from pipeflow.tools.cli import main
 from tests.browser import DEADLINE, MARKS
 from tests.covering import some
 from tests.explore.explorer import Explorer
@@ -91,8 +91,7 @@ def exported(capsys: pytest.CaptureFixture[str], name: str, **options: Any) -> s
     return capsys.readouterr().out
 
 
-@pytest.mark.some(1)
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", some(SCHEDULES, ["1f1b", "interleaved-1f1b", "zb-v", "zb-auto", "dualpipe"]))
 def test_the_table_of_every_schedule_is_that_of_pipeflow_export(
     name: str, menu: Menu, capsys: pytest.CaptureFixture[str]
@@ -106,6 +105,7 @@ def test_the_table_of_every_schedule_is_that_of_pipeflow_export(
         assert verify(Schedule.from_csv(content)) == []
 
 
+@pytest.mark.exhaustive
 def test_each_of_several_schedules_can_be_chosen(menu: Menu, capsys: pytest.CaptureFixture[str]) -> None:
     menu.explorer.open(schedule="1f1b,zb-h1", ranks=2)
     menu.open()
@@ -133,6 +133,7 @@ def test_pictures_and_times_are_files(menu: Menu) -> None:
     assert int.from_bytes(picture[16:20], "big") == int(2 * width)
 
 
+@pytest.mark.exhaustive
 def test_code_and_links_are_copied(menu: Menu) -> None:
     menu.explorer.open(schedule="zb-h1", ranks=2, latency=0.5)
     assert "pipeflow.make_schedule('zb-h1', ranks=2, microbatches=8)" in menu.copied("Copy Python")
@@ -143,6 +144,7 @@ def test_code_and_links_are_copied(menu: Menu) -> None:
     assert menu.press("Copy command") == "No options of pipeflow draw say this: copy the link."
 
 
+@pytest.mark.exhaustive
 def test_keys_open_and_close_the_menu(menu: Menu) -> None:
     menu.explorer.open()
     summary = menu.explorer.find("#export summary")
@@ -155,6 +157,7 @@ def test_keys_open_and_close_the_menu(menu: Menu) -> None:
     assert not menu.explorer.find("#export").get_property("open")
 
 
+@pytest.mark.exhaustive
 def test_a_number_can_be_typed(explorer: Explorer) -> None:
     """Keys that move the timelines do nothing in a field."""
     box = explorer.open().find("#field-microbatches")

@@ -8,13 +8,12 @@ import pytest
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.text import bytes_text
-from pipeflow.explore.answers.model_step import MEMORY, model
-from pipeflow.explore.answers.timelines import plan
 from pipeflow.planning.catalog import MODELS, model_named
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.estimate import plan as estimate
 from pipeflow.planning.setup import Setup
 from pipeflow.schedules import SCHEDULES, make_schedule
+from pipeflow.tools.explore.views import MEMORY, model, plan
 from tests.browser import MARKS
 from tests.explore.explorer import Explorer
 
@@ -113,6 +112,7 @@ def test_a_wrong_layout_is_one_clear_error(fields: dict[str, str], message: str)
 class TestOnThePage:
     pytestmark = MARKS
 
+    @pytest.mark.exhaustive
     def test_a_model_replaces_the_costs(self, explorer: Explorer) -> None:
         explorer.open(ranks=8, microbatches=16)
         assert explorer.find("#field-forward").is_displayed()

@@ -10,14 +10,15 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
 
-from pipeflow.explore.answers.table import ANSWERS
-from pipeflow.explore.answers.timelines import plan
+from pipeflow.tools.explore.answers import ANSWERS
+from pipeflow.tools.explore.views import plan
 from tests.browser import DEADLINE, MARKS
 from tests.explore.explorer import Explorer
 
 pytestmark = MARKS
 
 
+@pytest.mark.exhaustive
 def test_a_link_shows_its_schedule(explorer: Explorer) -> None:
     explorer.open(schedule="zb-v", ranks=4, microbatches=6)
     assert explorer.text("#charts h2") == "zb-v, 4 ranks, 2 chunks, 6 microbatches"
@@ -30,6 +31,7 @@ def test_a_control_changes_the_picture_and_the_address(explorer: Explorer) -> No
     assert explorer.fields == {"microbatches": "5"}
 
 
+@pytest.mark.exhaustive
 def test_the_browser_undoes_and_redoes_and_a_drag_is_one_step(explorer: Explorer) -> None:
     explorer.open().set("ranks", 3)
     for microbatches in (9, 10, 11):
@@ -46,6 +48,7 @@ def test_the_browser_undoes_and_redoes_and_a_drag_is_one_step(explorer: Explorer
     assert explorer.text("#charts h2") == "1f1b, 3 ranks, 11 microbatches"
 
 
+@pytest.mark.exhaustive
 def test_arrow_keys_in_a_box_are_a_movement_of_its_slider(explorer: Explorer) -> None:
     box = explorer.open(microbatches=130).find("#field-microbatches")  # beyond the slider
     box.send_keys(Keys.ARROW_UP, Keys.ARROW_UP, Keys.ARROW_DOWN)
@@ -59,6 +62,7 @@ def test_arrow_keys_in_a_box_are_a_movement_of_its_slider(explorer: Explorer) ->
     assert explorer.settled().fields["bandwidth"] == "63"
 
 
+@pytest.mark.exhaustive
 def test_costs_of_recomputation_appear_with_its_stages(explorer: Explorer) -> None:
     explorer.open()
     costs = [explorer.find(f"#field-{name}") for name in ("recompute", "input_bytes", "unshard", "offload")]
@@ -70,6 +74,7 @@ def test_costs_of_recomputation_appear_with_its_stages(explorer: Explorer) -> No
     assert not any(cost.is_displayed() for cost in costs)
 
 
+@pytest.mark.exhaustive
 def test_every_control_says_what_it_does(explorer: Explorer) -> None:
     for fields in ({}, {"model": "gpt3-175b"}, {"edit": "1", "schedule": "custom", "rows": "0F0 0B0"}, {"tour": "1"}):
         explorer.open(**fields)
@@ -90,6 +95,7 @@ def test_an_error_is_said_and_loses_nothing(explorer: Explorer) -> None:
     assert explorer.text("#charts h2").startswith("chimera, 2 ranks")
 
 
+@pytest.mark.exhaustive
 def test_the_page_says_that_it_computes_and_then_no_more(explorer: Explorer, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, end = threading.Event(), threading.Event()
 

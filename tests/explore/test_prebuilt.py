@@ -15,16 +15,15 @@ from urllib.parse import urlencode
 
 import pytest
 
-from pipeflow.cli import explore
-from pipeflow.cli.command import parser
 from pipeflow.core.errors import UsageError
 from pipeflow.draw.captions import heading
-from pipeflow.explore.fields import FIELDS
-from pipeflow.explore.schedule_cache import timeline
-from pipeflow.explore.state import State
-from pipeflow.explore.static_page import name, prebuilt
-from pipeflow.explore.tour import STEPS
 from pipeflow.schedules import SCHEDULES
+from pipeflow.tools.cli import explore
+from pipeflow.tools.cli.command import parser
+from pipeflow.tools.explore.fields import FIELDS
+from pipeflow.tools.explore.page_files import name, prebuilt
+from pipeflow.tools.explore.state import State
+from pipeflow.tools.explore.tour import STEPS
 from tests.browser import MARKS
 from tests.explore.explorer import Explorer
 
@@ -92,12 +91,13 @@ class TestPage:
         shown = [
             each.get_property("textContent") for each in opened.browser.find_elements("css selector", "section h2")
         ]
-        assert shown == [heading(timeline(state, each)) for each in state.schedules]
+        assert shown == [heading(state.timeline(each)) for each in state.schedules]
         entries = opened.browser.execute_script(
             "return performance.getEntriesByType('resource').map((each) => each.name)"
         )
         assert [each for each in entries if not each.startswith("data:")] == []
 
+    @pytest.mark.exhaustive
     def test_a_control_leads_to_another_state_and_back(self, opened: Explorer) -> None:
         opened.open(schedule="gpipe", ranks=4, microbatches=4, tour=2)
         opened.set("microbatches", 28)
@@ -109,6 +109,7 @@ class TestPage:
         names = [each.find_element("css selector", "label").text for each in controls if each.is_displayed()]
         assert names == ["schedule", "microbatches", "latency"]
 
+    @pytest.mark.exhaustive
     def test_another_state_is_refused_with_the_command_that_shows_it(self, opened: Explorer) -> None:
         opened.open(schedule="zb-v", microbatches=5).set("latency", 0.5)
         assert opened.text("section h2") == "zb-v, 4 ranks, 2 chunks, 5 microbatches"
@@ -136,7 +137,6 @@ def test_it_has_the_tour_every_schedule_and_what_its_sliders_set(made: dict[str,
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 def test_it_is_small_enough_for_a_document(made: dict[str, Any], tmp_path: Path) -> None:
     made["write"](tmp_path)
     assert (tmp_path / made["FILE"]).stat().st_size < 700_000
@@ -144,7 +144,7 @@ def test_it_is_small_enough_for_a_document(made: dict[str, Any], tmp_path: Path)
 
 @pytest.mark.slow
 def test_commands_in_documents_lead_to_states_that_it_has(made: dict[str, Any]) -> None:
-    texts = [path.read_text() for path in (*DOCS.glob("*.md"), DOCS.parent / "README.md")]
+    texts = [path.read_text(encoding="utf-8") for path in (*DOCS.glob("*.md"), DOCS.parent / "README.md")]
     commands = {command for text in texts for command in re.findall(r"`(pipeflow explore\b[^`\n]*)`", text)}
     assert len(commands) >= len(SCHEDULES)
     for command in commands:
@@ -152,7 +152,7 @@ def test_commands_in_documents_lead_to_states_that_it_has(made: dict[str, Any]) 
         assert link.partition("#")[0] == made["FILE"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_another_command_leads_there_or_is_refused(made: dict[str, Any]) -> None:
     link = made["link"]("pipeflow explore --link '#schedule=zb-v&latency=0.5'")
     assert link == f"{made['FILE']}#{urlencode({'schedule': 'zb-v', 'latency': '0.5'})}"

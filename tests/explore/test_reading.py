@@ -7,13 +7,11 @@ import re
 import pytest
 from selenium.webdriver.support.wait import WebDriverWait
 
-from pipeflow.analysis.time_window import window as ranks_in
+from pipeflow.core.analysis.measures import window as ranks_in
 from pipeflow.core.errors import UsageError
-from pipeflow.explore.answers.time_range import window
-from pipeflow.explore.answers.timelines import plan
-from pipeflow.explore.schedule_cache import timeline
-from pipeflow.explore.state import State
 from pipeflow.schedules import SCHEDULES
+from pipeflow.tools.explore.state import State
+from pipeflow.tools.explore.views import plan, window
 from tests.browser import DEADLINE, MARKS, webdriver
 from tests.explore.explorer import Explorer
 
@@ -28,7 +26,7 @@ def cells(tables: str) -> list[str]:
 def test_the_table_has_every_rank_in_the_range(name: str) -> None:
     fields = {"schedule": name, "from": "5", "to": "11"}
     answer = window(fields)
-    ranks = ranks_in(timeline(State.of(fields), name), 5, 11)
+    ranks = ranks_in(State.of(fields).timeline(name), 5, 11)
     lines = [cells(line) for line in answer["tables"].split("<tr>") if "<td>" in line]
     assert answer["title"] == "Ranks in 5 to 11"
     assert [line[-2] for line in lines[:-1]] == [f"{rank.utilisation:.1%}" for rank in ranks]
@@ -87,6 +85,7 @@ class TestOnThePage:
         script = "return performance.getEntriesByType('resource').map((entry) => entry.name)"
         return sum(name.endswith("/plan") for name in explorer.browser.execute_script(script))
 
+    @pytest.mark.exhaustive
     def test_a_link_shows_what_its_sender_saw(self, explorer: Explorer) -> None:
         explorer.open(schedule="1f1b")
         self.press(explorer, "c").find("#colour option:nth-child(3)").click()
@@ -108,6 +107,7 @@ class TestOnThePage:
         assert explorer.find("#path").is_selected()
         assert explorer.find("#colour").get_property("value") == "microbatch"
 
+    @pytest.mark.exhaustive
     def test_undo_takes_marks_back_one_by_one(self, explorer: Explorer) -> None:
         explorer.open(schedule="1f1b")
         self.press(explorer, "c")
@@ -121,6 +121,7 @@ class TestOnThePage:
         explorer.browser.forward()
         assert explorer.settled().find("#path").is_selected()
 
+    @pytest.mark.exhaustive
     def test_a_microbatch_is_followed_in_the_link_and_in_another_schedule(self, explorer: Explorer) -> None:
         explorer.open(schedule="1f1b", follow=3)
         assert explorer.text("#way") == "microbatch 3: 3 to 21"
@@ -130,6 +131,7 @@ class TestOnThePage:
         self.press(explorer, Keys.ESCAPE)
         assert explorer.fields == {"schedule": "gpipe"}
 
+    @pytest.mark.exhaustive
     def test_a_drag_on_the_axis_fills_the_boxes_and_the_table(self, explorer: Explorer) -> None:
         explorer.open(schedule="1f1b")
         axis = explorer.find(".axis")
@@ -145,6 +147,7 @@ class TestOnThePage:
         explorer.browser.back()
         assert explorer.settled().fields == {"from": first, "to": last}
 
+    @pytest.mark.exhaustive
     def test_numbers_can_be_typed(self, explorer: Explorer) -> None:
         explorer.open(schedule="1f1b")
         box = explorer.find("#field-microbatches")
@@ -152,6 +155,7 @@ class TestOnThePage:
         box.send_keys("10", Keys.TAB)
         assert explorer.settled().fields == {"microbatches": "10"}
 
+    @pytest.mark.exhaustive
     def test_controls_fold_where_there_is_little_room(self, explorer: Explorer) -> None:
         metrics = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": False}
         explorer.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pipeflow.core.errors import UsageError
-from pipeflow.explore.answers import better_order as answers
-from pipeflow.explore.answers.better_order import search
-from pipeflow.explore.answers.timelines import plan
+from pipeflow.tools.explore import answers
+from pipeflow.tools.explore.answers import search
+from pipeflow.tools.explore.views import plan
 
 BY_HAND = {"schedule": "custom", "placement": "0.1"}
 

@@ -16,10 +16,9 @@ from urllib.parse import urlencode
 import pytest
 
 from pipeflow.core.errors import UsageError
-from pipeflow.explore import Server
-from pipeflow.explore.answers.table import ANSWERS
-from pipeflow.explore.handler import LARGEST
-from pipeflow.explore.server import MOST_CONNECTIONS
+from pipeflow.tools.explore import Server
+from pipeflow.tools.explore.answers import ANSWERS
+from pipeflow.tools.explore.server import LARGEST, MOST_CONNECTIONS
 from tests.explore.explorer import serving
 
 DEADLINE = 20.0  # seconds
@@ -380,6 +379,16 @@ def test_a_client_that_does_not_read_blocks_nobody(server: Server) -> None:
             connection = stack.enter_context(connect(server))
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             connection.sendall(question(server, schedule="zb-v", ranks=16, microbatches=64))
+        assert answered(server)
+
+
+def test_many_clients_that_do_not_read_leave_room_for_others(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(server.files, "large", ("text/plain", bytes(1 << 24)))
+    with ExitStack() as stack:
+        for _ in range(MOST_CONNECTIONS + 6):
+            connection = stack.enter_context(connect(server))
+            connection.sendall(request(server, "GET", "large"))
+            assert connection.recv(1)  # the answer has begun
         assert answered(server)
 
 

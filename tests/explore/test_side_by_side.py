@@ -10,7 +10,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
 
-from pipeflow.analysis.simulation import simulate
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.schedules import make_schedule
 from pipeflow.schedules.registry import COMPARED
@@ -69,6 +69,7 @@ def moved(explorer: Explorer) -> tuple[bool, list[int]]:
     return bool(on), list(numbers)
 
 
+@pytest.mark.exhaustive
 def test_the_plot_follows_and_a_click_shows_a_schedule(explorer: Explorer) -> None:
     explorer.open(ranks=4, microbatches=6)
     names = [
@@ -87,6 +88,7 @@ def test_the_plot_follows_and_a_click_shows_a_schedule(explorer: Explorer) -> No
     assert headings(explorer) == ["zb-v, 4 ranks, 2 chunks, 6 microbatches"]
 
 
+@pytest.mark.exhaustive
 def test_keys_choose_in_the_plot_and_the_focus_stays_there(explorer: Explorer) -> None:
     explorer.open(schedule="v-min", ranks=4, microbatches=6)
     mark = explorer.find("circle[tabindex='0']")
@@ -102,6 +104,7 @@ def test_keys_choose_in_the_plot_and_the_focus_stays_there(explorer: Explorer) -
     assert chips(explorer) == [name, "v-min"]
 
 
+@pytest.mark.exhaustive
 def test_what_cannot_be_made_is_listed(explorer: Explorer) -> None:
     explorer.open(ranks=3)
     assert "chimera" in explorer.text("#scatter ul")
@@ -129,6 +132,7 @@ def test_schedules_are_added_and_removed_and_differences_marked(explorer: Explor
     assert not explorer.find("#differences").is_displayed()
 
 
+@pytest.mark.exhaustive
 def test_one_schedule_stands_beside_itself_with_other_options(explorer: Explorer) -> None:
     explorer.open(schedule="interleaved-1f1b").find("#add").send_keys("interleaved-1f1b")
     explorer.set("chunks", 4)
@@ -138,11 +142,13 @@ def test_one_schedule_stands_beside_itself_with_other_options(explorer: Explorer
     ]
 
 
+@pytest.mark.exhaustive
 def test_the_first_schedule_changes_and_the_others_stay(explorer: Explorer) -> None:
     explorer.open(schedule="1f1b,zb-v").set("schedule", "gpipe")
     assert chips(explorer) == ["gpipe", "zb-v"]
 
 
+@pytest.mark.exhaustive
 def test_a_measured_timeline_stands_beside_the_plan_and_survives_a_reload(explorer: Explorer) -> None:
     explorer.open(schedule="1f1b")
     drop(explorer, run_json=measured())
@@ -160,9 +166,10 @@ def test_a_measured_timeline_stands_beside_the_plan_and_survives_a_reload(explor
     assert headings(explorer) == shown
 
 
+@pytest.mark.exhaustive
 def test_traces_of_all_ranks_are_dropped_and_their_step_is_shown(explorer: Explorer, tmp_path: Path) -> None:
     step = ran(make_schedule("1f1b", ranks=2, microbatches=4))
-    texts = {path.name: path.read_text() for path in record(tmp_path / "traces", step).iterdir()}
+    texts = {path.name: path.read_text(encoding="utf-8") for path in record(tmp_path / "traces", step).iterdir()}
     explorer.open(schedule="zb-h1")
     explorer.browser.execute_script(DROP, texts)
     until(explorer, lambda: len(chips(explorer)) == 2)
@@ -173,12 +180,13 @@ def test_traces_of_all_ranks_are_dropped_and_their_step_is_shown(explorer: Explo
     explorer.complaints()
 
 
+@pytest.mark.exhaustive
 def test_a_malformed_file_is_one_error_and_loses_nothing(explorer: Explorer, tmp_path: Path) -> None:
     explorer.open(schedule="zb-v", ranks=2)
     before = explorer.fields
     for text in ("{", '{"rows": [], "paths": 3}', "0F0,0X0", '{"a": "<b>"}'):
         path = tmp_path / "bad run.json"
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         explorer.find("[type=file]").send_keys(str(path))
         until(explorer, lambda: not explorer.find("#unopened").get_property("hidden"))
         assert "bad-run.json: " in explorer.text("#unopened")
@@ -192,6 +200,7 @@ def test_a_malformed_file_is_one_error_and_loses_nothing(explorer: Explorer, tmp
     assert explorer.set("ranks", 4).find("#unopened").get_property("hidden")
 
 
+@pytest.mark.exhaustive
 def test_a_dropped_table_is_the_readers_own_schedule(explorer: Explorer) -> None:
     explorer.open(schedule="1f1b")
     drop(explorer, mine_csv=make_schedule("zb-h1", ranks=2, microbatches=3).to_csv())
@@ -211,6 +220,7 @@ def test_a_table_too_long_for_a_link_is_kept_in_the_tab(explorer: Explorer) -> N
     assert headings(explorer)[1] == "long.csv, 16 ranks, 80 microbatches"
 
 
+@pytest.mark.exhaustive
 def test_a_link_whose_file_is_elsewhere_says_so(explorer: Explorer) -> None:
     explorer.open(schedule="1f1b").browser.execute_script("location.hash = 'schedule=1f1b,file:gone.json'")
     assert "gone.json is not in this tab" in explorer.text("#problem")
@@ -220,12 +230,14 @@ def test_a_link_whose_file_is_elsewhere_says_so(explorer: Explorer) -> None:
     assert explorer.find("#problem").get_property("hidden")
 
 
+@pytest.mark.exhaustive
 def test_keys_within_controls_are_theirs(explorer: Explorer) -> None:
     box = explorer.open().find("#field-microbatches")
     box.send_keys(Keys.BACKSPACE, "10", Keys.TAB)
     assert explorer.settled().fields == {"microbatches": "10"}
 
 
+@pytest.mark.exhaustive
 def test_costs_of_actions_that_named_schedules_lack_are_shown_with_a_table(explorer: Explorer) -> None:
     def shown() -> list[bool]:
         return [bool(explorer.find(f"#field-{name}").is_displayed()) for name in ("offload", "saved_bytes")]

@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 
-from pipeflow.analysis.measures import Measures
-from pipeflow.cli import explore
-from pipeflow.cli.command import parser
+from pipeflow.core.analysis.measures import Measures
 from pipeflow.core.errors import UsageError
 from pipeflow.core.text import number, percent
-from pipeflow.explore.answers.tour_steps import tour
-from pipeflow.explore.schedule_cache import schedule, timeline
-from pipeflow.explore.state import State
-from pipeflow.explore.tour import STEPS, TourStep
 from pipeflow.schedules import SCHEDULES
+from pipeflow.tools.cli import explore
+from pipeflow.tools.cli.command import parser
+from pipeflow.tools.explore.answers import tour
+from pipeflow.tools.explore.state import State
+from pipeflow.tools.explore.tour import STEPS, TourStep
 from tests.browser import MARKS
 from tests.explore.explorer import Explorer
 
@@ -29,8 +28,8 @@ class Facts:
     def __init__(self, name: str, microbatches: int = 8, ranks: int = 4, **more: object) -> None:
         sizes = {"schedule": name, "ranks": ranks, "microbatches": microbatches, **more}
         self.state = State.of({field: str(value) for field, value in sizes.items()})
-        self.schedule = schedule(self.state, name)
-        self.timeline = timeline(self.state, name)
+        self.schedule = self.state.schedule(name)
+        self.timeline = self.state.timeline(name)
         self.measures = Measures.of(self.schedule, self.timeline)
         self.time = number(self.timeline.makespan)
         self.idle = number(self.timeline.makespan - self.timeline.work)
@@ -196,7 +195,7 @@ def test_the_command_starts_the_tour_and_opens_a_state() -> None:
 
 
 def test_the_documentation_has_every_question() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "explore.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "explore.md").read_text(encoding="utf-8")
     asked = re.findall(r"^\d+\. (.*?)  *`pipeflow explore --tour (\d+)`$", page, re.MULTILINE)
     assert asked == [(step.question, str(number)) for number, step in enumerate(STEPS, 1)]
 
@@ -261,6 +260,7 @@ class TestPage:
         assert explorer.fields == before
         assert explorer.text("#tour h2") == STEPS[3].question
 
+    @pytest.mark.exhaustive
     def test_a_further_link_keeps_the_step(self, explorer: Explorer) -> None:
         explorer.open(tour=3, **STEPS[2].goal)
         explorer.find("#tour .more a").click()
@@ -268,6 +268,7 @@ class TestPage:
         assert explorer.fields["tour"] == "3"
         assert STEPS[2].answer in self.answer(explorer)
 
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize("number", ["99", "0", "x"])
     def test_a_step_that_is_not_there(self, explorer: Explorer, number: str) -> None:
         if number == "99":
@@ -277,6 +278,7 @@ class TestPage:
             assert not explorer.find("#tour").is_displayed()
             explorer.complaints()  # the server refuses it
 
+    @pytest.mark.exhaustive
     def test_a_phone_shows_the_controls_that_are_asked_for(self, explorer: Explorer) -> None:
         size: dict[str, Any] = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
         explorer.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)

@@ -22,8 +22,8 @@ from pipeflow import (
     load_checkpoint,
     save_checkpoint,
 )
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.sharding import splits_of
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.sharding import splits_of
 from pipeflow.tensor import VocabParallelCrossEntropy
 from pipeflow.testing import run_threads
 from tests.fuzz.configuration import EVALUATION, IGNORED, Configuration, Spread, Task

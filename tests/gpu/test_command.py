@@ -59,7 +59,7 @@ def test_options_that_run_nothing_are_told(capsys: pytest.CaptureFixture[str]) -
     assert "--threads starts 4 threads: leave out --ranks" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_processes_report() -> None:
     command = [sys.executable, "-m", "pipeflow.testing.gpu", "--device", "cpu", "--ranks", "2"]
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

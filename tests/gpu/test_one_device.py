@@ -9,8 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import pipeflow
-from pipeflow.parallel.context import current_context
-from pipeflow.testing import run_threads
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.testing import RankError, run_threads
+from tests.losses.forms import Loss, in_a_buffer, mean_ce, sum_over_count, with_z_loss
+from tests.losses.test_check import less_than_the_batch
+from tests.losses.words import Words, batch_of
 from tests.runtime import kinds
 
 pytestmark = [
@@ -80,6 +83,7 @@ def kinds_differ(name: str) -> list[str]:
     plain, data = pipeline(name, 8, True), batch()
     expected: kinds.Gradients = {}
     wrong = []
+    pipeflow.execute_pipeline(iter([data]), plain)  # the first two steps try how the loss is divided
     for schedule in kinds.uses_of(plain.schedule):
         for mode in ("default", "error"):  # the first step makes streams and pinned memory
             plain.zero_grad()
@@ -133,7 +137,8 @@ def test_replicas_average_their_gradients(name: str) -> None:
 def step_without_synchronisation(name: str) -> None:
     model = pipeline(name, 8, known=True)
     data = batch()
-    pipeflow.execute_pipeline(iter([data]), model)
+    for _ in range(2):  # which try how the loss is divided
+        pipeflow.execute_pipeline(iter([data]), model)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -145,6 +150,35 @@ def step_without_synchronisation(name: str) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_a_step_never_waits_for_the_device(name: str) -> None:
     run_threads(step_without_synchronisation, 1, name, device="cuda")
+
+
+def losses_of_forms(form: Loss, own: bool) -> list[tuple[float, float]]:
+    """The losses of three steps, with those of the whole batch, of a criterion or of a module's own loss."""
+    words, labels = (each.cuda() for each in batch_of(7))
+    module, plain = Words(form).cuda(), Words(form).cuda()
+    schedule, example = pipeflow.make_schedule("1f1b", ranks=2, microbatches=3), {"idx": words, "targets": labels}
+    data = example if own else (words, labels)
+    model = pipeflow.Pipeline.from_module(module, schedule, data, criterion=None if own else form)
+    found = []
+    for _ in range(3):
+        output = pipeflow.execute_pipeline(iter([data]), model, broadcast_loss=True)
+        assert output.loss is not None
+        found.append((output.loss.item(), form(plain(words), labels).item()))
+    return found
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("form", [mean_ce, sum_over_count, with_z_loss, in_a_buffer])
+def test_a_loss_is_that_of_the_whole_batch(form: Loss, own: bool) -> None:
+    for found in run_threads(losses_of_forms, 2, form, own, device="cuda"):
+        for mine, expected in found:
+            assert mine == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_loss_that_is_read_wrongly_is_refused() -> None:
+    """Made-up outputs tell it."""
+    with pytest.raises(RankError, match="made up"):
+        run_threads(losses_of_forms, 2, less_than_the_batch, False, device="cuda")
 
 
 def measured() -> tuple[pipeflow.Timeline, pipeflow.Schedule]:

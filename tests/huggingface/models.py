@@ -86,6 +86,6 @@ def stored(folder: Path) -> Mapping[str, Tensor]:
     assert sum(map(len, found)) == len({name for each in found for name in each}), "a tensor is written twice"
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        weight_map = json.loads(index.read_text())["weight_map"]
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         assert weight_map == {name: file.name for file, each in zip(files, found, strict=True) for name in each}
     return {name: tensor for each in found for name, tensor in each.items()}

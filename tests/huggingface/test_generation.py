@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow import Pipeline, Schedule, UsageError, execute_pipeline, make_schedule
+from pipeflow.adapters.huggingface.caches import Caches
+from pipeflow.engine.stages.stage import ModuleStage
 from pipeflow.huggingface import generate
-from pipeflow.huggingface.generation.caches import Caches
-from pipeflow.stages.stage import ModuleStage
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.ranks import RankError
 from tests.covering import some
@@ -126,6 +126,7 @@ def test_encoders_run_once(name: str, cuts: list[float]) -> None:
         require_same(run_threads(answers, 2, name, TWO, cuts, keywords), answer(name, keywords))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name", ["whisper", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("t5", "bart"))]
 )
@@ -136,11 +137,12 @@ def test_encoders_of_three_stages(name: str) -> None:
         assert torch.equal(text, wanted)
 
 
+@pytest.mark.exhaustive
 def test_processes() -> None:
     require_same(run_processes(texts, 2, "llama", TWO, TOLD), expected("llama", **TOLD))
 
 
-@pytest.mark.some(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -155,6 +157,7 @@ def test_schedules(schedule: str) -> None:
         assert torch.equal(text, wanted)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("microbatches", some([1, 3], [3]))
 def test_beams_pass_between_microbatches(microbatches: int) -> None:
     wanted = expected("gpt2", num_beams=4, num_return_sequences=2)
@@ -164,6 +167,7 @@ def test_beams_pass_between_microbatches(microbatches: int) -> None:
         assert torch.equal(text, wanted)
 
 
+@pytest.mark.exhaustive
 def test_beams_pass_in_whichever_order_the_microbatches_ran() -> None:
     caches = Caches(transformers.GPT2Config(n_layer=1))
     for first in (2, 0):
@@ -185,6 +189,7 @@ def sample() -> Any:
     return generate(model.eval(), **{**prompt(), **LENGTH, **SAMPLED})
 
 
+@pytest.mark.exhaustive
 def test_samples_are_those_of_the_same_seed() -> None:
     module, _ = made("llama")
     torch.manual_seed(3)
@@ -193,6 +198,7 @@ def test_samples_are_those_of_the_same_seed() -> None:
         assert torch.equal(text, wanted)
 
 
+@pytest.mark.exhaustive
 def test_a_prompt_is_looked_up_for_candidates_which_are_taken_back() -> None:
     keywords = {**prompt(1), "prompt_lookup_num_tokens": 3, "max_new_tokens": 24}
     wanted = expected("mistral-window", **keywords)
@@ -200,6 +206,7 @@ def test_a_prompt_is_looked_up_for_candidates_which_are_taken_back() -> None:
         assert torch.equal(text, wanted)
 
 
+@pytest.mark.exhaustive
 def test_rows_end_at_the_end_of_text_and_scores_are_told() -> None:
     keywords: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     keywords["eos_token_id"] = expected("llama")[:, 9].tolist()
@@ -230,6 +237,7 @@ def stream() -> list[Tensor]:
     return streamer.tokens
 
 
+@pytest.mark.exhaustive
 def test_the_last_stages_rank_streams() -> None:
     first, last = run_threads(stream, 2)
     assert not first
@@ -252,6 +260,7 @@ def each_its_own() -> tuple[int, Any]:
     return rank, generate(model, **prompt(1 + rank), **{**LENGTH, "max_new_tokens": 3 + 5 * rank})
 
 
+@pytest.mark.exhaustive
 def test_replicas_have_prompts_of_their_own() -> None:
     for rank, text in run_threads(each_its_own, 4, data=2):
         assert torch.equal(text, expected("gpt2", **prompt(1 + rank), max_new_tokens=3 + 5 * rank))
@@ -264,6 +273,7 @@ def plans_of(name: str) -> tuple[int, int]:
     return len(stage._planner._plans), len(model.runner.programs)
 
 
+@pytest.mark.exhaustive
 def test_a_prompt_and_its_tokens_are_planned_once_each() -> None:
     assert run_threads(plans_of, 2, "gpt2") == [(3, 1)] * 2  # of the example, the prompt and a token
 
@@ -278,6 +288,7 @@ def train_and_generate() -> Any:
     return first, generate(model.eval(), **prompt(), **LENGTH)
 
 
+@pytest.mark.exhaustive
 def test_between_steps_of_training() -> None:
     module, batch = made("llama")
     wanted = [module.generate(**prompt(), **LENGTH, use_cache=True)]
@@ -297,15 +308,18 @@ def refused(name: str, **keywords: Any) -> str:
     return str(run_threads(run, 1)[0])
 
 
+@pytest.mark.exhaustive
 def test_a_model_without_a_head_generates_nothing() -> None:
     assert "a BertForMaskedLM cannot generate text: use a class" in refused("bert")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ids", [torch.ones(1, 0).long(), None])
 def test_a_prompt_has_tokens(ids: Tensor | None) -> None:
     assert "needs a prompt of at least one token" in refused("gpt2", input_ids=ids, attention_mask=None)
 
 
+@pytest.mark.exhaustive
 def test_caches_are_the_pipelines_own() -> None:
     assert "remove use_cache= and past_key_values=" in refused("gpt2", use_cache=False)
     assert "got a StaticCache of StaticLayer: remove cache_implementation=" in refused(
@@ -313,6 +327,7 @@ def test_caches_are_the_pipelines_own() -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_other_pipelines_are_refused() -> None:
     def run() -> None:
         with pytest.raises(UsageError, match="generate takes a pipeflow"):
@@ -341,6 +356,7 @@ def test_not_within_a_step() -> None:
     run_threads(within_a_step, 1)
 
 
+@pytest.mark.exhaustive
 def test_what_transformers_refuses_is_raised_on_every_rank() -> None:
     with pytest.raises(RankError) as caught:
         run_threads(texts, 2, "gpt2", make_schedule("1f1b", ranks=2, microbatches=1), {"nonsense": 1})

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow import Schedule, UsageError, execute_pipeline, make_schedule
+from pipeflow.adapters.huggingface.skeleton import Blueprint
 from pipeflow.huggingface import from_config, from_pretrained, save_pretrained
-from pipeflow.huggingface.model.skeleton import Blueprint
 from pipeflow.testing import run_threads
 from pipeflow.testing.ranks import RankError
 from tests.covering import some
@@ -75,6 +75,7 @@ def test_values_are_those_of_the_class_and_of_each_parameter_alone(name: str) ->
     assert any(not torch.equal(value, other[key]) for key, value in whole.items())
 
 
+@pytest.mark.exhaustive
 def test_parameters_that_stay_in_float32_do() -> None:
     skeleton = blueprint("t5", torch.float16).skeleton()
     found = {parameter.dtype for name, parameter in skeleton.named_parameters() if name.endswith("wo.weight")}
@@ -83,6 +84,7 @@ def test_parameters_that_stay_in_float32_do() -> None:
     assert torch.get_default_dtype() is torch.float32
 
 
+@pytest.mark.exhaustive
 def test_models_that_threads_make_at_once_leave_the_default_dtype_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second thread comes while the first one has another default, and waits for it."""
     inside, waiting = Event(), Event()
@@ -109,7 +111,7 @@ def test_models_that_threads_make_at_once_leave_the_default_dtype_alone(monkeypa
             inside.set()
             assert waiting.wait(30)
 
-    monkeypatch.setattr("pipeflow.huggingface.model.skeleton.ONE_AT_A_TIME", Announcing())
+    monkeypatch.setattr("pipeflow.adapters.huggingface.skeleton.ONE_AT_A_TIME", Announcing())
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(Blueprint(Slow, None, torch.float64).skeleton)
         assert inside.wait(30)
@@ -155,6 +157,7 @@ def test_weights_do_not_depend_on_the_layout(name: str, tmp_path: Path) -> None:
         assert its_loss == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_head_that_the_folder_lacks_is_new_on_every_layout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As transformers has it, with a warning; what is asked for by name comes without one."""
     module, _ = made(transformers, "bert")
@@ -185,6 +188,7 @@ def test_a_head_that_the_folder_lacks_is_new_on_every_layout(tmp_path: Path, cap
     assert not heads[0]["classifier.bias"].any()
 
 
+@pytest.mark.exhaustive
 def test_a_module_is_new_when_it_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     module, batch = made(transformers, "bert-classifier")
     folder = saved(module, tmp_path / "before")
@@ -202,7 +206,7 @@ def test_a_module_is_new_when_it_is_named(tmp_path: Path, caplog: pytest.LogCapt
     assert all(torch.equal(after[key], before[key]) for key in before if "classifier" not in key)
 
 
-@pytest.mark.some(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_script_can_ask_for_the_size_of_the_vocabulary_and_needs_no_example(tensor: int) -> None:
     module, batch = made(transformers, "llama")
@@ -222,7 +226,7 @@ def test_a_script_can_ask_for_the_size_of_the_vocabulary_and_needs_no_example(te
     assert all(loss is not None and loss > 0 for _, _, loss in results)
 
 
-@pytest.mark.some(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "labels"), [(None, 1), (None, 3), ("multi_label_classification", 3), ("regression", 3)]
 )
@@ -241,6 +245,7 @@ def test_a_classifier_of_any_kind_needs_no_example(kind: str | None, labels: int
     assert min(run_threads(rank, 2)) > 0
 
 
+@pytest.mark.exhaustive
 def test_a_classifier_that_looks_for_a_token_needs_an_example() -> None:
     sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 64}
     with pytest.raises(RankError, match="no example batch is known for BartForSequenceClassification: pass one"):
@@ -250,6 +255,7 @@ def test_a_classifier_that_looks_for_a_token_needs_an_example() -> None:
         )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["ViTForImageClassification", "ViTForMaskedImageModeling"])
 def test_a_model_of_images_needs_no_example(kind: str) -> None:
     module, batch = made(transformers, "vit")

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from pipeflow import Pipeline, execute_pipeline, make_schedule
-from pipeflow.checkpoint import tensor_files
+from pipeflow import Pipeline, UsageError, execute_pipeline, make_schedule
+from pipeflow.adapters.huggingface.saving import module_of
+from pipeflow.engine.parallel.sharding import splits_of
 from pipeflow.huggingface import from_pretrained, save_pretrained
-from pipeflow.huggingface.model.saving import module_of
-from pipeflow.parallel.sharding import splits_of
 from pipeflow.testing import run_threads
 from pipeflow.testing.ranks import RankError
+from pipeflow.training.checkpoint import tensor_files
 from tests.covering import some
 from tests.huggingface.models import MORE, RATE, changed, logits, made, saved, stored, trained
-from tests.stages.families import FAMILIES
+from tests.stages.families import EVERY, FAMILIES
 
 transformers = pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -38,7 +38,7 @@ EACH = [
 ]
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("name", "tensor"), EACH)
 def test_load_train_save_and_load_again(name: str, tensor: int, tmp_path: Path) -> None:
     if MAJOR < 5 and name in ("mixtral", "qwen3-moe"):
@@ -49,7 +49,8 @@ def test_load_train_save_and_load_again(name: str, tensor: int, tmp_path: Path) 
 
     def rank() -> None:
         config = copy.deepcopy(module.config)
-        model = from_pretrained(folder, TWO, batch, config=config, kind=type(module), dtype=torch.float64)
+        weigh = EVERY[name].weigh if name in EVERY else None
+        model = from_pretrained(folder, TWO, batch, config=config, kind=type(module), dtype=torch.float64, weigh=weigh)
         assert not model.training
         model.train()
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -68,18 +69,19 @@ def test_load_train_save_and_load_again(name: str, tensor: int, tmp_path: Path) 
     assert (logits(back, batch) - expected).abs().max() < tolerance
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("tensor", some([1, 2], [2]))
 def test_a_rank_reads_what_it_owns(tensor: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And of what is split over the tensor ranks its part; whole files that hold nothing of it stay unread."""
     module, batch = made(transformers, "llama")
     folder = saved(module, tmp_path, max_shard_size="20KB")
     read: Counter[int] = Counter()
-    opened = tensor_files._open
+    opened = tensor_files.opened_file
 
     def counting(file: Path) -> Any:
         return _Counting(opened(file), read)
 
-    monkeypatch.setattr(tensor_files, "_open", counting)
+    monkeypatch.setattr(tensor_files, "opened_file", counting)
 
     def rank() -> tuple[int, int, int]:
         model = from_pretrained(folder, TWO, batch)
@@ -120,6 +122,7 @@ class _CountingSlice:
         return found
 
 
+@pytest.mark.exhaustive
 def test_only_parameters_of_its_own_are_ever_in_memory(tmp_path: Path) -> None:
     module, batch = made(transformers, "gpt2")
     folder = saved(module, tmp_path)
@@ -141,7 +144,7 @@ def test_only_parameters_of_its_own_are_ever_in_memory(tmp_path: Path) -> None:
         assert not owned & ghosts
 
 
-@pytest.mark.some(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -166,6 +169,7 @@ def test_the_class_is_named_or_that_of_the_configuration(kind: str | None, expec
     assert run_threads(rank, 1) == [(expected, torch.float64)]
 
 
+@pytest.mark.exhaustive
 def test_one_rank_writes_one_file_and_what_generation_needs(tmp_path: Path) -> None:
     module, batch = made(transformers, "llama")
     module.generation_config.max_new_tokens = 7
@@ -182,6 +186,7 @@ def test_one_rank_writes_one_file_and_what_generation_needs(tmp_path: Path) -> N
     assert back.generation_config.max_new_tokens == 7
 
 
+@pytest.mark.exhaustive
 def test_a_pipeline_of_a_model_that_is_there_is_saved_too(tmp_path: Path) -> None:
     module, batch = made(transformers, "bert")
 
@@ -192,6 +197,22 @@ def test_a_pipeline_of_a_model_that_is_there_is_saved_too(tmp_path: Path) -> Non
     run_threads(rank, 2)
     back = type(module).from_pretrained(tmp_path, dtype=torch.float64)
     assert torch.equal(logits(back, batch), logits(module, batch))
+
+
+@pytest.mark.exhaustive
+def test_a_configuration_of_another_program_stays(tmp_path: Path) -> None:
+    module, batch = made(transformers, "bert")
+    (tmp_path / "config.json").write_text('{"port": 80}', encoding="utf-8")
+
+    def rank() -> None:
+        model = Pipeline.from_module(copy.deepcopy(module), ONE, batch)
+        with pytest.raises(UsageError, match=r"config.json was not written by transformers: save to a new folder"):
+            save_pretrained(model, tmp_path)
+
+    run_threads(rank, 1)
+    assert [(file.name, file.read_text(encoding="utf-8")) for file in tmp_path.iterdir()] == [
+        ("config.json", '{"port": 80}')
+    ]
 
 
 def test_a_failed_save_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,10 +250,11 @@ def test_a_failed_save_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "fresh" / "config.json").exists()
 
 
+@pytest.mark.exhaustive
 def test_files_of_others_stay_and_stale_ones_of_its_own_go(tmp_path: Path) -> None:
     module, batch = made(transformers, "llama")
     folder = saved(module, tmp_path, max_shard_size="20KB")
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
 
     def rank() -> None:
         save_pretrained(from_pretrained(folder, TWO, batch), folder)
@@ -243,6 +265,7 @@ def test_files_of_others_stay_and_stale_ones_of_its_own_go(tmp_path: Path) -> No
     assert torch.equal(logits(type(module).from_pretrained(folder, dtype=torch.float64), batch), logits(module, batch))
 
 
+@pytest.mark.exhaustive
 def test_only_models_of_transformers_are_saved(tmp_path: Path) -> None:
     def rank() -> None:
         plain = Pipeline.from_module(torch.nn.Sequential(torch.nn.Linear(2, 2)), ONE, (torch.ones(3, 2), None))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipeflow import Pipeline, UsageError
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_threads
 from tests.covering import some
 from tests.huggingface.trainers import BATCH, given, make_arguments, make_module, make_pipeline, schedule_here
@@ -21,10 +21,10 @@ from tests.huggingface.trainers import BATCH, given, make_arguments, make_module
 pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
+from pipeflow.adapters.libraries import transformers_library  # noqa: E402  # after the skip
 from pipeflow.huggingface import Trainer, pipelined  # noqa: E402  # after the skip
-from pipeflow.huggingface.lazy_import import library  # noqa: E402  # after the skip
 
-transformers: Any = library()
+transformers: Any = transformers_library()
 functional = torch.nn.functional
 
 
@@ -145,6 +145,7 @@ def results(trainer: Any) -> tuple[list[float], dict[str, float]]:
     return losses, {name: evaluated[name] for name in ("eval_loss", "eval_mean", "eval_labels") if name in evaluated}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("replicas", some([1, 2], [2]))
 @pytest.mark.parametrize("case", CASES)
 def test_losses_of_trainers_are_those_of_one_process(case: str, replicas: int, tmp_path: Path) -> None:
@@ -176,9 +177,9 @@ def summaries() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": each, "attention_mask": torch.ones_like(each), "labels": each[:4]} for each in words]
 
 
-def generated(trains: Any, model: Any, folder: Path) -> tuple[list[float], float, Any]:
+def generated(trains: Any, model: Any, folder: Path, judged_together: int) -> tuple[list[float], float, Any]:
     options = {"max_steps": 4, "logging_steps": 1, "learning_rate": 5e-3, "use_cpu": True, "report_to": []}
-    options |= {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "disable_tqdm": True}
+    options |= {"per_device_train_batch_size": 4, "per_device_eval_batch_size": judged_together, "disable_tqdm": True}
     options |= {"predict_with_generate": True, "generation_max_length": 6, "save_strategy": "no"}
     arguments = transformers.Seq2SeqTrainingArguments(str(folder), **options)
     trainer = trains(model, arguments, train_dataset=summaries())
@@ -188,14 +189,15 @@ def generated(trains: Any, model: Any, folder: Path) -> tuple[list[float], float
     return losses, told.metrics["test_loss"], told.predictions
 
 
+@pytest.mark.exhaustive
 def test_predictions_are_generated_texts(tmp_path: Path) -> None:
     module = make_summarizer()  # here, since threads share a random generator
-    losses, judged, texts = generated(transformers.Seq2SeqTrainer, copy.deepcopy(module), tmp_path)
+    losses, judged, texts = generated(transformers.Seq2SeqTrainer, copy.deepcopy(module), tmp_path, 6)
 
     def rank() -> tuple[list[float], float, Any]:
         example = {name: torch.stack([each[name] for each in summaries()[:4]]) for name in summaries()[0]}
         model = Pipeline.from_module(copy.deepcopy(module), schedule_here(2), example)
-        return generated(pipelined(transformers.Seq2SeqTrainer), model, tmp_path)
+        return generated(pipelined(transformers.Seq2SeqTrainer), model, tmp_path, 4)  # and 2
 
     for its_losses, its, its_texts in run_threads(rank, 2, deadline=200.0):
         assert its_losses == pytest.approx(losses, abs=1e-5)
@@ -203,6 +205,7 @@ def test_predictions_are_generated_texts(tmp_path: Path) -> None:
         assert numpy.array_equal(its_texts, texts)
 
 
+@pytest.mark.exhaustive
 def test_the_trainer_is_made_as_others_are_and_other_classes_are_refused() -> None:
     assert pipelined(transformers.Trainer) is Trainer
     assert pipelined(Focal) is pipelined(Focal)
@@ -217,9 +220,7 @@ class Twice(transformers.Trainer):  # type: ignore[misc]  # transformers has its
 
 
 REFUSED = {
-    "by a mask": ("bert", ByMask, r"it is not known what the loss of ByMask\.compute_loss is a mean over"),
     "partly": ("llama", Partly, "Partly.compute_loss divides only a part of its loss by num_items_in_batch"),
-    "both": ("llama", Both, "a mean over samples and one over labels, of which some are ignored"),
     "twice": ("bert", Twice, r"Twice\.compute_loss cannot be computed in stages"),
     "late": (
         "bert",

@@ -68,6 +68,7 @@ def test_all_that_does_not_fit_is_listed_on_every_rank(folder: Path, batch: dict
         assert part in found[0]
 
 
+@pytest.mark.exhaustive
 def test_no_head_is_new_where_nothing_may_be(folder: Path, batch: dict[str, Any]) -> None:
     changed(folder, lambda tensors: tensors.pop("lm_head.weight"))
     [found] = told(lambda: from_pretrained(folder, ONE, batch, new=()))
@@ -76,6 +77,7 @@ def test_no_head_is_new_where_nothing_may_be(folder: Path, batch: dict[str, Any]
     assert "new has 'model.layer', which is not a module or parameter of the model" in found
 
 
+@pytest.mark.exhaustive
 def test_experts_of_another_shape_or_number(tmp_path: Path) -> None:
     if MAJOR < 5:
         pytest.skip("before transformers 5 experts lie one by one in the model, too")
@@ -90,6 +92,7 @@ def test_experts_of_another_shape_or_number(tmp_path: Path) -> None:
     assert "cannot be converted to model.layers.1.mlp.experts.gate_up_proj" in found
 
 
+@pytest.mark.exhaustive
 def test_folders_that_are_none(folder: Path, batch: dict[str, Any], tmp_path: Path) -> None:
     [found] = told(lambda: from_pretrained("meta-llama/none", ONE, batch))
     assert "meta-llama/none is not a folder" in found
@@ -110,24 +113,26 @@ def test_damaged_files_are_named(folder: Path, batch: dict[str, Any]) -> None:
     (folder / "model.safetensors").write_bytes(b"\x10" * 40)
     [found] = told(lambda: from_pretrained(folder, ONE, batch))
     assert "model.safetensors is damaged or missing" in found
-    (folder / "config.json").write_text("{")
+    (folder / "config.json").write_text("{", encoding="utf-8")
     [found] = told(lambda: from_pretrained(folder, ONE, batch))
     assert "cannot read" in found
     assert "config.json" in found
 
 
+@pytest.mark.exhaustive
 def test_an_index_that_promises_what_no_file_has(tmp_path: Path, batch: dict[str, Any]) -> None:
     path = saved(made(transformers, "llama")[0], tmp_path, max_shard_size="40KB")
     index = path / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
+    content = json.loads(index.read_text(encoding="utf-8"))
     files = sorted(set(content["weight_map"].values()))
     name = "model.norm.weight"
     content["weight_map"][name] = next(file for file in files if file != content["weight_map"][name])
-    index.write_text(json.dumps(content))
+    index.write_text(json.dumps(content), encoding="utf-8")
     [found] = told(lambda: from_pretrained(path, ONE, batch))
     assert f"has no {name!r}, although the index lists it" in found
 
 
+@pytest.mark.exhaustive
 def test_classes_that_are_not_known(folder: Path, batch: dict[str, Any]) -> None:
     config = made(transformers, "llama")[0].config
     config.architectures = None
@@ -141,21 +146,23 @@ def test_classes_that_are_not_known(folder: Path, batch: dict[str, Any]) -> None
     assert "AutoModelForImageClassification has no model for a LlamaConfig" in found
     [found] = told(lambda: from_config(config, ONE, batch, kind=torch.nn.Linear))
     assert "kind must be a model class or an auto class of transformers" in found
-    written = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**written, "model_type": "llama9"}))
+    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**written, "model_type": "llama9"}), encoding="utf-8")
     [found] = told(lambda: from_pretrained(folder, ONE, batch))
     assert f"transformers {transformers.__version__} cannot read" in found
     assert "llama9" in found
 
 
+@pytest.mark.exhaustive
 def test_what_is_quantized_is_refused(folder: Path, batch: dict[str, Any]) -> None:
-    written = json.loads((folder / "config.json").read_text())
+    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     written["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (folder / "config.json").write_text(json.dumps(written))
+    (folder / "config.json").write_text(json.dumps(written), encoding="utf-8")
     [found] = told(lambda: from_pretrained(folder, ONE, batch))
     assert "quantized" in found
 
 
+@pytest.mark.exhaustive
 def test_dtypes_of_no_floating_point(folder: Path, batch: dict[str, Any]) -> None:
     [found] = told(lambda: from_pretrained(folder, ONE, batch, dtype=torch.int8))
     assert "dtype must be a floating-point torch.dtype" in found
@@ -173,6 +180,7 @@ def test_an_error_of_one_rank_is_raised_on_all(folder: Path, batch: dict[str, An
     assert run_threads(rank, 2) == ["UsageError", "PipelineUsageError"]
 
 
+@pytest.mark.exhaustive
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, batch: dict[str, Any]) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     [found] = told(lambda: from_pretrained("anywhere", ONE, batch))

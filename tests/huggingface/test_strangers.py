@@ -18,10 +18,10 @@ from tests.huggingface.trainers import BATCH, make_arguments, schedule_here
 pytest.importorskip("transformers", "5", reason="not installed, or too old for some", exc_type=ImportError)
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
+from pipeflow.adapters.libraries import transformers_library  # noqa: E402  # after the skip
 from pipeflow.huggingface import Trainer  # noqa: E402  # after the skip
-from pipeflow.huggingface.lazy_import import library  # noqa: E402  # after the skip
 
-transformers: Any = library()
+transformers: Any = transformers_library()
 Sizes = dict[str, Any]
 TEXT: Sizes = {
     "vocab_size": 64,
@@ -110,7 +110,7 @@ def trained(name: str, folder: Path, weights: dict[str, Tensor]) -> list[float]:
     return losses_of(Trainer(model, arguments(folder), train_dataset=samples))
 
 
-@pytest.mark.some(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", STRANGERS)
 def test_strangers_train_as_in_one_process(name: str, tmp_path: Path) -> None:
     module = make(name)

@@ -49,6 +49,7 @@ def test_four_ranks_train_as_one_process_does(kind: str, layout: str, tmp_path: 
         require_same(result, expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", ["pipeline", pytest.param("data", marks=pytest.mark.exhaustive)])
 def test_microbatches_by_length_train_as_one_process_does(layout: str, tmp_path: Path) -> None:
     """Padded to the longest of a microbatch, not of a batch; with accumulated batches, and a last one that is short."""

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pipeflow import Pipeline, UsageError
+from pipeflow.adapters.libraries import transformers_library
 from pipeflow.huggingface import from_pretrained
-from pipeflow.huggingface.lazy_import import library
 from pipeflow.testing import run_threads
 from tests.huggingface.trainers import BATCH, given, make_arguments, make_data, make_module, make_trainer, schedule_here
 
@@ -77,7 +77,7 @@ def logits_in_peft(folder: Path) -> Any:
 
 @pytest.mark.exhaustive
 def test_adapters_are_trained_saved_and_resumed(tmp_path: Path, base: dict[str, torch.Tensor]) -> None:
-    serial = library().Trainer(adapted(), make_arguments(tmp_path / "serial", **SAVING), **given("llama"))
+    serial = transformers_library().Trainer(adapted(), make_arguments(tmp_path / "serial", **SAVING), **given("llama"))
     serial.train()
     expected = [each["loss"] for each in serial.state.log_history if "loss" in each]
     whole = run_threads(trained, 2, tmp_path / "run", base, deadline=200.0)
@@ -93,6 +93,7 @@ def test_adapters_are_trained_saved_and_resumed(tmp_path: Path, base: dict[str, 
         assert numpy.allclose(predicted, whole[0][1], atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_of_adapters_alone_says_how_it_is_loaded(tmp_path: Path, base: dict[str, torch.Tensor]) -> None:
     run_threads(lambda: trained(tmp_path, base, save_only_model=True), 2, deadline=200.0)
 
@@ -110,6 +111,7 @@ def test_a_checkpoint_of_adapters_alone_says_how_it_is_loaded(tmp_path: Path, ba
     run_threads(loaded, 2)
 
 
+@pytest.mark.exhaustive
 def test_a_pipeline_cannot_be_adapted_after_it_was_cut(tmp_path: Path) -> None:
     make_module("llama").save_pretrained(tmp_path / "model")
 
@@ -143,15 +145,16 @@ def trained_from(folder: Path, adapters: Any, out: Path) -> tuple[list[float], A
 
 def trained_serially(adapted_model: Any, folder: Path) -> list[float]:
     arguments = make_arguments(folder, **(SAVING | {"max_steps": 3, "save_strategy": "no"}))
-    trainer = library().Trainer(adapted_model, arguments, **given("llama"))
+    trainer = transformers_library().Trainer(adapted_model, arguments, **given("llama"))
     trainer.train()
     return [each["loss"] for each in trainer.state.log_history if "loss" in each]
 
 
 def loaded_whole(folder: Path) -> Any:
-    return library().AutoModelForCausalLM.from_pretrained(folder)
+    return transformers_library().AutoModelForCausalLM.from_pretrained(folder)
 
 
+@pytest.mark.exhaustive
 def test_adapters_are_added_where_a_model_is_loaded(folder: Path, tmp_path: Path) -> None:
     """New ones, with a head that is trained in full, are those of peft; saved ones go on."""
     first = config(modules_to_save=["lm_head"], task_type="CAUSAL_LM")
@@ -168,6 +171,7 @@ def test_adapters_are_added_where_a_model_is_loaded(folder: Path, tmp_path: Path
         assert losses == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_adapters_that_cannot_be_added_are_refused(folder: Path, tmp_path: Path) -> None:
     refused = {
         r"first values of .*lora_magnitude.* depend on the weights of the model": config(use_dora=True),

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from pipeflow import UsageError
-from pipeflow.huggingface.lazy_import import library
-from pipeflow.parallel.context import current_context
+from pipeflow.adapters.libraries import transformers_library
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from tests.covering import some
 from tests.huggingface.trainers import given, make_arguments, make_data, make_module, make_trainer
@@ -33,7 +33,7 @@ def trained(folder: Path, resume: Path | None = None, **options: Any) -> tuple[l
 
 
 def logits_in_transformers(folder: Path) -> Any:
-    model = library().AutoModelForCausalLM.from_pretrained(folder)
+    model = transformers_library().AutoModelForCausalLM.from_pretrained(folder)
     batch = {
         name: torch.stack([each[name] for each in make_data("llama", 5)]) for name in ("input_ids", "attention_mask")
     }
@@ -41,6 +41,7 @@ def logits_in_transformers(folder: Path) -> Any:
         return model(**batch).logits.numpy()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", some([2, 1], [1]))
 def test_a_run_goes_on_from_its_checkpoint_under_any_layout(ranks: int, tmp_path: Path) -> None:
     whole = run_threads(trained, 2, tmp_path / "run", deadline=200.0)
@@ -56,6 +57,7 @@ def test_a_run_goes_on_from_its_checkpoint_under_any_layout(ranks: int, tmp_path
         assert numpy.allclose(predicted, whole[0][1], atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_the_best_checkpoint_comes_back(tmp_path: Path) -> None:
     best: dict[str, Any] = {
         "eval_strategy": "steps",
@@ -73,6 +75,7 @@ def test_the_best_checkpoint_comes_back(tmp_path: Path) -> None:
         assert numpy.allclose(predicted, expected, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_of_the_model_only_is_read_by_transformers_and_not_resumed(tmp_path: Path) -> None:
     for _, predicted, _ in run_threads(lambda: trained(tmp_path, save_only_model=True), 2, deadline=200.0):
         assert numpy.allclose(predicted, logits_in_transformers(tmp_path / "checkpoint-4"), atol=1e-5)
@@ -84,7 +87,7 @@ def test_a_checkpoint_of_the_model_only_is_read_by_transformers_and_not_resumed(
     run_threads(resumed, 2, deadline=200.0)
 
 
-class Killed(library().TrainerCallback):  # type: ignore[misc]  # transformers has its own types
+class Killed(transformers_library().TrainerCallback):  # type: ignore[misc]  # transformers has its own types
     """Kills the last rank at the beginning of a step."""
 
     def __init__(self, step: int) -> None:
@@ -122,8 +125,11 @@ def resumed(folder: Path) -> Run:
     return watched(make_trainer("llama", folder, **WHOLE), folder / "checkpoint-2")
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_goes_on_and_reads_every_sample_once(tmp_path: Path) -> None:
-    serial = library().Trainer(make_module("llama"), make_arguments(tmp_path / "serial", **WHOLE), **given("llama"))
+    serial = transformers_library().Trainer(
+        make_module("llama"), make_arguments(tmp_path / "serial", **WHOLE), **given("llama")
+    )
     losses, read = watched(serial)
     data = sorted(each["input_ids"].tolist() for each in make_data("llama"))
     assert [sorted(read[epoch : epoch + 70]) for epoch in (0, 70)] == [data] * 2

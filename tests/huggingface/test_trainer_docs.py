@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeflow.huggingface.lazy_import import library
+from pipeflow.adapters.libraries import transformers_library
 from tests.guides import blocks, changed, guide, section
 from tests.huggingface.trainers import make_module
 from tests.scripts import run_ranks
@@ -29,7 +29,7 @@ def test_four_lines_change() -> None:
     assert len(added) == 5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("by_length", [False, True])
 def test_the_changed_script_trains_the_same_model(
@@ -39,12 +39,12 @@ def test_the_changed_script_trains_the_same_model(
     make_module("llama").save_pretrained("model")
     script, difference = shown()
     exec(script, {})
-    expected = library().AutoModelForCausalLM.from_pretrained("trained").state_dict()
+    expected = transformers_library().AutoModelForCausalLM.from_pretrained("trained").state_dict()
     script = changed(script, difference)
-    Path("changed.py").write_text(changed(script, LENGTHS) if by_length else script)
+    Path("changed.py").write_text(changed(script, LENGTHS) if by_length else script, encoding="utf-8")
     Path("trained").rename("expected")
     run_ranks(tmp_path / "changed.py", ranks=2, folder=tmp_path, TRANSFORMERS_VERBOSITY="error")
-    found = library().AutoModelForCausalLM.from_pretrained("trained").state_dict()
+    found = transformers_library().AutoModelForCausalLM.from_pretrained("trained").state_dict()
     assert found.keys() == expected.keys()
     start = make_module("llama").state_dict()
     for name, weight in found.items():

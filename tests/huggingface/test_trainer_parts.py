@@ -1,15 +1,13 @@
-"""What the Trainer is made of: the replicas' parts of the data, what ranks tell each other, seeds, refusals."""
+"""What the Trainer refuses, its callbacks, and embeddings that were resized."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import SequentialSampler
 
 from pipeflow import Pipeline, UsageError
 from pipeflow.testing import run_threads
@@ -17,47 +15,9 @@ from pipeflow.testing import run_threads
 pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
+from pipeflow.adapters.libraries import transformers_library  # noqa: E402  # after the skip
 from pipeflow.huggingface import Trainer  # noqa: E402  # after the skip
-from pipeflow.huggingface.lazy_import import library  # noqa: E402  # after the skip
-from pipeflow.huggingface.training.random_states import DataRandom  # noqa: E402  # after the skip
-from pipeflow.huggingface.training.sampler import ReplicaBatchSampler  # noqa: E402  # after the skip
 from tests.huggingface.trainers import make_arguments, make_module, make_pipeline, make_trainer, schedule_here  # noqa: E402  # same
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("length", [1, 2, 5, 8, 9, 16, 21])
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_the_parts_of_all_replicas_are_the_batches_of_one(replicas: int, length: int, drop_last: bool) -> None:
-    parts = [
-        ReplicaBatchSampler(SequentialSampler(range(length)), 8, drop_last, replicas, index)
-        for index in range(replicas)
-    ]
-    read = [list(part) for part in parts]
-    assert {len(each) for each in read} == {len(parts[0])}
-    together = [[sample for part in batch for sample in part] for batch in zip(*read, strict=True)]
-    whole = [list(range(first, min(first + 8, length))) for first in range(0, length, 8)]
-    expected = [batch for batch in whole if len(batch) == 8 or not drop_last]
-    filled_up = [batch + (batch * replicas)[: max(0, replicas - len(batch))] for batch in expected]
-    assert together == filled_up
-    assert all(abs(len(one) - len(other)) <= 1 for batch in zip(*read, strict=True) for one in batch for other in batch)
-
-
-def test_data_draws_the_same_whatever_else_draws() -> None:
-    def drawn(others: int) -> list[float]:
-        drawing, numbers = DataRandom(5), []
-        for _ in range(3):
-            torch.rand(others), [random.random() for _ in range(others)]
-            with drawing():
-                numbers += [torch.rand(()).item(), random.random()]
-        return numbers
-
-    before = torch.get_rng_state()
-    DataRandom(7)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert drawn(0) == drawn(3)
-    torch.manual_seed(5)
-    assert torch.rand(()).item() == drawn(1)[0]
-
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fp16": True, "use_cpu": True}, "fp16"),
@@ -95,6 +55,7 @@ def test_arguments_of_trl_are_refused_by_name(name: str, tmp_path: Path) -> None
     run_threads(rank, 1)
 
 
+@pytest.mark.exhaustive
 def test_other_models_are_refused(tmp_path: Path) -> None:
     def rank() -> None:
         arguments = make_arguments(tmp_path)
@@ -107,7 +68,7 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
 
 
 def test_callbacks_are_called_on_every_rank_and_stop_training(tmp_path: Path) -> None:
-    class Watch(library().TrainerCallback):  # type: ignore[misc]  # transformers has its own types
+    class Watch(transformers_library().TrainerCallback):  # type: ignore[misc]  # transformers has its own types
         def __init__(self) -> None:
             self.told: list[str] = []
 
@@ -148,12 +109,13 @@ def losses_of(trains: Any, model: Any, folder: Path) -> list[float]:
     return [each["loss"] for each in trainer.state.log_history if "loss" in each]
 
 
+@pytest.mark.exhaustive
 def test_embeddings_that_were_resized_before_cutting_train_as_in_one_process(tmp_path: Path) -> None:
     """They are tied to the head, which has as many rows."""
     whole = make_module("llama")
     whole.resize_token_embeddings(ROWS)
     weights = {name: each.clone() for name, each in whole.state_dict().items()}
-    expected = losses_of(library().Trainer, whole, tmp_path)
+    expected = losses_of(transformers_library().Trainer, whole, tmp_path)
 
     def rank() -> list[float]:
         module = make_module("llama")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeflow import Pipeline, UsageError, make_schedule
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 
 pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
@@ -20,10 +20,10 @@ import datasets  # type: ignore[import-not-found]  # noqa: E402  # TRL needs it
 import pyarrow  # type: ignore[import-not-found]  # noqa: E402  # datasets needs it
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402  # after the skip
 
+from pipeflow.adapters.libraries import transformers_library  # noqa: E402  # after the skip
 from pipeflow.huggingface import pipelined  # noqa: E402  # after the skip
-from pipeflow.huggingface.lazy_import import library  # noqa: E402  # after the skip
 
-transformers: Any = library()
+transformers: Any = transformers_library()
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(60))]
 KINDS: dict[str, tuple[Any, Any]] = {
     "sft": (trl.SFTTrainer, trl.SFTConfig),
@@ -127,10 +127,25 @@ def test_packed_texts_train_as_in_one_process(way: str, tmp_path: Path) -> None:
         assert losses == pytest.approx(expected, abs=1e-5)
 
 
+def trained_beside_itself(folder: Path) -> tuple[list[float], float, float]:
+    return results(trainer_of(pipelined(trl.DPOTrainer), "dpo", cut(make("dpo")), folder, 8))
+
+
+def test_without_a_reference_model_it_is_the_trained_one_as_it_was(tmp_path: Path) -> None:
+    """TRL loads it from the model's folder."""
+    losses, judged, _ = results(trainer_of(trl.DPOTrainer, "dpo", make("dpo"), tmp_path, 8, ref_model=make("dpo")))
+    assert losses[0] != pytest.approx(losses[-1], abs=1e-2)
+    for its, its_judged, _ in run_processes(trained_beside_itself, 2, tmp_path, deadline=300.0):
+        assert its == pytest.approx(losses, abs=1e-5)
+        assert its_judged == pytest.approx(judged, abs=1e-5)
+
+
 def test_a_reference_model_that_is_no_pipeline_is_refused(tmp_path: Path) -> None:
     def rank() -> None:
-        with pytest.raises(UsageError, match=r"the reference model must be a Pipeline .*, got NoneType"):
-            trainer_of(pipelined(trl.DPOTrainer), "dpo", cut(make("dpo")), tmp_path, 8)
+        with pytest.raises(
+            UsageError, match=r"the reference model must be a Pipeline .*, got Llama.*: leave ref_model"
+        ):
+            trainer_of(pipelined(trl.DPOTrainer), "dpo", cut(make("dpo")), tmp_path, 8, ref_model=make("dpo"))
 
     run_threads(rank, 1)
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pipeflow import ByLength, Pipeline, Schedule, make_schedule
-from pipeflow.huggingface.lazy_import import library
-from pipeflow.parallel.context import current_context
+from pipeflow.adapters.libraries import transformers_library
+from pipeflow.engine.parallel.context import current_context
 
 BATCH = 8  # of all replicas
 _ONE_AT_A_TIME = threading.Lock()  # TrainingArguments write into a state of accelerate's that threads share
@@ -21,7 +21,7 @@ _STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def make_module(kind: str, **options: Any) -> Any:
-    transformers = library()
+    transformers = transformers_library()
     torch.manual_seed(0)
     if kind == "llama":
         config = transformers.LlamaConfig(**_SIZES, num_key_value_heads=2, tie_word_embeddings=True, **options)
@@ -46,7 +46,7 @@ def make_data(kind: str, samples: int = 70) -> list[dict[str, Tensor]]:
 
 
 def make_arguments(folder: Path, **options: Any) -> Any:
-    transformers = library()
+    transformers = transformers_library()
     usual: dict[str, Any] = {"max_steps": 20, "logging_steps": 1, "learning_rate": 5e-3, "warmup_steps": 3}
     usual |= {"weight_decay": 0.1, "max_grad_norm": 0.5, "gradient_accumulation_steps": 3, "save_strategy": "no"}
     usual |= {"report_to": [], "use_cpu": True, "disable_tqdm": True, "log_level": "error"}
@@ -118,7 +118,7 @@ def train_by_length(kind: str, folder: Path) -> tuple[list[dict[str, float]], di
 
 def train_serially(kind: str, folder: Path) -> tuple[list[dict[str, float]], dict[str, float], Any]:
     """The same with transformers' own."""
-    transformers = library()
+    transformers = transformers_library()
     trainer = transformers.Trainer(make_module(kind), make_arguments(folder), **given(kind))
     trainer.train()
     return trainer.state.log_history, trainer.evaluate(), trainer.predict(make_data(kind, 5)).predictions

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeflow.parallel.context import context_if_launched
+from pipeflow.engine.parallel.context import context_if_launched
 
 
 @pytest.fixture

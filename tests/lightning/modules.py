@@ -111,11 +111,14 @@ class Continued:
 
 
 class Seen(Callback):  # type: ignore[misc]  # as above
-    """What a run computes: losses, rates, and what callbacks are told."""
+    """What a run computes: the rate before each batch and its loss, rates after it, and what callbacks are told."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.others: list[float] = []
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.losses.append(trainer.optimizers[0].param_groups[0]["lr"])
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)

@@ -34,7 +34,7 @@ def made(ranks: int, sizes: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]
     """Fabric, alone or with a pipeline, and what it has set up."""
     strategy: Any = "auto"
     if sizes is not None:
-        from pipeflow.lightning.fabric import PipelineStrategy
+        from pipeflow.adapters.lightning.fabric import PipelineStrategy
 
         strategy = PipelineStrategy(**sizes)
     fabric = Fabric(accelerator="cpu", devices=ranks, strategy=strategy)
@@ -71,7 +71,7 @@ def train(folder: Path, ranks: int = 1, sizes: dict[str, Any] | None = None, res
     return [*seen, float(told["loss"]), *told["logits"].flatten().tolist()]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_steps_train_as_in_one_process_and_resume_under_another_layout(tmp_path: Path) -> None:
     expected = train(tmp_path)
     for seen in run_processes(train, 2, tmp_path, 2, {"microbatches": 2}, deadline=200.0):

@@ -14,10 +14,10 @@ from tests.guides import ROOT, blocks, guide
 pytest.importorskip("lightning", reason="not installed", exc_type=ImportError)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_script_of_the_guide_trains_and_saves(tmp_path: Path) -> None:
     [script] = blocks(guide("docs/lightning.md"), "python")
-    (tmp_path / "script.py").write_text(script)
+    (tmp_path / "script.py").write_text(script, encoding="utf-8")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "script.py"],

@@ -38,6 +38,24 @@ def test_fit_validate_test_and_predict_leave_the_weights() -> None:
     assert torch.equal(module.layer.weight, trained)
 
 
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_change_that_stages_do_not_see_is_told_if_it_is_the_modules(
+    changes: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lightning sets attributes of its own around each step."""
+
+    class Changing(BoringModel):  # type: ignore[misc]  # Lightning's types are not read
+        rate = 1.0
+
+        def on_validation_start(self) -> None:
+            if changes:
+                self.rate = 2.0
+
+    trainer_of(fast_dev_run=2).fit(Changing())
+    assert ("rate of the module was changed" in caplog.text) is changes
+    assert "_current_fx_name" not in caplog.text
+
+
 def test_a_module_is_tested_alone() -> None:
     trainer_of(fast_dev_run=2).test(BoringModel())
 

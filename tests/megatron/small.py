@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from pipeflow.engine.parallel.context import kept
 from pipeflow.megatron import parallel_state
 from pipeflow.megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from pipeflow.megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -17,7 +18,6 @@ from pipeflow.megatron.core.models.gpt.gpt_model import GPTModel
 from pipeflow.megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from pipeflow.megatron.core.transformer.transformer_config import TransformerConfig
 from pipeflow.megatron.training.tokenizer.tokenizer import _NullTokenizer
-from pipeflow.parallel.context import kept
 
 SEQUENCE, WORDS = 16, 21
 NAMES = ("tokens", "position_ids", "attention_mask")

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from pipeflow.core.errors import UsageError
+from pipeflow.engine.parallel.sharding import splits_of
 from pipeflow.megatron.core import parallel_state
 from pipeflow.megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from pipeflow.megatron.core.models.gpt.gpt_model import GPTModel
 from pipeflow.megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from pipeflow.megatron.core.transformer.spec_utils import ModuleSpec
-from pipeflow.parallel.sharding import splits_of
 from pipeflow.tensor import cut
 from pipeflow.testing import run_threads
 from tests.megatron.small import NAMES, SEQUENCE, WORDS, configuration, loader, models

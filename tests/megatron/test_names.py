@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pipeflow.core.errors import UsageError
+from pipeflow.engine.tensor.random import RandomTracker, current_tracker, set_tracker
 from pipeflow.megatron.core import mpu, parallel_state, tensor_parallel
 from pipeflow.megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from pipeflow.megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -17,7 +18,6 @@ from pipeflow.megatron.core.enums import ModelType
 from pipeflow.megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from pipeflow.megatron.core.tensor_parallel import CudaRNGStatesTracker, get_cuda_rng_tracker
 from pipeflow.megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from pipeflow.tensor.random import RandomTracker, current_tracker, set_tracker
 from pipeflow.testing import run_threads
 from tests.megatron.small import forward_step, loader, logged_losses, models, run_step
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from pipeflow.core.errors import UsageError
+from pipeflow.engine.parallel.context import keep
+from pipeflow.engine.parallel.launcher import launch
 from pipeflow.megatron import parallel_state
-from pipeflow.parallel.context import keep
-from pipeflow.parallel.launcher import launch
 from pipeflow.tensor import current_tracker
 from pipeflow.testing import run_threads
 
@@ -81,7 +81,7 @@ def test_dropout_is_seeded_and_a_seed_that_is_there_stays() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     def refused() -> None:
-        with pytest.raises(UsageError, match="launched with 2 pipeline and 1 tensor ranks"):
+        with pytest.raises(UsageError, match="launched as 1 replicas of 2 pipeline ranks with 1 tensor ranks"):
             initialize(2, 1)
         with pytest.raises(UsageError, match=r"virtual_pipeline_model_parallel_size must be at least 1, .* got 0 in"):
             initialize(1, 2, 0)
@@ -91,6 +91,8 @@ def test_what_does_not_fit_is_refused() -> None:
             parallel_state.initialize_model_parallel(1, 2, context_parallel_size=2)
         with pytest.raises(UsageError, match="expert model parallelism is not supported here"):
             parallel_state.initialize_model_parallel(1, 2, expert_model_parallel_size=2)
+        with pytest.raises(UsageError, match="order must have tp, pp and dp in this order"):
+            parallel_state.initialize_model_parallel(1, 2, order="tp-cp-ep-dp-pp")
         initialize(1, 2)
         with pytest.raises(UsageError, match="initialized already: call destroy_model_parallel"):
             initialize(1, 2)

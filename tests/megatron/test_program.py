@@ -126,13 +126,12 @@ def run(folder: Path, ranks: int, *layouts: tuple[int, int], **options: Any) -> 
     """The losses that each rank of a last stage printed, rank by rank, layout by layout."""
     given = {"layouts": layouts, "folder": str(folder / "saved"), "load": False, "seed": 3, "group": True, **options}
     program = folder / "program.py"
-    program.write_text(PROGRAM)
+    program.write_text(PROGRAM, encoding="utf-8")
     printed = run_ranks(RUNNER, str(program), json.dumps(given), ranks=ranks)
     return [json.loads(line) for line in printed.splitlines()]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 def test_a_program_trains_alike_under_one_layout_after_the_other(tmp_path: Path) -> None:
     """(tensor, pipeline), where there are more ranks with replicas; and what the last one saved, one rank loads."""
     [alone] = run(tmp_path, 1, (1, 1))

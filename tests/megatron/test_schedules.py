@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from pipeflow.core.errors import PipelineError, UsageError
+from pipeflow.engine.parallel.context import kept
+from pipeflow.engine.parallel.sharding import splits_of
 from pipeflow.megatron.core import parallel_state
 from pipeflow.megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from pipeflow.parallel.context import kept
-from pipeflow.parallel.sharding import splits_of
 from pipeflow.tensor import cut
 from pipeflow.testing import run_threads
 from pipeflow.testing.ranks import RankError

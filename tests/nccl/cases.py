@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional
 
 from pipeflow import Pipeline, Schedule, UsageError, execute_pipeline, make_schedule
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.runtime.gradients.ties import PipelineSharedModuleWrapper
 from pipeflow.optim import Zero, clip_grad_norm_
-from pipeflow.parallel.context import current_context
-from pipeflow.runtime.gradients.ties import PipelineSharedModuleWrapper
 from pipeflow.schedules import SCHEDULES
 from pipeflow.tensor import ColumnParallelLinear, RowParallelLinear
 from pipeflow.testing.models import WIDTH

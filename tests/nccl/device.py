@@ -284,7 +284,9 @@ def pretended() -> Iterator[None]:
     fakes: dict[str, Any] = {"synchronize": _synchronize, "Event": _Event, "Stream": _Stream}
     fakes["get_rng_state"] = lambda *_: torch.get_rng_state()
     fakes |= {"device": device, "stream": stream, "current_stream": lambda *_: _HERE.stream or _Stream()}
-    here = patch("pipeflow.runtime.pipeline.place", lambda module, _: moved(module))  # Module.to keeps CPU parameters
+    here = patch(
+        "pipeflow.engine.runtime.pipeline.place", lambda module, _: moved(module)
+    )  # Module.to keeps CPU parameters
     with patch.multiple(torch.cuda, _lazy_init=lambda: None, **fakes), here:
         yield
     _LATE.clear()

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 import pipeflow
-from pipeflow.parallel.context import Context, current_context, set_context
-from pipeflow.parallel.transport.group import Group
-from pipeflow.parallel.transport.local import LocalTransport
-from pipeflow.parallel.transport.protocol import Channel, Tag, to_connect
-from pipeflow.parallel.transport.protocol import Start as Begin
-from pipeflow.parallel.transport.work import Work
+from pipeflow.engine.parallel.context import Context, current_context, set_context
+from pipeflow.engine.parallel.transport.local import LocalTransport
+from pipeflow.engine.parallel.transport.protocol import Channel, Group, Tag, Work, to_connect
+from pipeflow.engine.parallel.transport.protocol import Start as Begin
 from pipeflow.testing import run_threads
 from tests.nccl.device import DEVICE, Watch, is_beside, pretended
 from tests.nccl.replay import Communicator, Compute, Connect, Exchange, Issued, Start, Synchronize, Wait

@@ -10,21 +10,21 @@ import pytest
 import torch
 
 from pipeflow import Action, Kind
-from pipeflow.runtime.program.memory_actions import Copy
+from pipeflow.engine.runtime.program.memory_actions import MemoryCopy
 from tests.nccl.device import DEVICE, _Event, _Stream, pretended
 
 
-def copies(kinds: str) -> list[Copy]:
+def copies(kinds: str) -> list[MemoryCopy]:
     """Operations of a rank that read one tensor each."""
-    sources: deque[Copy] = deque()
+    sources: deque[MemoryCopy] = deque()
     thread = ThreadPoolExecutor(1)
     return [
-        Copy(Action(Kind(kind), 0, number), lambda _: [torch.ones(1)], DEVICE, thread, sources)
+        MemoryCopy(Action(Kind(kind), 0, number), lambda _: [torch.ones(1)], DEVICE, thread, sources)
         for number, kind in enumerate(kinds)
     ]
 
 
-def held(operations: list[Copy]) -> list[int]:
+def held(operations: list[MemoryCopy]) -> list[int]:
     return [len(each.held) for each in operations]
 
 

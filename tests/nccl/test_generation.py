@@ -28,7 +28,7 @@ def texts(name: str, schedule: str, beams: int) -> None:
     generate(model, ids, attention_mask=torch.ones_like(ids), num_beams=beams, do_sample=False, **HOW)
 
 
-@pytest.mark.some(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "schedule", "beams", "data"), [("llama", "1f1b", 1, 2), ("gpt2", "zb-v", 3, 1)])
 def test_generation_does_not_deadlock(name: str, schedule: str, beams: int, data: int) -> None:
     require_sound(recorded(texts, 2 * data, name, schedule, beams, data=data))

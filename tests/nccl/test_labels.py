@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from pipeflow import Pipeline, execute_pipeline, make_schedule
+from pipeflow import Pipeline, UsageError, execute_pipeline, make_schedule
+from tests.losses.test_check import less_than_the_batch
 from tests.nccl.device import DEVICE
 from tests.nccl.recorder import recorded
 
@@ -20,6 +22,17 @@ def weigh(found: dict[str, Any]) -> None:
         output = execute_pipeline(iter([(inputs.to(device), labels.to(device))]), pipeline)
         assert output.loss is not None
         found[str(device)] = output.weight, output.loss.item()
+
+
+def refuse() -> None:
+    inputs, labels = torch.ones(4, 3, 4), torch.ones(4, 3, dtype=torch.long)
+    pipeline = Pipeline(nn.Linear(4, 5), make_schedule("gpipe", ranks=1, microbatches=2), criterion=less_than_the_batch)
+    with pytest.raises(UsageError, match="made up for some samples"):
+        execute_pipeline(iter([(inputs.to(DEVICE), labels.to(DEVICE))]), pipeline)
+
+
+def test_a_loss_is_tried_on_the_device() -> None:
+    recorded(refuse, 1)
 
 
 def test_labels_on_the_device_are_counted_once_they_are_there() -> None:

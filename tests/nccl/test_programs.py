@@ -49,7 +49,7 @@ def require_sound(logs: Sequence[Log]) -> None:
         assert sorted(started) == sorted(awaited)
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", pairwise(by_schedule=False), ids=str)
 def test_no_program_deadlocks(case: Case) -> None:

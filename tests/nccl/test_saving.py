@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from pipeflow import make_schedule
-from pipeflow.checkpoint.load import load_checkpoint
-from pipeflow.checkpoint.pieces import Piece
-from pipeflow.checkpoint.save import save_checkpoint
-from pipeflow.checkpoint.storage import RankContent, write
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import PlainModel
 from pipeflow.training import Engine
+from pipeflow.training.checkpoint.load import load_checkpoint
+from pipeflow.training.checkpoint.pieces import Piece
+from pipeflow.training.checkpoint.save import save_checkpoint
+from pipeflow.training.checkpoint.storage import RankContent, write
 from tests.nccl.device import OnDevice, pretended
 from tests.nccl.recorder import Recorder, recorded
 from tests.nccl.replay import Synchronize
@@ -30,7 +30,8 @@ MODEL = PlainModel()
 def save(folder: Path, asynchronous: bool, found: list[Any]) -> None:
     model = build(MODEL, make_schedule("1f1b", ranks=1, microbatches=2))
     engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False), non_finite="ignore")
-    engine.train_step(iter([MODEL.batch(4)]))
+    for _ in range(2):  # which try how the loss is divided
+        engine.train_step(iter([MODEL.batch(4)]))
     recorder = current_context().world
     assert isinstance(recorder, Recorder)
     expected: dict[str, Tensor] = {name: each.detach().cpu().clone() for name, each in model.named_parameters()}

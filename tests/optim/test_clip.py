@@ -19,9 +19,9 @@ from pipeflow import (
     execute_pipeline,
     make_schedule,
 )
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.sharding import Split
 from pipeflow.optim import grad_norm
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.sharding import Split
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import PlainModel, TiedModel, TinyModel
 from tests.runtime.work import Gradients, build, gradients_of, require_near, schedule_of
@@ -63,7 +63,7 @@ def test_threads(model: TinyModel, variant: Variant) -> None:
     require_clipped(model, NORMS, run_threads(run_clipping, variant[1], model, variant, NORMS))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_gloo() -> None:
     require_clipped(TiedModel(), NORMS, run_processes(run_clipping, 4, TiedModel(), ("1f1b", 4, 1), NORMS))
 
@@ -194,7 +194,21 @@ def run_overflow(bad: int, value: float) -> tuple[float, bool]:
 
 @pytest.mark.parametrize(("bad", "value"), [(0, float("inf")), (3, float("nan")), (7, -float("inf"))])
 def test_a_norm_that_is_not_finite_is_so_everywhere(bad: int, value: float) -> None:
-    assert run_threads(run_overflow, 8, bad, value, tensor=2, data=2) == [(float("inf"), True)] * 8
+    """It is that of torch."""
+    expected = str(nn.utils.get_total_norm([torch.tensor([value, 1.0])]).item())
+    found = run_threads(run_overflow, 8, bad, value, tensor=2, data=2)
+    assert [(str(norm), kept) for norm, kept in found] == [(expected, True)] * 8
+
+
+def test_parameters_are_refused_in_the_place_of_the_pipeline() -> None:
+    def rank() -> None:
+        pipeline = blocks.build()
+        with pytest.raises(UsageError, match=r"pass the Pipeline, clip_grad_norm_\(model, 1.0\), not generator"):
+            clip_grad_norm_(pipeline.parameters(), 1.0)  # type: ignore[arg-type]  # what torch's takes
+        with pytest.raises(UsageError, match=r"pass the Pipeline, grad_norm\(model\), not list"):
+            grad_norm([*pipeline.parameters()])  # type: ignore[arg-type]  # same
+
+    run_threads(rank, 2)
 
 
 ORDERS = [1.0, 2.0, 3.5, 60.0, math.inf]

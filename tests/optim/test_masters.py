@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
 
 from pipeflow import Pipeline, UsageError, execute_pipeline, load_checkpoint, save_checkpoint
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.optim import HalfPrecision, LossScaler, MasterWeights, clip_grad_norm_, grad_norm
-from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import TiedModel, Words
 from tests.runtime.work import build, schedule_of
@@ -75,6 +75,7 @@ def test_clipping_again_counts_what_was_clipped(dtype: torch.dtype) -> None:
     run_threads(clip_twice, 4, dtype, tensor=2)
 
 
+@pytest.mark.some(1)
 @HALVES
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
 def test_masters_are_stepped_in_float32(dtype: torch.dtype, max_norm: float) -> None:
@@ -141,6 +142,7 @@ def overflow(bad: int, clip: bool) -> list[tuple[int, float, bool]]:
     return told
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("bad", "clip"), [(0, False), (3, True), (6, False), (7, True)])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(bad: int, clip: bool) -> None:
     expected = [(0, 256.0, True), (1, 128.0, False), (1, 128.0, True)]

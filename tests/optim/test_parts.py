@@ -23,11 +23,11 @@ from pipeflow import (
     make_schedule,
     save_checkpoint,
 )
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.sharding import splits_of
+from pipeflow.engine.tensor.stepping import way_of
 from pipeflow.optim import Lamb
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.sharding import splits_of
 from pipeflow.tensor import cut
-from pipeflow.tensor.stepping import way_of
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.training import Engine
 from tests.checkpoint.checkpoints import Layout, under
@@ -135,7 +135,7 @@ def bare(make_optimizer: Make, of: Callable[[nn.Module], Any]) -> float:
     return difference(model, serial(make_optimizer, of))
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", MATRICES)
 def test_torchs_own_loop(name: str) -> None:
     """Over parts of matrices, packed and padded ones among them, and, if the optimizer takes them, of vectors."""
@@ -143,6 +143,7 @@ def test_torchs_own_loop(name: str) -> None:
     assert max(run_threads(bare, 2, MATRICES[name], of, tensor=2)) <= 1e-9
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("layout", [(2, 2, 1), (1, 4, 1)])
 def test_other_layouts(layout: Layout) -> None:
     assert max(under(layout, bare, MATRICES["muon"], matrices)) <= 1e-9
@@ -167,7 +168,7 @@ def with_engine(name: str) -> float:
     return difference(model, serial(MATRICES[name], matrices))
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["muon", "adafactor", "normed"])
 @pytest.mark.parametrize(("train_with", "data"), [(with_zero, 2), (with_engine, 1)])
 def test_wrapped(name: str, train_with: Callable[[str], float], data: int) -> None:
@@ -195,7 +196,7 @@ def with_masters(name: str, zero: bool) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 @pytest.mark.parametrize("zero", [False, True])
 def test_masters(name: str, zero: bool) -> None:
@@ -230,7 +231,7 @@ def load(path: Path, name: str) -> tuple[float, list[tuple[int, ...]]]:
     return difference(model, serial(MATRICES[name], matrices)), shapes
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["muon", "adafactor", "normed", "odd"])
 @pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2), (2, 2), (2, 4)])
 def test_resumed_under_another_layout(tmp_path: Path, name: str, first: int, then: int) -> None:
@@ -348,6 +349,6 @@ def test_a_closure() -> None:
     run_threads(closure, 2, tensor=2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_processes() -> None:
     assert max(run_processes(bare, 2, MATRICES["muon"], matrices, tensor=2)) <= 1e-9

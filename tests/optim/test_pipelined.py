@@ -29,7 +29,8 @@ from pipeflow import (
 )
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import NonFiniteGradientError
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.runtime import confirmation
 from pipeflow.testing.ranks import run_processes, run_threads
 from pipeflow.training import Engine
 from tests.families import make_near
@@ -70,6 +71,7 @@ class Case:
     broadcast_loss: bool = False
     decay: float = 0.99
     shape: tuple[int | None, ...] | None = None
+    short: int | None = None  # number of samples in some of the batches
 
 
 @dataclass(frozen=True)
@@ -102,12 +104,13 @@ def build(case: Case, schedule: Schedule) -> Pipeline:
     return Pipeline(chunks, schedule, criterion=nn.MSELoss(), tensor_shape=case.shape)
 
 
-def batches(number: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Some have large labels, so that their gradient is clipped."""
+def batches(number: int, short: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Some have large labels, so that their gradient is clipped; some of these and of others have `short` samples."""
     generator = torch.Generator().manual_seed(1 + current_context().data_rank)
     for index in range(number):
         inputs, labels = torch.randn(2, 4 * MICROBATCHES, 6, generator=generator)
-        yield inputs, labels * (8 if index % 7 in (1, 2, 5) else 1)
+        first = short if index % 3 == 1 else None
+        yield inputs[:first], labels[:first] * (8 if index % 7 in (1, 2, 5) else 1)
 
 
 def train_after(case: Case) -> Trained:
@@ -116,7 +119,7 @@ def train_after(case: Case) -> Trained:
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
     rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, case.decay)
     norms, losses = [], []
-    for batch in batches(case.steps):
+    for batch in batches(case.steps, case.short):
         losses.append(execute_pipeline(iter([batch]), model, broadcast_loss=case.broadcast_loss).loss)
         if case.clip:
             norms.append(clip_grad_norm_(model, case.clip).item())
@@ -134,7 +137,7 @@ def train_ahead(case: Case) -> Trained:
     policy: Any = "stop" if case.clip else "ignore"
     optimizer = PipelinedOptimizer(model, inner, clip_grad_norm=case.clip, non_finite=policy)
     losses = []
-    for batch in batches(case.steps):
+    for batch in batches(case.steps, case.short):
         losses.append(execute_pipeline(iter([batch]), model, broadcast_loss=case.broadcast_loss).loss)
         rates.step()
     optimizer.confirm()
@@ -174,7 +177,7 @@ def compare(case: Case, ranks: int, *, data: int = 1) -> tuple[int, int]:
     return sum(norm > case.clip for norm in results[0][1].norms), undone
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["zb-h2", "zb-v"])
 def test_weights_are_the_same_in_every_bit_over_a_hundred_steps(name: str) -> None:
     clipped, undone = compare(Case(make_schedule(name, ranks=4, microbatches=MICROBATCHES), steps=100), 4)
@@ -182,6 +185,7 @@ def test_weights_are_the_same_in_every_bit_over_a_hundred_steps(name: str) -> No
     assert 10 < undone < clipped  # after one that is undone, the next waits for its norm
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers_of_torch_are_undone_with_their_states(optimizer: str) -> None:
     schedule = make_schedule("zb-v", ranks=2, microbatches=MICROBATCHES)
@@ -189,11 +193,18 @@ def test_optimizers_of_torch_are_undone_with_their_states(optimizer: str) -> Non
     assert clipped > undone > 0
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1"])
 def test_forwards_that_ran_ahead_run_again(name: str) -> None:
     options = {"chunks": 2} if name.startswith("interleaved") else {}
     schedule = make_schedule(name, ranks=3, microbatches=6, **options)
     assert compare(Case(schedule, steps=6, shape=(None, 6) if name in ("gpipe", "zb-h1") else None), 3)[1]
+
+
+def test_batches_with_fewer_samples_than_microbatches_are_stepped() -> None:
+    schedule = make_schedule("zb-v", ranks=2, microbatches=MICROBATCHES)
+    clipped, undone = compare(Case(schedule, norm=False, short=3), 2)
+    assert clipped > undone > 0
 
 
 def test_an_undone_forward_draws_the_same_numbers_again() -> None:
@@ -226,6 +237,7 @@ def test_processes_take_back_what_they_sent_and_drew() -> None:
         assert ahead.undone
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "looped-bfs", "zb-h2", "zb-v"])
 def test_what_a_forward_saved_may_be_gone_or_on_the_host_when_it_is_undone(name: str) -> None:
     schedule = make_near(name, ranks=2, microbatches=MICROBATCHES)
@@ -434,6 +446,7 @@ def train_with_errors(case: Case, rank: int, failing: tuple[Call, ...]) -> Train
     return Trained(weights_of(model), states_of(inner), [], [])
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize(
     "failing",
@@ -479,9 +492,12 @@ def read_between(case: Case) -> list[bool]:
     return [*same, optimizer.undone > 0]
 
 
-def test_weights_that_are_read_are_confirmed_first() -> None:
+@pytest.mark.parametrize("on_host", [True, False])
+def test_weights_that_are_read_on_one_rank_are_confirmed_first(monkeypatch: pytest.MonkeyPatch, on_host: bool) -> None:
+    """A rank whose norms a GPU computes tells them from another thread, while it may wait for the rank that reads."""
+    monkeypatch.setattr(confirmation, "is_host", lambda device: on_host)
     case = Case(make_schedule("zb-h2", ranks=3, microbatches=6), norm=False)
-    for same in run_threads(lambda: read_between(case), 3):
+    for same in run_threads(lambda: read_between(case), 3, timeout=90.0):
         assert all(same)
 
 

@@ -27,7 +27,7 @@ from pipeflow import (
     with_unshard,
 )
 from pipeflow.core.cost import CostModel
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.schedules import SCHEDULES
 from pipeflow.testing import run_processes
 from pipeflow.testing.models import PlainModel
@@ -119,20 +119,20 @@ NAMES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("names", NAMES)
 def test_replicas_step_their_parts_within_the_schedule(names: tuple[str, ...]) -> None:
     run_processes(compare, 4, schedules(names), "data", data=2, deadline=400.0)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("names", NAMES)
 def test_whole_weights_of_a_step_that_is_undone_are_gathered_again(names: tuple[str, ...]) -> None:
     """Without replicas the next forwards run before the step is confirmed."""
     run_processes(compare, 4, schedules(names), "tensor", tensor=2, deadline=400.0)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_stages_with_different_kinds_step_within_one_schedule() -> None:
     """Stages under fully_shard are gathered; others are recomputed, or offloaded."""
     plain = make_schedule("interleaved-1f1b", ranks=2, microbatches=4, chunks=3)
@@ -197,7 +197,7 @@ def compare_with_an_error(given: list[Schedule]) -> None:
             assert all(map(torch.equal, found, wanted)), (schedule.name, calls, where)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_after_an_error_training_goes_on_from_the_last_step() -> None:
     looped = make_schedule("looped-bfs", ranks=1, microbatches=4, chunks=2)
     plain = make_schedule("1f1b", ranks=1, microbatches=4)

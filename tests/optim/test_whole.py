@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipeflow import UsageError
-from pipeflow.optim.whole import WholeGroups, names_of
+from pipeflow.training.optim.optimizer import WholeGroups, names_of
 
 
 def test_a_rank_gets_its_part_of_the_states_of_a_whole_optimizer() -> None:

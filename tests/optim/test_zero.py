@@ -14,11 +14,11 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._pytree import tree_map
 
 from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline, make_schedule
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.optim import LossScaler, MasterWeights, Zero, clip_grad_norm_, load_named_state, named_state
-from pipeflow.optim import zero as zero_module
-from pipeflow.optim.zero import owners_of
-from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
+from pipeflow.training.optim import zero as zero_module
+from pipeflow.training.optim.zero import owners_of
 from tests.training import blocks
 
 Weights = dict[str, numpy.ndarray]
@@ -85,7 +85,7 @@ def require_equal(results: list[Any], expected: list[Any]) -> None:
             assert numpy.array_equal(value, wanted[name]), name
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("make", [sgd, adamw])
 @pytest.mark.parametrize(
     ("wrap", "plain", "dtype"), [(zero, bare, DTYPE), (masters_of_zero, masters, torch.bfloat16)], ids=["plain", "half"]
@@ -195,7 +195,7 @@ def copied(tree: Any) -> Any:
     return tree_map(lambda value: value.detach().clone() if isinstance(value, torch.Tensor) else value, tree)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("before", "after", "dtype"),
     [
@@ -250,7 +250,7 @@ def step_and_go_on(pipeline: Pipeline, optimizer: Optimizer) -> None:
 
 
 def test_a_step_that_fails_on_one_rank_fails_on_all() -> None:
-    assert run_threads(fail_on_one, 4, data=2, timeout=10.0) == ["2"] * 4
+    assert run_threads(fail_on_one, 4, data=2, timeout=60.0) == ["2"] * 4
 
 
 def step_sharded() -> tuple[float, float, Weights]:

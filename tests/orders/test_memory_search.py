@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from pipeflow import CostModel, Kind, Placement, Schedule, UsageError, simulate, verify, with_offload, with_recompute
 from pipeflow.core.timeline import Timeline
-from pipeflow.orders.memory.simple_uses import chunk_sets
-from pipeflow.orders.memory.storage import MemoryKind
-from pipeflow.orders.problem import Objective
 from pipeflow.schedules.families import schedules_on
 from pipeflow.schedules.order_search import search
+from pipeflow.schedules.orders.memory.simple_uses import chunk_sets
+from pipeflow.schedules.orders.memory.storage import MemoryKind
+from pipeflow.schedules.orders.problem import Objective
 from pipeflow.schedules.repeated import repeated_on
 from tests.covering import some_rows
 
@@ -123,7 +123,7 @@ def value(timeline: Timeline, objective: Objective) -> float:
     kinds=st.sampled_from([("offload",), ("recompute",), BOTH]),
     objective=st.sampled_from(["makespan", "span"]),
 )
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_never_worse_than_a_named_schedule_with_simple_uses_within_the_cap(
     placement: Placement, many: int, seed: int, room: float, kinds: tuple[MemoryKind, ...], objective: Objective
 ) -> None:

@@ -17,11 +17,11 @@ from pipeflow import (
     verify,
     with_optimizer_step,
 )
-from pipeflow.analysis.executed import executed_schedule
-from pipeflow.analysis.lowering import lower
+from pipeflow.core.analysis.lowering import lower
+from pipeflow.core.analysis.measured_step import executed_schedule
 from pipeflow.core.dataflow import Stream
-from pipeflow.orders.optimizer_steps import without_optimizer_step
-from pipeflow.soundness.programs import verify_programs
+from pipeflow.core.soundness.programs import verify_programs
+from pipeflow.schedules.orders.optimizer_steps import without_optimizer_step
 from tests.families import make_near
 
 

@@ -15,22 +15,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.search import PUBLISHED, Published
-from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Action, Kind
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
+from pipeflow.core.soundness.schedule import verify
 from pipeflow.core.timeline import Timeline
-from pipeflow.orders.filling import Builder
-from pipeflow.orders.lower_bounds import bounds
-from pipeflow.orders.neighbours import run_times
-from pipeflow.orders.problem import Objective, make_problem, to_schedule, to_sequences
-from pipeflow.orders.rules import plain_rules, varied
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
 from pipeflow.schedules.order_search import exact, search
+from pipeflow.schedules.orders.filling import Builder
+from pipeflow.schedules.orders.lower_bounds import bounds
+from pipeflow.schedules.orders.neighbours import run_times
+from pipeflow.schedules.orders.problem import Objective, make_problem, to_schedule, to_sequences
+from pipeflow.schedules.orders.rules import plain_rules, varied
 from pipeflow.schedules.zb_auto import zb_auto
-from pipeflow.soundness.schedule import verify
 from tests.families import make_near
 
 LINEAR, VEE = Placement.linear(4), Placement.vee(4)

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import pytest
 
-from pipeflow.analysis.graph import dependency_graph
-from pipeflow.analysis.lowering import lower
-from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Action
+from pipeflow.core.analysis.lowering import lower
+from pipeflow.core.analysis.order import dependency_graph
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.program import Send
 from pipeflow.core.schedule import Schedule

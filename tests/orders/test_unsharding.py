@@ -22,11 +22,10 @@ from pipeflow import (
     verify,
     with_unshard,
 )
-from pipeflow.analysis.executed import executed_schedule
-from pipeflow.analysis.simulation import simulate_shared
-from pipeflow.analysis.trace_costs import measured_costs
+from pipeflow.core.analysis.measured_step import executed_schedule, measured_costs
+from pipeflow.core.analysis.simulation import simulate_shared
 from pipeflow.core.dataflow import Content, Stream
-from pipeflow.soundness.programs import verify_programs
+from pipeflow.core.soundness.programs import verify_programs
 from tests.families import make_near
 
 

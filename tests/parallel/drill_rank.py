@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -87,6 +88,30 @@ def drill(folder: str, rank: int, port: int, steps: int, address: str = "127.0.0
         context.close()
 
 
+def drill_set_up(folder: str, rank: int, port: int, name: str) -> None:
+    """Trains for ever in one of the set-ups. What it prints is in the file `said` with its rank."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import torch
+
+    import pipeflow
+    from tests.parallel.set_ups import SET_UPS
+
+    torch.set_num_threads(1)
+    where, begun = Path(folder), time.monotonic()
+    with open(where / f"said-{rank}", "w", encoding="utf-8") as said:
+        os.dup2(said.fileno(), 2)
+    faulthandler.enable()  # a rank that stays is aborted
+    try:
+        SET_UPS[name](where, lambda: write(where, f"stepping-{rank}", [begun]))
+    except pipeflow.PipelineError as error:
+        note(where, rank, "step", error, error.rank, error.died)
+        raise
+    except Exception as error:
+        note(where, rank, "step", error)
+        raise
+
+
 def note(
     folder: Path, rank: int, phase: str, error: Exception, named: int | None = None, died: int | None = None
 ) -> None:
@@ -112,7 +137,7 @@ def try_again(model: Pipeline, folder: Path) -> int:
 def write(folder: Path, name: str, value: object) -> None:
     """All at once, so that whoever reads never sees a part."""
     partial = folder / f".{name}"
-    partial.write_text(json.dumps(value))
+    partial.write_text(json.dumps(value), encoding="utf-8")
     partial.rename(folder / name)
 
 

@@ -31,7 +31,7 @@ class LeavesError(Exception):
 
 def end(how: str, told: Path) -> None:
     """Ends the script of this rank, or returns."""
-    told.write_text(json.dumps({"left": time.monotonic()}))
+    told.write_text(json.dumps({"left": time.monotonic()}), encoding="utf-8")
     if how == "exception":
         raise LeavesError
     if how == "sys.exit":
@@ -50,7 +50,7 @@ def run(rank: int, ranks: int, leavers: Sequence[int], how: str, timeout: float,
         batch = (torch.ones(2, 2), torch.zeros(2, 2))
         execute_pipeline(iter([batch]), pipeline)
     except PipelineError as error:
-        told.write_text(json.dumps({"not begun": str(error)}))
+        told.write_text(json.dumps({"not begun": str(error)}), encoding="utf-8")
         return
     if rank in leavers:
         time.sleep(0.002 * leavers.index(rank))
@@ -63,7 +63,7 @@ def run(rank: int, ranks: int, leavers: Sequence[int], how: str, timeout: float,
             execute_pipeline(iter([batch]), pipeline)
     except PipelineError as error:
         report = {"began": began, "told": time.monotonic(), "died": error.died, "message": str(error)}
-        told.write_text(json.dumps(report))
+        told.write_text(json.dumps(report), encoding="utf-8")
 
 
 def play(folder: Path, ranks: int, leavers: Sequence[int], how: str, timeout: float) -> dict[str, Any] | None:
@@ -78,7 +78,7 @@ def play(folder: Path, ranks: int, leavers: Sequence[int], how: str, timeout: fl
     for rank in range(ranks):
         child = os.fork()
         if child == 0:
-            faulthandler.dump_traceback_later(HANGS, exit=True, file=stacks[rank].open("w"))
+            faulthandler.dump_traceback_later(HANGS, exit=True, file=stacks[rank].open("w", encoding="utf-8"))
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             run(rank, ranks, leavers, how, timeout, notes[rank])
@@ -87,9 +87,13 @@ def play(folder: Path, ranks: int, leavers: Sequence[int], how: str, timeout: fl
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     return {
         "how": how,
-        "notes": [json.loads(note.read_text()) if note.exists() else {} for note in notes],
+        "notes": [json.loads(note.read_text(encoding="utf-8")) if note.exists() else {} for note in notes],
         "codes": codes,
-        "stacks": [stack.read_text() for stack in stacks if stack.exists() and stack.read_text()],
+        "stacks": [
+            stack.read_text(encoding="utf-8")
+            for stack in stacks
+            if stack.exists() and stack.read_text(encoding="utf-8")
+        ],
     }
 
 

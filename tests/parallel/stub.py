@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeflow import launch
-from pipeflow.parallel.context import Context, current_context
-from pipeflow.parallel.transport import nccl
-from pipeflow.parallel.transport.agreement import all_gather
+from pipeflow.engine.parallel.context import Context, current_context
+from pipeflow.engine.parallel.transport import nccl
+from pipeflow.engine.parallel.transport.agreement import all_gather
 
 DAYS = timedelta(days=1)
 HOST = torch.device("cpu")

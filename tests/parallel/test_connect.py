@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from pipeflow import Pipeline, PipelineSharedModuleWrapper, UsageError, execute_pipeline, make_schedule
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.transport.agreement import exchange
-from pipeflow.parallel.transport.local import LocalTransport
-from pipeflow.parallel.transport.local_group import LocalGroup
-from pipeflow.parallel.transport.protocol import Channel, Tag
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.transport.agreement import exchange
+from pipeflow.engine.parallel.transport.local import LocalGroup, LocalTransport
+from pipeflow.engine.parallel.transport.protocol import Channel, Tag
 from pipeflow.schedules import SCHEDULES
 from pipeflow.testing import RankError, run_threads
 from pipeflow.testing.models import PlainModel
@@ -64,7 +63,7 @@ def train(name: str, ranks: int, shape: tuple[int, ...] | None) -> float:
     return float(loss)
 
 
-@pytest.mark.some(13)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("shape", [None, (2, 3, 6)], ids=["headers", "known"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_connects_what_it_uses(name: str, shape: tuple[int, ...] | None) -> None:
@@ -81,6 +80,7 @@ def train_on_routes(name: str) -> None:
         execute_pipeline(iter([batch_of(7, 3)]), model)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
 def test_routes_are_connected(name: str) -> None:
     run_threads(train_on_routes, 4, name)
@@ -139,5 +139,5 @@ def infer_then_train(told: list[int]) -> None:
 def test_a_replica_that_infers_alone_connects_nothing_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
     monkeypatch.setattr(LocalGroup, "connect", lambda group: told.append(group._transport.rank))
-    monkeypatch.setattr("pipeflow.runtime.programs.connect_devices", lambda world: told.append(world.rank))
+    monkeypatch.setattr("pipeflow.engine.runtime.programs.connect_devices", lambda world: told.append(world.rank))
     run_threads(infer_then_train, 4, told, data=2)

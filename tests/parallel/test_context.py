@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import pipeflow
 from pipeflow import UsageError, save_checkpoint
 from pipeflow.colossalai.core import global_context
-from pipeflow.parallel.context import current_context, in_this_context
+from pipeflow.engine.parallel.context import current_context, in_this_context
 from pipeflow.tensor import (
     ColumnParallelLinear,
     Dropout,

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from pipeflow import Pipeline, UsageError, execute_pipeline, launch, make_schedule
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.device import DEFAULTS, own_device, prepare
-from pipeflow.parallel.transport.agreement import all_gather
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.device import DEFAULTS, own_device, prepare
+from pipeflow.engine.parallel.transport.agreement import all_gather
 from pipeflow.testing import run_processes
 from pipeflow.testing.models import PlainModel
 from pipeflow.testing.ranks import free_port
@@ -147,7 +147,7 @@ def train_in_a_group_of_gpus(port: int) -> float:
     return float(loss)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_default_group_of_gpus_alone_is_enough() -> None:
     expected, _ = PlainModel().plain_step(PlainModel().batch(4))
     assert run_processes(train_in_a_group_of_gpus, 2, free_port()) == pytest.approx([float(expected)] * 2)

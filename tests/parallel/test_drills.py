@@ -20,14 +20,17 @@ from typing import Any
 
 import pytest
 
+from pipeflow.engine.parallel.control.rescue import LONGEST
 from pipeflow.testing.ranks import PRELOADED, free_port
-from tests.parallel.drill_rank import RANKS, TIMEOUT, drill
+from tests.parallel.drill_rank import RANKS, TIMEOUT, drill, drill_set_up
+from tests.parallel.set_ups import SET_UPS
 from tests.parallel.two_hosts import ADDRESSES, NAMES, available, hosts
 
 pytestmark = pytest.mark.drill
 ROOT = Path(__file__).parents[2]
 TO_RAISE, TO_END = 10.0, 30.0  # seconds
 MANY = 1_000_000  # steps
+GRACE = 2 * LONGEST  # after which torch's groups are closed, and then the process ends
 Told = dict[int, Any]
 
 
@@ -40,7 +43,7 @@ class Job:
 
     def read(self, name: str) -> Told:
         files = {rank: self.folder / f"{name}-{rank}" for rank in range(RANKS)}
-        return {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
+        return {rank: json.loads(file.read_text(encoding="utf-8")) for rank, file in files.items() if file.exists()}
 
     def wait(self, ready: Callable[[], bool], seconds: float) -> bool:
         end = time.monotonic() + seconds
@@ -72,12 +75,12 @@ def job(start: Callable[[str, int, int], Any]) -> Iterator[Job]:
                 (process.wait if isinstance(process, subprocess.Popen) else process.join)()
 
 
-def forked(steps: int) -> Callable[[str, int, int], Any]:
+def forked(what: object, run: Callable[..., None] = drill) -> Callable[[str, int, int], Any]:
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
 
     def start(folder: str, rank: int, port: int) -> Any:
-        process = context.Process(target=drill, args=(folder, rank, port, steps), daemon=True)
+        process = context.Process(target=run, args=(folder, rank, port, what), daemon=True)
         process.start()
         return process
 
@@ -126,6 +129,31 @@ def test_a_rank_is_killed(phase: str, number: int, turn: int) -> None:
         ranks.processes[victim].kill()
         ranks.require_end()
         require_named(ranks.read("told"), {victim}, moment, {"step": 1.0})
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("name", SET_UPS)
+def test_a_rank_is_lost_in_each_set_up(name: str, number: signal.Signals, turn: int) -> None:
+    """The others raise an error, or end with one, that names it."""
+    choices = random.Random(f"{name} {number} {turn}")
+    victim = choices.randrange(RANKS)
+    with job(forked(name, drill_set_up)) as ranks:
+        assert ranks.wait(lambda: len(ranks.read("stepping")) == RANKS, 4 * TO_END)
+        time.sleep(choices.uniform(0.0, 0.5))
+        moment = time.monotonic()
+        os.kill(ranks.processes[victim].pid, number)
+        ranks.wait(lambda: set(ranks.alive()) <= {victim}, TO_END)
+        took = time.monotonic() - moment
+        told, stay = ranks.read("told"), set(ranks.alive()) - {victim}
+        for rank in stay:
+            os.kill(ranks.processes[rank].pid, signal.SIGABRT)
+        assert ranks.wait(lambda: set(ranks.alive()) <= {victim}, TO_END)
+        for rank in set(range(RANKS)) - {victim}:
+            said = (ranks.folder / f"said-{rank}").read_text(encoding="utf-8")
+            last = told[rank]["message"] if rank in told else said
+            assert rank not in stay, f"rank {rank} still waits after {took:.0f} s: {said}"
+            assert f"rank {victim}" in last, f"rank {rank}: {last[-600:]}"
+        assert took < TIMEOUT + GRACE + 5
 
 
 @pytest.mark.skipif(not available(), reason="needs root and network namespaces")

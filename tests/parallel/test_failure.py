@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,13 +23,23 @@ from torch import Tensor, nn
 
 from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline, launch, make_schedule
 from pipeflow.core.errors import Failure
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.control import coordinator, wire
-from pipeflow.parallel.control.coordinator import Coordinator
-from pipeflow.parallel.control.diagnosis import Blame, Status, diagnose, silent, standstill
-from pipeflow.parallel.control.monitor import Monitor
-from pipeflow.parallel.transport import distributed
-from pipeflow.parallel.transport.agreement import all_gather
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.control import coordinator, wire
+from pipeflow.engine.parallel.control.coordinator import Coordinator
+from pipeflow.engine.parallel.control.diagnosis import (
+    Blame,
+    Status,
+    diagnose,
+    is_left_alone,
+    mismatch,
+    silent,
+    standstill,
+)
+from pipeflow.engine.parallel.control.monitor import Monitor
+from pipeflow.engine.parallel.control.rescue import aside
+from pipeflow.engine.parallel.transport import distributed
+from pipeflow.engine.parallel.transport.agreement import all_gather
+from pipeflow.engine.parallel.transport.protocol import LinkError
 from pipeflow.testing import run_processes, run_threads
 
 Run = Callable[..., list[Any]]
@@ -52,6 +63,8 @@ def test_the_end_of_the_chain_is_blamed() -> None:
     assert circle.rank == 0
     assert "their calls do not match" in circle.reason
     assert diagnose(0, 4.0, {0: waits(1), 1: waits(0)}) is None
+    assert diagnose(0, 9.0, {0: computes, 1: waits(2), 2: waits(1)}) is None  # rank 0 does not wait
+    assert diagnose(0, 9.0, {0: computes, 1: silent(1), 2: waits(1)}) == silent(1)
 
 
 def test_the_end_of_a_chain_without_blame_is_named() -> None:
@@ -107,11 +120,25 @@ def test_ranks_that_wait_in_different_calls_are_told_so() -> None:
         return Status((rank,), 5.0, call)
 
     blame = diagnose(0, 5.0, {0: waits(1, "trains"), 1: waits(0, "evaluates")})
-    assert blame == Blame(0, "it trains, but rank 1 evaluates: all ranks must make the same call")
+    assert blame == Blame(1, "it evaluates, but rank 0 trains: all ranks must make the same call", usage=True)
     for calls in (("trains", ""), ("", "trains"), ("trains", "trains")):
         blame = diagnose(0, 5.0, {rank: waits(1 - rank, call) for rank, call in enumerate(calls)})
         assert blame is not None
         assert "their calls do not match" in blame.reason
+
+
+def test_what_ranks_of_one_call_do_is_compared() -> None:
+    def sizes(*batches: tuple[int, int] | None, number: int = 3) -> str:
+        """What is said about these batches, of which rank 0 may be in another call."""
+        statuses = [Status(call="trains", number=3, batch=batch) for batch in batches]
+        found = mismatch(3, dict(enumerate([replace(statuses[0], number=number), *statuses[1:], silent(9)])))
+        return "" if found is None else f"rank {found.rank}: {found.reason.split(':')[0]}"
+
+    assert sizes((0, 8), (0, 8), (1, 6), (1, 6), None) == ""  # replicas may read batches of other sizes
+    assert sizes((0, 8), (0, 6), number=4) == ""
+    assert sizes((0, 6), (0, 8), (0, 8), (1, 8)) == (
+        "rank 0: it reads a batch of 6 samples, but rank 1, like rank 2, reads a batch of 8 samples"
+    )
 
 
 class Stage(nn.Linear):
@@ -141,7 +168,7 @@ def stop(victim: int, folder: str) -> tuple[int, int | None, float, bool]:
 
     def happens() -> None:
         if armed and mine:
-            (notes / "pid").write_text(f"{os.getpid()}")
+            (notes / "pid").write_text(f"{os.getpid()}", encoding="utf-8")
             (notes / "pid").rename(notes / "stopped")
             os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -155,7 +182,7 @@ def stop(victim: int, folder: str) -> tuple[int, int | None, float, bool]:
     while len(list(notes.glob("told-*"))) < context.world_size - 1:
         time.sleep(0.05)
     if not mine and context.rank == min({0, 1} - {victim}):
-        os.kill(int((notes / "stopped").read_text()), signal.SIGCONT)
+        os.kill(int((notes / "stopped").read_text(encoding="utf-8")), signal.SIGCONT)
     while len(list(notes.glob("told-*"))) < context.world_size:
         time.sleep(0.05)
     loss = execute_pipeline(iter([BATCH]), model, broadcast_loss=True).loss
@@ -181,7 +208,7 @@ def test_launch_names_who_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None
         for name, value in {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, str(value))
         started = time.monotonic()
-        with pytest.raises(PipelineError, match=f"{absent} did not come within 1 s of launch"):
+        with pytest.raises(PipelineError, match=f"{absent} did not join within 1 s of launch"):
             launch(timeout=1.0)
         assert time.monotonic() - started < SOON
 
@@ -342,6 +369,43 @@ def test_a_rank_that_stands_still_between_two_calls_is_named_in_the_log(caplog: 
     coordinator.close()
 
 
+def test_a_rank_that_makes_no_call_after_a_failure_is_named() -> None:
+    """Before one, it is waited for."""
+    coordinator = Coordinator("127.0.0.1", 2, b"s" * 32, 0.5)
+    where = ("127.0.0.1", coordinator.port)
+    first, second = (Monitor(*where, rank=rank, size=2, secret=b"s" * 32, timeout=0.4) for rank in range(2))
+    first.patience = 0.4
+    with pytest.raises(LinkError) as caught:
+        aside(lambda: first.open(1), "opening").result(SOON)
+    told = first.report(1, caught.value)
+    assert (told.rank, told.died) == (1, None)
+    assert re.match(r"it has not made another call within [\d.]+ s after a failure", told.reason)
+    for each in (first, second):
+        each.close()
+    coordinator.close()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, UsageError, ArithmeticError])
+def test_the_chain_of_an_error_has_an_end(error: type[BaseException]) -> None:
+    def happens() -> None:
+        raise error
+
+    def chain() -> int:
+        with pytest.raises((KeyboardInterrupt, UsageError, PipelineError)) as caught:
+            execute_pipeline(iter([BATCH]), build(happens))
+        seen: list[BaseException] = []
+        upcoming: list[BaseException | None] = [caught.value]
+        while upcoming:
+            each = upcoming.pop()
+            if each is not None:
+                assert each not in seen
+                seen.append(each)
+                upcoming.append(each.__cause__ or each.__context__)
+        return len(seen)
+
+    assert run_threads(chain, 1)[0] > 0
+
+
 def refuse_on(rank: int) -> type[Exception]:
     context = current_context()
 
@@ -361,3 +425,43 @@ def test_a_usage_error_of_one_rank_is_one_on_every_rank(run: Run) -> None:
     refused, heard = run(refuse_on, 2, 0)
     assert refused is UsageError
     assert issubclass(heard, PipelineError)
+
+
+def test_a_wait_in_an_earlier_call_than_the_one_that_failed_ends() -> None:
+    """Also if nothing else ends it, as on GPUs."""
+    coordinator = Coordinator("127.0.0.1", 2, b"s" * 32, 0.5)
+    where = ("127.0.0.1", coordinator.port)
+    first, second = (Monitor(*where, rank=rank, size=2, secret=b"s" * 32, timeout=0.4) for rank in range(2))
+    for each, number in ((first, 2), (second, 1)):
+        each.enter(number)
+        each.patience = 0.4
+    first.report(0, Failure(0, "wrong", number=2))
+    first.patience = None
+    never: Future[None] = Future()
+    waiting = aside(lambda: second.result(never), "waiting")
+    with pytest.raises(LinkError) as caught:
+        waiting.result(SOON)
+    assert second.report(0, caught.value).reason == "wrong"
+    for each in (first, second):
+        each.close()
+    coordinator.close()
+
+
+def test_a_rank_is_left_alone_by_those_in_the_call_that_failed() -> None:
+    """And not by one that has yet to come."""
+    failed = Failure(0, "wrong", number=5)
+    waits = Status((1,), 5.0, number=4)
+    for number, alone in ((3, False), (4, False), (5, True), (6, True)):
+        assert is_left_alone(0, {0: waits, 1: Status(number=number)}, failed) is alone
+    behind = {0: waits, 1: Status((2,), 5.0, number=4), 2: Status(number=5)}
+    assert is_left_alone(0, behind, failed)
+    assert not is_left_alone(0, behind, Failure(0, "gone", died=0))
+
+
+def test_a_coordinator_that_ends_says_nothing_of_its_connections(caplog: pytest.LogCaptureFixture) -> None:
+    """Of one that has not proved yet to be a rank, as when a rank's cable is cut while it connects."""
+    coordinator = Coordinator("127.0.0.1", 2, b"s" * 32, 0.5)
+    with socket.create_connection(("127.0.0.1", coordinator.port), 5.0) as connecting:
+        assert connecting.recv(1 << 10)
+        coordinator.close()
+    assert not caplog.messages

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from pipeflow.core.errors import Failure
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.transport.group import Alone, Group
-from pipeflow.parallel.transport.work import LinkError
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.transport.protocol import Alone, Group, LinkError
 from pipeflow.testing import run_processes, run_threads
 
 Run = Callable[..., list[Any]]
@@ -107,6 +106,7 @@ def collect_again() -> list[dict[str, list[float]]]:
     return [*before, *in_both()]
 
 
+@pytest.mark.exhaustive
 @RUNS
 def test_groups_start_afresh(run: Run) -> None:
     for rank, results in enumerate(run(collect_again, 4, tensor=2, data=2)):

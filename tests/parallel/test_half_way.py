@@ -16,11 +16,10 @@ import torch.distributed as dist
 
 from pipeflow import PipelineError, launch
 from pipeflow.core.errors import Failure
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.control.store import MonitorStore
-from pipeflow.parallel.transport.gloo_abort import abort
-from pipeflow.parallel.transport.protocol import Channel, Tag
-from pipeflow.parallel.transport.work import Exchange, LinkError
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.control.monitor import MonitorStore
+from pipeflow.engine.parallel.transport.gloo_abort import abort
+from pipeflow.engine.parallel.transport.protocol import Channel, Exchange, LinkError, Tag
 from pipeflow.testing import run_processes
 from pipeflow.testing.ranks import free_port
 
@@ -37,18 +36,18 @@ class Notes:
 
     def write(self, name: str) -> None:
         partial = self._folder / f"{name}.part"
-        partial.write_text(str(os.getpid()))
+        partial.write_text(str(os.getpid()), encoding="utf-8")
         partial.rename(self._folder / name)
 
     def read(self, name: str) -> int:
         """The process that wrote it, once it has."""
         while not (self._folder / name).exists():
             time.sleep(0.01)
-        return int((self._folder / name).read_text())
+        return int((self._folder / name).read_text(encoding="utf-8"))
 
 
 def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "T"
 
 
 def stop(pid: int) -> None:
@@ -97,7 +96,7 @@ def break_half_way(folder: str, waits: str, dies: bool) -> tuple[str, bool]:
     return f"{told.died} {told.reason}", transport.rank == 2 or time.monotonic() - started < SOON
 
 
-@pytest.mark.some(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dies", [True, False])
 @pytest.mark.parametrize("waits", ["sender", "receiver"])
 def test_a_wait_for_half_a_transfer_ends(waits: str, dies: bool, tmp_path: Path) -> None:
@@ -145,14 +144,14 @@ def die_between_groups(victim: int, port: int) -> int:
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(port)
     if int(os.environ["RANK"]) == victim:
-        die = "pipeflow.parallel.launcher._told_by_rank_0"
+        die = "pipeflow.engine.parallel.launcher._told_by_rank_0"
         pytest.MonkeyPatch().setattr(die, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(PipelineError) as caught:
         launch(timeout=2.0)
     return caught.value.rank
 
 
-@pytest.mark.some(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("victim", [0, 2])
 def test_who_dies_in_launch_before_there_is_a_coordinator_is_named(victim: int) -> None:
     told = run_processes(die_between_groups, 3, victim, free_port(), may_die=[victim])
@@ -178,6 +177,7 @@ def make_too_late() -> bool:
     return closed == [group]
 
 
+@pytest.mark.exhaustive
 def test_a_group_that_is_made_too_late_is_closed() -> None:
     assert run_processes(make_too_late, 2) == [True] * 2
 
@@ -213,6 +213,7 @@ def broadcast_half(folder: str) -> bool:
     return caught.value.died == 0
 
 
+@pytest.mark.exhaustive
 def test_a_wait_for_half_a_collective_ends(tmp_path: Path) -> None:
     assert run_processes(broadcast_half, 3, str(tmp_path), may_die=[0])[1:] == [True, True]
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from pipeflow import UsageError, launch
-from pipeflow.parallel.context import current_context, is_launched
-from pipeflow.parallel.layout import Coordinates, WorldLayout
+from pipeflow import Pipeline, UsageError, launch, make_schedule
+from pipeflow.engine.parallel.context import current_context, is_launched
+from pipeflow.engine.parallel.layout import Coordinates, WorldLayout
 from pipeflow.testing import run_processes
 
 SIZES = st.integers(1, 5)
@@ -56,7 +61,30 @@ def launch_again() -> list[tuple[int, int, int, float]]:
     return seen
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_may_be_launched_again() -> None:
     for seen in run_processes(launch_again, 4):
         assert seen == [(4, 1, 1, 1), (1, 4, 1, 4), (2, 2, 1, 2), (1, 2, 2, 2)]
+
+
+def serve_again(folder: str) -> list[bool]:
+    """Launches, loads all that a Pipeline needs, and leaves nothing of torch's behind; twice, with rank 0 later."""
+    served = []
+    current_context().close()
+    for turn in range(2):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        context = launch(timeout=20)
+        served.append(Pipeline(nn.Linear(2, 2), make_schedule("1f1b", ranks=2, microbatches=2)) is not None)
+        context.close()
+        Path(folder, f"{turn}-{context.rank}").touch()
+        while context.rank == 0 and turn == 0 and not Path(folder, "0-1").exists():
+            time.sleep(0.05)
+        if context.rank == 0:
+            time.sleep(0.3)  # rank 1 finds the store of the first launch
+    return served
+
+
+@pytest.mark.exhaustive
+def test_a_store_may_be_served_again_on_its_port(tmp_path: Path) -> None:
+    assert run_processes(serve_again, 2, str(tmp_path)) == [[True] * 2] * 2

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from pipeflow.core.errors import Failure
-from pipeflow.parallel.control.coordinator import Coordinator
-from pipeflow.parallel.control.monitor import Monitor
-from pipeflow.parallel.side_thread import aside
-from pipeflow.parallel.transport.work import LinkError
+from pipeflow.engine.parallel.control.coordinator import Coordinator
+from pipeflow.engine.parallel.control.monitor import Monitor
+from pipeflow.engine.parallel.control.rescue import aside
+from pipeflow.engine.parallel.transport.protocol import LinkError
 from tests.parallel.leaving import WAYS
 
 TIMEOUT, SOON = 2.0, 5.0  # seconds
@@ -56,9 +56,8 @@ def play(ranks: int, leavers: tuple[int, ...], rounds: int, folder: Path) -> Non
                 assert note["told"] - max(note["began"], left) < TIMEOUT, result["how"]
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize(("ranks", "leavers"), [(3, (1,)), (4, (0, 1, 2))])
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_rank_names_one_that_has_left(ranks: int, leavers: tuple[int, ...], tmp_path: Path) -> None:
     play(ranks, leavers, len(WAYS), tmp_path)
 

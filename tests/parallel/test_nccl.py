@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeflow import Pipeline, PipelineError, PipelineSharedModuleWrapper, execute_pipeline, make_schedule
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.control.store import MonitorStore
-from pipeflow.parallel.transport.protocol import Channel, Tag
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.control.monitor import MonitorStore
+from pipeflow.engine.parallel.transport.protocol import Channel, Tag
 from pipeflow.testing import conformance, run_processes
 from pipeflow.testing.models import PlainModel
 from tests.parallel.stub import TOLD, Stub, launch_over_stub
@@ -90,7 +90,7 @@ def train_tied() -> list[str]:
     return TOLD.connected
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ties_and_replicas_connect_channels_then_groups() -> None:
     for rank, connected in enumerate(run_processes(train_tied, 6)):
         first = 3 * (rank // 3)
@@ -124,7 +124,7 @@ def fail_and_go_on() -> tuple[float, str]:
     return took, str(caught.value)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_failure_aborts_all_groups_at_once_and_the_next_step_connects_again() -> None:
     for took, message in run_processes(fail_and_go_on, 3):
         assert "on purpose" in message
@@ -148,7 +148,7 @@ def die_while_connecting(victim: int) -> tuple[int, float]:
     return caught.value.rank, time.monotonic() - started
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("victim", [0, 1])
 def test_who_dies_while_channels_connect_is_named(victim: int) -> None:
     told = run_processes(die_while_connecting, 3, victim, may_die=[victim])

@@ -18,7 +18,7 @@ from pipeflow.core.action import Action, Kind
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.span import Span
-from pipeflow.parallel.transport.plain import pack, unpack
+from pipeflow.engine.parallel.transport.plain import pack, unpack
 
 
 class Both(NamedTuple):

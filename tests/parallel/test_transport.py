@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from pipeflow.core.errors import Failure
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.transport.agreement import all_gather, exchange
-from pipeflow.parallel.transport.distributed import DistributedTransport
-from pipeflow.parallel.transport.local import LocalTransport
-from pipeflow.parallel.transport.protocol import Channel, Start, Tag
-from pipeflow.parallel.transport.work import LinkError, Work
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.transport.agreement import all_gather, exchange
+from pipeflow.engine.parallel.transport.distributed import DistributedTransport
+from pipeflow.engine.parallel.transport.local import LocalTransport
+from pipeflow.engine.parallel.transport.protocol import Channel, LinkError, Start, Tag, Work
 from pipeflow.testing import RankError, conformance, run_processes, run_threads
 
 

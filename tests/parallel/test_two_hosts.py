@@ -16,6 +16,7 @@ from tests.parallel.two_hosts import ADDRESSES, NAMES, available, environment, h
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not available(), reason="needs root and network namespaces")]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("master", "initialized"),
     some_rows(product([ADDRESSES[0], NAMES[0]], [False, True]), [(NAMES[0], False), (ADDRESSES[0], True)]),

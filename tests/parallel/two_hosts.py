@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import pipeflow
-from pipeflow.parallel.transport.agreement import all_gather
+from pipeflow.engine.parallel.transport.agreement import all_gather
 
 ADDRESSES = ["10.77.77.1", "10.77.77.2"]
 NAMES = ["pipeflow-a", "pipeflow-b"]
@@ -38,7 +38,7 @@ def hosts(folder: Path) -> Iterator[list[list[str]]]:
         for command in _cable(*spaces):
             subprocess.run(command.split(), check=True)
         for name, other, address in zip(NAMES, reversed(NAMES), reversed(ADDRESSES), strict=True):
-            (folder / name).write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n{address} {other}\n")
+            (folder / name).write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n{address} {other}\n", encoding="utf-8")
         yield [
             [*f"ip netns exec {space} unshare --mount --uts sh -c".split(), _AS.format(name, folder / name), "sh"]
             for space, name in zip(spaces, NAMES, strict=True)

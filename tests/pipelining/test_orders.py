@@ -108,6 +108,7 @@ def test_a_file_goes_round(ours: Any, form: str, tmp_path: Path) -> None:
     assert runtime.schedule.rows == source.schedule.rows
 
 
+@pytest.mark.exhaustive
 def test_an_order_that_cannot_run_is_refused_before_it_does(ours: Any) -> None:
     runtime = made(ours._PipelineScheduleRuntime, ours.PipelineScheduleMulti, 1, 1)
     runtime._prepare_schedule_with_comms(
@@ -116,12 +117,12 @@ def test_an_order_that_cannot_run_is_refused_before_it_does(ours: Any) -> None:
     assert verify(runtime.schedule)
 
 
+@pytest.mark.exhaustive
 def test_torchs_other_modules_have_their_names(ours: Any) -> None:
-    from pipeflow.pipelining._backward import stage_backward_input  # type: ignore[import-not-found]  # made on import
-    from pipeflow.pipelining._IR import Pipe  # type: ignore[import-not-found]  # made on import
-    from pipeflow.pipelining.microbatch import TensorChunkSpec  # type: ignore[import-not-found]  # made on import
-
     import pipeflow.pipelining
+    from pipeflow.pipelining._backward import stage_backward_input
+    from pipeflow.pipelining._IR import Pipe
+    from pipeflow.pipelining.microbatch import TensorChunkSpec
     from pipeflow.pipelining.stage import _PipelineStageBase
 
     assert Pipe is pipeflow.pipelining.Pipe

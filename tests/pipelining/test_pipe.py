@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeflow import UsageError
+from pipeflow.adapters.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from pipeflow.pipelining import pipe_split, pipeline
-from pipeflow.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from pipeflow.testing import run_processes
 from tests.pipelining.work import CPU, TOLERANCE, difference, mean_loss, together
 
@@ -89,5 +89,6 @@ def forget() -> str:
     return str(caught.value)
 
 
+@pytest.mark.exhaustive
 def test_an_input_that_is_missing_is_named() -> None:
     assert "the model's input 'mask' is missing" in run_processes(forget, 1)[0]

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,9 +19,10 @@ from torch import nn
 from torch.distributed.pipelining.schedules import _ComputationType
 
 from pipeflow import PipelineError, UsageError
-from pipeflow.parallel.context import current_context
+from pipeflow.adapters.pipelining import stage as stage_file
+from pipeflow.adapters.pipelining.schedules import get_schedule_class
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.pipelining import PipelineStage
-from pipeflow.pipelining.schedules import get_schedule_class
 from pipeflow.testing import run_processes
 from tests.pipelining.work import (
     CPU,
@@ -139,6 +145,7 @@ def in_groups() -> tuple[str, float, int]:
     return str(caught.value), work.error(serial(work.layers, *data)[0]), current_context().world_size
 
 
+@pytest.mark.exhaustive
 def test_a_pipeline_is_the_ranks_of_its_process_group() -> None:
     for said, error, size in run_processes(in_groups, 4):
         assert "pipeflow.launch made a pipeline of the ranks [0, 1, 2, 3]: pass launch(pipeline=2)" in said
@@ -155,6 +162,7 @@ def traced() -> tuple[bool, int]:
     return timeline is not None, sum(map(len, work.schedule.schedule.rows))
 
 
+@pytest.mark.exhaustive
 def test_steps_are_measured_and_schedules_are_values() -> None:
     assert run_processes(traced, 2) == [(True, 2 * 4 * MICROBATCHES)] * 2
 
@@ -173,6 +181,7 @@ def replaced() -> float:
     return work.error(whole)
 
 
+@pytest.mark.exhaustive
 def test_a_stage_may_get_another_module() -> None:
     assert max(run_processes(replaced, 2)) < TOLERANCE
 
@@ -242,13 +251,67 @@ def register() -> tuple[float, int]:
     if "arg_mbs" not in inspect.signature(theirs.PipelineScheduleMulti.step).parameters:
         with pytest.raises(UsageError, match=r"before torch 2\.14 it takes no arg_mbs: pass the whole batch"):
             work.schedule.step(arg_mbs=[(data[0],)])
+        with pytest.raises(UsageError, match=r"before torch 2\.15 it takes no finalize_gradients: leave it out"):
+            work.schedule.step(data[0], finalize_gradients=False)
     return work.error(serial(work.layers, *data)[0]), len(calls)
 
 
+@pytest.mark.exhaustive
 def test_functions_for_actions_run_on_torchs_runtime() -> None:
     for error, calls in run_processes(register, 2):
         assert error < TOLERANCE
         assert calls
+
+
+def within_contexts() -> tuple[float, list[tuple[int, int]], list[int]]:
+    """Gradients of stages with a context, as torch 2.15 registers it; which forwards ran in it, and the own stages."""
+    work, data, seen = Work("Interleaved1F1B"), batch(), list[tuple[int, int]]()
+
+    @contextmanager
+    def around(info: Any) -> Iterator[None]:
+        seen.append((info.stage_index, info.microbatch_index))
+        yield
+        seen.append((info.stage_index, info.microbatch_index))
+
+    stages: list[Any] = work.schedule.own_stages
+    for stage in stages:
+        if hasattr(stage, "register_forward_context"):
+            stage.register_forward_context(around)
+        else:
+            stage._forward_contexts = {0: around}
+            vars(stage_file).update(StageInfo=SimpleNamespace)
+    work.step(*data)
+    return work.error(serial(work.layers, *data)[0]), seen, [stage.stage_index for stage in stages]
+
+
+@pytest.mark.exhaustive
+def test_a_forward_runs_in_the_context_of_its_stage() -> None:
+    for error, seen, stages in run_processes(within_contexts, 2):
+        assert error < TOLERANCE
+        assert seen[::2] == seen[1::2]
+        assert sorted(seen[::2]) == sorted((stage, index) for stage in stages for index in range(MICROBATCHES))
+
+
+@pytest.mark.exhaustive
+def test_a_context_that_hides_an_error_is_refused() -> None:
+    stage = SimpleNamespace(submod=Failing(), stage_index=0, is_first=True, is_last=True)
+    stage._forward_contexts = {0: lambda info: suppress(ZeroDivisionError)}
+    call = stage_file.StageCall(stage)
+    with patch.object(stage_file, "StageInfo", SimpleNamespace), pytest.raises(UsageError, match="suppressed an error"):
+        call(own=stage_file.Own(((1,), {}, 0)))
+
+
+class Failing(nn.Module):
+    def forward(self, value: int) -> float:
+        return value / 0
+
+
+def test_names_that_newer_releases_of_torch_add_are_there() -> None:
+    package: Any = import_module("pipeflow.pipelining")
+    with patch.object(torch.distributed.pipelining, "PipelineStageInfo", "new", create=True):
+        assert package.PipelineStageInfo == "new"
+    with pytest.raises(AttributeError, match="_never"):
+        _ = package._never
 
 
 class Indexed(nn.Module):
@@ -276,6 +339,7 @@ def index() -> tuple[list[Any], list[Any], str]:
     return calls[0], calls[1], str(caught.value)
 
 
+@pytest.mark.exhaustive
 def test_modules_are_told_their_stage_and_microbatch() -> None:
     [(without, told, said)] = run_processes(index, 1)
     assert without == [(None, None)] * 2

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeflow import PipelineSharedModuleWrapper
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_processes
 from tests.pipelining.work import TOLERANCE, Work, batch, difference, mean_loss, serial
 
@@ -36,6 +36,7 @@ def on_one_rank() -> list[float]:
     return [difference(mine.grad, its.grad) for mine, its in pairs]
 
 
+@pytest.mark.exhaustive
 def test_a_layer_of_two_stages_of_a_rank() -> None:
     assert max(map(max, run_processes(on_one_rank, 2))) < TOLERANCE
 
@@ -83,5 +84,6 @@ def compiled() -> float:
     return work.error(whole)
 
 
+@pytest.mark.exhaustive
 def test_compiled_stages() -> None:
     assert max(run_processes(compiled, 2)) < TOLERANCE

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeflow.adapters.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from pipeflow.pipelining import PipelineStage
-from pipeflow.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 WIDTH = 6
 SAMPLES = 8

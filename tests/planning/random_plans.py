@@ -11,8 +11,8 @@ from typing import Any
 
 from pipeflow import GPT, PRECISIONS, Cluster, Schedule, Setup, UsageError, make_schedule, plan
 from pipeflow.core.partition import Cut
+from pipeflow.planning.cut_search import fastest_cut
 from pipeflow.planning.device import DEVICES
-from pipeflow.planning.fastest_cut import fastest_cut
 from pipeflow.planning.step_plan import Plan
 from pipeflow.schedules.registry import COMPARED
 
@@ -151,8 +151,8 @@ def fewer_bytes(case: Case, by: float) -> Case:
     """Gradients of two bytes, not of four; where they have two, a smaller vocabulary."""
     narrow = FEWER.get(case.setup.precision.name)
     if narrow is not None:
-        kernel, overlaps = case.setup.kernel, case.setup.overlaps  # of a program, which precisions suggest
-        narrower = replace(case.setup, precision=PRECISIONS[narrow], attention=kernel, overlap=overlaps)
+        overlaps = case.setup.overlaps  # of a program, which precisions suggest
+        narrower = replace(case.setup, precision=PRECISIONS[narrow], overlap=overlaps)
         return replace(case, setup=narrower)
     return replace(case, model=replace(case.model, vocabulary=max(1, case.model.vocabulary // 2)))
 

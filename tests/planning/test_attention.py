@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -89,7 +90,7 @@ def test_a_measured_share_of_attention_holds_for_every_shape() -> None:
     rates = Rates(H100, replace(PUBLISHED, attention=0.25), "bf16")
     found = {rates.attention(Scores(kernel, 512, 40, True)) for kernel in KERNELS} | {rates.attention(None)}
     assert found == {(0.25 * rates.peak, 0.25 * rates.peak)}
-    unknown, usual = rates_of_long(None), rates_of_long(Scores("flash1", math.inf, 128, True))
+    unknown, usual = rates_of_long(None), rates_of_long(Scores("flash2", math.inf, 128, True))
     assert unknown == usual
 
 
@@ -97,10 +98,31 @@ def rates_of_long(scores: Scores | None) -> tuple[float, float]:
     return Rates(A100, PUBLISHED, "bf16").attention(scores)
 
 
-def test_the_kernel_follows_from_the_precision_and_the_layout_unless_it_is_given() -> None:
-    for name, sizes in (("bf16", {"tensor": 2}), ("bf16", {"context": 2}), ("bf16-mixed", {"data": 8}), ("fp8", {})):
-        assert Setup(precision=PRECISIONS[name], **sizes).kernel == "flash3"  # type: ignore[arg-type]  # sizes
-    assert Setup(data=8).kernel == Setup(tensor=2, data=8, zero=3).kernel == "flash1"
+def test_all_layouts_of_a_program_on_a_device_have_the_same_kernel() -> None:
+    sizes = [*itertools.product((1, 2), (1, 8), (1, 2), (0, 1, 3), ("none", "full"), ("bf16", "bf16-mixed"))]
+    for engine, cluster, kernel in (
+        (None, A100, "flash2"),
+        (None, Cluster.of("l40s"), "flash2"),
+        (None, H100, "flash3"),
+        ("megatron", H100, "flash3"),
+        ("torchtitan", H100, "flash2"),
+    ):
+        for tensor, data, context, zero, checkpoint, precision in sizes:
+            setup = Setup(
+                tensor=tensor,
+                data=data,
+                context=context,
+                zero=zero,
+                checkpoint=checkpoint,  # type: ignore[arg-type]  # one of them
+                precision=PRECISIONS[precision],
+                engine=engine,
+            )
+            given = replace(setup, attention=kernel)  # type: ignore[arg-type]  # one of them
+            rates, model = rates_of(cluster, setup), GPT(4, 512, 4, 512, 8192)
+            assert rates.seconds(layer_work(model, setup)) == rates.seconds(layer_work(model, given))
+
+
+def test_the_kernel_follows_from_the_program_unless_it_is_given() -> None:
     assert Setup(keep_scores=True).kernel == Setup(precision=PRECISIONS["fp16"]).kernel == "unfused"
     assert Setup(data=8, zero=3, engine="torchtitan").kernel == "flash2"
     given = Setup(precision=PRECISIONS["fp16"], attention="flash1")

@@ -72,10 +72,10 @@ def test_a_file_keeps_everything(tmp_path: Path) -> None:
         each.save(path)
         assert Cluster.load(path) == each
     assert [each.name for each in tmp_path.iterdir()] == ["cluster.json"]
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_text(encoding="utf-8"))
     assert content["units"]["network_bandwidth"] == "bytes/s per device, one way"
     del content["efficiency"], content["units"], content["device"]["limit"]
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(content), encoding="utf-8")
     assert Cluster.load(path) == replace(cluster, efficiency={})
 
 
@@ -138,9 +138,9 @@ def test_a_file_that_cannot_be_is_one_error(
 ) -> None:
     path = tmp_path / "cluster.json"
     A100.save(path)
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_text(encoding="utf-8"))
     change(content)
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(UsageError, match=rf"cluster\.json: {message}"):
         Cluster.load(path)
 
@@ -182,6 +182,6 @@ def test_what_cannot_be_is_refused(make: Callable[[], object], message: str) -> 
 @pytest.mark.parametrize("text", ["", "[1]", "{", "\x00"])
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "other.json"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match=r"other\.json: (this is not JSON|a cluster must be an object with device)"):
         Cluster.load(path)

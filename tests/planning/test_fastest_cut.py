@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pipeflow import GPT, Cluster, Setup, make_schedule, plan
-from pipeflow.planning.fastest_cut import cuts_to_try, fastest_cut
+from pipeflow.planning.cut_search import cuts_to_try, fastest_cut
 from pipeflow.planning.profiles import cut_by_cost
 
 A100 = Cluster.of("a100-80gb")

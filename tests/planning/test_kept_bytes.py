@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
 from pipeflow import GPT, Setup
-from pipeflow.planning.transformer_costs import layer_kept
+from pipeflow.planning.adapters import learned_parameters
+from pipeflow.planning.setup import LORA_TARGETS
+from pipeflow.planning.transformer_costs import Share, layer_kept
 
 PLAIN: dict[str, Any] = {"biases": "none", "norm": "rms", "tied": False, "position_table": False, "dropout": False}
 MODEL = GPT(1, 256, 8, 512, 1000, **PLAIN)
@@ -149,7 +151,57 @@ class Layer(nn.Module):
 def test_a_layer_keeps_what_autograd_saves(changed: dict[str, Any]) -> None:
     model = replace(MODEL, **changed)
     torch.manual_seed(0)
-    layer, saved = Layer(model).to(torch.bfloat16), dict[int, int]()
+    require_kept(Layer(model), model, Setup())
+
+
+class Adapted(nn.Module):
+    """A frozen linear with an adapter of rank 1."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+        self.down, self.up = nn.Linear(linear.in_features, 1, bias=False), nn.Linear(1, linear.out_features, bias=False)
+
+    def forward(self, given: Tensor) -> Any:
+        return self.linear(given) + self.up(self.down(given))
+
+
+def targets(layer: Layer) -> dict[nn.Module, str]:
+    """The name of LORA_TARGETS of each linear; the router has none."""
+    found: dict[nn.Module, str] = {}
+    for each in layer.modules():
+        match each:
+            case Perceptron():
+                found |= dict.fromkeys(each.wide, "linear_fc1") | {each.down: "linear_fc2"}
+            case Attention():
+                found |= dict.fromkeys(each.made, "linear_qkv") | {each.output: "linear_proj"}
+            case LatentAttention():
+                *made, output = each.linears
+                found |= dict.fromkeys(made, "linear_qkv") | {output: "linear_proj"}
+    return found
+
+
+@pytest.mark.parametrize("adapted", [(), ("linear_qkv",), ("linear_proj", "linear_fc2"), LORA_TARGETS], ids=len)
+@pytest.mark.parametrize("changed", [{}, {**MIXTURE, "shared_experts": 1}, {**GATED, **LATENT}])
+def test_a_frozen_layer_keeps_what_autograd_saves(changed: dict[str, Any], adapted: tuple[str, ...]) -> None:
+    model = replace(MODEL, **changed)
+    torch.manual_seed(0)
+    layer = Layer(model).requires_grad_(False)
+    names = targets(layer)
+    for parent in list(layer.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear) and names.get(child) in adapted:
+                setattr(parent, name, Adapted(child))
+    setup = Setup(lora_rank=1, lora_targets=adapted) if adapted else Setup(frozen=True)
+    require_kept(layer, model, setup)
+    learned = sum(each.numel() for each in layer.parameters() if each.requires_grad)
+    planned = learned_parameters(model, Share(1, first=False, last=False), setup).total
+    assert (0.6 * learned <= planned <= learned) if adapted else (planned == 0)  # plans fuse linears of the same input
+
+
+def require_kept(layer: Layer, model: GPT, setup: Setup) -> None:
+    """Asserts that a layer's autograd saves the planned bytes."""
+    layer, saved = layer.to(torch.bfloat16), dict[int, int]()
     own = {each.untyped_storage().data_ptr() for each in layer.parameters()}
 
     def pack(value: Tensor) -> Tensor:
@@ -162,6 +214,6 @@ def test_a_layer_keeps_what_autograd_saves(changed: dict[str, Any]) -> None:
     given = torch.randn(model.tokens, model.hidden, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
         output = layer(given)
-    planned = model.tokens * layer_kept(model, Setup())
+    planned = model.tokens * layer_kept(model, setup)
     assert output.shape == given.shape
     assert sum(saved.values()) == pytest.approx(planned, rel=SHARE)

@@ -132,6 +132,26 @@ def test_what_needs_more_memory_is_divided_among_replicas() -> None:
     assert tight.plan.peak_bytes <= 0.9 * plain.plan.peak_bytes
 
 
+def test_sequence_parallelism_and_overlap_are_tried_where_they_are_possible() -> None:
+    wide = replace(MODEL, hidden=8192, heads=64)  # whose layers take longer to compute than to launch
+    task = Wanted(wide, CLUSTER, 4, 8, tensor=2, pipeline=1, checkpoint="none", zero=1, memory=1e12)
+    first = find_layouts(task, top=1).ranked[0]
+    for parallel, overlap in product((False, True), repeat=2):
+        fixed = find_layouts(replace(task, sequence_parallel=parallel, overlap=overlap), top=1).ranked[0]
+        assert (fixed.layout.sequence_parallel, fixed.layout.overlap) == (parallel, overlap)
+        assert (fixed.step_seconds > first.step_seconds) == (not (parallel and overlap))
+    odd = find_layouts(replace(task, setup=Setup(sequence=511)), top=1).ranked[0]
+    assert (odd.layout.sequence_parallel, odd.layout.overlap) == (False, True)
+
+
+def test_a_program_whose_buffers_to_overlap_do_not_fit_does_without_them() -> None:
+    task = wanted(tensor=1, pipeline=1, microbatch_size=2, checkpoint="full", zero=1, setup=Setup(engine="deepspeed"))
+    free = find_layouts(task, top=1).ranked[0]
+    tight = find_layouts(replace(task, memory=free.plan.peak_bytes - 1), top=1).ranked[0]
+    assert (free.layout.overlap, tight.layout.overlap) == (True, False)
+    assert free.step_seconds < tight.step_seconds
+
+
 def test_fewer_devices_are_faster_over_a_slow_network() -> None:
     slow = replace(CLUSTER, network_bandwidth=1e7)
     found = find_layouts(Wanted(MODEL, slow, 8, 8), top=1)
@@ -141,6 +161,12 @@ def test_fewer_devices_are_faster_over_a_slow_network() -> None:
     assert fewer.ranked[0].step_seconds < found.ranked[0].step_seconds
     large = Wanted(replace(MODEL, hidden=4096, layers=8), replace(CLUSTER, devices_per_node=8), 8, 64)
     assert faster_on_fewer(find_layouts(large, top=1)) is None
+
+
+def test_fewer_devices_than_shards_are_left_out() -> None:
+    slow = replace(CLUSTER, network_bandwidth=1e7)
+    found = find_layouts(Wanted(MODEL, slow, 8, 8, zero=1, shard_ranks=8), top=1)
+    assert faster_on_fewer(found) is None
 
 
 def test_all_sizes_that_fit_are_tried() -> None:

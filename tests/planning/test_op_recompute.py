@@ -69,7 +69,7 @@ def policy() -> Any:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 @pytest.mark.parametrize("changed", [{}, {"gated": False, "ffn": 1024}, {"kv_heads": 8}])
 def test_a_layer_keeps_what_torch_saves_under_the_policy(changed: dict[str, Any]) -> None:
     """Compiled, so that the last product, which no backward needs, is not kept."""

@@ -24,14 +24,16 @@ def row(tensor: int, data: int, seconds: float) -> Row:
 
 
 def test_the_documents_have_the_tables_of_the_benchmark() -> None:
-    data = json.loads((ROOT / "benchmarks" / "results" / "planner.json").read_text())["data"]
+    data = json.loads((ROOT / "benchmarks" / "results" / "planner.json").read_text(encoding="utf-8"))["data"]
     for path, table in tables(data).items():
-        assert written(path.read_text()) == table, f"{path.name}: python -m benchmarks planner --save writes it anew"
+        assert written(path.read_text(encoding="utf-8")) == table, (
+            f"{path.name}: python -m benchmarks planner --save writes it anew"
+        )
 
 
 def test_the_planner_has_the_coefficients_of_the_last_fit_on_all_sources() -> None:
     """To the digits that it gives."""
-    found = json.loads((ROOT / "benchmarks" / "results" / "planner.json").read_text())["data"]["fitted"]
+    found = json.loads((ROOT / "benchmarks" / "results" / "planner.json").read_text(encoding="utf-8"))["data"]["fitted"]
     assert own_coefficients() == pytest.approx(found, rel=0.02)
 
 
@@ -45,7 +47,7 @@ def test_the_regret_is_that_of_the_plainest_layout_among_ties() -> None:
         assert plain == [0.0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_published_step_is_planned_to_fit() -> None:
     largest: dict[object, Row] = {}
     for each in rows():  # where only the number of microbatches differs, the most of them take most
@@ -67,7 +69,7 @@ def test_the_memory_of_the_formula_is_planned_within_7_percent() -> None:
 
 
 def test_the_guide_has_the_memory_of_other_programs_as_it_is_planned() -> None:
-    guide, found = (ROOT / "docs" / "planning.md").read_text(), memory_commands()
+    guide, found = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8"), memory_commands()
     for each in found:
         line = f"| {each.label} | {each.planned / 2**30:.1f} GiB | {each.gib:.1f} GiB | {100 * each.error:+.1f} % |"
         assert line in guide, line

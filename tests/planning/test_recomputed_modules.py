@@ -11,7 +11,9 @@ from pipeflow import GPT, Placement, Setup, UsageError, make_schedule, plan
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.exchanges import expert_seconds
 from pipeflow.planning.mesh import Mesh
+from pipeflow.planning.omissions import unpriced
 from pipeflow.planning.physical import Physical, physical_costs, rates_of
+from pipeflow.planning.setup import PRECISIONS
 from pipeflow.planning.similar import kind_of
 from pipeflow.planning.transformer_costs import layer_kept, recomputed_bytes, stage_costs
 from pipeflow.planning.work import layer_work
@@ -159,13 +161,36 @@ def test_frozen_weights_have_no_gradients_and_no_optimizer() -> None:
     one, other = costs(DENSE, replace(learns, attention="flash3")), costs(DENSE, frozen)
     assert other.cost.backward_weight[0] < 0.01 * one.cost.backward_weight[0]
     assert other.cost.backward_input == pytest.approx(one.cost.backward_input)
-    assert other.cost.saved_bytes == one.cost.saved_bytes
-    assert other.cost.reduce == (0.0,)
+    assert other.cost.saved_bytes[0] < one.cost.saved_bytes[0]  # test_kept_bytes.py has how many
+    for zero in (0, 1):
+        assert costs(DENSE, replace(frozen, zero=zero)).cost.reduce == (0.0,)
+    assert other.optimizer == other.tied == 0
     found = plan(DENSE, make_schedule("1f1b", ranks=1, microbatches=2), frozen, cluster=H100).ranks[0]
     assert (found.weight_bytes, found.gradient_bytes, found.optimizer_bytes) == (2 * DENSE.parameters, 0, 0)
     assert kind_of(DENSE, frozen, H100) == "h100, 16 bits, frozen weights"
     work = stage_costs(DENSE, Placement.linear(1), frozen, flops=1.0)
-    assert work.backward_weight == (0.0,)
+    assert work.backward_weight == work.deferred_bytes == (0.0,)
+
+
+def test_adapters_take_bytes_and_seconds() -> None:
+    frozen, adapted = Setup(data=2, zero=1, frozen=True), Setup(data=2, zero=1, lora_rank=8)
+    schedule = make_schedule("1f1b", ranks=1, microbatches=2)
+    one, other = (plan(DENSE, schedule, setup, cluster=H100).ranks[0] for setup in (frozen, adapted))
+    count = other.parameters - one.parameters
+    assert 0 < count < 0.05 * one.parameters
+    assert other.weight_bytes - one.weight_bytes == other.gradient_bytes == 2 * count
+    assert other.optimizer_bytes == 12 * count / 2  # the two replicas divide it
+    less, more = costs(DENSE, frozen), costs(DENSE, adapted)
+    for before, after in zip(
+        (*less.cost.forward, *less.cost.backward_input, *less.cost.backward_weight, *less.cost.reduce, less.optimizer),
+        (*more.cost.forward, *more.cost.backward_input, *more.cost.backward_weight, *more.cost.reduce, more.optimizer),
+        strict=True,
+    ):
+        assert before < after
+    narrow = [Setup(precision=PRECISIONS[name], lora_rank=8) for name in ("bf16", "fp8")]
+    assert len({costs(DENSE, setup).cost.saved_bytes for setup in narrow}) == 1  # adapters compute in 16 bits
+    assert all("adapters" not in text for text in unpriced(DENSE, adapted))
+    assert any("--lora-rank" in text for text in unpriced(DENSE, frozen))
 
 
 @pytest.mark.parametrize(
@@ -176,6 +201,9 @@ def test_frozen_weights_have_no_gradients_and_no_optimizer() -> None:
         ({"dispatcher": "flex"}, "dispatcher must be of all-to-all, deepep, hybridep; got 'flex'"),
         ({"recompute_modules": ("mlp",), "checkpoint": "full"}, "checkpoint 'full' recomputes all modules"),
         ({"checkpoint_layers": 2}, "checkpoint_layers says how many layers have a checkpoint: give checkpoint, too"),
+        ({"lora_rank": -1}, "lora_rank must be an integer of at least 0, got -1"),
+        ({"lora_rank": 8, "lora_targets": ("q_proj",)}, "lora_targets must be of linear_qkv, .*; got 'q_proj'"),
+        ({"lora_targets": ("linear_qkv",)}, "lora_targets says which linears have adapters: give lora_rank, too"),
         ({"offload_layers": -1}, "offload_layers must be an integer of at least 0, got -1"),
     ],
 )

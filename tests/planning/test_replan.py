@@ -72,19 +72,19 @@ def test_a_step_without_backwards_is_refused() -> None:
 
 def test_the_command_says_what_a_change_gains_and_writes_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run, best = tmp_path / "run.json", tmp_path / "best.csv"
-    run.write_text(measured().to_json())
+    run.write_text(measured().to_json(), encoding="utf-8")
     shown = out(capsys, "plan", "--measured", run, "--csv", best)
     assert max(map(len, shown.splitlines())) <= 80
     assert "1f1b: measured 61" in shown
     assert "of the step within the same memory" in shown
     found = json.loads(out(capsys, "plan", "--measured", run, "--json"))
     assert found["best"]["gain"] == pytest.approx(1 - found["best"]["step_seconds"] / found["measured_seconds"])
-    assert verify(Schedule.from_csv(best.read_text())) == []
+    assert verify(Schedule.from_csv(best.read_text(encoding="utf-8"))) == []
 
 
 def test_the_command_refuses_what_is_no_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     bad = tmp_path / "bad.json"
-    bad.write_text("{}")
+    bad.write_text("{}", encoding="utf-8")
     assert "bad.json: this is not a timeline" in error(capsys, "plan", "--measured", bad)
     assert "No such file" in error(capsys, "plan", "--measured", tmp_path / "none.json")
     assert "say which model: pipeflow plan MODEL" in error(capsys, "plan")

@@ -41,7 +41,7 @@ def test_a_cluster_file_keeps_shapes(tmp_path: Path) -> None:
     for wrong in ([[1, 2]], [[1, 2, 0]], [[1, 2, "3"]]):
         with pytest.raises(UsageError, match="shapes must have rows of three positive numbers"):
             replace(A100, shapes=wrong)
-    text = (tmp_path / "cluster.json").read_text()
-    (tmp_path / "cluster.json").write_text(text[: text.index('"shapes"')] + '"shapes": 3}')
+    text = (tmp_path / "cluster.json").read_text(encoding="utf-8")
+    (tmp_path / "cluster.json").write_text(text[: text.index('"shapes"')] + '"shapes": 3}', encoding="utf-8")
     with pytest.raises(UsageError, match="shapes must be a list of rows, got 3"):
         Cluster.load(tmp_path / "cluster.json")

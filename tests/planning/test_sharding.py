@@ -15,9 +15,10 @@ from pipeflow.planning.efficiency import PUBLISHED
 from pipeflow.planning.layout import Wanted
 from pipeflow.planning.layouts import find_layouts
 from pipeflow.planning.rates import RankGroup, Rates
-from pipeflow.planning.sharding import Holders, LayerCosts, Sharding, gathering, hidden
+from pipeflow.planning.sharding import Holders, Sharding, StageLayers, hidden
 from pipeflow.planning.step_plan import Plan
 from pipeflow.planning.transformer_costs import Parameters
+from pipeflow.schedules.orders.memory.unsharding import gathering
 
 # links of 1e6 bytes/s without latency, so that a gather of b bytes on n ranks takes (n - 1) / n * b / 1e6 seconds
 SIMPLE = replace(
@@ -44,7 +45,7 @@ def others(count: float) -> Parameters:
     return Parameters(int(count), 0)
 
 
-LAYERS = LayerCosts(4, others(1e6), others(2e6), forward=10.0, backward=20.0)
+LAYERS = StageLayers(4, others(1e6), others(2e6), forward=10.0, backward=20.0)
 
 
 def test_a_gather_sends_what_the_other_ranks_hold_and_a_reduction_the_bytes_of_gradients() -> None:

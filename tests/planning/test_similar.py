@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
+from benchmarks.planner import promised
 from benchmarks.planner_tables import LAST, MARK, ROOT, SIMILAR, similar_rows
 from pipeflow import GPT, PRECISIONS, Cluster, Setup
-from pipeflow.cli.command import main
 from pipeflow.planning.similar import KINDS, kind_of, said, similar_error
+from pipeflow.tools.cli.command import main
 
 MODEL = GPT(4, 512, 4, 512, 8192)
 
 
 def test_the_errors_are_those_of_the_benchmark() -> None:
-    data = json.loads((ROOT / "benchmarks" / "results" / "planner.json").read_text())["data"]
-    rows = SIMILAR.read_text().split(MARK)[1].split(LAST)[0]
+    data = json.loads((ROOT / "benchmarks" / "results" / "planner.json").read_text(encoding="utf-8"))["data"]
+    rows = SIMILAR.read_text(encoding="utf-8").split(MARK)[1].split(LAST)[0]
     assert rows == similar_rows(data), "python -m benchmarks planner --save writes them anew"
 
 
@@ -39,9 +41,22 @@ def test_a_plan_prints_the_error_of_similar_jobs(capsys: pytest.CaptureFixture[s
     assert said(MODEL, Setup(), Cluster.of("a100-80gb")) in printed
     assert main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["similar_error"] == found._asdict()
-    assert found.error == KINDS["a100, 16 bits"][1]
+    assert found.error == KINDS["a100, 16 bits"][2]
 
 
-def test_a_plan_says_so_if_no_similar_job_was_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "gpt2-xl", "--device", "mi300x"]) == 0
-    assert "no plan of a similar job was compared with a measured step" in capsys.readouterr().out
+@pytest.mark.parametrize("words", [["mi300x"], ["v100-32gb", "--precision", "fp16"]], ids=["none", "one publisher"])
+def test_a_plan_says_so_if_no_two_publishers_measured_such_jobs(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "gpt2-xl", "--device", *words]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "how far this is off is not known: jobs like this were not measured by two publishers" in said
+
+
+def test_each_publisher_is_one_observation_of_what_is_promised() -> None:
+    few, many = ([[0.0] * rows, [0.1, -0.1]] for rows in (1, 1000))
+    assert promised(few) | {"rows": 0} == promised(many) | {"rows": 0}
+    assert promised(few)["error"] == 0.05
+    assert promised(few)["most"] == pytest.approx(2.92 * math.sqrt((0 + 0.01) / 2))  # Student's, two degrees of freedom
+    same = [[0.1]] * 3
+    assert promised(same)["most"] == pytest.approx(2.35 * 0.1)

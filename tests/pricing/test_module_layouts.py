@@ -51,6 +51,7 @@ def test_the_search_finds_the_fastest_of_all_plans() -> None:
     assert [each.layout for each in searched(top=1)] == [found[0].layout]
 
 
+@pytest.mark.exhaustive
 def test_less_memory_leaves_layouts_out_and_then_none() -> None:
     roomy = searched()
     limit = 0.999 * max(each.plan.peak_bytes for each in roomy)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow import GPT, PRECISIONS, Cluster, Setup, UsageError, make_schedule, plan, plan_module
+from pipeflow.planning.pricing.module_plan import ModulePlan
 from pipeflow.planning.work import layer_work
-from pipeflow.pricing.module_plan import ModulePlan
 
 A100 = Cluster.of("a100-80gb")
 FLOAT32 = Setup(precision=PRECISIONS["float32"])

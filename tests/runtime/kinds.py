@@ -66,3 +66,8 @@ def differing(schedule: Schedule, found: Gradients, expected: Gradients) -> list
     assert found.keys() == expected.keys()
     assert found
     return [f"{schedule.name}: {name}" for name in expected if not torch.equal(found[name], expected[name])]
+
+
+def steps_optimizer(schedule: Schedule) -> bool:
+    """Whether the schedule has the optimizer's step."""
+    return any(action.kind is Kind.S for action in schedule.actions(0))

@@ -15,9 +15,8 @@ from torch.nn import functional
 
 from pipeflow import Schedule
 from pipeflow.core.route import Routes, routes_among, sources_of, targets_of
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.transport.protocol import Start, Tag
-from pipeflow.parallel.transport.work import Work
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.transport.protocol import Start, Tag, Work
 from pipeflow.testing.models import WIDTH, Layer, initial
 
 Given = list[tuple[int, int]]

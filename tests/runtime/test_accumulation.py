@@ -42,7 +42,6 @@ def test_different_batches_add_up(variant: tuple[str, int, int]) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("microbatches", [4, *(pytest.param(m, marks=pytest.mark.exhaustive) for m in (1, 7))])
 @pytest.mark.parametrize("model", [PlainModel(12, torch.float32), TreeModel(12, torch.float32)], ids=str)
-@pytest.mark.slow
 def test_all_layouts_agree_to_the_bit(model: TinyModel, microbatches: int) -> None:
     alike = [
         run_threads(run_two_steps, variant[1], model, schedule_of(variant, microbatches), 2 * microbatches + 1)
@@ -54,7 +53,6 @@ def test_all_layouts_agree_to_the_bit(model: TinyModel, microbatches: int) -> No
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("microbatches", [4, *(pytest.param(m, marks=pytest.mark.exhaustive) for m in (1, 7))])
-@pytest.mark.slow
 def test_all_layouts_with_a_weight_tied_across_ranks_agree_to_the_bit(microbatches: int) -> None:
     model = TiedModel(12, torch.float32)
     alike = [

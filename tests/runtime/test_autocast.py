@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeflow import Pipeline, UsageError, execute_pipeline, make_schedule
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.tensor import ColumnParallelLinear
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import Layer, PlainModel

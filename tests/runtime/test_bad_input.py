@@ -26,7 +26,7 @@ from pipeflow import (
     launch,
     make_schedule,
 )
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH, PlainModel
 from tests.runtime.work import build, gradients_of, require_near, schedule_of
@@ -139,7 +139,7 @@ def make_all_badly() -> None:
         make_badly(which)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_pipelines_that_cannot_be_made_over_gloo() -> None:
     run_processes(make_all_badly, 2)
 
@@ -176,10 +176,16 @@ class Returning(nn.Module):
 
 
 def step(
-    batch: object = None, *, iterator: Any = None, stage: object = None, criterion: Any = None, **options: Any
+    batch: object = None,
+    *,
+    iterator: Any = None,
+    stage: object = None,
+    last: object = None,
+    criterion: Any = None,
+    **options: Any,
 ) -> None:
-    """A step of a pipeline of two that may have something wrong with it."""
-    value = stage if current_context().pipeline_rank == 0 else None
+    """A step of a pipeline of two, whose stages may return something else, that may have something wrong with it."""
+    value = stage if current_context().pipeline_rank == 0 else last
     pipeline = Pipeline(Returning(value), TWO, criterion=criterion or (lambda output, _: output.mean()))
     iterator = iter([(torch.ones(4, 2), torch.ones(4)) if batch is None else batch]) if iterator is None else iterator
     execute_pipeline(iterator, pipeline, **options)
@@ -189,11 +195,6 @@ ONES = torch.ones(4, 2)
 
 # on both ranks alike: what is done, and what each is told
 STEPS: list[tuple[str, Callable[[], None], str]] = [
-    (
-        "too few samples",
-        lambda: step((ONES[:1], ONES[:1])),
-        "a batch of 1 samples cannot fill 2 microbatches: use fewer",
-    ),
     ("no batch left", lambda: step(iterator=iter([])), r"data_iter has no batch left: make a new one, iter\(loader\)"),
     (
         "no iterator",
@@ -205,7 +206,13 @@ STEPS: list[tuple[str, Callable[[], None], str]] = [
         lambda: step(ONES),
         r"batch must be \(inputs, labels\), got Tensor; without labels pass \(inputs, None\)",
     ),
-    ("three", lambda: step((ONES, ONES, ONES)), r"a batch must be \(inputs, labels\), got tuple"),
+    (
+        "three",
+        lambda: step((ONES, ONES, ONES)),
+        r"got a tuple of 3: several inputs are one tuple or a dict, as in \(\(input1, input2\), labels\)",
+    ),
+    ("a batch", lambda: step(iterator=(ONES, ONES)), r"got the batch itself, a tuple: pass iter\(\[batch\]\)"),
+    ("a dict", lambda: step(iterator={"hidden": ONES}), r"got the batch itself, a dict: pass iter\(\[batch\]\)"),
     ("lengths", lambda: step((ONES, ONES[:3])), r"tensors of a batch differ in dim 0: \[3, 4\]; each needs one"),
     ("no tensor", lambda: step(("words", 3)), "the tensors of a batch are missing"),
 ]
@@ -239,6 +246,27 @@ NOTICED: list[tuple[str, int, str | None, Callable[[], None], str]] = [
         lambda: step(criterion=lambda *_: 1.5),
         "criterion must return a scalar tensor, got float",
     ),
+    (
+        "no labels",
+        1,
+        "1F0",
+        lambda: step((ONES, None), criterion=nn.MSELoss()),
+        r"the criterion got None as labels, since the batch has none .*: pass \(inputs, labels\), .* dict 'labels'",
+    ),
+    (
+        "a dict for a tensor",
+        1,
+        "1F0",
+        lambda: step(last={"a": 1, "logits": ONES}, criterion=nn.MSELoss()),
+        r"returned a dict, which the criterion does not take .*: .*=lambda output, labels: loss\(output\['logits'\], l",
+    ),
+    (
+        "a tuple for a tensor",
+        1,
+        "1F0",
+        lambda: step(last=(None, ONES), criterion=nn.functional.cross_entropy),
+        r"returned a tuple, which the criterion does not take .*: .*=lambda output, labels: loss\(output\[1\], l",
+    ),
     ("no tensor", 0, "0F0", lambda: step(stage="text"), "must return a tensor or a tree of tensors, got a str in it"),
     ("None in a tuple", 0, "0F0", lambda: step(stage=(ONES, None)), "a stage must return .*, got a NoneType in it"),
     ("number in a dict", 0, "0F0", lambda: step(stage={"a": ONES, "b": 2}), "a stage must return .*, got a int in it"),
@@ -269,7 +297,7 @@ def run_different_sizes(forward_only: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.some(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("forward_only", [False, True])
 @pytest.mark.parametrize("start", [run_threads, run_processes])
 def test_batches_of_different_sizes_are_told_to_all(start: Any, forward_only: bool) -> None:
@@ -325,6 +353,7 @@ def run_unmerged() -> str:
     return str(caught.value).splitlines()[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("start", [run_threads, run_processes])
 def test_outputs_that_cannot_be_put_together_fail_everywhere(start: Any) -> None:
     told = start(run_unmerged, 2)
@@ -395,7 +424,7 @@ def test_a_process_alone_is_told_how_to_start_the_others() -> None:
     assert said.endswith("the pipeline has 1; start 2 processes: torchrun --nproc-per-node 2")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_single_process_needs_no_launcher() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment["CUDA_VISIBLE_DEVICES"] = ""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH, Layer, TiedModel, Words, initial
 from tests.runtime.work import Gradients, build, gradients_of, plain, require_near, schedule_of
@@ -106,7 +106,7 @@ def expected(replicas: int) -> dict[str, Any]:
     return {name: gradient / replicas for name, gradient in summed.items()}
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changed_is_summed_from_the_next_step_on(change: str, variant: tuple[tuple[str, int, int], int]) -> None:

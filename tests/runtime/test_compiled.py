@@ -69,7 +69,7 @@ def test_blocks(variant: tuple[str, int, int]) -> None:
     require_compiled(PlainModel(8, torch.float32), variant, backend="aot_eager")
 
 
-@pytest.mark.some(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", FIRST[:3], ids=str)
 def test_whole_stages(variant: tuple[str, int, int]) -> None:
     require_compiled(TiedModel(4, torch.float32), variant, backend="aot_eager", blocks=False)
@@ -92,6 +92,7 @@ def test_inductor(variant: tuple[str, int, int]) -> None:
     require_compiled(TiedModel(8, torch.float32), variant)
 
 
+@pytest.mark.exhaustive
 def test_a_backend_that_does_not_defer() -> None:
     require_compiled(PlainModel(4, torch.float32), FIRST[1], backend="eager")
 
@@ -130,6 +131,7 @@ def told(compiling: dict[str, Any]) -> str:
     return str(pipeline.deferrals[0])
 
 
+@pytest.mark.exhaustive
 def test_which_gradients_wait_is_told() -> None:
     of_weight = (
         "36 of 48 elements of weight gradients are deferred (1 parameters); "
@@ -211,7 +213,7 @@ def train_blocks(compiling: dict[str, Any] | None, autocast: torch.dtype | None,
     return gradients_of(pipeline)
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "whole"])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("reentrant", [None, False], ids=["kept", "checkpointed"])
@@ -223,6 +225,7 @@ def test_what_goes_on_in_a_block(blocks: bool, autocast: torch.dtype | None, ree
     assert "chunks.0.0.unused" not in found
 
 
+@pytest.mark.exhaustive
 def test_a_recompute_draws_the_dropout_of_its_forward() -> None:
     """The gradient of a layer without bias is zero where its input was dropped, in each of its parts."""
     [found] = run_threads(lambda: train_blocks({"backend": "aot_eager"}, None, dropout=1.0, reentrant=False), 1)
@@ -234,6 +237,7 @@ def compile_with(**compiling: Any) -> None:
     build(PlainModel(2), make_schedule("1f1b", ranks=1, microbatches=2)).compile(**compiling)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("compiling", "said"),
     [
@@ -268,6 +272,7 @@ def compile_compiled(in_place: bool) -> str:
     return str(pipeline.deferrals[0])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "wrapped"])
 def test_a_block_that_was_compiled_before(in_place: bool) -> None:
     [told] = run_threads(compile_compiled, 1, in_place)

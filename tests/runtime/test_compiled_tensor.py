@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from pipeflow import Pipeline, UsageError, execute_pipeline, make_schedule
-from pipeflow.models.gpt import GPTLMLoss
-from pipeflow.models.gpt_stages import build_gpt_pipeline
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.tensor import Dropout, checkpoint, manual_seed
 from pipeflow.testing import run_threads
+from pipeflow.training.models.gpt import GPTLMLoss
+from pipeflow.training.models.gpt_stages import build_gpt_pipeline
 from tests.compiling import COMPILED
 
 WORDS = torch.randint(32, (8, 9), generator=torch.Generator().manual_seed(1))
@@ -71,11 +71,12 @@ def compile_in_one_graph() -> None:
         train({"fullgraph": True}, {})
 
 
+@pytest.mark.exhaustive
 def test_a_layer_that_waits_for_other_ranks_is_in_no_one_graph() -> None:
     run_threads(compile_in_one_graph, 4, tensor=2)
 
 
-@pytest.mark.some(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("ranks", "tensor"), [(4, 2), (2, 1), (1, 1)])
 def test_a_checkpoint_within_a_block_stays_eager(ranks: int, tensor: int) -> None:
     """Ranks that are threads compile at the same time, so each pair of runs meets in another place."""
@@ -106,6 +107,7 @@ class Recomputing(nn.Module):
         return dropped
 
 
+@pytest.mark.exhaustive
 def test_a_module_is_compiled_before_and_after_a_checkpoint() -> None:
     torch.manual_seed(0)
     module, input = Recomputing(), torch.randn(16, 8)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow import Pipeline, PipelineError, clip_grad_norm_, execute_pipeline
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import TiedModel
 from tests.covering import some_rows
@@ -101,7 +101,7 @@ def run_killed(rank: int, when: str, note: str) -> Told | None:
 
 
 def kill(note: Path) -> None:
-    note.write_text(str(time.monotonic()))
+    note.write_text(str(time.monotonic()), encoding="utf-8")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -137,7 +137,7 @@ CASES = [
 ]
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("rank", "when"),
     some_rows(
@@ -148,7 +148,7 @@ CASES = [
 def test_a_killed_rank_is_named(rank: int, when: str, tmp_path: Path) -> None:
     note = tmp_path / "killed"
     results = run_processes(run_killed, 4, rank, when, str(note), may_die=[rank])
-    killed = float(note.read_text())
+    killed = float(note.read_text(encoding="utf-8"))
     assert results[rank] is None
     survivors = [told for told in results if told is not None]
     assert len(survivors) == 3
@@ -278,7 +278,7 @@ def run_leaving(rank: int) -> list[str]:
 
 
 @pytest.mark.parametrize("leaving", [0, 2])
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_rank_that_does_not_try_again_is_missed(leaving: int) -> None:
     for rank, told in enumerate(run_processes(run_leaving, 3, leaving, timeout=3.0)):
         assert len(told) == (0 if rank == leaving else 2)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow import Pipeline, PipelineError, UsageError, Whole, execute_pipeline, make_schedule
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.runtime.microbatch import as_batch
 from pipeflow.testing import run_threads
 
 
@@ -55,6 +56,18 @@ def run_elsewhere() -> set[str]:
 
 def test_stages_and_criterion_go_where_the_rank_computes() -> None:
     assert run_threads(run_elsewhere, 1, device="meta") == [{"meta"}]
+
+
+def test_an_entry_is_copied_once_for_all_stages() -> None:
+    """Each stage has leaves of its own for entries whose gradient is wanted."""
+    entries = {"mask": torch.ones(4, 2), "whole": Whole(torch.ones(3)), "leaf": torch.ones(4, requires_grad=True)}
+    batch = as_batch((entries, None), 2, torch.device("meta"))
+    first, second = batch.split(entries), batch.split(batch.named["mask"])
+    assert all(one["mask"] is other for one, other in zip(first, second, strict=True))
+    assert batch.split(entries["whole"])[1] is first[0]["whole"]
+    leaves = [*batch.split(entries["leaf"]), *(each["leaf"] for each in first)]
+    assert len(set(map(id, leaves))) == 4
+    assert all(each.is_leaf and each.requires_grad for each in leaves)
 
 
 class Masked(Scale):

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from pipeflow import Divided, Pipeline, UsageError, Whole, execute_pipeline, make_schedule
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import RankError, run_threads
 from pipeflow.testing.models import PlainModel, TinyModel, TreeModel
 from tests.runtime.work import build, gradients_of, require_near, schedule_of

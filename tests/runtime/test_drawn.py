@@ -8,8 +8,8 @@ import pytest
 
 from pipeflow import Placement, Schedule, execute_pipeline, verify
 from pipeflow.core.dataflow import Stream
-from pipeflow.parallel.context import current_context
-from pipeflow.runtime.program.pairs import Half
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.runtime.program.pairs import Half
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import KeywordModel, TiedModel, TinyModel, TreeModel
 from tests.runtime.work import Gradients, build, drawn_at_random, gradients_of, require_near
@@ -82,9 +82,8 @@ def run_all(cases: list[tuple[TinyModel, Schedule]]) -> list[Any]:
     return [run_as_drawn(model, schedule) for model, schedule in cases]
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_gloo(ranks: int) -> None:
     schedules = [*BY_HAND.values(), *(drawn_at_random(seed) for seed in range(60))]
     fitting = [schedule for schedule in schedules if schedule.placement.num_ranks == ranks]

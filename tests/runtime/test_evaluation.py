@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from pipeflow import Pipeline, execute_pipeline
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH, KeywordModel, PlainModel, TiedModel, TinyModel, TreeModel
 from tests.runtime.work import build, each_once, gradients_of, plain, schedule_of, variants
@@ -73,7 +73,7 @@ def test_threads_with_the_shape_known(variant: Variant) -> None:
     require_evaluated(PlainModel(), run_threads(run_evaluation, variant[1], PlainModel(), variant, options))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_gloo() -> None:
     for variant in (("1f1b", 2, 1), ("interleaved-1f1b", 2, 2)):
         require_evaluated(TiedModel(), run_processes(run_evaluation, 2, TiedModel(), variant, {}))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeflow import Pipeline, PipelineError, Schedule, UsageError, execute_pipeline
 from pipeflow.core.action import Kind
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import PlainModel
 from tests.covering import some
@@ -225,7 +225,7 @@ def require_told(schedule: Schedule, cases: list[Case], results: list[list[Told]
 VARIANTS = [("1f1b", 4, 1), ("interleaved-1f1b", 2, 2), ("zb-v", 2, 1), ("gpipe", 3, 1), ("gpipe", 1, 1)]
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_exceptions_on_threads(variant: tuple[str, int, int]) -> None:
     schedule = schedule_of(variant, MICROBATCHES)
@@ -234,7 +234,7 @@ def test_exceptions_on_threads(variant: tuple[str, int, int]) -> None:
 
 
 @pytest.mark.parametrize("variant", some(VARIANTS[:3], VARIANTS[2:]), ids=str)
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_exceptions_on_gloo(variant: tuple[str, int, int]) -> None:
     schedule = schedule_of(variant, MICROBATCHES)
     cases = cases_of(schedule)
@@ -260,6 +260,7 @@ def run_two() -> list[str]:
     return told
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("start", [run_threads, run_processes])
 def test_a_failure_of_one_pipeline_leaves_another_alone(start: Any) -> None:
     assert start(run_two, 2) == [["PipelineError"] * 4] * 2

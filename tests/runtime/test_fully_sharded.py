@@ -20,10 +20,10 @@ from pipeflow import (
     execute_pipeline,
     make_schedule,
 )
-from pipeflow.optim.clip import grad_norm
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_processes
 from pipeflow.testing.models import Layer, PlainModel, TiedModel, TinyModel
+from pipeflow.training.optim.clip import grad_norm
 from tests.runtime.work import require_near
 
 SCHEDULES = [
@@ -103,7 +103,7 @@ def tie_sharded() -> str:
     return ""
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_tied_weight_is_refused() -> None:
     for message in run_processes(tie_sharded, 2, data=1):
         assert "cannot be under fully_shard: leave its module out" in message

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeflow import Pipeline, execute_pipeline, make_schedule
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.optim import MasterWeights
-from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import PlainModel
 
@@ -89,6 +89,7 @@ def test_float32_keeps_what_bfloat16_loses(microbatches: int, bound: float) -> N
     assert loss < 0.001
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "run"), [("chimera", run_threads), ("zb-h1", run_processes)])
 def test_sums_over_ranks_are_float32_too(name: str, run: Any) -> None:
     assert off(run, name, 16, torch.float32, replicas=2)[0] < 0.006

@@ -33,7 +33,7 @@ def sized(kind: str, schedule: Schedule) -> TinyModel:
     return replace(MODELS[kind], layers=max(2, schedule.placement.num_stages))
 
 
-@pytest.mark.some(26)
+@pytest.mark.some(10)
 @pytest.mark.parametrize(
     ("variant", "kind", "share"),
     some_rows(product(variants(), MODELS, SHARES), covering(largest(variants()), tuple(MODELS), SHARES)),
@@ -46,7 +46,7 @@ def test_threads(variant: tuple[str, int, int], kind: str, share: tuple[int, ...
         require_step(results, expected(model, samples))
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("variant", each_once(variants()))
 def test_threads_with_the_shape_known(variant: tuple[str, int, int]) -> None:
     for microbatches in MICROBATCHES:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow import Pipeline, execute_pipeline
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH, Layer, PlainModel
 from tests.runtime.work import Gradients, plain, require_near, schedule_of
@@ -152,6 +152,6 @@ def test_threads(name: str) -> None:
     require_gaps((name,), run_threads(run_gaps, 3, (name,)))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_gloo() -> None:
     require_gaps(ALL, run_processes(run_gaps, 3, ALL))

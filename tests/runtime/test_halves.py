@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
 from pipeflow import Pipeline, PipelineError, Schedule, UsageError, execute_pipeline, make_schedule
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import WIDTH, PlainModel
 from tests.runtime.work import build, schedule_of
@@ -136,7 +136,7 @@ def run_seen(name: str) -> tuple[dict[str, Tensor], Counter[str]]:
     rank, seen = current_context().pipeline_rank, Counter[str]()
     stage = stage_of(rank)
     nodes = hooks_of(stage, seen)
-    pipeline = Pipeline(stage, make_schedule(name, ranks=2, microbatches=3), criterion=two_losses(stage))
+    pipeline = Pipeline(stage, make_schedule(name, ranks=2, microbatches=3), criterion=two_losses(stage), weigh=len)
     execute_pipeline(iter([batch_of(3)]), pipeline)
     assert nodes
     return {name: each.grad for name, each in stage.named_parameters() if each.grad is not None}, seen
@@ -166,7 +166,7 @@ def run_penalty(name: str) -> str:
         return nn.functional.mse_loss(output, labels) + slope.square().sum()
 
     stages = [stage_of(0), nn.Sequential(last)]
-    pipeline = Pipeline(stages[rank], make_schedule(name, ranks=2, microbatches=2), criterion=criterion)
+    pipeline = Pipeline(stages[rank], make_schedule(name, ranks=2, microbatches=2), criterion=criterion, weigh=len)
     last.train()
     try:
         execute_pipeline(iter([batch_of(2)]), pipeline)

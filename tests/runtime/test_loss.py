@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline, make_schedule
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.transport import agreement
-from pipeflow.parallel.transport.plain import pack
-from pipeflow.runtime.program import dynamic_shapes
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.transport import agreement
+from pipeflow.engine.parallel.transport.plain import pack
+from pipeflow.engine.runtime.program import dynamic_shapes
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import PlainModel, TiedModel
 from tests.runtime.work import build, gradients_of, plain, require_near, schedule_of
@@ -174,6 +174,7 @@ def run_returning(name: str) -> Any:
     return plain(output.outputs)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("start", [run_threads, run_processes])
 def test_outputs_of_both_last_ranks_are_whole(start: Any) -> None:
     model = PlainModel()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeflow import execute_pipeline
-from pipeflow.runtime import loss
+from pipeflow.engine.runtime import loss
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import TiedModel
 from tests.runtime.work import build, schedule_of

@@ -17,8 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pipeflow import Pipeline, Schedule, execute_pipeline, lower, simulate
 from pipeflow.core.dataflow import Content
 from pipeflow.core.program import Program, Release, Send
-from pipeflow.deferral.products import Deferral, Product
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.deferral.products import Deferral, Product
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH
 from tests.runtime.work import drawn_at_random, each_once, schedule_of, variants
@@ -151,7 +151,7 @@ def require_counted(schedule: Schedule, results: list[dict[str, int]]) -> None:
             assert counted["outputs"] == most_under_way(programs[rank])
 
 
-@pytest.mark.some(12)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("shape", [None, tuple(SAMPLE.shape)], ids=str)
 @pytest.mark.parametrize("variant", each_once(variants()))
 def test_activations_alive_are_as_many_as_planned(variant: tuple[str, int, int], shape: tuple[int, ...] | None) -> None:
@@ -168,7 +168,7 @@ def test_activations_alive_are_as_many_as_planned_in_any_order(first: int) -> No
         require_counted(schedule, run_threads(run_watched, schedule.placement.num_ranks, schedule, None))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_over_gloo_too() -> None:
     for variant in (("1f1b", 2, 1), ("interleaved-1f1b", 2, 2)):
         schedule = schedule_of(variant, 6)
@@ -192,7 +192,7 @@ def received(monkeypatch: pytest.MonkeyPatch) -> dict[str, Alive]:
     def watched(*arguments: Any, **options: Any) -> Tensor:
         tensor: Tensor = empty(*arguments, **options)
         caller = sys._getframe(1).f_globals["__name__"]
-        if caller.startswith("pipeflow.runtime.") and tensor.shape in (SAMPLE.shape, (SAMPLE.numel() + 1,)):
+        if caller.startswith("pipeflow.engine.runtime.") and tensor.shape in (SAMPLE.shape, (SAMPLE.numel() + 1,)):
             alive[threading.current_thread().name].watch(tensor)
         return tensor
 
@@ -212,7 +212,7 @@ def require_received(schedule: Schedule, received: dict[str, Alive]) -> None:
     received.clear()
 
 
-@pytest.mark.some(12)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("shape", [None, tuple(SAMPLE.shape)], ids=str)
 @pytest.mark.parametrize("variant", each_once([variant for variant in variants() if variant[1] > 1]))
 def test_receive_buffers_are_as_many_as_planned(

@@ -43,7 +43,7 @@ def differ(variant: Variant, compiling: dict[str, Any]) -> list[str]:
     return wrong
 
 
-@pytest.mark.some(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("variant", "compiling"), [*product(VARIANTS, COMPILING)], ids=str)
 def test_every_use(variant: Variant, compiling: dict[str, Any]) -> None:
     found = run_threads(differ, variant[1], variant, compiling, deadline=900.0, timeout=300.0)

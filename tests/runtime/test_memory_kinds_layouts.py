@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from pipeflow import Pipeline, execute_pipeline, make_schedule
-from pipeflow.models.gpt import GPTLMLoss
-from pipeflow.models.gpt_stages import build_gpt_pipeline
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.tensor import manual_seed
 from pipeflow.testing import run_processes, run_threads
+from pipeflow.training.models.gpt import GPTLMLoss
+from pipeflow.training.models.gpt_stages import build_gpt_pipeline
 from tests.huggingface import trainers
 from tests.runtime import kinds
 from tests.runtime.kinds import Gradients, differing, gradients_of, uses_of
@@ -103,7 +103,7 @@ NAMES = [name for name, _, _ in largest(variants())]
 OPTIONS: list[dict[str, Any]] = [{}, {"sequence_parallel": True}, {"checkpoint": True}]
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("name", "options"), [*product(NAMES, OPTIONS)], ids=str)
 def test_tensor_ranks(name: str, options: dict[str, Any]) -> None:
     assert run_threads(tensor_differs, 8, name, options, tensor=2) == [[]] * 8
@@ -125,7 +125,7 @@ def using(use: str) -> Pipeline:
     return model
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
 def test_a_trainer_of_transformers_takes_such_a_schedule() -> None:
     pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)

@@ -7,8 +7,8 @@ from threading import Thread
 import pytest
 
 from pipeflow import PipelineError, Schedule, UsageError, execute_pipeline
-from pipeflow.parallel.context import current_context
-from pipeflow.runtime.program.pairs import Half, Overlap
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.runtime.program.pairs import Half, Overlap
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import PlainModel
 from pipeflow.testing.ranks import RankError

@@ -23,12 +23,12 @@ from pipeflow import (
     make_schedule,
     simulate,
 )
-from pipeflow.analysis.trace_costs import measured_costs
+from pipeflow.core.analysis.measured_step import measured_costs
 from pipeflow.core.dataflow import Stream
-from pipeflow.parallel.context import current_context
-from pipeflow.runtime.custom_backward import backward
-from pipeflow.runtime.gradients.bucket import Bucket
-from pipeflow.runtime.gradients.buffers import ReplicatedBuffers
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.runtime.gradients.buffers import ReplicatedBuffers
+from pipeflow.engine.runtime.gradients.sums import Bucket
+from pipeflow.engine.runtime.other_calls import backward
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import KeywordModel, Layer, PlainModel, TiedModel, TinyModel
 from pipeflow.testing.ranks import RankError
@@ -89,7 +89,7 @@ def require_whole(results: list[Trained], expected: Trained) -> None:
 CASES = [variant for variant in variants(2, 2) if variant[0] != "dualpipe"] + [("dualpipe", 2, 1)]
 
 
-@pytest.mark.some(31)
+@pytest.mark.some(12)
 @pytest.mark.parametrize("variant", CASES, ids=str)
 @pytest.mark.parametrize("model", [TiedModel(layers=8), KeywordModel(layers=8)], ids=["tied", "keywords"])
 def test_training_is_that_of_one_process(model: TinyModel, variant: tuple[str, int, int]) -> None:
@@ -221,7 +221,7 @@ def die() -> str:
     return "nothing"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_death_is_told_to_every_replica() -> None:
     assert run_processes(die, 4, data=2, may_die=[1]) == ["1", None, "1", "1"]
 
@@ -247,6 +247,7 @@ def trace_one(model: TinyModel, schedule: Schedule) -> Timeline:
     return timeline
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("run", [run_threads, run_processes])
 def test_reductions_are_measured_where_they_are_planned(run: Run) -> None:
     schedule = make_schedule("interleaved-1f1b", ranks=2, microbatches=4)

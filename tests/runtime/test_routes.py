@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeflow import Pipeline, PipelineError, Placement, Schedule, UsageError, execute_pipeline, make_schedule
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.transport.protocol import Tag
-from pipeflow.runtime.program.route_values import FromPayloads, GradientsOfAll, Shares, ToPayloads
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.transport.protocol import Tag
+from pipeflow.engine.runtime.program.route_values import FromPayloads, GradientShares, GradientsOfAll, ToPayloads
 from pipeflow.schedules import SCHEDULES
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH, PlainModel
@@ -103,7 +103,7 @@ def over_gloo(schedule: Schedule, given: Given) -> tuple[list[float], dict[str, 
     return losses, {name: gradient.numpy() for name, gradient in gradients.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_processes() -> None:
     schedule = make_schedule("interleaved-1f1b", ranks=2, microbatches=4)
     given = all_routes(schedule.placement.num_stages)
@@ -221,7 +221,7 @@ def test_without_routes_a_step_has_no_operation_of_theirs() -> None:
 
     for parts in run_threads(rank, 2):
         assert any(parts)
-        assert not any(isinstance(part, FromPayloads | ToPayloads | GradientsOfAll | Shares) for part in parts)
+        assert not any(isinstance(part, FromPayloads | ToPayloads | GradientsOfAll | GradientShares) for part in parts)
 
 
 def refused(given: Any, error: Any = UsageError, modules: Any = None, **options: Any) -> list[str]:

@@ -22,8 +22,8 @@ from pipeflow import (
     simulate,
     verify,
 )
-from pipeflow.parallel.context import current_context
-from pipeflow.runtime.programs import KEPT
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.runtime.programs import KEPT
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import PlainModel, TiedModel, TinyModel, TreeModel
 from tests.families import accepts
@@ -74,7 +74,7 @@ def test_gradients_are_exact_when_schedules_alternate(placement: Placement, mode
     run_threads(run_alternating, placement.num_ranks, model, family_of(placement))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_gradients_are_exact_when_schedules_alternate_over_gloo() -> None:
     run_processes(run_alternating, 4, TiedModel(6), family_of(Placement.bidirectional(4)))
 
@@ -174,23 +174,61 @@ def test_fewer_samples_than_microbatches_are_evaluated(variant: tuple[str, int, 
         assert outputs.shape == model.batch(samples)[0].shape
 
 
-def run_uneven_replicas() -> float:
-    """One replica has fewer samples than microbatches to evaluate."""
-    model = PlainModel()
-    pipeline, first = build(model, schedule_of(("1f1b", 2, 1), 4)), current_context().data_rank == 0
+def run_few_in_training(model: TinyModel, variant: tuple[str, int, int], samples: int) -> Any:
+    pipeline = build(model, schedule_of(variant, 4))
+    for count in (samples, 9, samples):
+        pipeline.zero_grad()
+        loss = execute_pipeline(iter([model.batch(count)]), pipeline, broadcast_loss=True).loss
+    assert loss is not None
+    return loss.item(), gradients_of(pipeline)
+
+
+@pytest.mark.some(17)
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("variant", [each for each in variants(3, 2) if accepts(each[0], each[1])], ids=str)
+def test_fewer_samples_than_microbatches_are_trained(variant: tuple[str, int, int], samples: int) -> None:
+    """As the last batch of an epoch may have."""
+    model = PlainModel(6)
+    expected, wanted = model.plain_step(model.batch(samples))
+    for loss, gradients in run_threads(run_few_in_training, variant[1], model, variant, samples):
+        assert loss == pytest.approx(expected.item(), rel=1e-12)
+        require_near(gradients, wanted)
+
+
+def run_uneven_replicas(variant: tuple[str, int, int], training: bool) -> tuple[float, Any]:
+    """One replica has fewer samples than microbatches."""
+    model = PlainModel(4)
+    pipeline, first = build(model, schedule_of(variant, 4)), current_context().data_rank == 0
     batch = model.batch(2) if first else model.batch(5, seed=1)
-    output = execute_pipeline(iter([batch]), pipeline, forward_only=True, broadcast_loss=True)
+    output = execute_pipeline(iter([batch]), pipeline, forward_only=not training, broadcast_loss=True)
     assert output.loss is not None
-    return output.loss.item()
+    return output.loss.item(), gradients_of(pipeline)
 
 
-def test_replicas_evaluate_batches_of_their_own_size() -> None:
-    model = PlainModel()
+@pytest.mark.parametrize(
+    ("variant", "training"),
+    [(("1f1b", 2, 1), False), (("interleaved-1f1b", 2, 2), True), (("zb-v", 2, 2), True), (("dualpipe", 2, 1), True)],
+)
+def test_replicas_run_batches_of_their_own_size(variant: tuple[str, int, int], training: bool) -> None:
+    model = PlainModel(4)
     batches = zip(*(model.batch(2), model.batch(5, seed=1)), strict=True)
     inputs, labels = (torch.cat(parts) for parts in zip(*zip(*batches, strict=True), strict=True))
-    expected, _ = model.plain_step((inputs, labels))
-    for told in run_threads(run_uneven_replicas, 4, data=2):
-        assert told == pytest.approx(expected.item(), rel=1e-12)
+    expected, wanted = model.plain_step((inputs, labels))
+    for loss, gradients in run_threads(run_uneven_replicas, 4, variant, training, data=2):
+        assert loss == pytest.approx(expected.item(), rel=1e-12)
+        if training:
+            require_near(gradients, wanted)
+
+
+def run_empty_path() -> None:
+    model = PlainModel(4)
+    pipeline = build(model, schedule_of(("dualpipe", 2, 1), 4))
+    with pytest.raises(UsageError, match="a batch of 1 samples leaves one of the 2 paths of 'dualpipe' empty"):
+        execute_pipeline(iter([model.batch(1)]), pipeline)
+
+
+def test_replicas_refuse_a_batch_that_leaves_a_path_empty() -> None:
+    run_threads(run_empty_path, 4, data=2)
 
 
 def test_the_first_microbatches_of_a_sound_schedule_are_one() -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.transport.protocol import Tag
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.transport.protocol import Tag
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH, PlainModel, TiedModel, TinyModel, TreeModel
 from tests.runtime.skips import counted
@@ -75,7 +75,7 @@ def count_messages(microbatches: int) -> tuple[int, int]:
 def test_the_header_of_a_small_activation_is_no_message_of_its_own(
     small: int, headers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeflow.runtime.program.dynamic_shapes._SMALL", small)
+    monkeypatch.setattr("pipeflow.engine.runtime.program.dynamic_shapes._SMALL", small)
     first, _ = run_threads(count_messages, 2, 4)
     assert first == (headers, 4)
 
@@ -120,7 +120,8 @@ TREES = [0, 0, 0, 1, 1, 1, 0, 2, 3, 2, 3, 3, 3, 2, 2, 4, 4, 4, 0, 0]
 def run_trees() -> list[list[float]]:
     rank = current_context().pipeline_rank
     chunks = [Changing(), Passing(), Summing()][rank]
-    pipeline = Pipeline(chunks, schedule_of(("1f1b", 3, 1), 2), criterion=lambda output, _: output)
+    schedule = schedule_of(("1f1b", 3, 1), 2)
+    pipeline = Pipeline(chunks, schedule, criterion=lambda output, _: output, weigh=len)
     told = []
     for kind in TREES:
         pipeline.zero_grad()
@@ -237,11 +238,11 @@ def require_no_header(*_: object) -> None:
 @pytest.mark.parametrize("variant", [*VARIANTS, ("chimera", 2, 1), ("zb-h1", 2, 1)], ids=str)
 def test_an_open_shape_takes_every_batch(variant: tuple[str, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is told by headers, neither in training nor in evaluation, and no program is compiled again."""
-    monkeypatch.setattr("pipeflow.runtime.program.compile.DynamicChannels.sending", require_no_header)
+    monkeypatch.setattr("pipeflow.engine.runtime.program.compile.DynamicChannels.sending", require_no_header)
     require_ragged(run_threads(run_ragged, variant[1], variant))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_open_shape_takes_every_batch_on_gloo() -> None:
     require_ragged(run_processes(run_ragged, 2, ("1f1b", 2, 1)))
 
@@ -291,7 +292,7 @@ def read_other_sizes(smaller: int) -> tuple[str, str]:
     with pytest.raises(UsageError) as first:
         execute_pipeline(other, pipeline)
     execute_pipeline(iter([model.batch(6)]), pipeline)
-    with pytest.raises(PipelineError) as later:
+    with pytest.raises(UsageError) as later:
         execute_pipeline(other, pipeline)
     execute_pipeline(iter([model.batch(6)]), pipeline)
     return str(first.value), str(later.value)
@@ -301,10 +302,34 @@ def read_other_sizes(smaller: int) -> tuple[str, str]:
 @pytest.mark.parametrize("smaller", [0, 1])
 @pytest.mark.parametrize("start", [run_threads, run_processes])
 def test_ranks_that_read_other_sizes_are_told(start: Any, smaller: int) -> None:
+    """At once where all must compare them, and soon if they have changed on one rank alone."""
     sizes = [4 if rank == smaller else 6 for rank in range(2)]
-    for first, later in start(read_other_sizes, 2, smaller, timeout=3.0):
-        assert first == f"the ranks of a pipeline must read the same batch, but theirs have {sizes} samples"
-        assert "their calls do not match" in later
+    for first, later in start(read_other_sizes, 2, smaller, timeout=60.0):
+        said = " (rank 0), ".join(f"{size} samples in 2 microbatches" for size in sizes)
+        assert first.endswith(f"must read the same batch and run the same schedule, but they have {said} (rank 1)")
+        assert f"it reads a batch of {sizes[1]} samples, but rank 0 reads a batch of {sizes[0]} samples" in later
+
+
+def run_other_counts() -> str:
+    """The error of ranks whose schedules divide the same batch otherwise, although both have run both schedules."""
+    model, schedules = PlainModel(), [schedule_of(("1f1b", 2, 1), count) for count in (2, 3)]
+    rank = current_context().pipeline_rank
+    [stage] = model.chunks(schedules[0], rank)
+    pipeline = Pipeline(
+        stage, schedules[0], criterion=model.criterion, tensor_shape=(None, 3, WIDTH), tensor_dtype=torch.float64
+    )
+    for schedule in schedules:
+        execute_pipeline(iter([model.batch(6)]), pipeline, schedule=schedule)
+    with pytest.raises(UsageError) as caught:
+        execute_pipeline(iter([model.batch(6)]), pipeline, schedule=schedules[rank])
+    return str(caught.value)
+
+
+@pytest.mark.exhaustive
+def test_no_message_is_longer_than_its_receive_if_schedules_divide_a_batch_otherwise() -> None:
+    for told in run_processes(run_other_counts, 2, timeout=60.0):
+        assert "trains with '1f1b', 3 microbatches" in told
+        assert "trains with '1f1b', 2 microbatches" in told
 
 
 def make_with_none_inside() -> None:

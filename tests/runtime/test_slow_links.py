@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from pipeflow import CostModel, execute_pipeline, make_schedule
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.transport.agreement import all_gather
-from pipeflow.parallel.transport.local import LocalTransport
-from pipeflow.parallel.transport.protocol import Tag
-from pipeflow.parallel.transport.work import Work
-from pipeflow.runtime.program.transfers import PostActivation
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.transport.agreement import all_gather
+from pipeflow.engine.parallel.transport.local import LocalTransport
+from pipeflow.engine.parallel.transport.protocol import Tag, Work
+from pipeflow.engine.runtime.program.transfers import PostActivation
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import WIDTH, PlainModel
 from tests.runtime.work import build, gradients_of, require_near

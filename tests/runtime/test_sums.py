@@ -4,6 +4,7 @@ gradients, buffers, and torch's own tensor parallelism.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -20,15 +21,19 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 from pipeflow import (
+    Action,
+    Kind,
     Pipeline,
     PipelineSharedModuleWrapper,
+    Placement,
+    Schedule,
     UsageError,
     clip_grad_norm_,
     execute_pipeline,
     make_schedule,
 )
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.sharding import Split
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.sharding import Split
 from pipeflow.testing import run_processes, run_threads
 from tests.runtime.work import plain, require_near
 
@@ -79,6 +84,47 @@ def test_a_weight_of_two_stages_that_two_ranks_hold(name: str, ranks: int, micro
     assert len(results) == 2
     for once, twice in results:
         require_near({"once": once, "twice": twice}, {"once": grad, "twice": 2 * grad})
+
+
+def on_three_paths(microbatches: int) -> Schedule:
+    """Three ranks hold all three stages: microbatch m takes path m modulo 3. Ranks sum the stages in other orders."""
+    placement = Placement(((0, 1, 2), (1, 2, 0), (2, 0, 1)))
+    held = [
+        [(microbatch, placement.paths[microbatch % 3].index(rank)) for microbatch in range(microbatches)]
+        for rank in range(3)
+    ]
+    forwards = [sorted(each, key=lambda it: (it[0] // 3, it[1])) for each in held]
+    backwards = [sorted(each, key=lambda it: (it[0] // 3, -it[1])) for each in held]
+    kinds = (Kind.F, forwards), (Kind.B, backwards)
+    rows = [[Action(kind, stage, m) for kind, each in kinds for m, stage in each[rank]] for rank in range(3)]
+    return Schedule("three paths", placement, microbatches, tuple(map(tuple, rows)))
+
+
+def step_on_three_paths(layers: list[nn.Linear], microbatches: int) -> dict[str, Any]:
+    """The loss, the gradients of all stages, and the outputs of the same batch."""
+    schedule = on_three_paths(microbatches)
+    own = nn.ModuleList(copy.deepcopy(layers))
+    pipeline = Pipeline(own, schedule, criterion=functional.mse_loss)
+    batch = values(1, 2 * microbatches, 3), values(2, 2 * microbatches, 3)
+    trained = execute_pipeline(iter([batch]), pipeline, return_outputs=True)
+    seen = execute_pipeline(iter([batch]), pipeline, forward_only=True, return_outputs=True)
+    gradients = {f"stage {stage}": layer.weight.grad for stage, layer in enumerate(own)}
+    told: dict[str, Any] = plain({**gradients, "loss": trained.loss, "outputs": trained.outputs, "seen": seen.outputs})
+    return told
+
+
+@pytest.mark.parametrize("microbatches", [6, 7])
+def test_a_stage_that_three_ranks_hold(microbatches: int) -> None:
+    layers = [line(stage) for stage in range(3)]
+    samples = 2 * microbatches
+    whole = copy.deepcopy(layers)
+    outputs = nn.Sequential(*whole)(values(1, samples, 3))
+    loss = functional.mse_loss(outputs, values(2, samples, 3))
+    loss.backward()
+    expected: dict[str, Any] = {f"stage {stage}": layer.weight.grad for stage, layer in enumerate(whole)}
+    expected |= {"loss": loss.detach(), "outputs": outputs.detach(), "seen": outputs.detach()}
+    for told in run_threads(step_on_three_paths, 3, layers, microbatches):
+        require_near(told, expected)
 
 
 class Unused(nn.Module):
@@ -263,6 +309,7 @@ def step_with_complex() -> Any:
     return norm, plain(torch.view_as_real(stage.weight.grad))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("run", [run_threads, run_processes])
 def test_complex_gradients_are_averaged_and_clipped(run: Any) -> None:
     stage = Turned()
@@ -290,6 +337,7 @@ def start_counted() -> list[Any]:
     return [buffer.float().tolist() for buffer in module.buffers()]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("run", [run_threads, run_processes])
 def test_buffers_of_any_dtype_start_alike(run: Any) -> None:
     assert run(start_counted, 2, data=2) == [[[0.0, 7.0], [0.0, 2.0], 1.0]] * 2

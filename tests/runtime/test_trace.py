@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow import Kind, Pipeline, Timeline, execute_pipeline, simulate
-from pipeflow.analysis.trace_costs import measured_costs
+from pipeflow.core.analysis.measured_step import measured_costs
 from pipeflow.core.dataflow import Stream
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import TiedModel
 from tests.runtime.work import build, each_once, schedule_of, variants
@@ -95,6 +95,7 @@ def run_slow() -> Timeline:
     return timeline
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("start", [run_threads, run_processes])
 def test_spans_last_as_long_as_their_actions(start: Any) -> None:
     timeline, *_ = start(run_slow, 3)

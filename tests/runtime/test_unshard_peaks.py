@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from pipeflow import CostModel, Pipeline, Schedule, execute_pipeline, simulate, with_optimizer_step, with_unshard
 from pipeflow.core.dataflow import Content
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.optim import PipelinedOptimizer
-from pipeflow.parallel.context import current_context
 from pipeflow.schedules import SCHEDULES
 from pipeflow.testing import run_processes
 from tests.families import make_near

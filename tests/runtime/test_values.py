@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeflow import Pipeline, UsageError, Whole, execute_pipeline, make_schedule
-from pipeflow.parallel.context import current_context
+from pipeflow import Along, Divided, Pipeline, UsageError, Whole, execute_pipeline, make_schedule
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from tests.runtime.work import gradients_of, plain
 
@@ -52,6 +53,7 @@ def run_conjugating() -> tuple[float | None, Any]:
     return None if output.loss is None else output.loss.item(), gradients_of(pipeline)["weight"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("start", [run_threads, run_processes])
 def test_lazy_conjugates_are_sent_as_they_are(start: Any) -> None:
     first, last = Conjugating(), Conjugating()
@@ -77,6 +79,7 @@ def run_negative() -> Any:
     return evaluated(chunk, complex_batch()[0])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("start", [run_threads, run_processes])
 def test_lazy_negatives_are_sent_as_they_are(start: Any) -> None:
     _, found = start(run_negative, 2)
@@ -197,6 +200,7 @@ def run_whole(mask: Any) -> Any:
     return evaluated(chunk, {"hidden": torch.eye(8), "mask": mask})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("start", [run_threads, run_processes])
 def test_an_entry_can_be_whole_for_every_microbatch(start: Any) -> None:
     mask = torch.ones(8, 8).tril()
@@ -321,3 +325,88 @@ def run_whole_that_trains(in_list: bool) -> None:
 @pytest.mark.parametrize("in_list", [False, True])
 def test_a_whole_entry_trains(in_list: bool) -> None:
     run_threads(run_whole_that_trains, 1, in_list)
+
+
+class Turned(nn.Module):
+    """Takes values whose samples lie along dim 1, and positions whose samples do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3).double() for _ in range(4))
+
+    def forward(self, values: Tensor, positions: dict[str, Tensor]) -> Tensor:
+        values = values + positions["of"].sum(0).T[..., None]
+        for block in self.blocks:
+            values = torch.tanh(block(values)).cumsum(0)  # along positions, not along samples
+        return values
+
+
+def turned() -> tuple[Tensor, Tensor, Tensor]:
+    """Values of 5 positions and 7 samples, 3 numbers for each, and labels."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (5, 7, 3), (3, 7, 5), (5, 7, 3)
+    values, positions, labels = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
+    return values, positions, labels
+
+
+def along(values: Tensor, positions: Tensor, labels: Tensor) -> Any:
+    return {"values": Along(values, 1), "positions": Along({"of": positions, "unit": "token"}, -2)}, Along(labels, 1)
+
+
+def run_turned(module: nn.Module, schedule: str, divides: bool) -> tuple[float, Any, Any]:
+    batch: Any = along(*turned())
+    if divides:
+        parts = zip(*(each.split([1, 3, 2, 1], 1) for each in turned()), strict=True)
+        batch = Divided([along(*part) for part in parts])
+    example = batch.microbatches[0] if divides else batch
+    pipeline = Pipeline.from_module(
+        copy.deepcopy(module), schedule_of(schedule), example, criterion=nn.functional.mse_loss
+    )
+
+    def kept(output: Tensor) -> Any:
+        return {"all": Along(output, 1), "first": output[0]}
+
+    output = execute_pipeline(iter([batch]), pipeline, return_outputs=kept, broadcast_loss=True)
+    assert output.loss is not None
+    gradients = {name: each.grad for name, each in pipeline.named_parameters() if each.grad is not None}
+    return output.loss.item(), output.outputs, gradients
+
+
+@pytest.mark.parametrize("divides", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe-v", "dualpipe"])
+def test_samples_may_lie_along_another_dimension(schedule: str, divides: bool) -> None:
+    """In inputs, in labels, and in outputs that are joined; dualpipe's last stages exchange theirs."""
+    module, (values, positions, labels) = Turned(), turned()
+    expected = module(values, {"of": positions})
+    loss = nn.functional.mse_loss(expected, labels)
+    loss.backward()
+    for found, outputs, gradients in run_threads(run_turned, 2, module, schedule, divides):
+        assert found == pytest.approx(loss.item(), rel=1e-12)
+        if outputs is not None:
+            torch.testing.assert_close(outputs["all"], expected, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(outputs["first"], expected[0], rtol=1e-12, atol=1e-12)
+        for name, gradient in gradients.items():
+            wanted = module.get_parameter(name).grad
+            torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-12)
+
+
+def run_turned_badly(batch: Any, keep: Any) -> str:
+    pipeline = Pipeline.from_module(Turned(), schedule_of(ranks=1), along(*turned()), criterion=nn.functional.mse_loss)
+    with pytest.raises(UsageError) as caught:
+        execute_pipeline(iter([batch]), pipeline, return_outputs=keep)
+    return str(caught.value)
+
+
+def test_samples_along_another_dimension_that_do_not_fit() -> None:
+    values, positions, labels = turned()
+    for batch, keep, message in (
+        (
+            along(values, positions[:, :6], labels),
+            False,
+            "of a batch differ in dim 0: [6, 7]; each needs",
+        ),
+        (along(values[0, 0], positions, labels), False, "pipeflow.Along(value, 1) needs tensors of as many samples"),
+        (along(values, positions, labels), True, "for a microbatch of 2 samples, and entries of the batch have"),
+    ):
+        [told] = run_threads(run_turned_badly, 1, batch, keep)
+        assert message in told

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeflow import Pipeline, UsageError, execute_pipeline, make_schedule
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_threads
 
 WORDS, SAMPLES, LENGTH, PADDING = 5, 7, 6, -100

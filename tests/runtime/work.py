@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeflow import Action, Kind, Pair, Pipeline, Placement, Schedule, execute_pipeline, make_schedule, verify
 from pipeflow.core.action import Entry
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.schedules import SCHEDULES, options_of
 from pipeflow.testing.models import TinyModel
 from tests.families import accepts

@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeflow.analysis.lowering import lower
 from pipeflow.core.action import Action, Kind, actions_of
+from pipeflow.core.analysis.lowering import lower
 from pipeflow.core.dataflow import Content, Value
 from pipeflow.core.program import Compute, Program, Recv, Release, Send
 from pipeflow.core.schedule import Schedule
-from pipeflow.soundness.schedule import verify, verify_programs
+from pipeflow.core.soundness.schedule import verify, verify_programs
 
 
 @pytest.fixture(scope="session")

@@ -8,19 +8,19 @@ from random import Random
 
 import pytest
 
-from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Action, Kind
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.orders.arrangement import Rerun, balanced_groups, padded_groups
-from pipeflow.orders.batch_order import BatchOrder
-from pipeflow.orders.large_first import large_first
-from pipeflow.orders.lower_bounds import largest_microbatch
+from pipeflow.core.soundness.schedule import verify
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.schedules.batch_order import order_for
-from pipeflow.soundness.schedule import verify
+from pipeflow.schedules.orders.arrangement import Rerun, balanced_groups, padded_groups
+from pipeflow.schedules.orders.batch_order import BatchOrder
+from pipeflow.schedules.orders.lower_bounds import largest_microbatch
+from pipeflow.schedules.orders.overtaking import large_first
 from tests.families import make_near
 
 LINEAR = Placement.linear(4)

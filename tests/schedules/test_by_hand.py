@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from pipeflow.analysis.lowering import lower
-from pipeflow.analysis.simulation import simulate
+from pipeflow.core.analysis.lowering import lower
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.placement import Placement
 from pipeflow.core.program import Recv, Send
 from pipeflow.core.schedule import Schedule
+from pipeflow.core.soundness.schedule import verify
 from pipeflow.core.timeline import Timeline
-from pipeflow.soundness.schedule import verify
 
 VEE = Placement.vee(2)
 Sound = Callable[[Schedule], None]

@@ -6,8 +6,8 @@ from itertools import accumulate
 
 import pytest
 
-from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Kind
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import make_schedule

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from pipeflow import launch
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.transport import nccl
-from pipeflow.parallel.transport.agreement import all_gather
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.transport import nccl
+from pipeflow.engine.parallel.transport.agreement import all_gather
 from tests.second.device import NAME, is_there, plain, register
 
 
@@ -71,7 +71,7 @@ def on_second_device(function: Callable[..., Any], *arguments: Any) -> Any:
     all_gather(current_context().world, [0.0])  # when all have been launched
     current_context().close()
     with (
-        patch("pipeflow.parallel.launcher.own_device", lambda _: device),
+        patch("pipeflow.engine.parallel.launcher.own_device", lambda _: device),
         patch("torch.utils.swap_tensors", torch._C._swap_tensor_impl),
         patch.object(nccl, "DEVICE", NAME),
         patch.object(dist, "ProcessGroupNCCL", Group, create=True),

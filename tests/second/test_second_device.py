@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pipeflow import Pipeline, clip_grad_norm_, execute_pipeline, load_checkpoint, make_schedule, save_checkpoint
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_processes
 from tests.second.device import NAME, WAITS, register
 from tests.second.ranks import on_second_device
@@ -68,13 +68,13 @@ def test_the_device_computes_as_the_cpu_does(tmp_path: Path) -> None:
 
 def of_llama(folder: Path) -> tuple[Numbers, set[str], Counter[str]]:
     """Some steps of a model with tied weights and a buffer, made without weights, then saved and loaded."""
+    from pipeflow.adapters.libraries import transformers_library
     from pipeflow.huggingface import from_config
-    from pipeflow.huggingface.lazy_import import library
 
     ranks = current_context().pipeline_size
     words = torch.randint(64, (8, 12), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": words, "labels": words}
-    transformers = library()
+    transformers = transformers_library()
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=4, tie_word_embeddings=True)
     torch.manual_seed(0)
@@ -101,6 +101,7 @@ def of_llama(folder: Path) -> tuple[Numbers, set[str], Counter[str]]:
     return seen, {each.device.type for each in model.parameters()}, WAITS
 
 
+@pytest.mark.exhaustive
 def test_a_model_of_transformers_trains_and_resumes(tmp_path: Path) -> None:
     """Tensor ranks compare the buffers of a model whose weights are made later."""
     pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
@@ -112,8 +113,8 @@ def test_a_model_of_transformers_trains_and_resumes(tmp_path: Path) -> None:
 
 def of_pipelining(_: Path) -> tuple[Numbers, Counter[str]]:
     """Some steps of a schedule of torch's API, of which the last one is watched."""
+    from pipeflow.adapters.pipelining.schedules import ScheduleDualPipeV
     from pipeflow.pipelining import PipelineStage
-    from pipeflow.pipelining.schedules import ScheduleDualPipeV
 
     context = current_context()
     device, rank = context.device, context.pipeline_rank
@@ -182,6 +183,7 @@ def of_accelerate(folder: Path) -> tuple[Numbers, Counter[str]]:
     return seen, waits
 
 
+@pytest.mark.exhaustive
 def test_a_loop_of_accelerate_waits_once_in_a_step(tmp_path: Path) -> None:
     """Rank 1 counts the labels of all microbatches together."""
     pytest.importorskip("accelerate", reason="not installed", exc_type=ImportError)
@@ -229,6 +231,7 @@ def of_lightning(folder: Path) -> Numbers:
     return [*seen.losses, *seen.others, *told.values()]
 
 
+@pytest.mark.exhaustive
 def test_a_run_of_lightning_has_its_metrics_there_too(tmp_path: Path) -> None:
     """Also in a second run, for which Lightning leaves them on the CPU."""
     pytest.importorskip("lightning", reason="not installed", exc_type=ImportError)
@@ -256,6 +259,7 @@ def recorded(folder: Path) -> Counter[str]:
     return WAITS
 
 
+@pytest.mark.exhaustive
 def test_recordings_compare_and_wait_once(tmp_path: Path) -> None:
     from pipeflow.checking import check
 

@@ -13,16 +13,17 @@ from typing import NamedTuple
 
 import pytest
 
-from pipeflow.analysis.idle_time import critical_path
-from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Action, Entry, Kind, Pair, actions_of
-from pipeflow.core.cost import CostModel, Link
+from pipeflow.core.analysis.idle_time import critical_path
+from pipeflow.core.analysis.simulation import simulate
+from pipeflow.core.cost import CostModel
+from pipeflow.core.cost_fields import Link
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.placement import Placement
-from pipeflow.core.reductions import is_reduction
+from pipeflow.core.rows import is_reduction
 from pipeflow.core.schedule import Schedule
+from pipeflow.core.soundness.schedule import verify
 from pipeflow.core.timeline import Timeline
-from pipeflow.soundness.schedule import verify
 
 seeds = pytest.mark.parametrize("seed", range(40))
 

@@ -9,16 +9,16 @@ from itertools import combinations
 
 import pytest
 
-from pipeflow.analysis.lowering import lower
 from pipeflow.core.action import Action, Kind, actions_of
+from pipeflow.core.analysis.lowering import lower
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Content, Value
 from pipeflow.core.placement import Placement
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.core.route import Route, Routes, routes_among
 from pipeflow.core.schedule import Schedule
+from pipeflow.core.soundness.schedule import verify_programs
 from pipeflow.schedules import SCHEDULES, make_schedule
-from pipeflow.soundness.schedule import verify_programs
 from tests.covering import thinned
 
 Steps = tuple[Instruction, ...]

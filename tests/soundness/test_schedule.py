@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pipeflow.analysis.graph import dependency_graph
-from pipeflow.analysis.lowering import lower
-from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Action, Entry, Kind, actions_of
+from pipeflow.core.analysis.lowering import lower
+from pipeflow.core.analysis.order import dependency_graph
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
+from pipeflow.core.soundness.schedule import Violation, verify
 from pipeflow.schedules import SCHEDULES, make_schedule
-from pipeflow.soundness.schedule import Violation, verify
 from tests.covering import thinned
 from tests.families import make_near
 
@@ -384,3 +384,20 @@ def test_what_is_wrong_besides_is_listed_with_what_is_over_the_cap() -> None:
 def test_a_cap_that_cannot_be_is_an_error(cap: float | tuple[float, ...], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         verify(make_schedule("1f1b", ranks=4, microbatches=8), memory_cap=cap)
+
+
+@pytest.mark.parametrize(
+    ("row", "rule"),
+    [
+        ("0F0,0B0,0C0", "C stands before the backward of its microbatch (B or I)"),
+        ("0F0,0I0,0O0,0L0,0W0", "O and L stand, in this order, between the forward of their microbatch and its"),
+        ("0F0,0L0,0O0,0B0", "O and L stand, in this order, between the forward"),
+    ],
+)
+def test_the_rule_for_what_saves_memory_is_said(row: str, rule: str) -> None:
+    [violation] = verify(Schedule.from_csv(row))
+    assert rule in str(violation)
+
+
+def test_other_deadlocks_say_no_rule_for_what_saves_memory() -> None:
+    assert " stand" not in str(verify(Schedule.from_csv("0B0,0F0")))

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from pipeflow.stages.plan import CutPlan
-from pipeflow.stages.planner import Planner
-from pipeflow.stages.stage import ModuleStage
+from pipeflow.engine.stages.plan import CutPlan
+from pipeflow.engine.stages.planner import Planner
+from pipeflow.engine.stages.stage import ModuleStage
 
 
 def chained(module: nn.Module, batch: Mapping[str, Any], stages: int, **options: Any) -> tuple[Any, CutPlan]:

@@ -78,7 +78,8 @@ def step(name: str, schedule: Schedule) -> Step:
     """One step of a family's model."""
     module, batch = make(transformers, name)
     seeded()
-    model = Pipeline.from_module(module, schedule, batch, criterion=None if has_loss(name) else criterion)
+    loss = {"weigh": EVERY[name].weigh} if has_loss(name) else {"criterion": criterion}
+    model = Pipeline.from_module(module, schedule, batch, **loss)
     output = execute_pipeline(iter([batch]), model, return_outputs=True)
     return Step(None if output.loss is None else output.loss.item(), gradients(model), output.outputs, model)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pipeflow.stages.loss import loss_in
+from pipeflow.engine.stages.loss import loss_in
 
 Made = tuple[nn.Module, dict[str, Any]]
 Sizes = dict[str, Any]
@@ -55,11 +55,21 @@ class Family(NamedTuple):
             self.prepare(made)
         return made, self.batch()
 
+    @property
+    def weigh(self) -> Callable[[Any], float] | None:
+        """`weigh=` for losses that are not proved to be sums over samples: that of experts, a product of means over
+        words, and one over a word of each text that a mask picks. None for other losses.
+        """
+        is_proved = self.model != "T5ForSequenceClassification" and not self.sizes.get("output_router_logits")
+        return None if is_proved else lambda labels: self.weight({"labels": labels})
+
     def weight(self, part: dict[str, Any]) -> float:
         """What the mean in the loss of some samples is over."""
         labels = part.get("labels")
-        if labels is None or labels.dim() < 2 or labels.is_floating_point():
+        if labels is None:
             return 1.0
+        if labels.dim() < 2 or labels.is_floating_point():
+            return float(len(labels))
         return float((labels[:, int(self.shifts) :] != -100).sum())
 
     @property

@@ -43,7 +43,7 @@ def train(model: Any, step: Any) -> list[float]:
     return losses
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("name", "schedule"), CAUSAL)
 def test_adapters_are_trained_and_nothing_else(name: str, schedule: str) -> None:
     module, batch = adapted(name)
@@ -81,6 +81,7 @@ def test_adapters_are_trained_and_nothing_else(name: str, schedule: str) -> None
     assert set().union(*(named for _, named, _ in results)) == set(expected)
 
 
+@pytest.mark.exhaustive
 def test_a_saved_adapter_is_read_by_peft(tmp_path: Path) -> None:
     module, batch = adapted("llama", task_type="CAUSAL_LM")
 

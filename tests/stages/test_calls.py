@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeflow.stages.calls import watched
+from pipeflow.engine.stages.calls import watched
 from tests.stages.models import WIDTH, Block
 
 

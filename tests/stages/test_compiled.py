@@ -63,6 +63,7 @@ def compile_so(case: Case, said: str, in_place: bool, blocks: bool, **options: A
         Pipeline.from_module(module, PLAIN, case.batch(7), **options).compile(blocks=blocks)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("said", "in_place", "blocks", "options"),
     [
@@ -84,6 +85,7 @@ def compile_cut_within() -> str:
     return ""
 
 
+@pytest.mark.exhaustive
 def test_a_stage_that_is_cut_within_a_block_is_refused() -> None:
     told = run_threads(compile_cut_within, 2)
     assert all("layers.1 cannot be compiled" in each for each in told)

@@ -21,7 +21,7 @@ from pipeflow import (
     make_schedule,
     save_checkpoint,
 )
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from tests.stages.models import CASES, LENGTH, WIDTH, WORDS, Decoder, masked_sentences, seeded, sentences, vectors
 
@@ -160,6 +160,50 @@ def test_the_whole_modules_state_dict_is_loaded_and_its_own_has_the_modules_name
     loaded, expected = run_threads(load, 4), whole.state_dict()
     assert set().union(*loaded) == set(expected)
     assert all(torch.equal(each, expected[name]) for named in loaded for name, each in named.items())
+
+
+class Versioned(nn.Module):
+    """A layer whose states had twice the weight before its version 3, and no counter."""
+
+    _version = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+        self.register_buffer("counter", torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.weight
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *others: Any) -> None:
+        if metadata.get("version", 0) < 3:
+            if f"{prefix}weight" in state:
+                state[f"{prefix}weight"] = state[f"{prefix}weight"] / 2
+            state.setdefault(f"{prefix}counter", torch.zeros(()))
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+
+@pytest.mark.parametrize("versioned", [True, False])
+def test_modules_know_the_version_of_a_state_dict(versioned: bool) -> None:
+    """Those of other stages, whose entries are left out, add none; a dict without versions is of an old one."""
+
+    def build() -> nn.Module:
+        layers = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Versioned(), nn.Linear(WIDTH, WIDTH), Versioned()]
+        return nn.Sequential(*layers).double()
+
+    def load() -> list[float]:
+        model = Pipeline.from_module(build(), TWO, vectors(4), criterion=nn.MSELoss())
+        state = build().state_dict()
+        with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "chunks.0.1.strange"'):
+            model.load_state_dict(state | {"chunks.0.1.strange": torch.zeros(1)})
+        model.load_state_dict(state if versioned else dict(state))
+        return [
+            layer.weight.mean().item()
+            for layer in model.modules()
+            if isinstance(layer, Versioned) and layer._parameters.get("weight") is not None
+        ]
+
+    assert [scale for found in run_threads(load, 2) for scale in found] == [1.0 if versioned else 0.5] * 2
 
 
 def test_names_with_the_chunk_before_them_still_load() -> None:

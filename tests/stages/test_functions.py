@@ -108,6 +108,32 @@ def test_a_cut_within_the_function_is_refused(options: dict[str, Any]) -> None:
         chained(seeded(Model(tail=False).double(), 0), {"values": vectors(5)[0]}, 2, **options)
 
 
+class OfContext(Reversible):
+    """With a context of its own, and a decorator."""
+
+    @staticmethod
+    @torch.no_grad()
+    def forward(values: Tensor, blocks: Any) -> Tensor:  # type: ignore[override]
+        for block in blocks:
+            values = block(values)
+        return values
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.blocks = inputs[1]
+        ctx.save_for_backward(output)
+
+
+EARLY = OfContext.apply
+
+
+def test_a_function_is_found_whatever_its_style(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `setup_context`, decorated, and with an `apply` that was looked up before."""
+    monkeypatch.setattr(Reversible, "apply", EARLY)
+    with pytest.raises(UsageError, match=r"blocks\.\d is called within OfContext, a custom autograd.Function whose"):
+        chained(seeded(Model(tail=False).double(), 0), {"values": vectors(5)[0]}, 2, cuts=["blocks.1"])
+
+
 def warned(caplog: pytest.LogCaptureFixture, block: type[nn.Module], microbatches: int) -> list[str]:
     module, values = Model(tail=True), torch.randn(8, WIDTH)
     module.blocks = nn.ModuleList(block() for _ in range(2))

@@ -8,8 +8,8 @@ import pytest
 from torch import Tensor
 
 from pipeflow import Pipeline, Schedule, execute_pipeline, make_schedule
-from pipeflow.stages.blocks import blocks_of
-from pipeflow.stages.planner import Planner
+from pipeflow.engine.stages.blocks import blocks_of
+from pipeflow.engine.stages.planner import Planner
 from pipeflow.testing import run_threads
 from tests.stages.models import CASES, Case
 
@@ -52,7 +52,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.some(10)
+@pytest.mark.some(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -62,8 +62,7 @@ def test_a_module_under_a_schedule(name: str, schedule: str) -> None:
     require_equal(case, results, 7)
 
 
-@pytest.mark.some(2)
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_every_single_cut(name: str) -> None:
     case = CASES[name]

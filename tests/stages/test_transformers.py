@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from pipeflow import make_schedule
-from pipeflow.stages.blocks import blocks_of
-from pipeflow.stages.planner import Planner
+from pipeflow.engine.stages.blocks import blocks_of
+from pipeflow.engine.stages.planner import Planner
 from pipeflow.testing import run_threads
 from tests.stages.chain import chained
 from tests.stages.compared import (
@@ -41,7 +41,7 @@ def blocks_in(name: str) -> int:
     return len(blocks_of(Planner(module, 1).plan(batch).trace, module, None))
 
 
-@pytest.mark.some(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", each_but("llama", "bert", "t5", "mixtral", "segformer"))
 def test_every_single_cut(name: str) -> None:
     """Without ranks: what the stages compute, and the gradients that go back through them."""
@@ -63,7 +63,7 @@ def test_every_single_cut(name: str) -> None:
         require_near(gradients, expected, tolerance)
 
 
-@pytest.mark.some(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", each_but("llama", "bert", "t5", "mixtral", among=SPLIT))
 def test_a_block_for_each_stage(name: str) -> None:
     blocks = blocks_in(name)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow import Pipeline, UsageError, execute_pipeline, make_schedule
-from pipeflow.stages.planner import Planner
+from pipeflow.engine.stages.planner import Planner
 from pipeflow.testing import run_threads
 from tests.stages.compared import gradients_of, plain, require_near, seeded, transformers
 from tests.stages.families import EVERY, make
@@ -34,7 +34,7 @@ def checkpointed(name: str, reentrant: bool) -> tuple[nn.Module, dict[str, Any]]
     return module, batch
 
 
-@pytest.mark.some(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "reentrant", "schedule"),
     [pytest.param(*each, marks=[] if each in QUICK else [pytest.mark.exhaustive]) for each in RECOMPUTED],
@@ -86,6 +86,7 @@ LAYERDROP = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", LAYERDROP)
 def test_dropped_layers_are_refused(name: str) -> None:
     family = EVERY[name]
@@ -95,7 +96,7 @@ def test_dropped_layers_are_refused(name: str) -> None:
     assert len(Planner(module.eval(), 2).plan(batch).stages) == 2
 
 
-@pytest.mark.some(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["llama", "bert", "vit"])
 def test_all_hidden_states_are_sent(name: str) -> None:
     """They are collected by hooks, and so are there for a criterion of the user's."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow import UsageError
-from pipeflow.stages.plan import CutPlan
-from pipeflow.stages.planner import Planner
-from pipeflow.stages.stage import ModuleStage
+from pipeflow.engine.stages.plan import CutPlan
+from pipeflow.engine.stages.planner import Planner
+from pipeflow.engine.stages.stage import ModuleStage
 from tests.stages.chain import chained
 from tests.stages.models import seeded
 
@@ -275,6 +275,63 @@ class Stepped(Stack):
         return (state.values * state.skip).sum()
 
 
+class Packed(nn.Module):
+    """Packs sequences of other lengths for each of its recurrent layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = nn.Linear(1, WIDTH)
+        kinds = (nn.GRU, nn.LSTM, nn.RNN, nn.GRU)
+        self.blocks = nn.ModuleList(kind(WIDTH, WIDTH, batch_first=True) for kind in kinds)
+
+    def forward(self, values: Tensor) -> Any:
+        lengths = values.argmax(1) + 1
+        steps = self.lift(values[..., None])
+        for block in self.blocks:
+            packed = nn.utils.rnn.pack_padded_sequence(steps, lengths, batch_first=True, enforce_sorted=False)
+            steps, _ = nn.utils.rnn.pad_packed_sequence(block(packed)[0], batch_first=True, total_length=WIDTH)
+        return steps.square().sum()
+
+
+class Filled(Stack):
+    """Writes what it embeds to memory that has values, before its blocks and after them."""
+
+    def forward(self, values: Tensor) -> Any:
+        padded = torch.zeros(len(values), WIDTH + 2, dtype=values.dtype)
+        padded[:, 1:-1] = self.blocks[0](values)
+        values = padded[:, 2:].clone()
+        for block in self.blocks[1:]:
+            values = block(values)
+        padded[:, 0] = values.sum(1)
+        return padded.square().sum()
+
+
+class Tabled(Block):
+    """Keeps a table that depends on the length of a row, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+
+    def forward(self, values: Tensor) -> Tensor:
+        if self.table is None or len(self.table) != values.shape[1]:
+            self.table = torch.arange(values.shape[1], dtype=values.dtype).cos()
+        return super().forward(values * self.table)
+
+
+class Carrying(Stack):
+    """Adds what its last call ended with."""
+
+    kept: Tensor | float = 0.0
+
+    def forward(self, values: Tensor) -> Any:
+        values = values + self.kept
+        for block in self.blocks:
+            values = block(values)
+        self.kept = values.detach()
+        return values.sum()
+
+
 def rows() -> Tensor:
     return torch.randn(7, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -302,6 +359,9 @@ MODULES: dict[str, Any] = {
     "counting": Counting,
     "tapped": Tapped,
     "stepped": Stepped,
+    "packed": Packed,
+    "filled": Filled,
+    "tabled": lambda: Stack(Tabled),
 }
 
 
@@ -361,6 +421,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "drawing": (Drawing, {}, "depends on random numbers that the forward draws before blocks.1 ends"),
     "choosing": (Choosing, {}, "the module's own forward branches on the values of a tensor that depends on"),
     "within experts": (lambda: Stack(Experts), {"cuts": ["blocks.1.experts.0"]}, "blocks.1 branches on the values"),
+    "carrying": (Carrying, {}, "depends on what it keeps in kept, which other stages do not have: take it"),
     "converting": (lambda: Stack(Converting), {}, "blocks.0.inner converts its parameters from torch.float64 when it"),
 }
 

@@ -367,11 +367,10 @@ def test_every_schedule(kind: type[Model], name: str) -> None:
         require_near(found, expected)
 
 
-@pytest.mark.some(2)
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch hides it on one thread
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("kind", [Model, Residual])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeflow.parallel.transport.group import Group
+from pipeflow.engine.parallel.transport.protocol import Group
 from pipeflow.tensor import (
     ColumnParallelLinear,
     LayerNorm,

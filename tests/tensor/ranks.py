@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.sharding import splits_of
-from pipeflow.parallel.transport.group import Group
-from pipeflow.parallel.transport.work import Work
-from pipeflow.tensor.division import cut
-from pipeflow.tensor.exchange import gathered
-from pipeflow.tensor.layer import TensorLayer
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.sharding import splits_of
+from pipeflow.engine.parallel.transport.protocol import Group, Work
+from pipeflow.engine.tensor.division import cut
+from pipeflow.engine.tensor.layer import TensorLayer
+from pipeflow.engine.tensor.regions import gathered
 from pipeflow.testing import run_threads
 
 SIZES = (1, 2, 4)

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from pipeflow import Pipeline, execute_pipeline, make_schedule
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.sharding import splits_of
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.sharding import splits_of
 from pipeflow.testing import run_threads
 from tests.tensor.ranks import gradients
 from tests.tensor.small import GroupedAttention, LanguageModel, LlamaBlock, batch

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.sharding import Split
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.sharding import Split
+from pipeflow.engine.tensor.division import cut
 from pipeflow.tensor import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
-from pipeflow.tensor.division import cut
 from tests.tensor.ranks import indices, normal, on_ranks, require_near
 
 

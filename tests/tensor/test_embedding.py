@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.sharding import partial_in, splits_of
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.sharding import partial_in, splits_of
 from pipeflow.tensor import HiddenParallelEmbedding, LayerNorm, PatchEmbedding, VocabParallelEmbedding
 from tests.tensor.ranks import (
     SIZES,

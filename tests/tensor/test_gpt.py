@@ -14,13 +14,13 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from pipeflow.deferral.module import Deferrable, Deferral, defer_weight_gradients
-from pipeflow.deferral.products import Products
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.sharding import Divided, partial_in, splits_of
-from pipeflow.parallel.transport.group import Alone
+from pipeflow.engine.deferral.module import Deferrable, Deferral, defer_weight_gradients
+from pipeflow.engine.deferral.products import Products
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.sharding import Divided, partial_in, splits_of
+from pipeflow.engine.parallel.transport.protocol import Alone
+from pipeflow.engine.tensor.division import cut
 from pipeflow.tensor import ColumnParallelLinear, vocab_parallel_cross_entropy
-from pipeflow.tensor.division import cut
 from pipeflow.testing import run_processes, run_threads
 from tests.deferral.halves import require_same_bits
 from tests.tensor.gpt import VOCABULARY, Model, batch, parallel, parallel_block, stock, stock_block

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 
+from pipeflow.engine.tensor import random
+from pipeflow.engine.tensor.layer import TensorLayer
 from pipeflow.tensor import (
     Classifier,
     ColumnParallelLinear,
@@ -18,10 +20,8 @@ from pipeflow.tensor import (
     RowParallelLinear,
     VocabParallelClassifier,
     VocabParallelEmbedding,
-    initialize,
     initialize_,
 )
-from pipeflow.tensor.layer import TensorLayer
 from tests.tensor.ranks import Place, seeded
 
 Make = Callable[..., TensorLayer]
@@ -60,7 +60,7 @@ def ranks(size: int) -> list[Any]:
 def test_the_full_weights_are_the_stock_layers(
     name: str, block: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(initialize, "_BLOCK", block)
+    monkeypatch.setattr(random, "_BLOCK", block)
     make, stock = LAYERS[name]
     native, left = seeded(lambda: (stock(dtype=dtype), torch.rand(1)))
     for size in (1, 2, 4):
@@ -93,7 +93,7 @@ def fill(name: str, block: Tensor, generator: Generator) -> None:
 @NAMED
 @pytest.mark.parametrize("block", [200, 2**24])
 def test_a_seed_and_a_name_give_the_full_weights(name: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(initialize, "_BLOCK", block)
+    monkeypatch.setattr(random, "_BLOCK", block)
     make, _ = LAYERS[name]
     found: dict[int, dict[str, Tensor]] = {}
     for size in (1, 2, 4):
@@ -107,7 +107,7 @@ def test_a_seed_and_a_name_give_the_full_weights(name: str, block: int, monkeypa
 
 
 def test_names_and_seeds_differ_and_only_own_blocks_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(initialize, "_BLOCK", 16 * 8)
+    monkeypatch.setattr(random, "_BLOCK", 16 * 8)
     drawn: list[int] = []
 
     def noted(name: str, block: Tensor, generator: Generator) -> None:

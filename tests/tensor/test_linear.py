@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
-from pipeflow.deferral.module import defer_weight_gradients
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.deferral.module import defer_weight_gradients
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.tensor import Classifier, ColumnParallelLinear, RowParallelLinear, VocabParallelClassifier
 from tests.tensor.ranks import (
     SIZES,

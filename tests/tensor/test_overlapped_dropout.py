@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from pipeflow import Pipeline, Schedule, UsageError, execute_pipeline
-from pipeflow.runtime.program.pairs import Half, Overlap
+from pipeflow.engine.runtime.program.pairs import Half, Overlap
 from pipeflow.tensor import Dropout, checkpoint, manual_seed
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import LayersStage, PlainModel

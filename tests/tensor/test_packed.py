@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeflow import Pipeline, UsageError, execute_pipeline, make_schedule
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.sharding import splits_of
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.sharding import splits_of
+from pipeflow.engine.tensor.converted import is_linear
 from pipeflow.tensor import DEFAULT_RULES, Rule, shard
-from pipeflow.tensor.converted import is_linear
 from pipeflow.testing import RankError, run_processes, run_threads
 from tests.tensor import small
 from tests.tensor.packed import INNER, adapted, make
@@ -242,7 +242,7 @@ def _dropped() -> list[float]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_stock_dropout_drops_alike_on_all_tensor_ranks() -> None:
     """However their processes were seeded: what they hold alike would drift apart otherwise."""
     first, second = run_processes(_dropped, 2, tensor=2)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.transport.group import Alone, Group
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.transport.protocol import Alone, Group
 from pipeflow.tensor import (
     copy_to_tensor_region,
     gather_from_sequence_region,
@@ -93,7 +93,7 @@ def conjugates_are_sent_as_numbers() -> None:
     require_near(piece, (inputs[0] + inputs[1]).chunk(2, 1)[group.rank].conj())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_conjugates_are_sent_as_numbers_over_gloo() -> None:
     run_processes(conjugates_are_sent_as_numbers, 2, tensor=2)
 

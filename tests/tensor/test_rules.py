@@ -25,11 +25,11 @@ from pipeflow import (
     save_checkpoint,
     save_safetensors,
 )
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.sharding import partial_in, splits_of
-from pipeflow.parallel.transport.group import Unconnected
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.sharding import partial_in, splits_of
+from pipeflow.engine.parallel.transport.protocol import Unconnected
+from pipeflow.engine.tensor.division import cut
 from pipeflow.tensor import DEFAULT_RULES, Rule, shard
-from pipeflow.tensor.division import cut
 from pipeflow.testing import RankError, run_threads
 from tests.tensor.ranks import gradients
 from tests.tensor.small import (
@@ -94,7 +94,7 @@ def test_a_group_of_one_changes_nothing() -> None:
     assert [(type(each), id(each)) for each in module.modules()] == before
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_under_a_pipeline(name: str, schedule: str) -> None:
@@ -116,6 +116,31 @@ def test_under_a_pipeline(name: str, schedule: str) -> None:
         assert its == pytest.approx(loss, rel=1e-9)
         require_equal(found, expected)
         assert its_norm == pytest.approx(norm, rel=1e-9)
+
+
+class ExactAttention(GroupedAttention):
+    """Its heads are a number, and no -1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.q_proj(x).view(*x.shape[:2], self.num_heads, self.head_dim)
+        return super().forward(x)
+
+
+def test_a_new_shape_is_planned_with_all_heads() -> None:
+    """A rank has some of them, but a plan is one of the whole module."""
+    module, two = make("llama"), make_schedule("1f1b", ranks=2, microbatches=4)
+    for each in module.modules():
+        if type(each) is GroupedAttention:
+            each.__class__ = ExactAttention
+    short = {name: each[:, :-1] for name, each in batch().items()}
+
+    def rank() -> float:
+        model = Pipeline.from_module(copy.deepcopy(module), two, batch())
+        output = execute_pipeline(iter([short]), model, broadcast_loss=True)
+        assert output.loss is not None
+        return output.loss.item()
+
+    assert run_threads(rank, 4, tensor=2) == pytest.approx([module(**short).item()] * 4, rel=1e-9)
 
 
 @pytest.mark.some(1)

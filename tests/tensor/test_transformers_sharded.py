@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow import Schedule, UsageError, clip_grad_norm_, make_schedule
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.sharding import partial_in, splits_of
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.sharding import partial_in, splits_of
 from pipeflow.tensor import shard
 from pipeflow.testing import run_threads
 from tests.stages.compared import (
@@ -78,6 +78,7 @@ def train(name: str, schedule: Schedule) -> tuple[Step, float, set[str]]:
     return found, clip_grad_norm_(found.model, 1.0).item(), split_names(found.model)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", each_but("llama", "t5", "falcon", among=NAMES))
 def test_pipeline_by_tensor(name: str) -> None:
     schedule = make_schedule("1f1b", ranks=2, microbatches=samples(name))
@@ -91,7 +92,7 @@ def test_pipeline_by_tensor(name: str) -> None:
     assert set().union(*split) == run_threads(sharded, 2, name, tensor=2)[0]
 
 
-@pytest.mark.some(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", each_but("bloom", "mixtral", "phi3", among=NAMES))
 def test_four_tensor_ranks(name: str) -> None:
     """The loss, the logits and every gradient. Many have fewer heads of key and value than ranks."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeflow.analysis.order import Order
 from pipeflow.core.action import Action, Kind
+from pipeflow.core.analysis.order import Order
 from pipeflow.core.dataflow import Value, makes, needs
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Span
@@ -127,7 +127,7 @@ def record(
                 "host_name": f"host-{rank}" if clocks else "host",
                 "traceEvents": events,
             }
-            (folder / f"rank{ranks_of[rank]}.json").write_text(json.dumps(whole))
+            (folder / f"rank{ranks_of[rank]}.json").write_text(json.dumps(whole), encoding="utf-8")
     return folder
 
 

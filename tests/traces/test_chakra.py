@@ -14,7 +14,7 @@ import pytest
 from pipeflow.core.errors import UsageError
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import make_schedule
-from pipeflow.traces.explanation import explain
+from pipeflow.tools.traces.explanation import explain
 from tests.traces.recording import Machine, ran, record
 
 TIMELINE = ran(make_schedule("1f1b", ranks=4, microbatches=6), Machine(slow={1: 1.5}))
@@ -22,7 +22,7 @@ TIMELINE = ran(make_schedule("1f1b", ranks=4, microbatches=6), Machine(slow={1: 
 
 def nodes_of(path: Path, *, device: bool) -> Iterator[dict[str, Any]]:
     """The nodes for the events of a Chrome trace. With `device`, operators ran on a device, and the host was ahead."""
-    events = json.loads(path.read_text())["traceEvents"]
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     for number, event in enumerate(events):
         given = event["args"]
         own = {
@@ -48,7 +48,7 @@ def written(folder: Path, timeline: Timeline, *, protobuf: bool = False, device:
         if protobuf:
             path.with_suffix(".et").write_bytes(b"".join(map(sized, [field(1, b"0.0.4"), *map(message, nodes)])))
         else:
-            path.write_text(json.dumps({"schema": "1.1.1-chakra.0.0.4", "pid": 1, "nodes": nodes}))
+            path.write_text(json.dumps({"schema": "1.1.1-chakra.0.0.4", "pid": 1, "nodes": nodes}), encoding="utf-8")
     return folder
 
 
@@ -110,6 +110,7 @@ def test_execution_traces_without_times_are_refused(name: str, data: bytes, said
         explain([tmp_path / name])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow  # it records a step
 def test_what_torch_records_is_explained_when_it_has_times(tmp_path: Path) -> None:
     import torch
@@ -127,14 +128,14 @@ def test_what_torch_records_is_explained_when_it_has_times(tmp_path: Path) -> No
     recorder.export_chrome_trace(str(tmp_path / "device.json"))
     with pytest.raises(UsageError, match=r"add those of torch\.profiler with chakra_trace_link, or give the trace"):
         explain([tmp_path / "host.json"])
-    events = json.loads((tmp_path / "device.json").read_text())["traceEvents"]
+    events = json.loads((tmp_path / "device.json").read_text(encoding="utf-8"))["traceEvents"]
     times = {(each.get("args") or {}).get("Record function id"): each for each in events if each.get("ph") == "X"}
-    whole = json.loads((tmp_path / "host.json").read_text())
+    whole = json.loads((tmp_path / "host.json").read_text(encoding="utf-8"))
     for node in whole["nodes"]:
         number = next(each["value"] for each in node["attrs"] if each["name"] == "rf_id")
         if number and number in times:
             node |= {"ts": times[number]["ts"], "inclusive_dur": times[number]["dur"]}
-    (tmp_path / "linked.json").write_text(json.dumps(whole))
+    (tmp_path / "linked.json").write_text(json.dumps(whole), encoding="utf-8")
     mine, its = explain([tmp_path / "linked.json"]), explain([tmp_path / "device.json"])
     assert mine.schedule.to_csv() == "0F0,0B0,0F1,0B1,0F2,0B2\n"
     assert mine.timeline.makespan == pytest.approx(its.timeline.makespan, rel=0.02)

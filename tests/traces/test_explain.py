@@ -17,7 +17,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import SCHEDULES, make_schedule
-from pipeflow.traces.explanation import explain
+from pipeflow.tools.traces.explanation import explain
 from tests.traces.recording import Machine, of_torch, ran, record
 
 ONE_STAGE = ["gpipe", "1f1b", "eager-1f1b"]
@@ -131,7 +131,7 @@ def test_what_is_there_of_a_file_that_is_cut_off_is_told(tmp_path: Path) -> None
     schedule = make_schedule("1f1b", ranks=2, microbatches=4)
     folder = record(tmp_path / "traces", *[ran(schedule)] * 3)
     cut = folder / "rank1.json"
-    cut.write_text(cut.read_text()[: int(0.8 * cut.stat().st_size)])
+    cut.write_text(cut.read_text(encoding="utf-8")[: int(0.8 * cut.stat().st_size)], encoding="utf-8")
     found = explain([folder])
     assert rows_of(found.schedule) == rows_of(schedule)
     assert len(found.step_seconds) == 2
@@ -153,8 +153,10 @@ def test_ranks_that_files_do_not_say_come_from_their_names(tmp_path: Path) -> No
     folder = record(tmp_path / "traces", ran(schedule))
     for rank in range(3):
         path = folder / f"rank{rank}.json"
-        events = json.loads(path.read_text())["traceEvents"]
-        (folder / f"host7_{2 - rank}.pt.trace.json").write_text(json.dumps(events))  # sorted the other way round
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        (folder / f"host7_{2 - rank}.pt.trace.json").write_text(
+            json.dumps(events), encoding="utf-8"
+        )  # sorted the other way round
         path.unlink()
     found = explain([folder])
     assert found.schedule.placement.paths == ((2, 1, 0),)
@@ -170,8 +172,8 @@ def test_one_of_several_replicas_stands_for_all(groups: bool, tmp_path: Path) ->
 
 def test_files_that_say_no_rank_are_named(tmp_path: Path) -> None:
     folder = record(tmp_path / "traces", ran(make_schedule("1f1b", ranks=2, microbatches=2)))
-    events = json.loads((folder / "rank1.json").read_text())["traceEvents"]
-    (folder / "other.json").write_text(json.dumps(events))
+    events = json.loads((folder / "rank1.json").read_text(encoding="utf-8"))["traceEvents"]
+    (folder / "other.json").write_text(json.dumps(events), encoding="utf-8")
     (folder / "rank1.json").unlink()
     with pytest.raises(UsageError, match=r"say a rank: .*other.json; name them like rank0.json"):
         explain([folder])
@@ -179,7 +181,7 @@ def test_files_that_say_no_rank_are_named(tmp_path: Path) -> None:
 
 def test_a_timeline_is_explained_too(tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
-    path.write_text(ran(make_schedule("1f1b", ranks=2, microbatches=4)).to_json())
+    path.write_text(ran(make_schedule("1f1b", ranks=2, microbatches=4)).to_json(), encoding="utf-8")
     assert explain([path]).names[0] == "1f1b"
     with pytest.raises(UsageError, match="give one timeline, or traces of all ranks"):
         explain([path, path])
@@ -207,10 +209,10 @@ def broken(folder: Path, case: str) -> list[Path]:
             record(folder, timeline, name=None, operators=False)
         case "not JSON":
             folder.mkdir()
-            (folder / "rank0.json").write_text("PK\x03\x04")
+            (folder / "rank0.json").write_text("PK\x03\x04", encoding="utf-8")
         case "no trace":
             folder.mkdir()
-            (folder / "rank0.json").write_text('{"nodes": []}')
+            (folder / "rank0.json").write_text('{"nodes": []}', encoding="utf-8")
         case "empty":
             folder.mkdir()
         case "half a step":

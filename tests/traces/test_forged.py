@@ -14,8 +14,8 @@ import pytest
 
 from pipeflow.core.errors import PipeflowError
 from pipeflow.schedules import make_schedule
-from pipeflow.traces import explanation, files
-from pipeflow.traces.explanation import explain
+from pipeflow.tools.traces import explanation, files
+from pipeflow.tools.traces.explanation import explain
 from tests.traces.recording import ran, record
 from tests.traces.test_chakra import TIMELINE, written
 from tests.traces.test_formats import nsight, otlp
@@ -59,7 +59,7 @@ def files_of(folder: Path, kind: str) -> None:
             written(folder, ran(make_schedule("1f1b", ranks=2, microbatches=3)), device=True)
         case "otlp":
             folder.mkdir()
-            (folder / "spans.json").write_text(json.dumps({"resourceSpans": otlp(TIMELINE)}))
+            (folder / "spans.json").write_text(json.dumps({"resourceSpans": otlp(TIMELINE)}), encoding="utf-8")
 
 
 @pytest.mark.slow  # a second each
@@ -67,13 +67,13 @@ def files_of(folder: Path, kind: str) -> None:
 def test_values_that_nobody_expects(kind: str, tmp_path: Path) -> None:
     files_of(tmp_path / "traces", kind)
     path = min((tmp_path / "traces").iterdir())
-    text, refused = path.read_text(), 0
+    text, refused = path.read_text(encoding="utf-8"), 0
     for seed in range(60):
         chance, whole = random.Random(seed), json.loads(text)
         for _ in range(chance.choice([1, 1, 5, 50])):
             holder, key = chance.choice(list(places(whole)))
             holder[key] = deepcopy(chance.choice(ODD))
-        path.write_text(json.dumps(whole))
+        path.write_text(json.dumps(whole), encoding="utf-8")
         refused += is_refused(tmp_path / "traces")
     assert 0 < refused < 60
 
@@ -99,10 +99,10 @@ def test_bytes_that_nobody_expects(protobuf: bool, tmp_path: Path) -> None:
 
 
 def test_what_is_nested_without_end_is_cut_off(tmp_path: Path) -> None:
-    (tmp_path / "rank0.json").write_text('{"traceEvents": [' + "[" * 200_000)
+    (tmp_path / "rank0.json").write_text('{"traceEvents": [' + "[" * 200_000, encoding="utf-8")
     with pytest.raises(PipeflowError, match="it has no annotation and no operator"):
         explain([tmp_path])
-    (tmp_path / "rank0.json").write_text('{"resourceSpans": [' + "[" * 200_000)
+    (tmp_path / "rank0.json").write_text('{"resourceSpans": [' + "[" * 200_000, encoding="utf-8")
     with pytest.raises(PipeflowError, match="no spans"):
         explain([tmp_path])
 

@@ -13,7 +13,7 @@ from pipeflow.core.action import Kind
 from pipeflow.core.errors import UsageError
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import make_schedule
-from pipeflow.traces.explanation import explain
+from pipeflow.tools.traces.explanation import explain
 from tests.traces.recording import Machine, ran
 
 NANO = 1e9
@@ -60,21 +60,21 @@ def require_explained(found: Any) -> None:
 @pytest.mark.parametrize("microbatches", [True, False])
 def test_spans_of_open_telemetry(microbatches: bool, tmp_path: Path) -> None:
     path = tmp_path / "spans.json"
-    path.write_text(json.dumps({"resourceSpans": otlp(TIMELINE, microbatches=microbatches)}))
+    path.write_text(json.dumps({"resourceSpans": otlp(TIMELINE, microbatches=microbatches)}), encoding="utf-8")
     require_explained(explain([path]))
 
 
 def test_spans_in_lines_of_which_the_last_one_is_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "spans.jsonl"
     lines = [json.dumps({"resourceSpans": [each]}) for each in otlp(TIMELINE)]
-    path.write_text("\n".join([*lines, lines[0][:40]]))
+    path.write_text("\n".join([*lines, lines[0][:40]]), encoding="utf-8")
     require_explained(explain([path]))
 
 
 def test_spans_without_a_rank_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "spans.json"
     [first, *_] = otlp(TIMELINE)
-    path.write_text(json.dumps({"resourceSpans": [first | {"resource": {}}]}))
+    path.write_text(json.dumps({"resourceSpans": [first | {"resource": {}}]}), encoding="utf-8")
     with pytest.raises(UsageError, match=r"none of the attributes dl\.pipeline_parallel\.rank, dl\.rank, which say"):
         explain([path])
 
@@ -112,6 +112,49 @@ def test_exports_of_nsight_systems(kernels: bool, tmp_path: Path) -> None:
     require_explained(explain([tmp_path]))
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        "VIEW StringIds AS WITH RECURSIVE r(id) AS (SELECT 1 UNION ALL SELECT id FROM r) SELECT id, '' value FROM r",
+        "VIEW stringids AS SELECT 1 id, 'PP:0F0' value",
+        "TABLE StringIds (id INTEGER, value TEXT AS (hex(zeroblob(id))))",
+        "VIRTUAL TABLE StringIds USING fts4(id, value)",
+    ],
+)
+def test_a_table_of_nsight_whose_rows_are_computed_is_refused(schema: str, tmp_path: Path) -> None:
+    nsight(path := tmp_path / "rank0.sqlite", TIMELINE, 0, kernels=False)
+    connection = sqlite3.connect(path)
+    connection.execute("DROP TABLE StringIds")
+    connection.execute(f"CREATE {schema}")
+    connection.commit()
+    with pytest.raises(UsageError, match="no export of Nsight Systems: StringIds is computed, not stored"):
+        explain([path])
+
+
+def test_a_join_that_is_much_larger_than_its_tables_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeflow.tools.traces.nsight.LEAST", 0)
+    nsight(path := tmp_path / "rank0.sqlite", TIMELINE, 0, kernels=False)
+    connection = sqlite3.connect(path)
+    for table, values in (("StringIds", "1, 'gemm'"), ("NVTX_EVENTS", "1, 2, NULL, 1")):
+        numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 800)"
+        connection.execute(f"INSERT INTO {table} {numbers} SELECT {values} FROM n")
+    connection.commit()
+    with pytest.raises(UsageError, match="its tables have far more rows together than its size has room for"):
+        explain([path])
+
+
+def test_an_interrupt_ends_a_query(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nsight(path := tmp_path / "rank0.sqlite", TIMELINE, 0, kernels=False)
+
+    def interrupted(_: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pipeflow.tools.traces.nsight.AT_ONCE", 1)
+    monkeypatch.setattr("pipeflow.tools.traces.nsight._QueryLimit.__call__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        explain([path])
+
+
 def test_what_is_no_export_of_nsight_is_refused(tmp_path: Path) -> None:
     empty, other = tmp_path / "rank0.sqlite", tmp_path / "other.sqlite"
     sqlite3.connect(empty).execute("CREATE TABLE Things (id INTEGER)")
@@ -120,3 +163,5 @@ def test_what_is_no_export_of_nsight_is_refused(tmp_path: Path) -> None:
         explain([empty])
     with pytest.raises(UsageError, match="this is no export of Nsight Systems"):
         explain([other])
+    with pytest.raises(UsageError, match=r"No such file or directory; did you mean .*other\.sqlite"):
+        explain([tmp_path / "others.sqlite"])

@@ -10,7 +10,7 @@ import pytest
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.errors import UsageError
 from pipeflow.schedules import make_schedule
-from pipeflow.traces.explanation import explain
+from pipeflow.tools.traces.explanation import explain
 from tests.traces.recording import Machine, of_torch, ran, record
 from tests.traces.test_explain import of_megatron, rows_of
 
@@ -99,10 +99,10 @@ def test_ranks_that_began_to_record_later_are_explained_by_the_steps_of_all(mark
     schedule = make_schedule("1f1b", ranks=2, microbatches=4)
     steps = [ran(schedule, Machine(seed=seed, slow={1: 1 + seed})) for seed in range(3)]
     folder = record(tmp_path / "traces", *steps, marks=marks)
-    events = json.loads((folder / "rank1.json").read_text())
+    events = json.loads((folder / "rank1.json").read_text(encoding="utf-8"))
     late = 1e6 * (100 + 1.5 * steps[0].makespan) - 1
     events["traceEvents"] = [each for each in events["traceEvents"] if each["ts"] > late]
-    (folder / "rank1.json").write_text(json.dumps(events))
+    (folder / "rank1.json").write_text(json.dumps(events), encoding="utf-8")
     found = explain([folder])
     assert [*found.step_seconds] == pytest.approx([each.makespan for each in steps[1:]], abs=1e-5)
     assert found.notes == ()
@@ -112,11 +112,11 @@ def test_messages_that_cross_change_nothing(tmp_path: Path) -> None:
     schedule = make_schedule("1f1b", ranks=4, microbatches=8)
     folder = record(tmp_path / "traces", ran(schedule), ran(schedule))
     for path in folder.iterdir():
-        whole = json.loads(path.read_text())
+        whole = json.loads(path.read_text(encoding="utf-8"))
         calls = [each for each in whole["traceEvents"] if each["name"].startswith("c10d::")]
         for one, other in zip(calls[::2], calls[1::2], strict=False):
             one["ts"], other["ts"] = other["ts"], one["ts"]
-        path.write_text(json.dumps(whole))
+        path.write_text(json.dumps(whole), encoding="utf-8")
     assert rows_of(explain([folder]).schedule) == rows_of(schedule)
 
 
@@ -125,7 +125,7 @@ def test_kernels_count_where_they_ran_and_not_where_they_were_launched(tmp_path:
     timeline = ran(schedule, Machine(seed=3))
     folder = record(tmp_path / "traces", timeline, operators=False)
     for rank, path in enumerate(sorted(folder.iterdir())):
-        whole = json.loads(path.read_text())
+        whole = json.loads(path.read_text(encoding="utf-8"))
         events, added = whole["traceEvents"], []
         named = [each for each in events if each["name"].startswith("PP:")]
         for number, (each, span) in enumerate(zip(named, timeline.rows[rank], strict=True)):
@@ -137,7 +137,7 @@ def test_kernels_count_where_they_ran_and_not_where_they_were_launched(tmp_path:
                 times = {"ts": 1e8 + 1e6 * start, "dur": 1e6 * (end - start)}
                 added += [launch | own, {"cat": category, "name": name} | times | own]
         whole["traceEvents"] = [*named, *added]
-        path.write_text(json.dumps(whole))
+        path.write_text(json.dumps(whole), encoding="utf-8")
     found = explain([folder])
     assert rows_of(found.schedule) == rows_of(schedule)
     for mine, its in zip(found.timeline, timeline, strict=True):
@@ -148,9 +148,9 @@ def test_sums_and_gathers_of_torchs_runtime_are_no_actions(tmp_path: Path) -> No
     schedule = make_schedule("1f1b", ranks=2, microbatches=3)
     folder = record(tmp_path / "traces", ran(schedule))
     for path in folder.iterdir():
-        whole = json.loads(path.read_text())
+        whole = json.loads(path.read_text(encoding="utf-8"))
         first = whole["traceEvents"][0]
         names = ("PP:0UNSHARD", "PP:0RESHARD", "PP:0REDUCE_GRAD", "PP:0SEND_F0", "PP:1RECV_B2", "PP:1WAIT_SEND_B2")
         whole["traceEvents"] += [first | {"name": name} for name in names]
-        path.write_text(json.dumps(whole))
+        path.write_text(json.dumps(whole), encoding="utf-8")
     assert rows_of(explain([folder]).schedule) == rows_of(schedule)

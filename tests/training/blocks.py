@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeflow import Pipeline, make_schedule
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.tensor import ColumnParallelLinear, RowParallelLinear
 from pipeflow.testing.models import WIDTH, initial
 

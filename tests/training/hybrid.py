@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeflow import Pipeline, PipelineSharedModuleWrapper, Schedule, clip_grad_norm_, execute_pipeline
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.sharding import splits_of
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.sharding import splits_of
 from pipeflow.tensor import (
     ColumnParallelLinear,
     LayerNorm,

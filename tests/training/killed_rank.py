@@ -52,7 +52,7 @@ def trainer_of(run: Run) -> Trainer:
     from torch import nn
 
     import pipeflow
-    from pipeflow.parallel.context import current_context
+    from pipeflow.engine.parallel.context import current_context
     from pipeflow.tensor import Dropout, manual_seed
     from pipeflow.training import CheckpointHook, Engine, RateHook, Trainer
 
@@ -105,7 +105,7 @@ def _notes(run: Run) -> list[Any]:
         def after_step(self, trainer: Trainer, step: Step) -> None:
             context, data = trainer.engine.model.context, trainer.loader.dataset  # type: ignore[attr-defined]  # Numbered
             if context.pipeline_rank == 0:
-                with Path(run.folder, f"read-{run.life}-{context.data_rank}").open("a") as file:
+                with Path(run.folder, f"read-{run.life}-{context.data_rank}").open("a", encoding="utf-8") as file:
                     file.write(json.dumps([trainer.engine.steps, data.read]) + "\n")
             data.read.clear()
 
@@ -136,7 +136,7 @@ def data(count: int, seed: int) -> Any:
 def train(run: Run) -> dict[str, Any] | None:
     """On every rank: what it has at the end; None where another rank was killed."""
     import pipeflow
-    from pipeflow.parallel.context import current_context
+    from pipeflow.engine.parallel.context import current_context
 
     logging.getLogger("pipeflow").addHandler(logging.NullHandler())  # nothing on the terminal
     trainer, each = trainer_of(run), BATCH // current_context().data_size // run.accumulation
@@ -178,7 +178,7 @@ def main(run: Run) -> None:
     context = pipeflow.launch(pipeline=STAGES, timeout=10.0, device="cpu")
     result = train(run)
     if result is not None:
-        Path(run.folder, f"digest-{context.rank}").write_text(digest(result))
+        Path(run.folder, f"digest-{context.rank}").write_text(digest(result), encoding="utf-8")
         context.close()
 
 

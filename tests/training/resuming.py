@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from pipeflow import get_dataloader, make_schedule
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.runtime.step import Output
 from pipeflow.optim import LossScaler, MasterWeights, Zero
-from pipeflow.parallel.context import current_context
-from pipeflow.runtime.step import Output
 from pipeflow.testing.models import PlainModel
 from pipeflow.training import AccuracyHook, CheckpointHook, Engine, Hook, RateHook, Step, Trainer
 from tests.runtime.work import build

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeflow import LayerCosts, Pipeline, Schedule, UsageError, build_stages, execute_pipeline, make_schedule
-from pipeflow.checkpoint.pieces import local_tensors
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.tensor import ColumnParallelLinear, VocabParallelEmbedding
 from pipeflow.testing import RankError, run_threads
 from pipeflow.testing.models import WIDTH, WORDS, Layer, PlainModel, Words
 from pipeflow.training import cut_layers
+from pipeflow.training.checkpoint.pieces import local_tensors
 
 LAYERS, MICROBATCHES = 9, 4
 MODEL = PlainModel(LAYERS)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
 from pipeflow import ByLength, CostModel, Output, Pipeline, UsageError, build_stages, get_dataloader, make_schedule
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_threads
 from pipeflow.training import AccuracyHook, Engine, Hook, Step, Trainer
 from tests.runtime.test_divided import WORDS, padded

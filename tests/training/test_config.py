@@ -13,7 +13,7 @@ import torch
 from pipeflow import UsageError
 from pipeflow.optim import HalfPrecision
 from pipeflow.training import Config, read_config
-from pipeflow.training.config.schema import KEYS, UNREAD
+from pipeflow.training.config import KEYS, UNREAD
 
 TUTORIAL: dict[str, Any] = {
     "NUM_MICRO_BATCHES": 192,
@@ -67,7 +67,8 @@ def test_a_file(tmp_path: Path) -> None:
     file = tmp_path / "config.py"
     file.write_text(
         "import os\nfrom enum import Enum\n_HIDDEN = 4\nSEQ_LEN = 2 * _HIDDEN\n"
-        "parallel = dict(pipeline=2)\nbf16 = dict(mode='autocast')\n"
+        "parallel = dict(pipeline=2)\nbf16 = dict(mode='autocast')\n",
+        encoding="utf-8",
     )
     config = read_config(str(file))
     assert set(config.given) == {"SEQ_LEN", "parallel", "bf16"}
@@ -111,7 +112,7 @@ def test_what_cannot_work_is_refused(given: dict[str, Any], message: str) -> Non
 
 @pytest.mark.parametrize("file", ["nowhere.py", "config.yaml"])
 def test_what_is_no_file_is_refused(file: str, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("")
+    (tmp_path / "config.yaml").write_text("", encoding="utf-8")
     with pytest.raises(UsageError, match=r"a dict or a Python file; .* is not an existing \.py file"):
         read_config(tmp_path / file)
 

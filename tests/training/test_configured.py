@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow import PipelineError, UsageError
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import PlainModel
 from pipeflow.training import Engine, make_engine
-from pipeflow.training.config.launch import keep_config
-from pipeflow.training.config.schema import read_config
+from pipeflow.training.config import read_config
+from pipeflow.training.launch import keep_config
 
 
 def engine_for(config: dict[str, Any], chunks: int | None = None, dtype: torch.dtype = torch.float32) -> Engine:

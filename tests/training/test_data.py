@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from pipeflow import UsageError
-from pipeflow.parallel.context import Context, current_context, set_context
-from pipeflow.parallel.layout import WorldLayout
+from pipeflow.engine.parallel.context import Context, current_context, set_context
+from pipeflow.engine.parallel.layout import WorldLayout
 from pipeflow.testing import Hub, LocalTransport, run_threads
 from pipeflow.training import endless, get_dataloader
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow import LossScaler, MasterWeights, Pipeline, PipelineError, UsageError, execute_pipeline, make_schedule
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import PlainModel, TiedModel, TinyModel
 from pipeflow.training import Engine, NonFiniteGradientError, NonFiniteLossError

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow import Pipeline, PipelineError, execute_pipeline, make_schedule
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.tensor import ColumnParallelLinear, RowParallelLinear
 from pipeflow.testing import run_processes, run_threads
 
@@ -79,7 +79,7 @@ def test_an_error_is_told_to_the_whole_world_and_the_next_step_is_whole(run: Run
     assert max(seconds for _, seconds, _ in results) < 5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_death_is_told_to_the_whole_world() -> None:
     results = run_processes(train, 8, die, tensor=2, data=2, may_die=[CULPRIT])
     assert {result[0] for rank, result in enumerate(results) if rank != CULPRIT} == {f"{CULPRIT} died"}

@@ -51,7 +51,7 @@ def run(runner: Any, kind: str, name: str, layout: tuple[int, int, int]) -> None
     require_trained(results, expected(kind, samples))
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("kind", WORKS)
@@ -66,7 +66,7 @@ def test_gloo(kind: str) -> None:
     run(run_processes, kind, "zb-v", (2, 2, 2))
 
 
-@pytest.mark.some(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["chimera", "dualpipe"])
 def test_copies_of_a_stage_whose_gradients_are_parts(name: str) -> None:
     work = replace(WORKS["clipping"], samples=(4, 6))

@@ -61,7 +61,7 @@ def steps_read(folder: Path, life: int) -> dict[int, list[int]]:
     """By step, the samples that all replicas read."""
     found: dict[int, list[int]] = {}
     for file in folder.glob(f"read-{life}-*"):
-        for line in file.read_text().splitlines():
+        for line in file.read_text(encoding="utf-8").splitlines():
             step, samples = json.loads(line)
             found.setdefault(step, []).extend(samples)
     return found
@@ -89,23 +89,21 @@ def require_the_same_under_torchrun(folder: Path, choices: random.Random, rendez
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert (folder / "killed").exists(), ended.stderr
     assert ended.returncode == 0, ended.stderr
-    found = [(folder / f"digest-{rank}").read_text() for rank in range(RANKS)]
+    found = [(folder / f"digest-{rank}").read_text(encoding="utf-8") for rank in range(RANKS)]
     assert found == [digest(each) for each in undisturbed(0.1)]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 def test_a_rank_is_killed_while_it_saves_beside_training(tmp_path: Path) -> None:
     require_the_same(tmp_path, random.Random(1), asynchronous=True)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_rank_is_killed_and_half_the_replicas_go_on(tmp_path: Path) -> None:
     require_the_same_on_one_replica(tmp_path, random.Random(2), 1)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 def test_torchrun_starts_all_again(tmp_path: Path) -> None:
     require_the_same_under_torchrun(tmp_path, random.Random(3), RENDEZVOUS[0])
 

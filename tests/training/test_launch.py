@@ -12,7 +12,7 @@ DRAWS = """
 import sys
 import torch
 import pipeflow
-from pipeflow.tensor.random import current_tracker
+from pipeflow.engine.tensor.random import current_tracker
 from pipeflow.training import get_dist_logger, launch_from_config
 
 config = dict(parallel=dict(pipeline=2, tensor=dict(mode="1d", size=2)), seed=int(sys.argv[1]), LOG_PATH="logs")
@@ -31,7 +31,7 @@ print(context.pipeline_rank, context.tensor_rank, *draws)
 def test_the_seed_of_the_configuration_starts_every_stream(tmp_path: Path) -> None:
     """Python's and torch's generators, and those of dropout over tensor ranks; a log that is begun twice is one."""
     script = tmp_path / "draws.py"
-    script.write_text(DRAWS)
+    script.write_text(DRAWS, encoding="utf-8")
     told = []
     for seed in ("3", "3", "4"):
         lines = run_ranks(script, seed, ranks=4, folder=tmp_path).splitlines()
@@ -47,7 +47,7 @@ def test_the_seed_of_the_configuration_starts_every_stream(tmp_path: Path) -> No
         assert own != others
     assert not set(first[0, 0]) & set(first[1, 0])
     for rank in range(4):
-        assert (tmp_path / "logs" / f"rank_{rank}.log").read_text().count("once") == 3
+        assert (tmp_path / "logs" / f"rank_{rank}.log").read_text(encoding="utf-8").count("once") == 3
 
 
 ALONE = """
@@ -64,8 +64,8 @@ print("done")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_world_of_one_under_torchrun_has_a_process_group(tmp_path: Path) -> None:
     script = tmp_path / "alone.py"
-    script.write_text(ALONE)
+    script.write_text(ALONE, encoding="utf-8")
     assert run_ranks(script, ranks=1) == "done\n"

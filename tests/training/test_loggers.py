@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeflow import UsageError, make_schedule
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import PlainModel
 from pipeflow.training import Engine, Hook, LoggerHook, RateHook, Step, TensorBoardHook, Trainer

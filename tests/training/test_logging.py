@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.logging import RichHandler
 
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_threads
 from pipeflow.training import disable_existing_loggers, get_dist_logger
 
@@ -43,7 +43,7 @@ def test_each_rank_keeps_what_it_says(tmp_path: Path) -> None:
         run_threads(speak_as, 3, rank, tmp_path / "logs")
     assert sorted(file.name for file in (tmp_path / "logs").iterdir()) == [f"rank_{rank}.log" for rank in range(3)]
     for rank in range(3):
-        lines = (tmp_path / "logs" / f"rank_{rank}.log").read_text().splitlines()
+        lines = (tmp_path / "logs" / f"rank_{rank}.log").read_text(encoding="utf-8").splitlines()
         said = [line.partition(f" {NAME}: ")[2] for line in lines]
         assert said == [f"all, {rank}", *(["some"] if rank in (1, 2) else [])]
 

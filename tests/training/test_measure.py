@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow import LayerCosts, PipelineError, Schedule, UsageError, make_schedule, measure_layers, simulate
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.tensor import ColumnParallelLinear, RowParallelLinear
 from pipeflow.testing import run_threads
-from pipeflow.training.model import measure
+from pipeflow.training import build
 
 
 class Clock:
@@ -147,8 +147,8 @@ def test_a_device_has_done_its_work_before_the_clock_is_read(monkeypatch: pytest
         return 0.0
 
     device = torch.device("cuda", 1)
-    measure._after_work(clock, device)
-    measure._after_work(clock, torch.device("cpu"))
+    build._after_work(clock, device)
+    build._after_work(clock, torch.device("cpu"))
     assert seen == [device, "clock", "clock"]
 
 

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.logging import RichHandler
 
 from pipeflow import make_schedule
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import PlainModel
 from pipeflow.training import (

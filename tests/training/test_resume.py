@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from pipeflow import Pipeline, UsageError, get_dataloader, make_schedule, save_checkpoint
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.transport.agreement import all_gather
 from pipeflow.optim import MasterWeights
-from pipeflow.parallel.context import current_context
-from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.testing import run_threads
 from pipeflow.training import CheckpointHook, Engine, Hook, Step, Trainer
 from tests.training.resuming import (
@@ -96,7 +96,6 @@ def test_masters_spread_states_and_the_loss_scale(tmp_path: Path) -> None:
         assert 0 < overflows < 6
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_every_moment(tmp_path: Path) -> None:
     """Among them the last step of an epoch, the evaluation after it, and the very end."""
@@ -361,7 +360,7 @@ def test_links_are_needed_for_the_best_alone(tmp_path: Path, monkeypatch: pytest
 
 def refusals(folder: Path) -> list[str]:
     make_trainer(CheckpointHook(folder / "run")).fit(epochs=EPOCHS, max_steps=2, **loaders())
-    (folder / "file").write_text("")
+    (folder / "file").write_text("", encoding="utf-8")
     messages = []
 
     def attempt(hook: CheckpointHook, **options: Any) -> None:
@@ -391,7 +390,7 @@ def refusals(folder: Path) -> list[str]:
     messages.append(str(raised.value))
     if current_context().rank == 0:
         for file in run.glob("step-*/checkpoint.json"):
-            file.write_text("{}")
+            file.write_text("{}", encoding="utf-8")
     with current_context().alarm.raised_everywhere():
         all_gather(current_context().world, [0.0])
     attempt(CheckpointHook(run))
@@ -479,3 +478,15 @@ def test_loaders_of_torch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
         assert run_threads(shuffled, 1, tmp_path) == [[0, 1]]
     assert f"continues from {tmp_path / 'step-00000001'}: 0 epochs and 1 steps" in caplog.text
     assert "a DataLoader that shuffles has another order each time" in caplog.text
+
+
+def test_a_file_in_the_place_of_the_link_to_the_best_stays(tmp_path: Path) -> None:
+    (tmp_path / "best").write_text("years", encoding="utf-8")
+
+    def rank() -> None:
+        trainer = make_trainer(CheckpointHook(tmp_path, best="loss"), [], 1)
+        with pytest.raises(UsageError, match="best is not a link to the best checkpoint: choose another folder"):
+            trainer.fit(epochs=1, **loaders(4))
+
+    run_threads(rank, 1)
+    assert [file.read_text(encoding="utf-8") for file in tmp_path.iterdir()] == ["years"]

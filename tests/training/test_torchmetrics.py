@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from pipeflow import Pipeline, PipelineError, UsageError, get_dataloader, make_schedule
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_threads
 from pipeflow.training import Engine, MetricHook, Trainer
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from pipeflow import UsageError, get_dataloader, make_schedule
-from pipeflow.parallel.context import current_context
-from pipeflow.runtime.step import Output
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.runtime.step import Output
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import PlainModel
 from pipeflow.training import AccuracyHook, Engine, Hook, MetricHook, RateHook, Step, Trainer
@@ -104,6 +104,28 @@ def fitted(ranks_see_outputs: list[int]) -> dict[str, Any]:
     assert engine.steps == 4
     test = trainer.evaluate(get_dataloader(samples(6, 1), 2))
     return {"losses": losses, "test": dict(test), "train": dict(trainer.metrics["train"])}
+
+
+def test_the_rate_is_that_of_the_first_rank_everywhere() -> None:
+    """With a rate for each layer, ranks have other groups."""
+
+    def rank() -> list[float]:
+        engine, rates = make_engine(), []
+        first = 0.1 / (1 + current_context().pipeline_rank)
+        engine.optimizer.param_groups[0]["lr"] = first
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.5)
+
+        class Rates(Hook):
+            priority = 90
+
+            def after_step(self, trainer: Trainer, step: Step) -> None:
+                rates.append(trainer.step_metrics["learning rate"])
+
+        Trainer(engine, [RateHook(scheduler), Rates()]).fit(get_dataloader(samples(8), 4), 2)
+        return rates
+
+    first, second = run_threads(rank, 2)
+    assert first == second == [0.1, 0.1, 0.05, 0.05]
 
 
 def right(outputs: Tensor, labels: Tensor) -> Tensor:

@@ -10,10 +10,10 @@ import torch
 
 from pipeflow import GPT, UsageError, execute_pipeline, make_schedule, simulate
 from pipeflow.core.cost import CostModel
-from pipeflow.parallel.context import current_context
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.runtime.step import Output
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer_costs import head_forward, layer_forward
-from pipeflow.runtime.step import Output
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import PlainModel
 from pipeflow.training import (
@@ -32,7 +32,7 @@ from pipeflow.training import (
 )
 from pipeflow.training.hooks import memory
 from pipeflow.training.hooks.bubble import planned
-from pipeflow.training.hooks.peaks import peak_of
+from pipeflow.training.hooks.throughput import peak_of
 from tests.runtime.work import build
 
 MODEL = PlainModel()

@@ -1,5 +1,4 @@
 # Written by `make stubs` from the table of the package.
-from pipeflow.colossalai.global_context import DistCoordinator
-from pipeflow.colossalai.process_group_mesh import ProcessGroupMesh
+from pipeflow.colossalai.processes import DistCoordinator, ProcessGroupMesh
 
 __all__ = ["DistCoordinator", "ProcessGroupMesh"]

@@ -1,4 +1,4 @@
 # Written by `make stubs` from the table of the package.
-from pipeflow.colossalai.global_context import DistCoordinator
+from pipeflow.colossalai.processes import DistCoordinator
 
 __all__ = ["DistCoordinator"]

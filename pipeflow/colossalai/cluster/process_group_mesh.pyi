@@ -1,4 +1,4 @@
 # Written by `make stubs` from the table of the package.
-from pipeflow.colossalai.process_group_mesh import ProcessGroupMesh
+from pipeflow.colossalai.processes import ProcessGroupMesh
 
 __all__ = ["ProcessGroupMesh"]

@@ -1,4 +1,4 @@
 # Written by `make stubs` from the table of the package.
-from pipeflow.colossalai.global_context import ParallelMode
+from pipeflow.colossalai.processes import ParallelMode
 
 __all__ = ["ParallelMode"]

@@ -8,9 +8,7 @@ from typing import NamedTuple
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.colours import LIGHT, RGB, average, between, css, shade
-from pipeflow.draw.column_pieces import Mixture, fit, pieces, round_half_up
-from pipeflow.draw.lane_heights import heights
-from pipeflow.draw.lane_rows import lanes, num_chunks, several
+from pipeflow.draw.lane_times import Mixture, fit, heights, lanes, num_chunks, pieces, round_half_up, several
 
 GAP = 16  # pixels between two timelines
 LANE: RGB = (*bytes.fromhex(LIGHT.lane[1:]),)

@@ -1,8 +1,13 @@
-"""Frame: the places of a drawing's lanes, in pixels. Must not contain: colours, and the language of a file."""
+"""Frame: the places of the lanes of an SVG, in pixels, with the critical path over them, and lanes whose spans are too
+narrow to be blocks, as strips in their average colour. Must not contain: the blocks themselves.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from pipeflow.core.action import Kind
@@ -11,10 +16,9 @@ from pipeflow.core.dataflow import Stream
 from pipeflow.core.liveness import Curve
 from pipeflow.core.span import Row, Span
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.column_pieces import fit, shortest
-from pipeflow.draw.lane_heights import SPACE, Heights, heights
-from pipeflow.draw.lane_rows import lanes
-from pipeflow.draw.memory import amount_text, peaks
+from pipeflow.draw.captions import amount_text, peaks
+from pipeflow.draw.colours import average, css, shade
+from pipeflow.draw.lane_times import SPACE, Heights, Line, Mixture, fit, heights, lanes, shortest
 
 LEAST, NARROWEST, WIDEST = 300.0, 560.0, 1400.0  # width of the lanes: least, least while spans stay narrow, largest
 SHORTEST = 20, 44  # width of the shortest span: wanted, at most
@@ -122,3 +126,80 @@ def steps(curve: Curve, at: Frame, finest: float) -> list[tuple[float, float]]:
     if shown and curve[-1][1] != shown[-1][1]:
         shown.append((max(at.x(curve[-1][0]), shown[-1][0]), curve[-1][1]))
     return shown
+
+
+def path_marks(path: Sequence[Span], at: Frame, *, blocks: bool, finest: float) -> Iterator[str]:
+    """The marks of the critical path. With `blocks`: a frame around each of its blocks, and a line wherever it changes
+    rank. Otherwise: one line along the middle of the lanes, with corners at least `finest` pixels apart.
+    """
+    if blocks:
+        for span in path:
+            if (width := at.x(span.end) - at.x(span.start)) > 0:
+                y, height = at.y(span.rank, span.stream), at.height(span.stream)
+                place = f'x="{at.x(span.start) + 0.25:.2f}" y="{y - 0.75:.2f}" height="{height + 1.5}"'
+                yield f'<rect class="critical" {place} width="{max(width - 1.5, 0.5):.2f}" rx="3"/>'
+        for before, span in pairwise(path):
+            if before.rank != span.rank:
+                yield f'<path class="critical" d="{_link(before, span, at)}"/>'
+    else:
+        yield f'<path class="critical" d="{_path_line(path, at, finest)}"/>'
+
+
+def _link(before: Span, span: Span, at: Frame) -> str:
+    """A line from the edge of one block to the edge of the next one, on another rank."""
+    down = span.rank > before.rank
+    y = at.y(before.rank, before.stream) + (at.height(before.stream) if down else 0)
+    tip = at.y(span.rank, span.stream) + (0 if down else at.height(span.stream))
+    return f"M{at.x(before.end):.2f} {y:g}L{at.x(span.start):.2f} {tip:g}"
+
+
+def _path_line(path: Sequence[Span], at: Frame, finest: float) -> str:
+    """A line through the middle of the lanes, with at most one corner every `finest` pixels."""
+    corners: list[tuple[float, float]] = []
+    for span in path:
+        y = at.y(span.rank, span.stream) + at.height(span.stream) / 2
+        for x in (at.x(span.start), at.x(span.end)):
+            if not corners or x - corners[-1][0] >= finest:
+                corners.append((x, y))
+    return "M" + "L".join(f"{x:.1f} {y:g}" for x, y in corners)
+
+
+STEPS = 32  # steps of each colour component, so that columns that look alike share a path
+
+
+def strips(line: Line, chunks: int, start: str, height: float, finest: float) -> Iterator[str]:
+    """One path per colour, from the point that `start` moves to, with columns `finest` pixels wide. Idle time is
+    transparent, so that a strip looks right on a light and on a dark ground.
+    """
+    columns: defaultdict[tuple[str, float], list[tuple[int, int]]] = defaultdict(list)
+    for piece in line:
+        if isinstance(piece, Mixture):
+            columns[_mixed(piece, chunks)].append((piece.first, piece.end))
+        else:
+            columns[shade(piece.kind, piece.chunk, chunks), 1.0].append((piece.first, piece.end))
+    for (colour, opacity), ends in sorted(columns.items()):
+        covers = "" if opacity == 1 else f' stroke-opacity="{opacity:.3g}"'
+        look = f'class="blocks" stroke-width="{height}" stroke="{colour}"{covers}'
+        yield f'<path {look} d="{start}{_dashes(ends, finest)}"/>'
+
+
+def _mixed(mixture: Mixture, chunks: int) -> tuple[str, float]:
+    """The colour of a column as CSS writes it, and its opacity."""
+    (red, green, blue), busy = average(mixture.shares, chunks)
+    red, green, blue = (round(part / 255 * STEPS) * 255 / STEPS for part in (red, green, blue))
+    return css((red, green, blue)), round(busy * STEPS) / STEPS
+
+
+def _dashes(columns: Iterable[tuple[int, int]], finest: float) -> str:
+    """Columns as a line with gaps. Adjacent columns are one dash."""
+    dashes: list[list[int]] = []
+    for first, end in columns:
+        if dashes and dashes[-1][1] == first:
+            dashes[-1][1] = end
+        else:
+            dashes.append([first, end])
+    ends = [0, *(end for _, end in dashes)]
+    return "".join(
+        f"m{(first - before) * finest:g} 0h{(end - first) * finest:g}"
+        for before, (first, end) in zip(ends, dashes, strict=False)
+    )

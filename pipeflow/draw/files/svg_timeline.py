@@ -6,20 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from pipeflow.analysis.idle_time import critical_path as find_path
+from pipeflow.core.analysis.idle_time import critical_path as find_path
 from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.captions import heading, summary
+from pipeflow.draw.captions import Unit, amount_text, escaped, heading, peaks, round_step, summary, unit_of
 from pipeflow.draw.colours import DARK, INK, LIGHT, Scheme, shade
-from pipeflow.draw.column_pieces import pieces
-from pipeflow.draw.files.lane_frame import Frame, SpanBox, blocks, frame, steps
-from pipeflow.draw.files.path import path_marks
-from pipeflow.draw.files.svg_strips import strips
-from pipeflow.draw.lane_rows import Lane, kinds, lanes, num_chunks
-from pipeflow.draw.markup import escaped
-from pipeflow.draw.memory import amount_text, peaks, unit_of
-from pipeflow.draw.times import Unit, round_step
+from pipeflow.draw.files.lane_frame import Frame, SpanBox, blocks, frame, path_marks, steps, strips
+from pipeflow.draw.lane_times import Lane, kinds, lanes, num_chunks, pieces
 
 MOST = 5000  # most blocks that are elements of their own
 FINEST = 2.0  # pixels: least mean width of blocks that are elements of their own, and of steps otherwise

@@ -9,13 +9,12 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from pipeflow.core.dataflow import DATAFLOW, Stream, Value, makes, needs
-from pipeflow.core.lasting import first_uses
+from pipeflow.core.rows import first_uses
 from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.captions import heading
+from pipeflow.draw.captions import heading, unit_of
 from pipeflow.draw.colours import hue
-from pipeflow.draw.lane_rows import Lane, all_lanes, several
-from pipeflow.draw.memory import unit_of
+from pipeflow.draw.lane_times import Lane, all_lanes, several
 
 Event = dict[str, Any]
 

@@ -1,27 +1,168 @@
-"""Data: the data of a page. Every number and name that its modules show comes from here. Must not contain: HTML."""
+"""Data: the data and the tables of a page. Every number, name and colour that its modules show comes from here. Must
+not contain: how a page is put together.
+"""
 
 from __future__ import annotations
 
+import colorsys
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from pipeflow.analysis.idle_time import IDLE, SENTENCES, Cause, causes, critical_path
-from pipeflow.analysis.time_window import utilisations
 from pipeflow.core.action import Kind
+from pipeflow.core.analysis.idle_time import IDLE, SENTENCES, Cause, causes, critical_path
+from pipeflow.core.analysis.measures import utilisations
 from pipeflow.core.dataflow import DATAFLOW, PASSING, SEVERAL, VALUE, Content, Stream
 from pipeflow.core.errors import UsageError
 from pipeflow.core.span import Row, Span
 from pipeflow.core.text import percent
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.column_pieces import shortest
-from pipeflow.draw.lane_heights import heights
-from pipeflow.draw.lane_rows import all_lanes, num_chunks
-from pipeflow.draw.memory import amount_text, peaks, unit_of
-from pipeflow.draw.page.block_colours import palettes
-from pipeflow.draw.times import Unit
+from pipeflow.draw.captions import Unit, amount_text, escaped, heading, peaks, unit_of
+from pipeflow.draw.colours import RGB, between, css, shade
+from pipeflow.draw.lane_times import Lane, all_lanes, heights, kinds, num_chunks, shortest
+
+MODES = "kind", "chunk", "microbatch"  # what colours can stand for
+MOST = 64  # colours of microbatches; then they begin again
+WHITE = (255.0, 255.0, 255.0)
+HUES = 16
+TURN = 7  # hues from one number to the next, which are far apart; all hues come before the first one comes again
+LUMINANCES = 0.5, 0.25, 0.72, 0.36  # in turn; text in the ink has a contrast of at least 5 on all of them
+LIGHTER = 0.0, 0.3, 0.52  # the white in what begins a microbatch, in what passes it back, and in the rest
+
+
+def palettes(kind: Kind, chunks: int, microbatches: int) -> dict[str, list[str]]:
+    """Per mode, the colours of a kind of action: one per chunk, or one per microbatch of which `MOST` differ."""
+    own = [shade(kind, chunk, chunks) for chunk in range(chunks)]
+    if DATAFLOW[kind].stream is not Stream.COMPUTE:  # a reduction belongs to no microbatch
+        return {"kind": own, "chunk": own, "microbatch": own[:1]}
+    return {
+        "kind": own,
+        "chunk": [css(between(WHITE, _varied(chunk % HUES, 1), LIGHTER[_part(kind)])) for chunk in range(chunks)],
+        "microbatch": [css(_varied(number, 4)) for number in range(min(microbatches, MOST))],
+    }
+
+
+def legend(timelines: tuple[Timeline, ...]) -> Iterator[tuple[str, str]]:
+    """The entries for the colours of blocks as HTML, each with its mode."""
+    chunks = max(map(num_chunks, timelines))
+    present = kinds(timelines)
+    for kind in present:
+        yield "kind", _entry(kind, [shade(kind, chunk, chunks) for chunk in range(chunks)], DATAFLOW[kind].name)
+    if chunks > 1:
+        yield "kind", "lighter: later chunk"
+    computing = [kind for kind in present if DATAFLOW[kind].stream is Stream.COMPUTE]
+    beside = [kind for kind in present if kind not in computing]
+    microbatches = max(timeline.num_microbatches for timeline in timelines)
+    of_chunks = [palettes(kind, chunks, 1)["chunk"] for kind in computing]
+    for chunk in range(chunks):
+        yield "chunk", f"{_swatches([colours[chunk] for colours in of_chunks])} chunk {chunk}"
+    yield "chunk", ", ".join(DATAFLOW[kind].name for kind in computing)
+    few = min(microbatches, 16)
+    if computing:
+        names = f"microbatches 0 to {few - 1}" if few > 1 else "microbatch 0"
+        yield "microbatch", f"{_swatches(palettes(Kind.F, 1, few)['microbatch'])} {names}"
+    if microbatches > MOST:
+        yield "microbatch", f"the same colour again after {MOST}"
+    for mode in ("chunk", "microbatch"):
+        for kind in beside:
+            yield mode, _entry(kind, palettes(kind, chunks, 1)[mode], DATAFLOW[kind].name)
+
+
+def _entry(kind: Kind, colours: list[str], name: str) -> str:
+    low = "" if DATAFLOW[kind].stream is Stream.COMPUTE else ' class="beside"'
+    return f"{_swatches(colours, low)} {name}"
+
+
+def _swatches(colours: list[str], attribute: str = "") -> str:
+    return "".join(f'<i{attribute} style="background:{colour}"></i>' for colour in colours)
+
+
+def _part(kind: Kind) -> int:
+    """0 for what passes on activations, 1 for what passes on gradients, 2 for the rest."""
+    steps = [PASSING[content] for content, _ in DATAFLOW[kind].makes if content in PASSING]
+    return 2 if not steps else 0 if max(steps) > 0 else 1
+
+
+@lru_cache(4 * HUES)
+def _varied(number: int, levels: int) -> RGB:
+    """The colour of a number. Neighbours differ in hue, and in luminance if there are several levels of it."""
+    aim = LUMINANCES[(number + number // HUES) % levels]
+    red, green, blue = colorsys.hsv_to_rgb((9.5 + number * TURN) % HUES / HUES, 0.8, 1.0)
+    pale = _mixed_until((red, green, blue), (1.0, 1.0, 1.0), lambda colour: _luminance(colour) >= aim)
+    red, green, blue = _mixed_until(pale, (0.0, 0.0, 0.0), lambda colour: _luminance(colour) <= aim)
+    return red * 255, green * 255, blue * 255
+
+
+def _mixed_until(colour: RGB, other: RGB, enough: Callable[[RGB], bool]) -> RGB:
+    """A colour mixed with as little of another one as is enough."""
+    steps = (between(other, colour, percent / 100) for percent in range(101))
+    return next(filter(enough, steps))
+
+
+def _luminance(colour: RGB) -> float:
+    """The relative luminance of a colour whose parts are from 0 to 1, as WCAG defines it."""
+    linear = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour)
+    return sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def measures_table(timelines: tuple[Timeline, ...], unit: Unit) -> str:
+    """A table with one line per timeline."""
+    rows = [
+        (
+            heading(timeline),
+            unit.text(timeline.makespan),
+            unit.text(timeline.span),
+            unit.text(timeline.work),
+            percent(timeline.makespan_bubble_ratio),
+            percent(timeline.bubble_ratio),
+            f"{amount_text(timeline, max(peaks(timeline)))}{'' if timeline.saved_bytes else ' activations'}",
+        )
+        for timeline in timelines
+    ]
+    head = ("timeline", "makespan", "span", "work of the busiest rank", "bubble", "bubble of span", "peak")
+    return table("Measures", head, rows)
+
+
+def ranks_table(timeline: Timeline, unit: Unit) -> str:
+    """A table with one line per rank: when it computes, when its other streams end, and its peak."""
+    drawn, most = all_lanes(timeline), peaks(timeline)
+    rows = [
+        (lanes[0].name, *_computing(lanes[0].row, unit), *_ends(lanes[1:], unit), amount_text(timeline, peak))
+        for lanes, peak in zip(drawn, most, strict=True)
+    ]
+    beside = [f"last end of {lane.name}" for lane in drawn[0][1:]]
+    head = ("rank", "actions", "first start", "last end", "busy", "idle between", *beside, f"peak {unit_of(timeline)}")
+    ranks = table(heading(timeline), head, rows)
+    return f'<details class="ranks"><summary>Ranks of {escaped(heading(timeline))}</summary>{ranks}</details>'
+
+
+def _computing(row: Row, unit: Unit) -> list[str]:
+    """The number of computations, the start of the first, the end of the last, their total time, and the idle time
+    between them.
+    """
+    first, last = (row[0].start, row[-1].end) if row else (0.0, 0.0)
+    busy = sum(span.end - span.start for span in row)
+    return [str(len(row)), *map(unit.text, (first, last, busy, last - first - busy))]
+
+
+def _ends(lanes: Sequence[Lane], unit: Unit) -> list[str]:
+    return [unit.text(max((span.end for span in lane.row), default=0.0)) for lane in lanes]
+
+
+def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table with a caption, the titles of its columns, and its lines; the first cell of each line is its title."""
+    titles = "".join(f'<th scope="col">{escaped(title)}</th>' for title in head)
+    lines = "".join(
+        f'<tr><th scope="row">{escaped(first)}</th>{"".join(f"<td>{escaped(cell)}</td>" for cell in rest)}</tr>\n'
+        for first, *rest in rows
+    )
+    return (
+        f'<div class="tables"><table><caption><span>{escaped(caption)}</span></caption>'
+        f"<thead><tr>{titles}</tr></thead>\n<tbody>\n{lines}</tbody></table></div>\n"
+    )
+
 
 CONTENTS = list(Content)
 Cap = float | Sequence[float] | None
@@ -42,7 +183,7 @@ def page_data(timelines: tuple[Timeline, ...], unit: Unit, cap: Cap = None) -> d
         "unit": unit.name,
         "factor": unit.factor,
         "shortest": shortest(timelines),
-        "kinds": {kind.value: _kind(kind, chunks, microbatches) for kind in Kind},
+        "kinds": {kind.value: _kind_data(kind, chunks, microbatches) for kind in Kind},
         "sentences": {**SENTENCES, **IDLE, "value": VALUE},
         "find": FIND,
         "contents": CONTENTS,
@@ -60,7 +201,7 @@ def _caps(timeline: Timeline, cap: Cap) -> Sequence[float]:
     return cap
 
 
-def _kind(kind: Kind, chunks: int, microbatches: int) -> dict[str, Any]:
+def _kind_data(kind: Kind, chunks: int, microbatches: int) -> dict[str, Any]:
     """`colours`: per mode. `passes`: whether other stages wait for it. `single`: whether it belongs to one microbatch
     alone. `counts`: what the number in its name is.
     """

@@ -1,5 +1,5 @@
-"""html: timelines as one page that loads nothing. Its look and behaviour are in the files beside this one, which are
-joined into one file here.
+"""html: timelines as one page that loads nothing. Its look and behaviour are in the files beside this one, ES modules
+that are joined into one script here.
 """
 
 from __future__ import annotations
@@ -7,23 +7,61 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib.resources import files
 from string import Template
 from typing import Any, NamedTuple
 
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.captions import heading, summary
+from pipeflow.draw.captions import Unit, escaped, heading, summary, unit_of
 from pipeflow.draw.colours import DARK, INK, LIGHT, Scheme
-from pipeflow.draw.lane_rows import several
-from pipeflow.draw.markup import escaped
-from pipeflow.draw.memory import unit_of
-from pipeflow.draw.page.block_colours import legend
-from pipeflow.draw.page.data import Cap, page_data
-from pipeflow.draw.page.script_bundle import bundle
-from pipeflow.draw.page.tables import measures_table, ranks_table
-from pipeflow.draw.times import Unit
+from pipeflow.draw.lane_times import several
+from pipeflow.draw.page.data import Cap, legend, measures_table, page_data, ranks_table
+
+IMPORT = re.compile(r'^import \{([\w, ]+)\} from "\./(\w+)\.js";$', re.MULTILINE)
+EXPORT = re.compile(r"^export (?=(?:const|function|class) (\w+))", re.MULTILINE)
+
+
+def bundle(entry: str, read: Callable[[str], str]) -> str:
+    r"""The module `entry` and the modules that it imports, each in a function of its own, after those that it needs.
+
+    `read` returns the text of a module by its name. Modules import names from modules beside them, in one line, and
+    export constants, functions and classes.
+
+    >>> modules = {"one": "export const x = 1;", "two": 'import {x} from "./one.js";\nalert(x);'}
+    >>> print(bundle("two", modules.__getitem__))
+    "use strict";
+    const modules = {};
+    modules.one = (() => {
+    const x = 1;
+    return {x};
+    })();
+    modules.two = (() => {
+    const {x} = modules.one;
+    alert(x);
+    return {};
+    })();
+    """
+    wrapped: dict[str, str] = {}
+
+    def add(name: str) -> None:
+        text = read(name)
+        for _, needed in IMPORT.findall(text):
+            if needed not in wrapped:
+                add(needed)
+        wrapped[name] = _wrapped(name, text)
+
+    add(entry)
+    return "\n".join(['"use strict";\nconst modules = {};', *wrapped.values()])
+
+
+def _wrapped(name: str, text: str) -> str:
+    """A module as a function that runs once and returns its exports."""
+    exports = ", ".join(EXPORT.findall(text))
+    body = EXPORT.sub("", IMPORT.sub(r"const {\1} = modules.\2;", text))
+    return f"modules.{name} = (() => {{\n{body.rstrip()}\nreturn {{{exports}}};\n}})();"
 
 
 def html(

@@ -1,4 +1,6 @@
-"""Gantt: a timeline, planned or measured, in a terminal or as plain text."""
+"""Timelines in a terminal or as plain text: one, two on one time scale, and a small one in a fixed form for docstrings
+and messages.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,21 @@ from rich.text import Text
 
 from pipeflow.core.text import printable
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.captions import heading, summary
-from pipeflow.draw.column_pieces import Mixture, by_column, fit, pieces, round_half_up
+from pipeflow.draw.captions import MemoryScale, Unit, axis, heading, memory_of, same_memory, summary
 from pipeflow.draw.files.svg_timeline import svg
-from pipeflow.draw.lane_rows import kinds, lanes, num_chunks
-from pipeflow.draw.memory import MemoryScale, memory_of, same_memory
+from pipeflow.draw.lane_times import (
+    ColumnPiece,
+    Mixture,
+    by_column,
+    fit,
+    kinds,
+    lanes,
+    num_chunks,
+    pieces,
+    round_half_up,
+    shortest,
+)
 from pipeflow.draw.painters import Colours, Letters, Painted, Painter, paint
-from pipeflow.draw.times import Unit, axis
 
 
 @final
@@ -143,3 +153,57 @@ def _line(*parts: str | tuple[str, str]) -> Text:
     if isinstance(last, str) or not last[1].startswith("on "):  # blanks with a background are visible
         line.rstrip()
     return line
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Draws two timelines one above the other on the same time scale, each as a `Gantt` with its own measures. For
+    rich's `print`.
+
+    Attributes:
+        first, second: the timelines, in the same unit of time: simulate the plan under the measured costs.
+        unit, factor: times are written multiplied by `factor` and followed by `unit`. Default: a readable unit for
+            timelines in seconds.
+        titles: words before the two headings.
+        memory: whether to draw the memory of each rank.
+    """
+
+    first: Timeline
+    second: Timeline
+    unit: str = ""
+    factor: float = 1.0
+    titles: tuple[str, str] = ("planned", "measured")
+    memory: bool = True
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        timelines = self.first, self.second
+        unit = Unit.of(timelines, self.unit, self.factor)
+        titles = [f"{title}: {heading(timeline)}" for title, timeline in zip(self.titles, timelines, strict=True)]
+        return stacked(titles, timelines, unit, console, options, memory=self.memory)
+
+
+def picture(timeline: Timeline) -> str:
+    """The timeline as text, one line per rank. The shortest span is as wide as its label and a blank, whatever the
+    total width, so this is for small schedules with regular costs. `Gantt` scales to a given width.
+
+    The letter is the kind, the number the microbatch, lower case the second chunk, a dot one unit of idle time:
+
+    >>> from pipeflow import make_schedule, simulate
+    >>> print(picture(simulate(make_schedule("1f1b", ranks=2, microbatches=2))))
+    rank 0  F0 F1 .  .  B0--- .  B1---
+    rank 1  .  F0 B0--- F1 B1--- .  .
+    """
+    unit = shortest([timeline])
+    chunks, drawn = num_chunks(timeline), lanes(timeline)
+    found = (piece for rank in pieces(drawn, 1 / unit) for line in rank for piece in line)
+    labels = [Letters(chunks).label(piece) for piece in found if isinstance(piece, ColumnPiece)]
+    columns = max(map(len, labels), default=0) + 1
+    painter = Letters(chunks, grid=columns, joint=" ")
+    width = round_half_up(timeline.makespan / unit * columns)
+    margin = max(len(lane.name) for rank in drawn for lane in rank) + 2
+    return "\n".join(
+        lane.name.ljust(margin) + "".join(text for text, _ in paint(line, width, painter, lane.stream)).rstrip()
+        for rank, painted in zip(drawn, pieces(drawn, columns / unit), strict=True)
+        for lane, line in zip(rank, painted, strict=True)
+    )

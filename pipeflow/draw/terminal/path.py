@@ -10,16 +10,15 @@ from typing import NamedTuple, final
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from pipeflow.analysis.idle_time import Cause, critical_path
-from pipeflow.analysis.measures import path_times
 from pipeflow.core.action import Action
+from pipeflow.core.analysis.idle_time import Cause, critical_path
+from pipeflow.core.analysis.measures import path_times
 from pipeflow.core.text import printable
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.captions import heading
-from pipeflow.draw.lane_rows import num_chunks
+from pipeflow.draw.captions import Unit, heading
+from pipeflow.draw.lane_times import num_chunks
 from pipeflow.draw.painters import Painter
 from pipeflow.draw.terminal.gantt import painter_for
-from pipeflow.draw.times import Unit
 
 SHOWN = 4  # how many actions of one stretch are written out
 

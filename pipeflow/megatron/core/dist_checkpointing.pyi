@@ -1,4 +1,4 @@
 # Written by `make stubs` from the table of the package.
-from pipeflow.megatron.dist_checkpointing import load, save
+from pipeflow.megatron.gpt_model import load, save
 
 __all__ = ["load", "save"]

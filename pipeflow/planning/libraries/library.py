@@ -70,7 +70,9 @@ def no_schedule(library: str, schedule: Schedule, nearest: str) -> UsageError:
 def require_language_model(library: str, found: Plan) -> None:
     """Raises UsageError for a model that the options of a library do not describe, and for frozen weights."""
     if found.setup.frozen:
-        raise UsageError(f"the options of {library} are written for weights that learn: plan without --frozen")
+        raise UsageError(
+            f"the options of {library} are written for weights that learn: plan without --frozen and --lora-rank"
+        )
     if not isinstance(found.model, GPT):
         raise UsageError(f"the options of {library} are written for language models, and this model is none")
 

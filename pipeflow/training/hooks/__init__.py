@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from pipeflow.training.hooks.bubble import BubbleHook
 from pipeflow.training.hooks.checkpoints import CheckpointHook
-from pipeflow.training.hooks.loggers import LoggerHook, MetricLogger, TensorBoardHook
-from pipeflow.training.hooks.logs import LogHook
+from pipeflow.training.hooks.logs import LoggerHook, LogHook, MetricLogger, TensorBoardHook
 from pipeflow.training.hooks.memory import MemoryHook
 from pipeflow.training.hooks.metrics import AccuracyHook, MetricHook
 from pipeflow.training.hooks.progress import ProgressHook
 from pipeflow.training.hooks.rates import RateHook
-from pipeflow.training.hooks.throughput import ThroughputHook
-from pipeflow.training.hooks.timing import TimingHook
-from pipeflow.training.loop.trainer import Hook, Trainer
+from pipeflow.training.hooks.throughput import ThroughputHook, TimingHook
+from pipeflow.training.trainer import Hook, Trainer
 
 __all__ = [
     "AccuracyHook",

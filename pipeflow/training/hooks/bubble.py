@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pipeflow.analysis.executed import executed_schedule
-from pipeflow.analysis.simulation import simulate
-from pipeflow.analysis.trace_costs import measured_costs
+from pipeflow.core.analysis.measured_step import executed_schedule, measured_costs
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.errors import UsageError
 from pipeflow.core.timeline import Timeline
-from pipeflow.training.loop.engine import Step
-from pipeflow.training.loop.trainer import Hook, Trainer
+from pipeflow.training.engine import Step
+from pipeflow.training.trainer import Hook, Trainer
 
 
 class BubbleHook(Hook):

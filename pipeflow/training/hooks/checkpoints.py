@@ -5,20 +5,21 @@ from __future__ import annotations
 import logging
 import math
 import os
+import secrets
 import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeflow.checkpoint.load import Loaded, load_checkpoint
-from pipeflow.checkpoint.newest import keep_newest, latest_checkpoint
-from pipeflow.checkpoint.pieces import Names
-from pipeflow.checkpoint.save import Saving, save_checkpoint
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.context import Context
-from pipeflow.parallel.transport.agreement import all_gather_object
+from pipeflow.engine.parallel.context import Context
+from pipeflow.engine.parallel.transport.agreement import all_gather_object
+from pipeflow.training.checkpoint.load import Loaded, load_checkpoint
+from pipeflow.training.checkpoint.newest import keep_newest, latest_checkpoint
+from pipeflow.training.checkpoint.pieces import Names
+from pipeflow.training.checkpoint.save import Saving, save_checkpoint
+from pipeflow.training.engine import Step
 from pipeflow.training.logging import get_dist_logger
-from pipeflow.training.loop.engine import Step
-from pipeflow.training.loop.trainer import Hook, Trainer
+from pipeflow.training.trainer import Hook, Trainer
 
 LOG = logging.getLogger("pipeflow")
 BEST = "best"  # the link to the best checkpoint
@@ -134,6 +135,8 @@ class CheckpointHook(Hook):
                 Path(probe, "file").write_bytes(b"written")
                 if self.best is not None:
                     Path(probe, "link").symlink_to("file")
+                    if os.path.lexists(self.folder / BEST) and not (self.folder / BEST).is_symlink():
+                        return f"{self.folder / BEST} is not a link to the best checkpoint: choose another folder"
         except OSError as error:
             return f"checkpoints cannot be written on rank {context.rank}: {error}"
         return None
@@ -213,10 +216,9 @@ class CheckpointHook(Hook):
                 keep_newest(path, self.keep)  # the one that was the best
 
     def _link_best(self, context: Context) -> None:
-        fault, fresh = None, self.folder / f".{BEST}.new"
+        fault, fresh = None, self.folder / f".{BEST}.{secrets.token_hex(4)}"
         if context.rank == 0:
             try:
-                fresh.unlink(missing_ok=True)
                 fresh.symlink_to(self._best_name)
                 fresh.replace(self.folder / BEST)
             except OSError as error:

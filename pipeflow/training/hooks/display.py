@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from pipeflow.training.hooks.metric_text import items, joined
+from pipeflow.training.hooks.logs import items, joined
 
 LEAST, MOST = 1.0, 30.0  # seconds between two lines, at the tenths of an epoch and between them
 

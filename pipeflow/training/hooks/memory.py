@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.transport.agreement import all_gather
-from pipeflow.training.loop.engine import Step
-from pipeflow.training.loop.trainer import Hook, Trainer
+from pipeflow.engine.parallel.transport.agreement import all_gather
+from pipeflow.training.engine import Step
+from pipeflow.training.trainer import Hook, Trainer
 
 GIB = 2**30
 _STATM = Path("/proc/self/statm")
@@ -66,7 +66,7 @@ def memory_of(device: torch.device) -> int:
     if _is_accelerator(device):
         return int(torch.accelerator.max_memory_allocated(device))
     if _STATM.exists():
-        return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(_STATM.read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     import resource  # not on Windows
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.transport.agreement import all_gather
-from pipeflow.parallel.transport.group import Group
-from pipeflow.runtime.step import Output
-from pipeflow.training.loop.trainer import Hook, Trainer
+from pipeflow.engine.parallel.transport.agreement import all_gather
+from pipeflow.engine.parallel.transport.protocol import Group
+from pipeflow.engine.runtime.step import Output
+from pipeflow.training.trainer import Hook, Trainer
 
 
 class Metric(Protocol):

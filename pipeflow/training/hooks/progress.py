@@ -6,13 +6,13 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from pipeflow.training.loop.engine import Step
-from pipeflow.training.loop.trainer import Hook, Trainer
+from pipeflow.training.engine import Step
+from pipeflow.training.trainer import Hook, Trainer
 
 if TYPE_CHECKING:  # rich is loaded when something is shown
     from rich.console import Console
 
-    from pipeflow.runtime.step import Output
+    from pipeflow.engine.runtime.step import Output
     from pipeflow.training.hooks.display import Display, TrainingProgress
 
 

@@ -1,4 +1,4 @@
-"""ThroughputHook: samples, tokens and operations per second."""
+"""How fast training is: samples, tokens and operations per second, and the times of its phases."""
 
 from __future__ import annotations
 
@@ -7,10 +7,43 @@ from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 
+import torch
+
 from pipeflow.core.errors import UsageError
-from pipeflow.training.hooks.peaks import peak_flops
-from pipeflow.training.loop.engine import Step
-from pipeflow.training.loop.trainer import Hook, Trainer
+from pipeflow.engine.runtime.pipeline import Pipeline
+from pipeflow.planning.device import DEVICES
+from pipeflow.training.engine import Step
+from pipeflow.training.timer import MultiTimer
+from pipeflow.training.trainer import Hook, Trainer
+
+_SLOWER = {"laptop", "ti", "super", "d", "mig", "max"}  # names of other devices contain these words
+
+
+def peak_of(name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
+    """Peak FLOP/s of matrix products in `dtype` on the device that torch calls `name`; None if unknown.
+
+    >>> peak_of("NVIDIA A100-SXM4-80GB", torch.bfloat16, tf32=False)
+    312000000000000.0
+    """
+    words = set(name.lower().replace("-", " ").split())
+    known = {model: set(model.split("-")) for model in DEVICES}
+    fitting = [model for model, parts in known.items() if {part for part in parts if not part.endswith("gb")} <= words]
+    if not fitting or words & _SLOWER:
+        return None
+    flops = DEVICES[max(fitting, key=lambda model: len(known[model] & words))].flops
+    if dtype is torch.float32:
+        return flops["tf32"] if tf32 and "tf32" in flops else flops["float32"]
+    return flops.get({torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, ""))
+
+
+def peak_flops(model: Pipeline) -> float | None:
+    """Peak FLOP/s of this rank's device, in the precision of its stages; None if unknown."""
+    if model.context.device.type != "cuda":
+        return None
+    parameter = next(model.parameters(), None)
+    dtype = model.autocast or (torch.float32 if parameter is None else parameter.dtype)
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    return peak_of(torch.cuda.get_device_name(model.context.device), dtype, tf32=tf32)
 
 
 class ThroughputHook(Hook):
@@ -98,3 +131,36 @@ class ThroughputHook(Hook):
             if self.peak is not None:
                 rates["MFU"] = speed * self.flops_per_sample / (self.peak * trainer.engine.model.context.world_size)
         return rates
+
+
+class TimingHook(Hook):
+    """Reports times in seconds. Metrics of training: "epoch seconds", without the evaluation, and "step seconds", the
+    mean per step. Metric of the evaluation: "evaluation seconds".
+
+    Attributes:
+        timers: this rank's timers "epoch" and "evaluation"; their histories have one entry per epoch or evaluation.
+    """
+
+    priority = 15
+
+    def __init__(self) -> None:
+        self.timers = MultiTimer()
+        self._steps = 0
+
+    def before_epoch(self, trainer: Trainer) -> None:
+        self._steps = 0
+        self.timers.start("epoch")
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        self._steps += 1
+
+    def after_training(self, trainer: Trainer) -> None:
+        seconds = self.timers.stop("epoch", keep_in_history=True) or 0.0
+        trainer.metrics["train"]["epoch seconds"] = seconds
+        trainer.metrics["train"]["step seconds"] = seconds / max(1, self._steps)
+
+    def before_evaluation(self, trainer: Trainer) -> None:
+        self.timers.start("evaluation")
+
+    def after_evaluation(self, trainer: Trainer) -> None:
+        trainer.metrics["test"]["evaluation seconds"] = self.timers.stop("evaluation", keep_in_history=True) or 0.0

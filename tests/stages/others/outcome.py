@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from pipeflow import Pipeline, Whole, execute_pipeline, make_schedule
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.sharding import splits_of
-from pipeflow.parallel.transport.group import Unconnected
-from pipeflow.stages.blocks import blocks_of, labels_of
-from pipeflow.stages.loss import loss_in
-from pipeflow.stages.plan import CutPlan
-from pipeflow.stages.planner import Planner
-from pipeflow.tensor.module_sharding import shard
+from pipeflow.engine.parallel.sharding import splits_of
+from pipeflow.engine.parallel.transport.protocol import Unconnected
+from pipeflow.engine.stages.blocks import blocks_of, labels_of
+from pipeflow.engine.stages.loss import loss_in
+from pipeflow.engine.stages.plan import CutPlan
+from pipeflow.engine.stages.planner import Planner
+from pipeflow.engine.tensor.module_sharding import shard
 from pipeflow.testing import run_threads
 from pipeflow.testing.ranks import RankError
 from tests.stages.others.form import Form
@@ -102,7 +102,7 @@ def outcome(
     torch.manual_seed(0)
     planner = _OnePlanner()  # planning takes most of the time
     try:
-        with mock.patch("pipeflow.runtime.from_module.Planner", planner):
+        with mock.patch("pipeflow.engine.runtime.from_module.Planner", planner):
             records: list[Record] = run_threads(
                 steps, 2 * tensor, form, module, schedule, cuts, tensor=tensor, deadline=300.0, timeout=120.0
             )

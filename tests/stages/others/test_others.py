@@ -13,14 +13,13 @@ from tests.stages.others.table import PAGE, rows_in
 
 
 def test_rows_of_the_page_are_of_forms_that_are_right_or_refused() -> None:
-    titles, rows = [form.title for form in FORMS], rows_in(PAGE.read_text())
+    titles, rows = [form.title for form in FORMS], rows_in(PAGE.read_text(encoding="utf-8"))
     assert len(titles) == len(set(titles))
     assert list(rows) == [title for title in titles if title in rows], "make others writes them anew"
     for row in rows.values():
         assert not re.search(r"\| (wrong|error) \|", row)
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.title)

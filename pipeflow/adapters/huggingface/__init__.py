@@ -1,0 +1,28 @@
+"""Models of transformers in pipelines: loading, training and saving, where each rank creates and loads only its own
+weights. The library is an optional extra, `huggingface`; it is imported when a function here first needs it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeflow.adapters.huggingface.generation import generate
+from pipeflow.adapters.huggingface.loading import from_config, from_pretrained
+from pipeflow.adapters.huggingface.saving import save_pretrained
+
+if TYPE_CHECKING:
+    from pipeflow.adapters.huggingface.trainer import Trainer, pipelined
+
+__all__ = ["Trainer", "from_config", "from_pretrained", "generate", "pipelined", "save_pretrained"]
+
+
+def __getattr__(name: str) -> object:
+    """The Trainer and `pipelined`; the class is made on first use, since it derives from transformers' Trainer."""
+    if name not in ("Trainer", "pipelined"):
+        raise AttributeError(f"module 'pipeflow.huggingface' has no attribute {name!r}")
+    from pipeflow.adapters.huggingface.refusals import require_libraries
+
+    require_libraries()
+    from pipeflow.adapters.huggingface import trainer
+
+    return getattr(trainer, name)

@@ -1,0 +1,260 @@
+"""StepModel: a LightningModule whose steps run in a pipeline, which is cut at the first batch, and Results: what steps
+compute for microbatches, as results of whole batches on every rank. Must not contain: the Trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from pipeflow.adapters.batches import samples_of
+from pipeflow.adapters.held_model import PreparedModel
+from pipeflow.adapters.launching import CutSettings
+from pipeflow.adapters.lightning.steps import TRAINING, StepState, call_again, stepping
+from pipeflow.adapters.ranks import shared_outputs
+from pipeflow.core.errors import UsageError
+from pipeflow.engine.parallel.context import Context
+from pipeflow.engine.parallel.transport.agreement import all_gather
+from pipeflow.engine.runtime.divisors import Divisors
+from pipeflow.engine.runtime.microbatch import Batch, as_batch
+from pipeflow.engine.runtime.other_calls import held_step
+from pipeflow.engine.runtime.pipeline import Pipeline, execute_pipeline
+from pipeflow.engine.runtime.plain_values import PlainValues
+from pipeflow.engine.stages.loss import own_loss
+from pipeflow.engine.stages.stage import ModuleStage
+from pipeflow.engine.torch_private.trees import keystr, tree_flatten_with_path, tree_unflatten
+
+_OF_LIGHTNING = frozenset(vars(LightningModule()))
+
+
+class StepModel(PreparedModel):
+    """A LightningModule of which each rank runs its stages. All ranks call it together, those of a pipeline with the
+    same batch.
+
+    Args:
+        module: the module. Once it is cut, it keeps the parameters of this rank; the others have no memory.
+        settings: how it is cut and run.
+        context: the context of this rank.
+        trainer: the Trainer.
+    """
+
+    whole: Any
+
+    def __init__(self, module: Any, settings: CutSettings, context: Context, trainer: Any) -> None:
+        super().__init__(module, settings, context)
+        vars(self)["whole"] = module
+        self.running = StepState(trainer)
+        self._modes: list[bool] = []
+        self.results: BatchResults | None = None
+
+    def run(self, method: str, batch: Any, *places: int) -> Any:
+        """Runs a step of a batch, logs what it logs, and returns what it returns, on every rank.
+
+        Args:
+            method: name of the step. After "training_step", the loss has a graph that leads to the gradients.
+            batch: the batch.
+            places: further arguments of the step, such as the index of the batch.
+
+        Raises UsageError as `Pipeline.from_module` and `execute_pipeline` do.
+        """
+        self.running.places = places
+        entries = {"labels": batch, "method": method}
+        self._make(entries)
+        self._set_modes()
+        is_silent = method in self.running.silent
+        outputs = (self._trained if method == TRAINING else self._evaluated)(entries, not is_silent)
+        result = {} if is_silent else self._whole(outputs, entries)
+        loss = self.step.loss if method == TRAINING and self.step is not None else None
+        for name, more in result.get("lists", {}).items():
+            vars(self.whole)[name].extend(more)
+        values = call_again(self.whole, result.get("calls", {}))
+        logs = dict(result.get("logs", {}))
+        for name, source in self.running.metrics.get(method, {}).items():
+            if source.is_in(values):
+                logs[name] = source.of(self.whole, values)
+        if loss is not None:
+            logs |= dict.fromkeys(self.running.of_loss, loss.detach())
+        for name, value in logs.items():
+            options = self.running.options[method][name]
+            if options.get("batch_size") is not None:  # that of a microbatch
+                options = {**options, "batch_size": samples_of(entries)}
+            self.whole.log(name, value, **options)
+        if loss is None:
+            return result.get("rest")
+        return {"loss": loss, **result["rest"]} if "rest" in result else loss
+
+    def _whole(self, outputs: Any, entries: dict[str, Any]) -> Any:
+        results, method = self.results, entries["method"]
+        assert results is not None
+        result = results.whole(outputs, entries, self.pipeline.schedule.num_microbatches)
+        if results.is_empty(method):
+            self.running.silent.add(method)
+        return result
+
+    def _make(self, entries: dict[str, Any]) -> None:
+        """Cuts the module with a first batch, by its training step."""
+        if self.is_cut:
+            return
+        whole: Any = self.inner
+        with stepping(whole, self.running):
+            try:
+                super()._make({**entries, "method": TRAINING})
+            except UsageError as error:
+                raise UsageError(
+                    f"{type(whole).__name__}.training_step cannot be cut into stages ({error}); it must compute its "
+                    "loss from the batch by calling its modules, and it was traced on the first batch of the run"
+                ) from error
+        self.results = BatchResults(self.pipeline)
+        assert self.pipeline.runner.original is not None
+        self.pipeline.runner.original.others = _OF_LIGHTNING
+        keep_own(whole, self.pipeline)
+
+    def _set_modes(self) -> None:
+        """Gives the stages the modes of the module, which the Trainer sets."""
+        modes = {name: module.training for name, module in self.whole.named_modules()}
+        if [*modes.values()] == self._modes:
+            return
+        self._modes = [*modes.values()]
+        for chunk in self.pipeline.chunks:
+            assert isinstance(chunk, ModuleStage)
+            chunk.training = modes[""]
+            for name, module in chunk.root.named_modules():
+                module.training = modes[name]
+
+    def _trained(self, entries: dict[str, Any], return_outputs: bool) -> Any:
+        with self.layers():
+            self.step = held_step(
+                iter([(entries, entries["labels"])]),
+                self.pipeline,
+                gradient_scale=self._settings.gradient_scale(),
+                return_outputs=return_outputs,
+            )
+        return self.step.outputs
+
+    def _evaluated(self, entries: dict[str, Any], return_outputs: bool) -> Any:
+        batch = iter([(entries, None)])
+        with self.layers():
+            return execute_pipeline(batch, self.pipeline, forward_only=True, return_outputs=return_outputs).outputs
+
+
+def keep_own(whole: nn.Module, pipeline: Pipeline) -> None:
+    """Leaves the parameters of this rank in the module, and frees the others."""
+    own: Mapping[str, nn.Parameter] = dict(pipeline.named_parameters(remove_duplicate=False))
+    for prefix, module in whole.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                here = own.get(f"{prefix}.{name}" if prefix else name)
+                module._parameters[name] = _without_memory(parameter) if here is None else here
+
+
+def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What a trace tells of a step's result.
+
+    Attributes:
+        spec: its tree.
+        divisors: for each leaf, by its place, what it is divided by; None for a leaf that is no scalar.
+    """
+
+    spec: Any
+    divisors: Mapping[str, Divisors | None]
+
+
+class BatchResults:
+    """Results of whole batches.
+
+    Args:
+        pipeline: the Pipeline that runs the steps.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._known: dict[str, _Known] = {}
+        self._plain = PlainValues(pipeline)
+
+    def whole(self, outputs: Any, entries: dict[str, Any], microbatches: int) -> Any:
+        """The result of a batch without its loss, on every rank of the pipeline, which call it together.
+
+        Args:
+            outputs: those of the last stage, merged over the microbatches; None on other ranks.
+            entries: the batch, with the method that ran it.
+            microbatches: how many microbatches it had at most.
+
+        """
+        pipeline = self._pipeline
+        batch = as_batch((entries, None), microbatches, pipeline.context.device)
+        method = entries["method"]
+        if method not in self._known:
+            self._known[method] = self._traced(batch)
+        known = self._known[method]
+        with pipeline.alarm.raised_everywhere():
+            outputs = None if outputs is None else self._plain.whole(outputs, batch)
+            shared = self._shared(_without_loss(outputs), known, len(batch.sizes))
+        parts = cache(lambda: batch.split(batch.inputs))
+
+        def merged(path: str, leaf: Any) -> Any:
+            divisors = known.divisors.get(path)
+            if divisors is None or not isinstance(leaf, Tensor) or leaf.shape != (len(batch.sizes),):
+                return leaf
+            return _sum(leaf, divisors.multipliers(batch, parts()))
+
+        leaves, spec = tree_flatten_with_path(shared)
+        return tree_unflatten([merged(keystr(path), leaf) for path, leaf in leaves], spec)
+
+    def is_empty(self, method: str) -> bool:
+        """True if the step `method`, which has run, has no result beside the loss."""
+        return not self._known[method].divisors
+
+    def _traced(self, batch: Batch) -> _Known:
+        stage = self._pipeline.chunks[0]
+        assert isinstance(stage, ModuleStage)
+        context, trace = self._pipeline.context, stage.planner.plan(batch.split(batch.inputs)[0], stage.root).trace
+        found = [
+            None if each is None else Divisors(own_loss, stage, context, at) for at, each in enumerate(trace.scalars)
+        ]
+        leaves, spec = tree_flatten_with_path(_without_loss(tree_unflatten(found, trace.returned.spec)))
+        return _Known(spec, {keystr(path): divisors for path, divisors in leaves})
+
+    def _shared(self, outputs: Any, known: _Known, microbatches: int) -> Any:
+        """The outputs, on every rank. If all are numbers, as the trace says, one message is enough."""
+        transport, many = self._pipeline.context.transport, len(known.divisors)
+        if any(each is None for each in known.divisors.values()):
+            return shared_outputs(outputs, self._pipeline.context)
+        leaves = None if outputs is None else tree_flatten_with_path(outputs)[0]
+        if not many:
+            return {}
+        mine = [0.0] * (1 + many * microbatches)
+        if leaves is not None:
+            is_known = [keystr(path) for path, _ in leaves] == [*known.divisors]
+            mine[0] = 1.0 if is_known else 2.0
+            if is_known and leaves:
+                mine[1:] = (
+                    torch.stack([leaf.to(transport.device, torch.float64) for _, leaf in leaves]).flatten().tolist()
+                )
+        told = all_gather(transport, mine)
+        if any(row[0] == 2.0 for row in told):
+            return shared_outputs(outputs, self._pipeline.context)
+        row = next(row for row in told if row[0])
+        numbers = torch.tensor(row[1:], device=transport.device).view(many, microbatches)
+        return tree_unflatten([*numbers], known.spec)
+
+
+def _without_loss(result: Any) -> Any:
+    """The result without the loss, which the training step itself tells all ranks."""
+    return result if result is None else {name: each for name, each in result.items() if name != "loss"}
+
+
+def _sum(values: Tensor, multipliers: Sequence[float]) -> Tensor:
+    """The sum of a number of each microbatch, multiplied; those that count nothing may be nan."""
+    factors = torch.tensor(multipliers, dtype=torch.float64, device=values.device)
+    return torch.where(factors == 0, 0.0, values.double() * factors).sum().to(values.dtype)

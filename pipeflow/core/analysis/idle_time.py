@@ -1,0 +1,262 @@
+"""Causes: why the actions of a timeline started when they did, and the chain of actions that makes up its makespan.
+Must not contain: drawing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from pipeflow.core.action import Action, Kind
+from pipeflow.core.dataflow import DATAFLOW, AtStage, Key, Stream, Value, flows, makers
+from pipeflow.core.rows import first_uses
+from pipeflow.core.span import Row, Span
+from pipeflow.core.timeline import Timeline, require_timeline
+
+SENTENCES = {
+    "at_once": "{action} on rank {rank} began at once",
+    "after": "{action} on rank {rank} came after {other}",
+    "waited": "{action} on rank {rank} waited for the {value} from rank {source}",
+}
+
+IDLE = {  # of a rank, before an action whose cause is one of SENTENCES, or else until the end of the step
+    "idle": "Idle for {time} ({first} to {last})",
+    "done": "nothing is left to do on rank {rank} after {action}",
+    "empty": "rank {rank} has nothing to do",
+}
+
+LATE = 2.0  # times the usual transfer: a value has arrived by then
+Link = tuple[int, int]  # from rank, to rank
+
+
+class Cause(NamedTuple):
+    """Why a span did not start earlier. `str` gives it as one sentence.
+
+    Attributes:
+        span: the span.
+        after: the span that ended before it could start. None if it started at once.
+        value: the value that it waited for, from another rank or from another stream of its own rank. None if it waited
+            for other work on its own rank.
+    """
+
+    span: Span
+    after: Span | None
+    value: Value | None
+
+    def __str__(self) -> str:
+        it = {"action": self.span.action, "rank": self.span.rank}
+        if self.after is None:
+            return SENTENCES["at_once"].format(**it)
+        if self.value is None:
+            return SENTENCES["after"].format(**it, other=self.after.action)
+        return SENTENCES["waited"].format(**it, value=self.value, source=self.after.rank)
+
+
+def causes(timeline: Timeline) -> tuple[tuple[Cause, ...], ...]:
+    """Per rank and span, the cause: the span before it on its stream, or the span elsewhere that made its input. A
+    reduction has several possible causes: the spans that its rank, and the other ranks that take part in it, ran
+    before. The latest of them is its cause.
+
+    The time of a transfer is not known from a timeline. So an input made before the rank was free counts as the
+    cause only if the rank was idle for more than a twentieth of the span. If ranks also pause where nothing can be
+    missing, the timeline was measured, and such a pause may be work of the engine. Then the input counts only if it
+    usually arrives after the rank was free, as `transfer_times` says.
+    """
+    run = _RunIndex(timeline)
+    return tuple(tuple(run.cause(span) for span in row) for row in timeline.rows)
+
+
+def critical_path(timeline: Timeline) -> tuple[Cause, ...]:
+    """The chain of spans that the makespan consists of, earliest first. The cause of each span is the span before it in
+    the chain. The chain ends in a reduction only if the reduction ends after all computations. If the timeline could
+    not run, the chain may be a cycle; it then begins where it would reach a span for the second time.
+    """
+    run = _RunIndex(timeline)
+    last = max((row[-1] for row in run.rows() if row), key=lambda span: span.end, default=None)
+    return tuple(reversed([*chain(last, run.cause)]))
+
+
+def chain(span: Span | None, cause_of: Callable[[Span], Cause]) -> Iterator[Cause]:
+    """The causes of a span, of the span that it came after, and so on back to the start, latest first. A chain that is
+    a cycle ends before it reaches a span for the second time.
+    """
+    seen: set[int] = set()
+    while span is not None and id(span) not in seen:
+        seen.add(id(span))
+        cause = cause_of(span)
+        yield cause
+        span = cause.after
+
+
+def waits(timeline: Timeline) -> list[float]:
+    """Every wait of an idle rank for a value from another rank: the time from when the value was made to when the
+    action that needs it started. It is the time of a transfer as the timeline shows it.
+    """
+    return [span.start - maker.end for maker, span in _RunIndex(timeline).awaited()]
+
+
+def transfer_times(timeline: Timeline) -> Mapping[Link, float]:
+    """Per pair of ranks (from, to), the time that a value usually takes: the lower quartile of the `waits` for it."""
+    return _RunIndex(timeline).transfers
+
+
+def lower_quartile(times: Sequence[float]) -> float:
+    """The lower quartile, which late ones do not move."""
+    return sorted(times)[len(times) // 4]
+
+
+def pauses(timeline: Timeline, latency: float) -> dict[Kind, list[float]]:
+    """Per kind of computation, the pauses before it on the same rank in which all its inputs had arrived. An input has
+    arrived if its own rank made it, or another rank at least a `latency` before.
+    """
+    run = _RunIndex(timeline)
+    found: dict[Kind, list[float]] = defaultdict(list)
+    for row in run.streams[Stream.COMPUTE]:
+        for previous, span in pairwise(row):
+            sent = run.sent(span)
+            if previous.partner is None and (sent is None or sent[0].end + latency <= previous.end):
+                found[span.action.kind].append(span.start - previous.end)
+    return found
+
+
+NOTHING = AtStage((), ())  # for actions of stages that do not exist
+Sent = tuple[Span, Value]
+
+
+class _RunIndex:
+    """A timeline with an index of where every action ran."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        require_timeline(timeline)
+        self.streams = {stream: timeline.on(stream) for stream in (Stream.COMPUTE, *timeline.streams)}
+        self._flows = flows(timeline.placement.num_stages)
+        self._places: dict[Key, tuple[Row, int]] = {}
+        self._again: dict[int, int] = {}  # per span whose action ran before, its position
+        for row in self.rows():
+            for position, span in enumerate(row):
+                key = span.action.kind, span.action.stage, span.action.microbatch
+                if key in self._places:
+                    self._again[id(span)] = position
+                else:
+                    self._places[key] = row, position
+        self._first_uses = [first_uses(span.action for span in row) for row in timeline.rows]
+        self._joint: dict[tuple[Kind, int], list[Span]] = defaultdict(list)  # per kind and stage, on all ranks
+        for span in (span for row in self.rows() for span in row if DATAFLOW[span.action.kind].joint):
+            self._joint[span.action.kind, span.action.stage].append(span)
+
+    def rows(self) -> Iterator[Row]:
+        """The rows of all ranks and streams, computations first."""
+        for rows in self.streams.values():
+            yield from rows
+
+    def cause(self, span: Span) -> Cause:
+        return self._of_computation(span) if span.stream is Stream.COMPUTE else self._beside(span)
+
+    def sent(self, span: Span) -> Sent | None:
+        """For a computation, the last span to end that made an input of it on another rank or stream, with that input.
+        A pair starts when both its actions have their inputs, and its outputs exist when both have ended.
+        """
+        mine = self.streams[Stream.COMPUTE][span.rank]
+        latest: Sent | None = None
+        for action in (span.action,) if span.partner is None else (span.action, span.partner):
+            for value in self._needs(action, span.rank):
+                for key in makers(value):
+                    row, position = self._places.get(key, (mine, 0))
+                    if row is not mine:
+                        maker = row[position]
+                        if maker.partner is not None and row[position + 1 : position + 2]:
+                            following = row[position + 1]
+                            maker = following if following.action == maker.partner else maker
+                        if latest is None or maker.end > latest[0].end:
+                            latest = maker, value
+        return latest
+
+    def awaited(self) -> Iterator[tuple[Span, Span]]:
+        """The computations that a value of another rank held up, each after the span that made the value."""
+        for row in self.streams[Stream.COMPUTE]:
+            for previous, span in zip((None, *row), row, strict=False):
+                free, sent = 0.0 if previous is None else previous.end, self.sent(span)
+                if sent is not None and sent[0].rank != span.rank and sent[0].end > free:
+                    yield sent[0], span
+
+    @cached_property
+    def transfers(self) -> Mapping[Link, float]:
+        found: dict[Link, list[float]] = defaultdict(list)
+        for maker, span in self.awaited():
+            found[maker.rank, span.rank].append(span.start - maker.end)
+        return {link: lower_quartile(times) for link, times in found.items()}
+
+    @cached_property
+    def _is_measured(self) -> bool:
+        """Whether a rank paused between two computations although it had made all that the second one needs."""
+        return any(
+            span.start > previous.end and previous.partner is None and self.sent(span) is None
+            for row in self.streams[Stream.COMPUTE]
+            for previous, span in pairwise(row)
+        )
+
+    def _had_arrived(self, maker: Span, previous: Span, span: Span) -> bool:
+        """Whether what `maker` made was there when `previous` ended, as far as can be known."""
+        if not self._is_measured:
+            return False  # nothing but the transfer can have taken the time
+        return maker.end + LATE * self.transfers.get((maker.rank, span.rank), 0.0) <= previous.end
+
+    def _needs(self, action: Action, rank: int) -> Iterator[Value]:
+        for end in self._flows.get((action.kind, action.stage), NOTHING).needs:
+            yield end.of(action.microbatch)
+        if lasting := self._first_uses[rank].get(action):
+            yield lasting
+
+    def _before(self, span: Span) -> Span | None:
+        """The span before it on its stream."""
+        action = span.action
+        row, position = self._places[action.kind, action.stage, action.microbatch]
+        if (again := self._again.get(id(span))) is not None:
+            row, position = self.streams[span.stream][span.rank], again
+        return row[position - 1] if position else None
+
+    def _of_computation(self, span: Span) -> Cause:
+        previous, sent = self._before(span), self.sent(span)
+        if sent is None or (previous is not None and previous.partner == span.action):
+            return Cause(span, previous, None)
+        maker, value = sent
+        if previous is not None and maker.end <= previous.end:
+            waited = span.start - previous.end > (span.end - span.start) / 20
+            if not waited or self._had_arrived(maker, previous, span):
+                return Cause(span, previous, None)
+        return Cause(span, maker, value)
+
+    def _beside(self, span: Span) -> Cause:
+        """The cause of a span that runs beside computations. It starts when every rank that takes part has finished the
+        entries before it in its row and on its stream. If several of these end at once, the span of the own rank is the
+        cause.
+        """
+        joint = self._joint.get((span.action.kind, span.action.stage), [])
+        parts = [span, *(part for part in joint if part.rank != span.rank)]
+        made = [self._made(part.action, span) for part in parts]
+        before = [each for part in parts if (each := self._before(part)) and each.start < span.start]
+        ran = [self._ran(part.rank, span.start) for part in parts]
+        ended = [each for each in (*made, *before, *ran) if each and (each.end <= span.start or each is made[0])]
+        after = max(ended, key=lambda each: each.end, default=None)
+        if after is None or after.rank == span.rank:
+            return Cause(span, after, None)
+        [(content, _), *_] = DATAFLOW[span.action.kind].needs
+        microbatch = next((part for part in parts if part.rank == after.rank), span).action.microbatch
+        return Cause(span, after, Value(content, span.action.stage, microbatch))
+
+    def _made(self, action: Action, span: Span) -> Span | None:
+        """The last span before `span` that made what `action` needs, of another kind: a reduction makes it again."""
+        needs = self._flows.get((action.kind, action.stage), NOTHING).needs
+        keys = [key for end in needs for key in makers(end.of(action.microbatch)) if key[0] is not action.kind]
+        made = [row[position] for row, position in (self._places[key] for key in keys if key in self._places)]
+        return max((maker for maker in made if maker.start <= span.start), key=lambda maker: maker.end, default=None)
+
+    def _ran(self, rank: int, time: float) -> Span | None:
+        """The last computation of a rank that had ended at `time`."""
+        row = self.streams[Stream.COMPUTE][rank]
+        position = bisect_right(row, time, key=lambda span: span.end)
+        return row[position - 1] if position else None

@@ -1,0 +1,226 @@
+"""Lower: turns the order of actions into one program per rank, with the sends and receives that follow from it. Must
+not contain: the execution of programs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from dataclasses import replace
+from typing import NamedTuple
+
+from pipeflow.core.action import Entry, Pair, actions_of
+from pipeflow.core.analysis.simulation import simulate
+from pipeflow.core.cost import CostModel
+from pipeflow.core.dataflow import PASSING, Content, End, Stream, Value, flows, stream_of
+from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
+from pipeflow.core.route import Routes
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.span import Span
+
+# Theory of operation
+#
+# A schedule says what each rank computes and in which order, and nothing of transfers. They follow from the table of
+# actions: a value that is made on one rank and used on another is sent. What is left to decide is when. A send comes
+# directly after the action that makes the value. A receive is posted as early as the simulation says that it helps,
+# and no earlier, because each receive that is posted occupies a buffer. On a channel (an ordered pair of ranks and a
+# kind of value) sends and receives have the same order, so messages need no numbers, and no program waits for a
+# message behind one that comes later.
+
+
+def lower(schedule: Schedule, cost: CostModel | None = None, routes: Routes = ()) -> tuple[Program, ...]:
+    """One program per rank. A value that is made and used on different ranks becomes a Send directly after the action
+    that makes it, and a Recv before the action that uses it. Values that pass on `routes` do so too.
+
+    Receives are posted ahead, so that transfers overlap with computation. A sender may start only when it knows that
+    the receive is posted. This takes the latency of the link, so a receive must be posted that long before the value is
+    made. The times come from a simulation under `cost`; since real times differ, each receive is posted one action
+    earlier than that. Between an ordered pair of ranks, activations keep the sender's order at both ends, and so do
+    gradients. A Release of a sent value follows when a value has come back that was made after the sent value was used.
+    Actions on other streams, such as reductions, follow the sends of the computation before them, and change nothing
+    else in the program.
+
+    Args:
+        schedule: the schedule.
+        cost: the costs that receives are placed by. None: those of `CostModel.even`.
+        routes: the routes of the pipeline, see `pipeflow.core.route`.
+
+    Raises ScheduleError if the schedule cannot run to its end.
+    """
+    rows = simulate(schedule, cost).on(Stream.COMPUTE)  # raises an error if it cannot run to its end
+    beside = list(map(_beside, schedule.rows))
+    schedule = replace(schedule, rows=tuple(map(_computations, schedule.rows)))
+    times = [_times(row, spans) for row, spans in zip(schedule.rows, rows, strict=True)]
+    del rows  # otherwise the garbage collector walks it again and again
+    channels = _channels(schedule, routes)
+    posts = _posts(times, channels, cost or CostModel.even(schedule.placement))
+    sends, releases = _sends(schedule, channels), _releases(schedule, channels)
+    return tuple(
+        Program(
+            rank, _instructions(row, posts[rank], sends[rank], beside[rank], releases[rank]), _buffers(row, posts[rank])
+        )
+        for rank, row in enumerate(schedule.rows)
+    )
+
+
+def _computations(row: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    return tuple(entry for entry in row if stream_of(entry) is Stream.COMPUTE)
+
+
+def _beside(row: tuple[Entry, ...]) -> dict[int, list[Compute]]:
+    """Per position among the computations, the actions of other streams to start after the computation there; at -1,
+    those before the first computation.
+    """
+    beside: dict[int, list[Compute]] = defaultdict(list)
+    computed = -1
+    for entry in row:
+        if stream_of(entry) is Stream.COMPUTE:
+            computed += 1
+        else:
+            beside[computed].append(Compute(entry))
+    return beside
+
+
+class _ValueMove(NamedTuple):
+    """A value, its position in the sender's row where it is made, and in the receiver's row where it is used."""
+
+    value: Value
+    made: int
+    used: int
+
+
+Channels = dict[tuple[int, int], list[_ValueMove]]  # (from, to) -> in the sender's order
+
+
+def _channels(schedule: Schedule, routes: Routes) -> Channels:
+    """The values that pass between ranks, per pair of ranks."""
+    table = {
+        key: flow._replace(needs=_passing(flow.needs), makes=_passing(flow.makes))
+        for key, flow in flows(schedule.placement.num_stages, routes).items()
+    }
+    users: dict[End, dict[int, tuple[int, int]]] = defaultdict(dict)  # per microbatch
+    for rank, row in enumerate(schedule.rows):
+        for position, entry in enumerate(row):
+            for action in actions_of(entry):
+                for end in table[action.kind, action.stage].needs:
+                    users[end][action.microbatch] = rank, position
+    channels: Channels = defaultdict(list)
+    for rank, row in enumerate(schedule.rows):
+        for position, entry in enumerate(row):
+            for action in actions_of(entry):
+                microbatch = action.microbatch
+                for end in table[action.kind, action.stage].makes:
+                    user, used = users[end].get(microbatch, (rank, 0))
+                    if user != rank:
+                        channels[rank, user].append(_ValueMove(end.of(microbatch), position, used))
+    return channels
+
+
+def _passing(ends: tuple[End, ...]) -> tuple[End, ...]:
+    return tuple(end for end in ends if end.content in PASSING)
+
+
+def _posts(times: list[_EntryTimes], channels: Channels, cost: CostModel) -> list[dict[int, list[Recv]]]:
+    """Per rank and position, the receives that are posted before the entry there."""
+    posts: list[dict[int, list[Recv]]] = [defaultdict(list) for _ in times]
+    for (sender, receiver), transfers in sorted(channels.items()):
+        starts, ends = times[receiver].starts, times[sender].ends
+        notice = cost.link(receiver, sender).latency  # time until the sender knows of a post
+        activations = {
+            value: made
+            for value, made, _ in channels.get((receiver, sender), ())
+            if value.content is Content.ACTIVATION
+        }
+        running = 0  # the entry that the receiver runs when the post must be on its way
+        described = 0  # a gradient has its activation's shape, so its receive is posted after that was made
+        for value, made, _ in transfers:
+            latest = ends[made] - notice
+            while running + 1 < len(starts) and starts[running + 1] < latest:
+                running += 1
+            position = max(0, running - 1)
+            if value.content is Content.GRADIENT:
+                described = max(described, activations[value.answered] + 1)
+                position = max(position, described)
+            posts[receiver][position].append(Recv(value, sender))
+    return posts
+
+
+class _EntryTimes(NamedTuple):
+    """The start and the end of each entry of a row."""
+
+    starts: list[float]
+    ends: list[float]
+
+
+def _times(row: tuple[Entry, ...], spans: tuple[Span, ...]) -> _EntryTimes:
+    """The times of the entries of a row. A pair has two spans."""
+    remaining = iter(spans)
+    times = _EntryTimes([], [])
+    for entry in row:
+        first = last = next(remaining)
+        if isinstance(entry, Pair):
+            last = next(remaining)
+        times.starts.append(first.start)
+        times.ends.append(last.end)
+    return times
+
+
+def _sends(schedule: Schedule, channels: Channels) -> list[dict[int, list[Send]]]:
+    """Per rank and position, the sends after the entry there."""
+    sends: list[dict[int, list[Send]]] = [defaultdict(list) for _ in schedule.rows]
+    for (sender, receiver), transfers in sorted(channels.items()):
+        for value, made, _ in transfers:
+            sends[sender][made].append(Send(value, receiver))
+    return sends
+
+
+def _releases(schedule: Schedule, channels: Channels) -> list[dict[int, list[Release]]]:
+    """Per rank and position, the sent values that are released after the entry there. Where no value from the receiver
+    proves a use, the release comes after the last entry.
+    """
+    releases: list[dict[int, list[Release]]] = [defaultdict(list) for _ in schedule.rows]
+    for (sender, receiver), transfers in sorted(channels.items()):
+        answers = channels.get((receiver, sender), [])
+        made = [answer.made for answer in answers]
+        for value, _, used in transfers:
+            proof = bisect_left(made, used)
+            position = answers[proof].used if proof < len(answers) else len(schedule.rows[sender]) - 1
+            releases[sender][position].append(Release(value, receiver))
+    return releases
+
+
+def _instructions(
+    row: tuple[Entry, ...],
+    posts: dict[int, list[Recv]],
+    sends: dict[int, list[Send]],
+    beside: dict[int, list[Compute]],
+    releases: dict[int, list[Release]],
+) -> tuple[Instruction, ...]:
+    instructions: list[Instruction] = [*beside.get(-1, ())]
+    for position, entry in enumerate(row):
+        instructions += posts.get(position, ())
+        instructions.append(Compute(entry))
+        instructions += sends.get(position, ())
+        instructions += beside.get(position, ())
+        instructions += releases.get(position, ())
+    return tuple(instructions)
+
+
+def _buffers(row: tuple[Entry, ...], posts: dict[int, list[Recv]]) -> int:
+    """The most received values alive at once. Each is alive from the post of its receive until its stage's last action
+    on the microbatch.
+    """
+    last = {
+        (action.stage, action.microbatch): position
+        for position, entry in enumerate(row)
+        for action in actions_of(entry)
+    }
+    alive = peak = 0
+    ends: Counter[int] = Counter()
+    for position in range(len(row)):
+        for recv in posts.get(position, ()):
+            alive += 1
+            ends[last[recv.value.user, recv.value.microbatch]] += 1
+        peak = max(peak, alive)
+        alive -= ends[position]
+    return peak

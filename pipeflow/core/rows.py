@@ -1,0 +1,170 @@
+"""Rows: what follows from the entries of the rows of a schedule: the placement, where the last weight gradient of a
+stage is and the reduction after it, values that serve all actions of their stage such as whole weights, and the cells
+of tables of torch.distributed.pipelining. Must not contain: checks of a schedule.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeGuard
+
+from pipeflow.core.action import Action, Entry, Kind, actions_of, parse_entry
+from pipeflow.core.dataflow import DATAFLOW, LASTING, MAKERS, SEVERAL, Content, Value
+from pipeflow.core.errors import ScheduleError
+from pipeflow.core.placement import Placement
+
+Holders = dict[int, set[int]]  # per stage, the ranks whose rows contain it
+
+
+def placement_of(rows: Sequence[Sequence[Entry]]) -> Placement | None:
+    """The placement in which every action is in the row of its stage's rank. It has one path if each stage is in one
+    row, otherwise two paths: microbatch m takes path m modulo 2.
+
+    Returns None if there is no such placement: a stage has no action, a rank has no stage, or a stage is on more ranks.
+    """
+    return _with_paths(rows, 1) or _with_paths(rows, 2)
+
+
+def _with_paths(rows: Sequence[Sequence[Entry]], number: int) -> Placement | None:
+    """The placement with `number` paths, or None if the rows do not fit one."""
+    holders: list[Holders] = [{} for _ in range(number)]
+    for rank, row in enumerate(rows):
+        for action in (action for entry in row for action in actions_of(entry)):
+            if action.kind not in SEVERAL:  # those belong to no single microbatch
+                holders[action.microbatch % number].setdefault(action.stage, set()).add(rank)
+    stages = range(max((stage for path in holders for stage in path), default=-1) + 1)
+    if any(len(path.get(stage, ())) != 1 for path in holders for stage in stages):
+        return None
+    try:
+        placement = Placement(tuple(tuple(rank for stage in stages for rank in path[stage]) for path in holders))
+    except ScheduleError:
+        return None
+    return placement if placement.num_ranks == len(rows) else None
+
+
+class Last(NamedTuple):
+    """The last value of a content that a row makes for a stage.
+
+    Attributes:
+        position: index of the entry that makes it.
+        microbatch: its microbatch.
+    """
+
+    position: int
+    microbatch: int
+
+
+def last_made(row: Sequence[Entry], content: Content = Content.WEIGHT_GRADIENT) -> dict[int, Last]:
+    """Per stage, the last value of `content` that `row` makes. Stages without such a value are left out."""
+    return {
+        action.stage: Last(position, action.microbatch)
+        for position, entry in enumerate(row)
+        for action in actions_of(entry)
+        if action.kind in MAKERS[content]
+    }
+
+
+def is_reduction(entry: Entry) -> TypeGuard[Action]:
+    """Whether an entry of a row is a reduction."""
+    return isinstance(entry, Action) and entry.kind is Kind.R
+
+
+def reduced(row: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """The row with a reduction directly after the last weight gradient of each stage. Stages that already have a
+    reduction keep theirs.
+    """
+    have = {entry.stage for entry in row if is_reduction(entry)}
+    after = {
+        last.position: Action(Kind.R, stage, last.microbatch)
+        for stage, last in last_made(row).items()
+        if stage not in have
+    }
+    entries: list[Entry] = []
+    for position, entry in enumerate(row):
+        entries.append(entry)
+        if position in after:
+            entries.append(after[position])
+    return tuple(entries)
+
+
+Lasting = tuple[Content, int]  # content and stage
+
+MAKING = {kind: content for content in LASTING for kind in MAKERS[content]}
+"""The kinds of action that make a lasting content."""
+ENDING = {kind: content for content in LASTING for kind, flow in DATAFLOW.items() if (content, 0) in flow.needs}
+"""The kinds of action that end one."""
+HANDLING = frozenset(MAKING) | frozenset(ENDING)
+"""Both."""
+
+
+def first_uses(actions: Iterable[Action]) -> dict[Action, Value]:
+    """Per action of a row that is the first to run within a lasting value, this value. The action waits for it, and
+    leaves it to the actions after it, which need not wait.
+    """
+    fresh: dict[Lasting, Value] = {}
+    found: dict[Action, Value] = {}
+    for action in actions:
+        kind, stage = action.kind, action.stage
+        if kind in MAKING:
+            fresh[MAKING[kind], stage] = Value(MAKING[kind], stage, action.microbatch)
+        elif kind in ENDING:
+            fresh.pop((ENDING[kind], stage), None)
+        elif (within := DATAFLOW[kind].within) and (value := fresh.pop((within, stage), None)):
+            found[action] = value
+    return found
+
+
+def handles(entry: Entry, content: Content) -> bool:
+    """Whether an entry of a row makes or ends a lasting content."""
+    return isinstance(entry, Action) and content in (MAKING.get(entry.kind), ENDING.get(entry.kind))
+
+
+WORDS = {flow.word: kind for kind, flow in DATAFLOW.items() if flow.word}
+"""The kinds of action that tables write with a word and without a microbatch."""
+
+_CELL = re.compile(rf"(\d{{1,9}})({'|'.join(WORDS)})", re.ASCII)
+_COMMUNICATION = re.compile(r"\d{1,9}((SEND|RECV|WAIT_SEND|WAIT_RECV)_[FB]\d{1,9}|WAIT_REDUCE_GRAD)", re.ASCII)
+
+
+def cells(row: tuple[Entry, ...]) -> Iterator[str]:
+    """The entries of the row as torch.distributed.pipelining writes them. An action that has a word there is written
+    without its microbatch if that is the one that `parse_cell` gives it.
+    """
+    for position, entry in enumerate(row):
+        word = DATAFLOW[entry.kind].word if isinstance(entry, Action) else ""
+        if isinstance(entry, Action) and word:
+            is_usual = _microbatch(entry.kind, entry.stage, row[:position]) == entry.microbatch
+            yield f"{entry.stage}{word}" if is_usual else str(entry)
+        else:
+            yield str(entry)
+
+
+def is_communication(text: str) -> bool:
+    """Whether a cell of a lowered table sends, receives or waits, and so is none of the schedule."""
+    return _COMMUNICATION.fullmatch(text) is not None
+
+
+def parse_cell(text: str, before: Sequence[Entry]) -> Entry:
+    """Reads one cell of a table that follows the entries `before`. Raises ScheduleError if it is neither an action nor
+    a pair.
+    """
+    match = _CELL.fullmatch(text)
+    if match is None:
+        return parse_entry(text)
+    stage, kind = int(match[1]), WORDS[match[2]]
+    microbatch = _microbatch(kind, stage, before)
+    if microbatch is None:
+        raise ScheduleError(f"{text} comes before any weight gradient of its stage: put it after {stage}B or {stage}W")
+    return Action(kind, stage, microbatch)
+
+
+def _microbatch(kind: Kind, stage: int, before: Sequence[Entry]) -> int | None:
+    """The microbatch of an action that is written without one: of a joint action, that of the last value that it waits
+    for, if there is one; of another, its number among those of its kind and stage.
+    """
+    if not DATAFLOW[kind].joint:
+        return sum(isinstance(each, Action) and (each.kind, each.stage) == (kind, stage) for each in before)
+    [(content, _)] = DATAFLOW[kind].needs
+    last = last_made(before, content).get(stage)
+    return None if last is None else last.microbatch

@@ -1,0 +1,226 @@
+"""Products: the weight gradients that the backward of a layer leaves for W, how they are added to a parameter's
+gradient, and the Deferral that stores them. Must not contain: the layers that make products.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from pipeflow.core.errors import UsageError
+from pipeflow.engine.torch_private.autograd import backward_id
+
+
+class Deferred(ABC):
+    """Weight gradients that are computed later, once; this frees the tensors that make them."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The parameters whose gradients these are."""
+
+    @abstractmethod
+    def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Computes the weight gradients and returns each parameter with its gradient."""
+
+
+class Product(Deferred):
+    """The gradients of one layer's weight and bias from one call of the layer. `gradient` is the gradient of the
+    layer's output.
+    """
+
+    __slots__ = ("bias", "gradient", "input", "versions", "weight")
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, input: Tensor, gradient: Tensor) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.input = input.detach()  # without the graph that made it
+        self.gradient = gradient
+        self.versions = (input._version, gradient._version)
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The layer's weight, and its bias if that has a gradient."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    def release(self) -> tuple[Tensor, Tensor]:
+        """Returns the input and the gradient and frees them here. Raises UsageError if either was overwritten since."""
+        input, gradient = self.input, self.gradient
+        del self.input, self.gradient
+        if self.versions != (input._version, gradient._version):
+            raise UsageError(
+                f"the input or the output's gradient of a layer with a weight of shape {tuple(self.weight.shape)} was "
+                "modified in place before its weight gradient was computed: modify a copy instead"
+            )
+        return input, gradient
+
+
+class LinearProduct(Product):
+    """The product of a linear layer. `gradient` is a matrix with a row per row of the input."""
+
+    __slots__ = ()
+
+    def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
+        input, rows = self.release()
+        columns = rows.t()
+        of_weight = columns.mm(input.reshape(rows.shape[0], input.shape[-1]).conj())  # the same tensor unless complex
+        return [(self.weight, of_weight)] if self.bias is None else [(self.weight, of_weight), (self.bias, rows.sum(0))]
+
+
+class ConvolutionProduct(Product):
+    """The product of a convolution. `geometry` is the arguments of torch.convolution after the bias."""
+
+    __slots__ = ("geometry",)
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        input: Tensor,
+        gradient: Tensor,
+        geometry: tuple[Any, ...],
+    ) -> None:
+        super().__init__(weight, bias, input, gradient)
+        self.geometry = geometry
+
+    def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
+        input, gradient = self.release()
+        weight = self.weight.detach().to(gradient.dtype)  # only its shape and layout are used
+        outputs = None if self.bias is None else [gradient.shape[1]]
+        wanted = (False, True, self.bias is not None)
+        _, of_weight, of_bias = torch.ops.aten.convolution_backward(
+            gradient, input, weight, outputs, *self.geometry, wanted
+        )
+        return [(self.weight, of_weight)] if self.bias is None else [(self.weight, of_weight), (self.bias, of_bias)]
+
+
+class EmbeddingProduct(Product):
+    """The product of an embedding. `input` is the indices. Row `padding_index` gets no gradient; -1 stands for none."""
+
+    __slots__ = ("padding_index", "scale_by_frequency")
+
+    def __init__(
+        self, weight: nn.Parameter, input: Tensor, gradient: Tensor, padding_index: int, scale_by_frequency: bool
+    ) -> None:
+        super().__init__(weight, None, input, gradient)
+        self.padding_index = padding_index
+        self.scale_by_frequency = scale_by_frequency
+
+    def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
+        indices, gradient = self.release()
+        rows, backward = self.weight.shape[0], torch.ops.aten.embedding_dense_backward
+        return [(self.weight, backward(gradient, indices, rows, self.padding_index, self.scale_by_frequency))]
+
+
+class Products:
+    """The products of one backward, in its order. Calling it, once, adds to the gradient of each parameter the sum of
+    its products, as autograd does at the end of a backward: so the gradient has the same bits, unless autocast made
+    several products in another dtype, and hooks run once.
+    """
+
+    __slots__ = ("backward", "products")
+
+    def __init__(self, backward: int) -> None:
+        self.backward = backward
+        self.products: list[Deferred] = []
+
+    def __call__(self) -> None:
+        products, self.products = self.products, []
+        remaining = Counter([id(parameter) for product in products for parameter in product.parameters])
+        sums: dict[nn.Parameter, Tensor] = {}
+        for product in products:
+            for parameter, gradient in product.compute():
+                remaining[id(parameter)] -= 1
+                if remaining[id(parameter)] or parameter in sums:
+                    sums[parameter] = _sum(sums.get(parameter), gradient, parameter)
+                else:
+                    accumulate(parameter, gradient)
+        for parameter, gradient in sums.items():
+            accumulate(parameter, gradient)
+
+
+def _sum(before: Tensor | None, gradient: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Adds up gradients in the dtype of the parameter's gradient, also those that autocast made in a shorter one."""
+    gradient = gradient.to(parameter.grad_dtype)
+    return gradient if before is None else before + gradient
+
+
+def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Adds `gradient`, which must have no other users, to the parameter's. Uses autograd where it makes a difference:
+    it runs hooks, and knows the memory layout of a parameter's first gradient.
+    """
+    grad = parameter.grad
+    if has_hooks(parameter):
+        parameter.backward(gradient)
+    elif grad is None and gradient.dtype is parameter.grad_dtype and gradient.stride() == parameter.stride():
+        parameter.grad = gradient
+    elif grad is None or grad.requires_grad or grad.layout is not torch.strided:
+        parameter.backward(gradient)
+    else:
+        grad.add_(gradient)
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Returns True if the parameter has hooks on its gradient, or hooks that run after accumulation."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+Copies = dict[nn.Parameter, Tensor]
+"""Parameters, converted to another dtype."""
+
+
+class Deferral:
+    """Receives the weight-gradient products of the layers of one stage.
+
+    To run a backward as I, set `queue` to a list before it and reset it to None after it; calling the list's entries in
+    order is its W. Gradients have the same bits as those of a whole backward, except for a parameter that is also used
+    outside the layers that defer: the other part of its gradient is then added first; and except for one that is used
+    several times under autocast: its gradients are then added up in its own dtype, not in autocast's.
+
+    Attributes:
+        copies: parameters in autocast's dtype, for all microbatches of a step; None outside of a step.
+        active: whether layers may defer in the forwards that follow. If not, each is the plain layer.
+        queue: list of the products of each backward; None outside of I.
+        deferred: numbers of elements of the parameters whose gradients are products, by name.
+        remaining: the same for other trainable parameters, whose gradients I computes.
+        module: weak reference to the module of the layers.
+    """
+
+    __slots__ = ("active", "anchor", "copies", "deferred", "module", "num_layers", "queue", "remaining")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = ref(module)
+        self.copies: Copies | None = None
+        self.active = True
+        self.queue: list[Products] | None = None
+        self.deferred: Mapping[str, int] = {}
+        self.remaining: Mapping[str, int] = {}
+        self.num_layers = 0
+        # An input of every function of a layer that defers: a backward that comes to it is one of all parameters.
+        self.anchor = torch.empty(0, requires_grad=True)
+
+    def take(self, product: Deferred) -> None:
+        """Stores `product`, or runs it at once if there is no queue; called during a backward."""
+        backward = backward_id()
+        if self.queue is None:
+            products = Products(backward)
+        else:
+            products = next((each for each in self.queue if each.backward == backward), None) or Products(backward)
+            if not products.products:
+                self.queue.append(products)
+        products.products.append(product)
+        if self.queue is None:
+            products()
+
+    def __str__(self) -> str:
+        late, early = sum(self.deferred.values()), sum(self.remaining.values())
+        text = f"{late} of {late + early} elements of weight gradients are deferred ({len(self.deferred)} parameters)"
+        return f"{text}; not deferred: {', '.join(self.remaining)}" if self.remaining else text

@@ -1,0 +1,233 @@
+"""Context: this process's place among the others. It is the only global state of the package, comparable to torch's
+default process group; other packages store their state per rank here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from pipeflow.core.errors import UsageError
+from pipeflow.engine.parallel.failure import Alarm
+from pipeflow.engine.parallel.layout import WorldLayout
+from pipeflow.engine.parallel.transport.protocol import Group, Subset, Transport
+
+
+@dataclass(eq=False)
+class Context:
+    """The place of this process in the world, and its connections to other ranks.
+
+    Attributes:
+        rank: rank in the world.
+        layout: the sizes of the world's dimensions (data, pipeline, tensor).
+        device: the device on which this process computes.
+        world: the transport that connects all ranks.
+        transport: the transport that connects the ranks of this rank's pipeline.
+        replicas: the transport that connects the ranks that hold the same weights and process other data.
+        tensor: the group of ranks that hold the other parts of the same layers.
+        data: the same ranks as `replicas`, as a group.
+        alarm: reports a failure on one rank to all ranks.
+        world_size: number of ranks in the world.
+        pipeline_rank, tensor_rank, data_rank: indices of this rank along the dimensions of the layout.
+        pipeline_size, tensor_size, data_size: sizes of these dimensions.
+    """
+
+    rank: int
+    layout: WorldLayout
+    device: torch.device
+    world: Transport
+    transport: Transport = field(init=False)
+    replicas: Transport = field(init=False)
+    tensor: Group = field(init=False)
+    data: Group = field(init=False)
+    alarm: Alarm = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.transport = Subset(self.world, self.layout.pipeline_ranks(self.rank))
+        self.replicas = Subset(self.world, self.layout.data_ranks(self.rank))
+        self.tensor = self.world.group(self.layout.tensor_ranks(self.rank))
+        self.data = self.world.group(self.layout.data_ranks(self.rank))
+        self.alarm = Alarm(self.world)
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    @property
+    def pipeline_rank(self) -> int:
+        return self.layout.place(self.rank).pipeline
+
+    @property
+    def pipeline_size(self) -> int:
+        return self.layout.pipeline
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.layout.place(self.rank).tensor
+
+    @property
+    def tensor_size(self) -> int:
+        return self.layout.tensor
+
+    @property
+    def data_rank(self) -> int:
+        return self.layout.place(self.rank).data
+
+    @property
+    def data_size(self) -> int:
+        return self.layout.data
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The layout as a `DeviceMesh` for torch's libraries, with dimensions "data", "pipeline" and "tensor".
+
+        All ranks must read it together the first time. Raises UsageError if torch.distributed is not initialized: when
+        ranks are threads, or in a world of one process without torchrun.
+        """
+        if not dist.is_initialized():
+            raise UsageError("a device mesh needs torch.distributed: start processes, or call init_process_group first")
+        layout = self.layout
+        ranks = torch.arange(layout.world_size, device="cpu").view(layout.data, layout.pipeline, layout.tensor)
+        return DeviceMesh(self.device.type, ranks, mesh_dim_names=("data", "pipeline", "tensor"))
+
+    def close(self) -> None:
+        """Closes the connections of this rank; `launch` may then be called again. Each rank closes its own."""
+        self.world.close()
+        _SCOPES.drop(self)
+
+
+@dataclass(eq=False)
+class _Scope:
+    """The state that a thread sees: its context, and the values stored with it."""
+
+    context: Context | None = None
+    kept: dict[str, Any] = field(default_factory=dict)
+
+
+class _Scopes:
+    """The scope of the process, used by every thread that has no scope of its own."""
+
+    def __init__(self) -> None:
+        self.process = _Scope()
+        self.of_thread: ContextVar[_Scope | None] = ContextVar("pipeflow", default=None)
+        self.open: WeakSet[Context] = WeakSet()
+
+    def current(self) -> _Scope:
+        return self.of_thread.get() or self.process
+
+    def drop(self, context: Context) -> None:
+        self.open.discard(context)
+        if self.process.context is context:
+            self.process = _Scope()
+        own = self.of_thread.get()
+        if own is not None and own.context is context:
+            self.of_thread.set(None)
+
+
+_SCOPES = _Scopes()
+
+
+def current_context() -> Context:
+    """The context of this process, or of this thread if ranks are threads. Raises UsageError if there is none."""
+    context = context_if_launched()
+    if context is None:
+        raise UsageError("there is no context: call pipeflow.launch(pipeline=...) first")
+    return context
+
+
+def context_if_launched() -> Context | None:
+    """Like `current_context`, but None if nothing was launched: this process is then a world of one.
+
+    Raises UsageError on a thread without a context while other threads have one.
+    """
+    context = _SCOPES.current().context
+    if context is None and _SCOPES.open:
+        raise UsageError(
+            "this thread has no context: the ranks of this process are threads, and this thread is not one of them. On "
+            "a rank's thread, wrap the function to run here: pipeflow.engine.parallel.context.in_this_context(function)"
+        )
+    return context
+
+
+def is_launched() -> bool:
+    """Returns True if this thread has a context."""
+    return _SCOPES.current().context is not None
+
+
+def set_context(context: Context) -> None:
+    """Sets the context of this thread. For launchers whose ranks are threads."""
+    _SCOPES.open.add(context)
+    _SCOPES.of_thread.set(_Scope(context))
+
+
+def set_process_context(context: Context) -> None:
+    """Sets the context of every thread that has none of its own."""
+    _SCOPES.open.add(context)
+    _SCOPES.process = _Scope(context)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_this_context(function: Callable[P, R]) -> Callable[P, R]:
+    """Wraps `function` so that it runs with the caller's context on any thread. Only needed if ranks are threads."""
+    scope = _SCOPES.current()
+
+    def run(*arguments: P.args, **keywords: P.kwargs) -> R:
+        with _inside(scope):
+            return function(*arguments, **keywords)
+
+    return run
+
+
+def kept(key: str) -> Any:
+    """The value that `keep` stored under `key` for this rank, or None. Before any launch, values belong to the process.
+
+    Raises UsageError on a thread that is not a rank, like `current_context`.
+    """
+    return _kept().get(key)
+
+
+def keep(key: str, value: object) -> None:
+    """Stores `value` under `key` for all threads of this rank, until the context is closed. Raises UsageError like
+    `kept`.
+    """
+    _kept()[key] = value
+
+
+def keeping(key: str, make: Callable[[], object]) -> AbstractContextManager[None]:
+    """Returns a context manager for any thread: inside it, that thread alone belongs to this rank and finds `make()`
+    under `key`.
+    """
+    context, others = _SCOPES.current().context, _kept()
+
+    @contextmanager
+    def enter() -> Iterator[None]:
+        with _inside(_Scope(context, {**others, key: make()})):
+            yield
+
+    return enter()
+
+
+@contextmanager
+def _inside(scope: _Scope) -> Iterator[None]:
+    token = _SCOPES.of_thread.set(scope)
+    try:
+        yield
+    finally:
+        _SCOPES.of_thread.reset(token)
+
+
+def _kept() -> dict[str, Any]:
+    context_if_launched()
+    return _SCOPES.current().kept

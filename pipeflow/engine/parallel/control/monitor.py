@@ -1,0 +1,355 @@
+"""Monitor: each rank's connection to the coordinator. Its thread answers for the rank while this computes, receives
+failures of other ranks at once, and notices when the rank waits too long. A torch store on top of it lets the channels
+of a generation find each other; no call of it outlasts a failure.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+import torch.distributed as dist
+
+from pipeflow.core.errors import Failure
+from pipeflow.engine.parallel.control import wire
+from pipeflow.engine.parallel.control.diagnosis import AGAIN, Blame, Status, gone, left, silent
+from pipeflow.engine.parallel.control.rescue import LONGEST, Rescue
+from pipeflow.engine.parallel.control.wire import Message, forget_in_children
+from pipeflow.engine.parallel.transport.protocol import LinkError
+
+T = TypeVar("T")
+HOST = 0  # the rank whose process has the coordinator
+_ANSWERED = 3  # times the grace: the coordinator may first ask all ranks, which takes up to one
+
+
+class Awaited(Protocol):
+    """Something that a rank can wait for."""
+
+    ranks: tuple[int, ...]  # one of these has to do something first
+
+
+class _AllOthers:
+    def __init__(self, rank: int, size: int) -> None:
+        self.ranks = tuple(other for other in range(size) if other != rank)
+
+
+def grace_of(timeout: float) -> float:
+    """Seconds within which a live rank must answer, if waits give up after `timeout` seconds."""
+    return min(max(timeout / 4, 0.5), 10.0)
+
+
+class Monitor:
+    """Connects to the coordinator at (`address`, `port`) as rank `rank`. Raises OSError if this does not succeed in
+    time.
+
+    Attributes:
+        waiting: what this rank waits for now. Set by the code that waits, which increases `waits` first.
+        patience, call: as in a `Status`; `call` is turned into a string only when it is needed.
+        suspects: as in a `Transport`.
+        number: of the call that all ranks make together.
+        expired: True if channels were broken because this rank had waited too long.
+        rescue: frees this rank if its call goes on after a failure.
+    """
+
+    def __init__(self, address: str, port: int, *, rank: int, size: int, secret: bytes, timeout: float) -> None:
+        self.waiting: Awaited | None = None
+        self.waits = 0
+        self.patience: float | None = None
+        self.call: object = ""
+        self.suspects = False
+        self.number = 0
+        self.expired = False
+        self.rescue = Rescue(rank, min(grace_of(timeout), LONGEST))
+        self._rank = rank
+        self._others = _AllOthers(rank, size)
+        self._timeout = timeout
+        self._generation = 0
+        self._reopens = False  # waits for all others, after a failure
+        self._reported = -1  # the last generation that has ended for this rank
+        self._begun = -math.inf  # when that call was
+        self._opened = -1
+        self._verdicts: dict[int, Failure] = {}  # by generation
+        self._values: dict[str, str] = {}
+        self._changed = threading.Condition()
+        self._owed_since: float | None = None  # the coordinator has been asked, and is silent
+        self._host: Blame | None = None  # once it is gone
+        self._leaving = False
+        self._ended = threading.Event()
+        self._break: Callable[[int], None] = lambda _: None
+        self._sending = threading.Lock()
+        self._unpacker = wire.Unpacker()
+        self._socket = self._join(address, port, secret)
+        self._readable = select.poll()  # unlike select, it works with over a thousand open files
+        self._readable.register(self._socket, select.POLLIN)
+        forget_in_children(self)
+        self._thread = threading.Thread(target=self._watch, name=f"pipeflow monitor of rank {rank}", daemon=True)
+        self._thread.start()
+
+    def _join(self, address: str, port: int, secret: bytes) -> socket.socket:
+        connection = socket.create_connection((address, port), self._timeout)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        challenge = self._receive_one(connection)["challenge"]
+        connection.sendall(wire.pack({"rank": self._rank, "proof": wire.prove(secret, challenge, self._rank)}))
+        self._receive_one(connection)
+        return connection
+
+    def _receive_one(self, connection: socket.socket) -> Message:
+        while data := connection.recv(1 << 16):
+            for message in self._unpacker.feed(data):
+                return message
+        raise ConnectionError("rank 0 has hung up")
+
+    def sockets(self) -> list[int]:
+        """The file descriptor of the connection."""
+        return [self._socket.fileno()]
+
+    def breaks(self, function: Callable[[int], None]) -> None:
+        """Registers `function(generation)`, which breaks that generation's channels. It is called on the monitor's
+        thread.
+        """
+        self._break = function
+
+    def open(self, generation: int) -> None:
+        """Waits until all ranks have opened this generation. Raises LinkError if one cannot."""
+        self._generation, self.expired = generation, False
+        self._send({"op": "open", "generation": generation})
+        self._reopens = generation > 0
+        try:
+            self._wait_until(lambda: self._opened >= generation, asks=True)
+        finally:
+            self._reopens = False
+
+    def set(self, key: str, value: bytes) -> None:
+        """Stores a value for all ranks, until the next generation."""
+        self._send({"op": "set", "key": f"{self._generation}/{key}", "value": value.decode("latin-1")})
+
+    def get(self, key: str) -> bytes:
+        """The value of a key, as soon as some rank has set it. May be called on any thread. Raises LinkError."""
+        full = f"{self._generation}/{key}"
+        if full not in self._values:
+            self._send({"op": "get", "key": full})
+            self.waits += 1  # a wait for something that needs this value has made progress
+            self._sleep_until(lambda: full in self._values, asks=True)
+        return self._values[full].encode("latin-1")
+
+    def result(self, future: Future[T]) -> T:
+        """The result of an operation that all ranks do together and that this rank runs on another thread.
+
+        Raises LinkError if a failure is reported or the wait takes too long.
+        """
+        future.add_done_callback(self._wake)
+        self._wait_until(future.done)
+        return future.result()
+
+    def _wake(self, _: object) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def enter(self, number: int) -> None:
+        """Records that this rank begins call number `number` of those that all ranks make together."""
+        self.rescue.over()
+        self.number, self._begun = number, time.monotonic()
+        self._break_if_needed(self._generation)
+
+    def report(self, generation: int, failure: Failure | LinkError) -> Failure:
+        """Reports a failure to all ranks; returns the failure that was reported first."""
+        self._reported = generation
+        self.rescue.over()
+        if self._host is not None:
+            pass  # nobody would hear it
+        elif isinstance(failure, Failure):
+            self._send({"op": "report", "generation": generation, "failure": asdict(failure)}, owed=True)
+        else:
+            lost = {"peer": failure.peer, "why": failure.why, "waited": failure.story(self._rank, self._timeout)}
+            self._send({"op": "lost", "generation": generation, **lost}, owed=True)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: generation in self._verdicts or self._host is not None, _ANSWERED * grace_of(self._timeout)
+            )
+        if generation not in self._verdicts:  # the coordinator ended before it answered, or hangs
+            self._tell(generation, self._unanswered(failure))
+        return self._verdicts[generation]
+
+    def _unanswered(self, failure: Failure | LinkError) -> Failure:
+        """The failure of a rank to which the coordinator gives no answer."""
+        if isinstance(failure, Failure):
+            return failure
+        blame = self._host or silent(HOST)  # if other ranks are gone, too, nobody knows
+        return blame.failure(failure.story(self._rank, self._timeout))
+
+    def has_failed(self, generation: int) -> bool:
+        """Returns True if a failure was reported in this generation."""
+        return generation in self._verdicts
+
+    def must_break(self, generation: int) -> bool:
+        """Returns True if a failure was reported, unless it happened in a call that this rank has not begun."""
+        failure = self._verdicts.get(generation)
+        return failure is not None and (failure.number is None or failure.number <= self.number)
+
+    def close(self) -> None:
+        """Reports that this rank leaves, and ends the thread. A later `report` just returns its argument."""
+        if not self._leaving:
+            self._leaving = True
+            self._ended.set()
+            self._send({"op": "bye"})
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_WR)
+            self._thread.join(2 * grace_of(self._timeout))
+            self._socket.close()
+            self._end(left(self._rank))
+
+    def _end(self, blame: Blame) -> None:
+        """Records why the coordinator answers no more. Whoever waits for an answer goes on without it."""
+        with self._changed:
+            self._host = self._host or blame
+            self._changed.notify_all()
+
+    def _wait_until(self, ready: Callable[[], bool], *, asks: bool = False) -> None:
+        self.waits += 1
+        self.waiting = self._others
+        try:
+            self._sleep_until(ready, asks=asks)
+        finally:
+            self.waiting = None
+
+    def _sleep_until(self, ready: Callable[[], bool], *, asks: bool) -> None:
+        """Waits for `ready`. If it `asks` the coordinator, the wait ends with the coordinator, too."""
+        generation = self._generation
+
+        def ends() -> bool:
+            return ready() or self.expired or self.must_break(generation) or (asks and self._host is not None)
+
+        with self._changed:
+            self._changed.wait_for(ends)
+        if not ready():
+            raise LinkError(self._others.ranks[0], "opening channels", expired=self.expired)
+
+    def _send(self, message: Message, *, owed: bool = False) -> None:
+        if owed and self._owed_since is None:
+            self._owed_since = time.monotonic()
+        with suppress(OSError), self._sending:  # the thread sees it, too, when the connection is gone
+            self._socket.sendall(wire.pack(message))
+
+    def _watch(self) -> None:
+        tick = min(max(self._timeout / 8, 0.05), 1.0)
+        watched, since, complaints, asked = -1, 0.0, 0, 0
+        while self._hears(tick):
+            now = time.monotonic()
+            if self._owed_since is not None and now - self._owed_since > 2 * grace_of(self._timeout):
+                self._owed_since = None
+                self._tell(self._generation, silent(HOST).failure(""))
+            is_in_call = self.patience is not None
+            (self.rescue.look if is_in_call else self.rescue.over)()
+            if (self.waiting is None and not is_in_call) or self.waits != watched:
+                watched, since, complaints, asked = self.waits, now, 0, 0
+            elif now - since > self._timeout * (1 + AGAIN * complaints):
+                complaints += 1
+                self._complain(watched, now - since)
+            elif self.suspects and now - since > tick * asked:
+                asked = max(1, 2 * asked)
+                self._send({"op": "suspects", "generation": self._generation})
+
+    def _hears(self, seconds: float) -> bool:
+        """Handles the messages of the next `seconds`; returns False when the thread must end."""
+        if self._host is not None:
+            return not self._ended.wait(seconds)
+        try:
+            if not self._readable.poll(1000 * seconds):
+                return True
+            data = self._socket.recv(1 << 16)
+            self._owed_since = None
+            for message in self._unpacker.feed(data):
+                self._handle(message)
+        except (OSError, ValueError):
+            data = b""
+        if not data and self._host is None and not self._leaving:
+            self._end(gone(HOST))
+            self._tell(self._generation, gone(HOST).failure(""))
+        return not self._leaving or bool(data)
+
+    def _complain(self, number: int, seconds: float) -> None:
+        if self._host is None:
+            late = {"generation": self._generation, "number": number, "seconds": seconds, "reopens": self._reopens}
+            self._send({"op": "late", **late}, owed=True)
+        elif self.waiting is not None:
+            self._expire(self._generation)
+
+    def _expire(self, generation: int) -> None:
+        with self._changed:
+            self.expired = True
+            self._changed.notify_all()
+        self._break(generation)
+
+    def _handle(self, message: Message) -> None:
+        match message["op"]:
+            case "ask":
+                ranks = () if (waiting := self.waiting) is None else waiting.ranks
+                status = asdict(Status.of(self, ranks, self.patience, self._begun))
+                self._send({"op": "alive", "round": message["round"], "status": status})
+            case "told":
+                self._tell(message["generation"], Failure(**message["failure"]))
+            case "expire":
+                if self.waiting is not None and self.waits == message["number"]:
+                    self._expire(message["generation"])
+            case "value":
+                with self._changed:
+                    self._values[message["key"]] = message["value"]
+                    self._changed.notify_all()
+            case "opened":
+                with self._changed:
+                    self._opened = message["generation"]
+                    self._values.clear()
+                    self._changed.notify_all()
+            case "closing":
+                self._end(left(HOST))
+                with suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_WR)
+
+    def _tell(self, generation: int, failure: Failure) -> None:
+        with self._changed:
+            self._verdicts.setdefault(generation, failure)
+            self._changed.notify_all()
+        self._break_if_needed(generation)
+
+    def _break_if_needed(self, generation: int) -> None:
+        if self.must_break(generation):
+            self._break(generation)
+            if (patience := self.patience) is not None:
+                self.rescue.begin(self._verdicts[generation], patience)
+            if generation <= self._reported:
+                self.rescue.over()
+
+
+class MonitorStore(dist.Store):
+    """Stores values under `prefix` in the monitor's generation. Has only the methods that backends need to connect."""
+
+    def __init__(self, monitor: Monitor, prefix: str) -> None:
+        super().__init__()
+        self._monitor = monitor
+        self._prefix = prefix
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._monitor.set(f"{self._prefix}/{key}", value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        try:
+            return self._monitor.get(f"{self._prefix}/{key}")
+        except LinkError as error:
+            raise RuntimeError(str(error)) from None
+
+    def check(self, keys: list[str]) -> bool:
+        """Returns False: torch's threads ask for signals between its own groups, which pipeflow does not send."""
+        return False
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)

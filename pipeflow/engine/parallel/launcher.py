@@ -1,0 +1,219 @@
+"""Launch: connects this process to the others and finds its place among them."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional  # loaded later, its default arguments would keep the first group alive
+
+from pipeflow.core.errors import Failure, PipelineError
+from pipeflow.engine.parallel.context import Context, set_process_context
+from pipeflow.engine.parallel.control.coordinator import Coordinator
+from pipeflow.engine.parallel.control.diagnosis import gone
+from pipeflow.engine.parallel.control.monitor import HOST, Monitor, grace_of
+from pipeflow.engine.parallel.control.rescue import aside
+from pipeflow.engine.parallel.device import own_device, prepare
+from pipeflow.engine.parallel.failure import write_once
+from pipeflow.engine.parallel.layout import WorldLayout
+from pipeflow.engine.parallel.rendezvous import (
+    address_towards,
+    come,
+    did_not_come,
+    find_each_other,
+    missing,
+    reachable,
+    resolve,
+    use_interface_of,
+)
+from pipeflow.engine.parallel.transport.distributed import DistributedTransport
+from pipeflow.engine.parallel.transport.local import Hub, LocalTransport
+from pipeflow.engine.parallel.transport.protocol import Transport
+from pipeflow.engine.torch_private.distributed import default_group, has_cpu, set_timeout
+
+T = TypeVar("T")
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OF_TORCH = timedelta(minutes=30)  # torch's default for the collectives of its own groups
+
+
+def launch(
+    pipeline: int | None = None,
+    tensor: int = 1,
+    *,
+    timeout: float = 60.0,
+    device: torch.device | str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Context:
+    """Connects this process to the others and returns its context, which all of its threads see.
+
+    The world is arranged as replicas x pipeline x tensor. Tensor ranks are neighbours, then come the ranks of a
+    pipeline. Any further processes become data-parallel replicas.
+
+    Reads torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and initializes
+    torch.distributed's default process group unless this was done before, also for a world of one process. Without that
+    environment, the world is this process alone, which needs no process group. If the default process group exists,
+    ranks are those of that group, whatever the environment says.
+
+    Args:
+        pipeline: number of ranks in a pipeline; by default all ranks form one pipeline.
+        tensor: number of processes that share every layer.
+        timeout: seconds to wait for all ranks to launch, and later for another rank that makes the same call. The limit
+            is ten times as long if that rank may have to compile first. There is no limit for a rank between calls, for
+            example during a long upload, as long as its process answers. On GPUs it must be longer than a step.
+        device: device of this process: "cpu", "cuda" for its own GPU, or another GPU such as "cuda:3". Its own GPU is
+            the one of its LOCAL_RANK, or the only visible one. A GPU becomes torch's current device. By default its own
+            GPU if there is one, otherwise the CPU.
+        group: a process group of torch.distributed. The world is then its ranks alone; other processes need not call.
+
+    On GPUs, this sets environment variables that CUDA, NCCL and torch read (docs/clusters.md lists them), so call it
+    before CUDA is used.
+
+    Raises UsageError if the world size does not fit, if the device does not exist or is not supported, and if
+    CUDA_DEVICE_MAX_CONNECTIONS is less than 32. No process group exists then. Raises PipelineError if not all ranks
+    launch in time; the error names the missing ranks.
+    """
+    rank, world_size = _rank_and_size(group)
+    layout = WorldLayout.of(world_size, pipeline, tensor)
+    if world_size > 1:
+        prepare(device)
+    place = own_device(device)
+    transport: Transport = LocalTransport(Hub(1), 0, device=place, timeout=timeout)
+    if world_size > 1:
+        transport = _join(rank, world_size, place, timeout, group)
+    elif not dist.is_initialized() and all(name in os.environ for name in _TORCHRUN):
+        _initialize(rank, world_size, place, timeout, lambda *_: None)  # for torch's libraries; nothing here needs it
+    if world_size > 1:
+        write_once(rank)
+    context = Context(rank, layout, place, transport)
+    set_process_context(context)
+    return context
+
+
+def _rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This process's rank and the number of ranks: in `group`, in torch's default group, or in the environment."""
+    if dist.is_initialized():
+        return dist.get_rank(group), dist.get_world_size(group)
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _join(
+    rank: int, world_size: int, device: torch.device, timeout: float, among: dist.ProcessGroup | None
+) -> DistributedTransport:
+    """Connects to the other processes; rank 0 runs the coordinator, to which all ranks connect."""
+    coordinators: list[Coordinator] = []
+
+    def tell(address: str, group: dist.ProcessGroup | None) -> tuple[bytes, str, int]:
+        secret, port = secrets.token_bytes(32), 0
+        if rank == 0:
+            coordinators.append(Coordinator(address_towards(address), world_size, secret, grace_of(timeout)))
+            port = coordinators[0].port
+        return _told_by_rank_0(secret, address, port, group)
+
+    secret, address, port = _initialize(rank, world_size, device, timeout, tell, among)
+    try:
+        monitor = Monitor(address, port, rank=rank, size=world_size, secret=secret, timeout=timeout)
+    except OSError:
+        raise PipelineError(gone(HOST).failure("")) from None
+    transport = DistributedTransport(
+        monitor,
+        rank=rank,
+        size=world_size,
+        device=device,
+        timeout=timeout,
+        address=address_towards(address),
+        leave=coordinators[0].close if coordinators else lambda: None,
+    )
+    atexit.register(transport.close)
+    transport.open_first()
+    return transport
+
+
+def _initialize(
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    timeout: float,
+    then: Callable[[str, dist.ProcessGroup | None], T],
+    among: dist.ProcessGroup | None = None,
+) -> T:
+    """Makes torch's default process group unless there is one, and returns `then(address, group)`, where `address` is
+    that of rank 0's machine, and `group` exchanges tensors in CPU memory between the ranks of `among`.
+    """
+    if dist.is_initialized():
+        group = _group_of_cpus(timeout, among)
+        return then(_address_of_rank_0(rank, world_size, group, whole=among is None), group)
+    found = find_each_other(rank, world_size, timeout)
+    use_interface_of(address_towards(found.address))
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    patience, until = timedelta(seconds=timeout), time.monotonic() + timeout + grace_of(timeout)
+
+    def meet() -> T:
+        dist.init_process_group(backend, store=found.store, rank=rank, world_size=world_size, timeout=patience)
+        result = then(found.address, None)
+        dist.all_reduce(torch.zeros(1, device="cpu"))  # no rank passes this before all have reached it
+        come(found.store, rank)
+        return result
+
+    try:
+        result = aside(meet, "pipeflow launch").result(timeout)
+    except (RuntimeError, TimeoutError) as error:
+        if absent := missing(found.store, rank, world_size, until):
+            raise did_not_come(absent, timeout) from None
+        raise PipelineError(Failure(rank, f"it found all ranks, but could not connect to them: {error!r}")) from None
+    set_timeout(_OF_TORCH)
+    atexit.register(_leave)
+    return result
+
+
+def _group_of_cpus(timeout: float, among: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """`among`, where None stands for torch's default process group; or another group of its ranks if it only moves
+    tensors of GPUs, as after `init_process_group("nccl")`. It stays open: to close it would break it for a rank that
+    still reads from it.
+    """
+    if has_cpu(among or default_group()):
+        return among
+    if named := os.environ.get("MASTER_ADDR"):
+        use_interface_of(address_towards(resolve(named)))
+    ranks = None if among is None else dist.get_process_group_ranks(among)
+    group: dist.ProcessGroup = dist.new_group(
+        ranks, timedelta(seconds=timeout), backend="gloo", use_local_synchronization=among is not None
+    )
+    return group
+
+
+def _address_of_rank_0(rank: int, world_size: int, group: dist.ProcessGroup | None, *, whole: bool) -> str:
+    """The address at which all ranks reach rank 0's machine, which may know its own name as a loopback address only.
+    Unless the group is the `whole` world, MASTER_ADDR may be another machine, and rank 0 tells its address towards it.
+    """
+    named = os.environ.get("MASTER_ADDR") or (socket.gethostname() if rank == 0 else "")
+    seen = [torch.zeros(64, dtype=torch.uint8, device="cpu") for _ in range(world_size)]
+    address = resolve(named) if named and (whole or rank == 0) else ""
+    body = (address if whole or not address else address_towards(address)).encode()
+    seen[rank][: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else 0
+    dist.all_gather(seen, seen[rank].clone(), group=group)
+    told = [bytes(each.tolist()).rstrip(b"\0").decode() for each in seen]
+    return reachable([address for address in told if address])
+
+
+def _told_by_rank_0(secret: bytes, address: str, port: int, group: dist.ProcessGroup | None) -> tuple[bytes, str, int]:
+    """Rank 0's arguments, on all ranks: sent through torch's group rather than its store, which anybody can read."""
+    told = torch.zeros(256, dtype=torch.uint8, device="cpu")
+    body = json.dumps([secret.hex(), address, port]).encode()
+    told[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+    dist.broadcast(told, group_src=0, group=group)
+    found, address, port = json.loads(bytes(told.tolist()).rstrip(b"\0"))
+    return bytes.fromhex(found), address, port
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,241 @@
+"""Rendezvous: lets the processes of a job find each other through the store that torchrun's environment names. Every
+start of a job has its own name, so processes that torchrun restarts do not read what earlier ones left in the store.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import secrets
+import socket
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import wait
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from pipeflow.core.errors import Failure, PipelineError, UsageError
+from pipeflow.engine.parallel.control.rescue import aside
+
+
+def resolve(host: str) -> str:
+    """The address of `host` as this machine resolves it. Raises OSError."""
+    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def is_loopback(address: str) -> bool:
+    """Returns True if `address` can be reached from its own machine only."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def reachable(seen: Sequence[str]) -> str:
+    """The first address of `seen` that is no loopback address, or the first of all if each is one. `seen` are the
+    addresses that the machines know one machine by.
+    """
+    return next((address for address in seen if not is_loopback(address)), seen[0])
+
+
+def address_towards(address: str) -> str:
+    """This machine's own address on the route to `address`, which may be itself. Sends nothing."""
+    if is_loopback(address):
+        return address
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
+        return str(probe.getsockname()[0])
+
+
+def use_interface_of(address: str) -> None:
+    """Makes torch's own gloo groups use the network interface of `address`, unless GLOO_SOCKET_IFNAME is set.
+
+    By default they use the interface of the machine's name, which is 127.0.1.1 on many machines.
+    """
+    name = "lo" if is_loopback(address) and sys.platform == "linux" else _interface(address)
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _interface(address: str) -> str | None:
+    """The name that Linux gives to the interface with this IPv4 address."""
+    if sys.platform != "linux" or ":" in address:
+        return None
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                request = struct.pack("256s", name.encode()[:15])
+                found = fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24]  # SIOCGIFADDR
+                if socket.inet_ntoa(found) == address:
+                    return name
+    return None
+
+
+_PAUSE = 0.01  # seconds between two checks
+_MARGIN = 1.0  # seconds by which rank 0 decides earlier than the others
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The result of a rendezvous: a store for this start of the job, and the address of rank 0's machine."""
+
+    store: dist.Store
+    address: str
+
+
+def find_each_other(rank: int, size: int, timeout: float) -> Meeting:
+    """Waits until all ranks have joined.
+
+    Raises PipelineError, naming the missing ranks, after `timeout` seconds, and UsageError if the environment does not
+    name the store.
+    """
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError):
+        raise UsageError("a world of several processes needs MASTER_ADDR and MASTER_PORT; torchrun sets them") from None
+    meeting = aside(lambda: _Meeting(host, port, rank, size, timeout).hold(), "pipeflow rendezvous")
+    if not wait([meeting], timeout + 2 * _MARGIN).done:  # torch's stores may wait forever for one that hangs
+        raise did_not_come([0], timeout)
+    return meeting.result()
+
+
+def come(store: dist.Store, rank: int) -> None:
+    """Records that rank `rank` is present: `launch` succeeded there, or it is about to raise an error."""
+    with suppress(dist.DistError):
+        store.set(f"after/{rank}", "")
+
+
+def missing(store: dist.Store, rank: int, size: int, until: float) -> list[int]:
+    """The ranks that, after a failure, have not called `come` before `until`, a time of the monotonic clock."""
+
+    def look() -> list[int]:
+        try:
+            while (absent := _absent(store, "after", range(size))) and time.monotonic() < until:
+                time.sleep(_PAUSE)
+            if rank == 0:
+                time.sleep(_MARGIN)  # this process may serve the store, and ends next
+            return absent
+        except dist.DistError:
+            return [0]
+
+    come(store, rank)
+    looking = aside(look, "pipeflow rendezvous")
+    return looking.result() if wait([looking], until + 2 * _MARGIN - time.monotonic()).done else [0]
+
+
+def did_not_come(ranks: Sequence[int], seconds: float) -> PipelineError:
+    """A PipelineError that names the missing ranks."""
+    listed = "it" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    reason = (
+        f"{listed} did not join within {seconds:g} s of launch: check that rank's own output, and that its machine "
+        "reaches MASTER_ADDR; launch(timeout=) sets how long to wait"
+    )
+    return PipelineError(Failure(ranks[0], reason))
+
+
+class _Meeting:
+    """One rank's part of the rendezvous."""
+
+    def __init__(self, host: str, port: int, rank: int, size: int, timeout: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.deadline = time.monotonic() + timeout
+        self.seen = resolve(host)  # rank 0's machine, as this machine resolves it
+        self.ticket = secrets.token_hex(8)
+        self.where = host, port
+        self.store = self._join(host, port)
+
+    def _join(self, host: str, port: int) -> dist.Store:
+        """The store of torchrun, or a store that rank 0 serves."""
+        patience = timedelta(seconds=self.timeout)
+        serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        options: dict[str, Any] = {"is_master": serves, "wait_for_workers": False, "timeout": patience}
+        try:
+            if serves:
+                listening = _listen(host, self.seen, port)
+                options["master_listen_fd"] = listening.detach()
+            return dist.TCPStore(host, port, self.size, **options)
+        except (OSError, RuntimeError) as error:
+            if serves:
+                raise UsageError(f"rank 0 cannot serve a store at {host}:{port}: {error}") from None
+            raise did_not_come([0], self.timeout) from None
+
+    def hold(self) -> Meeting:
+        while True:
+            try:
+                return self._call() if self.rank == 0 else self._answer()
+            except dist.DistError:  # who serves the store is gone; it may be about to launch again, as this rank does
+                if self.rank == 0 or time.monotonic() > self.deadline:
+                    raise did_not_come([0], self.timeout) from None
+                self.store = self._join(*self.where)
+
+    def _call(self) -> Meeting:
+        """Run on rank 0: names this start of the job, waits for the others, and publishes who is present."""
+        life, absent = self.ticket, list(range(1, self.size))
+        self.store.set("pipeflow/life", life)
+        while absent and time.monotonic() < self.deadline:
+            absent = _absent(self.store, f"pipeflow/{life}", absent)
+            if absent:
+                time.sleep(_PAUSE)
+        here = [rank for rank in range(1, self.size) if rank not in absent]
+        said = {rank: json.loads(self.store.get(f"pipeflow/{life}/{rank}")) for rank in here}
+        seen = [self.seen, *(each["seen"] for each in said.values())]
+        address = reachable(seen)
+        tickets = {str(rank): each["ticket"] for rank, each in said.items()}
+        self.store.set(f"pipeflow/{life}/go", json.dumps({"tickets": tickets, "address": address, "absent": absent}))
+        end = time.monotonic() + _MARGIN  # this process may serve the store, and end next
+        while absent and _absent(self.store, f"pipeflow/{life}/heard", here) and time.monotonic() < end:
+            time.sleep(_PAUSE)
+        return self._found(life, address, absent)
+
+    def _answer(self) -> Meeting:
+        """Run on all other ranks. Entries of an earlier start of the job may be in the store; they lack this rank's
+        ticket.
+        """
+        life = ""
+        while time.monotonic() < self.deadline + _MARGIN:
+            if self.store.check(["pipeflow/life"]):
+                named = self.store.get("pipeflow/life").decode()
+                if named != life:
+                    life = named
+                    self.store.set(
+                        f"pipeflow/{life}/{self.rank}", json.dumps({"ticket": self.ticket, "seen": self.seen})
+                    )
+                elif self.store.check([f"pipeflow/{life}/go"]):
+                    go = json.loads(self.store.get(f"pipeflow/{life}/go"))
+                    if go["tickets"].get(str(self.rank)) == self.ticket:
+                        self.store.set(f"pipeflow/{life}/heard/{self.rank}", "")
+                        return self._found(life, go["address"], go["absent"])
+            time.sleep(_PAUSE)
+        raise did_not_come([0], self.timeout)
+
+    def _found(self, life: str, address: str, absent: list[int]) -> Meeting:
+        if absent:
+            raise did_not_come(absent, self.timeout)
+        return Meeting(dist.PrefixStore(f"pipeflow/{life}", self.store), address)
+
+
+def _absent(store: dist.Store, prefix: str, ranks: Sequence[int]) -> list[int]:
+    return [rank for rank in ranks if not store.check([f"{prefix}/{rank}"])]
+
+
+def _listen(host: str, address: str, port: int) -> socket.socket:
+    """Listens at the address of `host` alone, or at all addresses if this machine resolves its own name to a loopback
+    address, which other machines do not.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    hidden = is_loopback(address) and host not in (address, "localhost")
+    try:
+        return socket.create_server(("" if hidden else address, port), family=family, backlog=1024)
+    except OSError as error:
+        if hidden or error.errno != 99:  # the address is another machine's, such as a gateway's
+            raise
+        return socket.create_server(("", port), family=family, backlog=1024)

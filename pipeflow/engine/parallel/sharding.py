@@ -1,0 +1,164 @@
+"""Sharding: how parameters and buffers are distributed over ranks, according to the layers that hold them or to torch's
+DTensor. Norms, ties, reductions and checkpoints ask here; no other code knows which layer splits what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from pipeflow.engine.parallel.layout import WorldLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A parameter or buffer that is split along `dim`: tensor ranks hold equal parts, in rank order.
+
+    Attributes:
+        dim: the dimension that is split.
+        size: size of the whole along `dim`, without the padding at its end that makes the parts equal.
+        blocks: sizes along `dim` of the blocks of a packed weight, such as query, key and value. A rank then holds a
+            part of each block, one after the other, without padding. Empty if the weight is one block.
+    """
+
+    dim: int
+    size: int
+    blocks: tuple[int, ...] = ()
+
+    def unpadded(self, part: Tensor, rank: int) -> Tensor:
+        """The part of tensor rank `rank` without padding, as a view of `part`."""
+        length = part.shape[self.dim]
+        return part.narrow(self.dim, 0, min(length, max(0, self.size - rank * length)))
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole tensor without padding, made of the parts of all tensor ranks in rank order."""
+        if not self.blocks:
+            return torch.cat(list(parts), self.dim).narrow(self.dim, 0, self.size)
+        sizes = [block // len(parts) for block in self.blocks]
+        blocks = zip(*(part.split(sizes, self.dim) for part in parts), strict=True)
+        return torch.cat([piece for block in blocks for piece in block], self.dim)
+
+
+@runtime_checkable
+class Divided(Protocol):
+    """A layer that knows how its own parameters are split over the tensor ranks."""
+
+    def splits(self) -> Mapping[str, Split]:
+        """The split of each parameter or buffer that is split, by name; every rank holds all others whole."""
+
+    def partial_gradients(self) -> Collection[str]:
+        """Names of whole parameters whose gradient on each rank must be summed over the tensor ranks."""
+
+
+@runtime_checkable
+class Individual(Protocol):
+    """A layer with buffers that differ between tensor ranks, such as the first index of a part of a vocabulary."""
+
+    def own_buffers(self) -> Collection[str]:
+        """Names of these buffers. Checkpoints must not contain them: register them with persistent=False."""
+
+
+def splits_of(module: nn.Module) -> dict[int, Split]:
+    """The splits of the parameters and buffers of `module` and its children, by the id of the tensor."""
+    return {
+        id(_tensor_of(layer, name)): split
+        for layer in _layers(module, Divided)
+        for name, split in layer.splits().items()
+    }
+
+
+def own_buffers_of(module: nn.Module) -> set[int]:
+    """The ids of the buffers of `module` and its children that differ between tensor ranks."""
+    return {id(layer.get_buffer(name)) for layer in _layers(module, Individual) for name in layer.own_buffers()}
+
+
+def partial_in(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of `module` whose gradients must be summed over the tensor ranks, each once."""
+    found = {
+        id(layer.get_parameter(name)): layer.get_parameter(name)
+        for layer in _layers(module, Divided)
+        for name in layer.partial_gradients()
+    }
+    return list(found.values())
+
+
+def _layers(module: nn.Module, protocol: type) -> Iterator[Any]:
+    return (layer for layer in module.modules() if _keeps(type(layer), protocol))  # type: ignore[arg-type]  # types are hashable
+
+
+@lru_cache(maxsize=1024)
+def _keeps(kind: type, protocol: type) -> bool:
+    """Cached per class: a check takes a tenth of a millisecond, and a norm checks every layer in every step."""
+    return issubclass(kind, protocol)
+
+
+def _tensor_of(layer: nn.Module, name: str) -> Tensor:
+    owner, _, leaf = name.rpartition(".")
+    module = layer.get_submodule(owner)
+    return module.get_buffer(leaf) if leaf in module._buffers else module.get_parameter(leaf)
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Returns True if the tensor is a DTensor, of which other ranks may hold parts."""
+    return isinstance(tensor, DTensor)
+
+
+def entries_of(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """The entries of a parameter's gradient that this rank holds; of a sparse gradient, its values only."""
+    local = local_part(settled(gradient, parameter))
+    return local.coalesce().values() if local.is_sparse else local
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds, sharing its memory."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_values(tensor: Tensor) -> Tensor:
+    """The rank's own values of a tensor of any engine, which may still be on their way."""
+    if hasattr(tensor, "to_replicate"):  # a ColoTensor, with which all functions of torch see the whole
+        return tensor.as_subclass(Tensor)
+    inner = getattr(tensor, "to_local", None)
+    found: Tensor = tensor if inner is None else inner()
+    return found.wait() if type(found).__name__ == "AsyncCollectiveTensor" else found  # type: ignore[attr-defined]  # it has it
+
+
+def is_first_holder(tensor: Tensor, layout: WorldLayout, rank: int, *, is_split: bool) -> bool:
+    """Returns True if `rank`, which must be this rank, is the lowest of the ranks that hold the same part of a tensor.
+
+    A tensor with `is_split` is split over the tensor ranks, a DTensor over the ranks of its mesh.
+    """
+    spread = {rank}
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        here = mesh.get_coordinate() or ()
+        if any(index and placement.is_replicate() for placement, index in zip(tensor.placements, here, strict=True)):
+            return False
+        spread = set(mesh.mesh.flatten().tolist())
+    groups = ([] if is_split else [layout.tensor_ranks(rank)]) + [layout.data_ranks(rank)]
+    return all(group[0] == rank or len(spread.intersection(group)) > 1 for group in groups)
+
+
+def like(part: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor distributed over the ranks like `tensor`, of which this rank holds `part`."""
+    if not isinstance(tensor, DTensor):
+        return part
+    shape, stride = tensor.shape, tensor.stride()
+    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+
+
+def settled(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """The gradient, distributed over the ranks like its parameter; partial sums are added up.
+
+    All ranks that hold the parameter must call this together.
+    """
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        return gradient.redistribute(placements=parameter.placements)
+    return gradient

@@ -1,0 +1,146 @@
+"""Agreements: small tables of numbers, and sometimes an object, that all ranks exchange at the end of a step. Built on
+the transport's sends and receives, so that an error names the rank that does not answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import Tensor
+
+from pipeflow.core.bruck import rounds
+from pipeflow.core.errors import UsageError
+from pipeflow.engine.parallel.transport.plain import pack, unpack
+from pipeflow.engine.parallel.transport.protocol import Exchange, LinkError, Tag, Transport, Work
+
+
+def all_gather(transport: Transport, row: Sequence[float]) -> list[list[float]]:
+    """Gathers a `row` of float64 numbers from every rank, in rank order. All rows must have the same length.
+
+    Every rank posts the receives of all rounds at once, so that over a slow link only the first round waits for its
+    receiver. No rank returns before all have called. Raises LinkError naming the peer that did not answer.
+    """
+    rank, size = transport.rank, transport.size
+    known = torch.empty(size, len(row), dtype=torch.float64, device="cpu")  # of rank, rank + 1, ...
+    known[0] = torch.tensor(row, dtype=torch.float64, device="cpu")
+    received = [
+        start(transport, (rank + distance) % size, Tag.CONTROL, known[distance : distance + count], sending=False)
+        for distance, count in rounds(size)
+    ]
+    sent: list[Work] = []
+    for (distance, count), arriving in zip(rounds(size), received, strict=True):
+        sent.append(start(transport, (rank - distance) % size, Tag.CONTROL, known[:count], sending=True))
+        finish(arriving, _DOING)
+    for leaving in sent:
+        finish(leaving, _DOING)
+    return known.roll(rank, dims=0).tolist()
+
+
+_DOING = "in the agreement of all ranks"
+
+
+class Gathering:
+    """An `all_gather` that a rank begins without waiting for others, tells its row to later, and ends at last.
+
+    Every rank sends its row directly to each other rank, so that no rank must pass on what it received. A row has
+    `width` numbers.
+    """
+
+    def __init__(self, transport: Transport, width: int) -> None:
+        self._rank = transport.rank
+        peers = [peer for peer in range(transport.size) if peer != transport.rank]
+        self._rows = {peer: torch.empty(width, dtype=torch.float64, device="cpu") for peer in peers}
+        self._works: list[Work] = [
+            start(transport, peer, Tag.CONFIRMATION, row, sending=False) for peer, row in self._rows.items()
+        ]
+        # of these channels, as later ones are for other rows
+        self._ways = [(transport.link(peer), transport.sender(peer, Tag.CONFIRMATION)) for peer in peers]
+
+    def tell(self, row: Sequence[float]) -> None:
+        """Begins to send this rank's row. May be called once, on any thread. Raises LinkError."""
+        mine = self._rows[self._rank] = torch.tensor(row, dtype=torch.float64, device="cpu")
+        self._works += [Exchange(link, send, [mine]) for link, send in self._ways]
+
+    def end(self) -> list[list[float]]:
+        """The row of every rank, in rank order, after this rank has told its own. Raises LinkError naming a peer whose
+        row does not come.
+        """
+        for work in self._works:
+            finish(work, _DOING)
+        self._works = []
+        return [self._rows[rank].tolist() for rank in sorted(self._rows)]
+
+
+def connect_devices(transport: Transport) -> None:
+    """Connects what `all_gather_tensor` needs, before a step. All ranks call it together. Raises LinkError."""
+    if transport.device.type != "cpu":
+        transport.group(range(transport.size)).connect()
+
+
+def all_gather_tensor(transport: Transport, row: Tensor) -> Tensor:
+    """Gathers numbers that a device computed, a `row` of one dimension, from every rank: [numbers] becomes [ranks,
+    numbers], on the device of `row`.
+
+    On a CPU this is `all_gather`, in float64. On another device it is a collective, for which the host does not wait.
+    Raises LinkError.
+    """
+    if row.device.type == "cpu":
+        return torch.tensor(all_gather(transport, row.tolist()), dtype=torch.float64, device="cpu")
+    everyones = row.new_empty(transport.size * len(row))
+    transport.group(range(transport.size)).all_gather(everyones, row).wait()
+    return everyones.view(transport.size, len(row))
+
+
+def all_gather_object(transport: Transport, value: object) -> list[object]:
+    """Gathers a plain value from every rank, in rank order.
+
+    Raises LinkError like `all_gather`, and UsageError if `value` is not a plain value (see `plain.pack`).
+    """
+    body = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
+    sizes = [int(size) for [size] in all_gather(transport, [len(body)])]
+    peers = [peer for peer in range(transport.size) if peer != transport.rank]
+    arriving = {peer: torch.empty(sizes[peer], dtype=torch.uint8, device="cpu") for peer in peers}
+    exchange(transport, Tag.CONTROL, dict.fromkeys(peers, body), arriving, "gathering what every rank measured")
+    bodies = {**arriving, transport.rank: body}
+    return [unpack(bytes(bodies[rank].tolist())) for rank in range(transport.size)]
+
+
+@contextmanager
+def told_alike(transport: Transport) -> Iterator[None]:
+    """Context manager for code that checks results of `all_gather` or `all_gather_object`: a UsageError that every rank
+    finds is raised on each rank as it is.
+
+    Without it, the report of the first rank could reach another rank that still waits for data of the first.
+    """
+    try:
+        yield
+    except UsageError:
+        with suppress(LinkError):  # a rank reports only after all have found the error
+            all_gather(transport, [0.0])
+        raise
+
+
+def exchange(
+    transport: Transport, tag: Tag, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], doing: str
+) -> None:
+    """Sends `outgoing[peer]` to each peer and receives into `incoming[peer]`. Raises LinkError."""
+    received = [start(transport, peer, tag, tensor, sending=False) for peer, tensor in incoming.items()]
+    sent = [start(transport, peer, tag, tensor, sending=True) for peer, tensor in outgoing.items()]
+    for work in (*received, *sent):
+        finish(work, doing)
+
+
+def start(transport: Transport, peer: int, tag: Tag, tensor: Tensor, *, sending: bool) -> Work:
+    """Starts one transfer. Raises LinkError if the channel is already broken."""
+    move = (transport.sender if sending else transport.receiver)(peer, tag)
+    return Exchange(transport.link(peer), move, [tensor])
+
+
+def finish(work: Work, doing: str) -> None:
+    """Waits for one transfer. If it breaks, raises a LinkError that says what this rank was `doing`."""
+    try:
+        work.wait()
+    except LinkError as error:
+        raise error.during(doing) from None

@@ -1,0 +1,253 @@
+"""The transport over torch.distributed: gloo between CPUs; NCCL between GPUs, with one communicator per ordered pair
+and tag, so that a send never queues behind a receive. Headers and agreements always go over gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeflow.core.errors import Failure, PipelineError, UsageError
+from pipeflow.engine.parallel.control.monitor import Monitor
+from pipeflow.engine.parallel.control.rescue import aside
+from pipeflow.engine.parallel.transport import torch_groups
+from pipeflow.engine.parallel.transport.agreement import all_gather_object, told_alike
+from pipeflow.engine.parallel.transport.channels import Channels
+from pipeflow.engine.parallel.transport.protocol import (
+    Alone,
+    Channel,
+    Connection,
+    Exchange,
+    Group,
+    LinkError,
+    Start,
+    Tag,
+    Work,
+)
+
+
+class GroupTransport(Protocol):
+    """The part of a transport that its groups use."""
+
+    rank: int
+
+    @property
+    def channels(self) -> Channels:
+        """The open channels of this rank."""
+
+
+class DistributedGroup:
+    """The `ranks` of a transport as a group. Holds no channels itself, so that the transport can close and reopen all
+    of them.
+    """
+
+    def __init__(self, transport: GroupTransport, ranks: tuple[int, ...]) -> None:
+        self.rank = ranks.index(transport.rank)
+        self.size = len(ranks)
+        self.ranks = ranks
+        self._transport = transport
+
+    def connect(self) -> None:
+        self._transport.channels.collective(self.ranks)
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        return self._start("allreduce", [tensor])
+
+    def all_reduce_max(self, tensor: Tensor) -> Work:
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        return self._start("allreduce", [tensor], options)
+
+    def all_gather(self, whole: Tensor, part: Tensor) -> Work:
+        return self._start("_allgather_base", whole, part)
+
+    def reduce_scatter(self, part: Tensor, whole: Tensor) -> Work:
+        return self._start("_reduce_scatter_base", part, whole)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        return self._start("broadcast", tensor, source)
+
+    def _start(self, name: str, *arguments: object) -> Work:
+        channels = self._transport.channels
+        group = channels.collective(self.ranks)
+        return Exchange(channels.collective_link(self.ranks), getattr(group, name), *arguments)
+
+
+class DistributedTransport:
+    """Channels between the processes of a world, and groups of them. `open_first` makes the first channels.
+
+    Args:
+        monitor: monitor that is connected to the world's coordinator.
+        rank, size: this process's rank in the world, and the world's size.
+        device: device of the activations; a CUDA device selects NCCL.
+        timeout: seconds after which a wait gives up.
+        address: address of this machine for the others.
+        leave: function that `close` calls at its end.
+    """
+
+    def __init__(
+        self,
+        monitor: Monitor,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout: float,
+        address: str,
+        leave: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.timeout = timeout
+        self.monitor = monitor
+        self._address = address
+        self._leave = leave
+        self._generation = -1  # of the channels that were opened last
+        self._channels: Channels | None = None
+        self._is_closed = False
+        self._is_late = False  # another rank failed in a call that this one comes to next
+        self._has_closed_torch_groups = False
+        monitor.breaks(self._break)
+        monitor.rescue.close = self._close_torch_groups
+
+    @property
+    def patience(self) -> float | None:
+        return self.monitor.patience
+
+    @patience.setter
+    def patience(self, seconds: float | None) -> None:
+        self.monitor.patience = seconds
+
+    @property
+    def call(self) -> object:
+        return self.monitor.call
+
+    @call.setter
+    def call(self, asked: object) -> None:
+        self.monitor.call = asked
+
+    @property
+    def suspects(self) -> bool:
+        return self.monitor.suspects
+
+    @suspects.setter
+    def suspects(self, does: bool) -> None:
+        self.monitor.suspects = does
+
+    def _open(self) -> None:
+        self.monitor.open(self._generation)
+        try:
+            self._channels = Channels(
+                self.monitor, self._address, rank=self.rank, size=self.size, device=self.device, timeout=self.timeout
+            )
+        except RuntimeError as error:
+            raise LinkError((self.rank + 1) % self.size, "opening channels", why=str(error)) from None
+        if self.monitor.must_break(self._generation):  # while they were made
+            self._channels.break_all()
+
+    def _break(self, generation: int) -> None:
+        """Breaks the channels of this generation. The monitor's thread calls it after a failure."""
+        channels = self._channels
+        if channels is not None and generation == self._generation:
+            channels.break_all()
+
+    def _close_torch_groups(self) -> None:
+        """Ends a wait for a collective that pipeflow did not start. To close may block the thread that does it."""
+        self._has_closed_torch_groups = True
+        aside(torch_groups.close_all, "pipeflow closing torch's groups")
+
+    def _require_torch_groups(self) -> None:
+        """After a failure: raises UsageError on all ranks unless the groups of torch's own still work."""
+        told: list[Any] = all_gather_object(self, (self._has_closed_torch_groups, torch_groups.begun()))
+        closed = [rank for rank, (is_closed, _) in enumerate(told) if is_closed]
+        unlike = torch_groups.unlike([groups for _, groups in told])
+        with told_alike(self):
+            if closed:
+                raise UsageError(
+                    f"rank {closed[0]} closed torch's process groups after the failure, to leave a collective that did "
+                    "not end: restart the job"
+                )
+            if unlike:
+                raise UsageError(
+                    f"the failure has left torch's process groups at different collectives: {unlike}, which would mix "
+                    "up their tensors: restart the job"
+                )
+
+    def world_rank(self, peer: int) -> int:
+        return peer
+
+    def connect(self, channels: Iterable[Channel]) -> None:
+        self.channels.connect(channels)
+
+    def sender(self, peer: int, tag: Tag) -> Start:
+        return self.channels.start(Channel(self.rank, peer, tag))
+
+    def receiver(self, peer: int, tag: Tag) -> Start:
+        return self.channels.start(Channel(peer, self.rank, tag))
+
+    def link(self, peer: int) -> Connection:
+        return self.channels.link(peer)
+
+    @property
+    def channels(self) -> Channels:
+        """The open channels. Raises LinkError if there are none, after a failure."""
+        if self._channels is None or self._channels.is_broken:
+            raise LinkError((self.rank + 1) % self.size)
+        return self._channels
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        return DistributedGroup(self, tuple(ranks)) if len(ranks) > 1 else Alone()
+
+    def report(self, failure: Failure | LinkError) -> Failure:
+        told = self.monitor.report(self._generation, failure)
+        self._close_channels()
+        return told
+
+    def enter(self, number: int) -> None:
+        self.monitor.enter(number)
+
+    def reopen(self) -> None:
+        if self._is_closed:
+            raise UsageError("this rank has closed its context: call pipeflow.launch and make a new Pipeline")
+        is_late, self._is_late = self._is_late, False  # then there are no channels in this call
+        if self._channels is None and not is_late:
+            self._generation += 1
+            self._open()
+            if self._generation:
+                self._require_torch_groups()
+
+    def open_first(self) -> None:
+        """Opens the first channels, before any call.
+
+        If another rank is further and has failed, the call in which it failed raises that error here, too. Raises
+        PipelineError if a rank is gone.
+        """
+        try:
+            self.reopen()
+        except LinkError as error:
+            failure = self.report(error)
+            if failure.number is None:
+                raise PipelineError(failure) from None
+            self._is_late = True
+
+    def close(self) -> None:
+        if self._channels is not None and not self._is_closed:
+            self._channels.finish()
+        self._is_closed = True
+        self.monitor.close()
+        channels = self._close_channels()
+        if channels is not None:
+            channels.settle()
+        self._leave()
+
+    def _close_channels(self) -> Channels | None:
+        channels, self._channels = self._channels, None
+        if channels is not None:
+            channels.break_all()
+            channels.wait_aborted()
+        return channels

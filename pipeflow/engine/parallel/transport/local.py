@@ -1,0 +1,432 @@
+"""The in-process transport: the ranks are threads of one process. For debugging, for fast tests, for several stages on
+one GPU, and for a pipeline of a single rank. In a group, the last rank to arrive computes for all.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from threading import Condition, get_ident
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pipeflow.core.errors import Failure
+from pipeflow.engine.parallel.control.diagnosis import AGAIN, Blame, Status, diagnose, left, mismatch
+from pipeflow.engine.parallel.transport.protocol import Alone, Channel, Connection, Group, LinkError, Start, Tag, Work
+
+_SOON = 0.1  # seconds after which a rank that suspects others compares its call with theirs
+
+Inputs = list[tuple[Tensor, ...]]  # per rank of the group, the tensors that its call was given
+
+
+class Collective:
+    """One collective under way, with the inputs of the ranks that have arrived."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[int, tuple[Tensor, ...]] = {}
+        self.ready: list[torch.cuda.Event] = []
+        self.done = False
+        self.computed: torch.cuda.Event | None = None
+
+    def compute(self, what: Callable[[Inputs], None]) -> None:
+        """Called by the last rank to arrive; on a GPU, its stream first waits for the others' streams."""
+        for event in self.ready:
+            torch.cuda.current_stream().wait_event(event)
+        with torch.inference_mode():  # inference mode may write into its own tensors and into all others
+            what([self.inputs[rank] for rank in range(len(self.inputs))])
+        self.inputs.clear()
+        if self.ready:
+            self.computed = torch.cuda.current_stream().record_event()
+        self.done = True
+
+
+@dataclass
+class CallPosition:
+    """The call that a rank makes, and its number, as a `RankPlace`."""
+
+    number: int = 0
+    call: object = ""
+
+
+class Rendezvous:
+    """The state through which the threads of a world wait for each other, and their collectives."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.changed = Condition()
+        self.collectives: dict[tuple[int, tuple[int, ...], int], Collective] = {}  # by generation, ranks and number
+        self.closed: set[tuple[int, int]] = set()  # (generation, rank) of ranks that know of a failure
+        self.gone: set[int] = set()
+        self.waits_for: dict[tuple[int, int], tuple[int, ...]] = {}  # by rank and thread: threads of a trace wait, too
+        self.patience: dict[int, float | None] = {}
+        self.places = [CallPosition() for _ in range(size)]  # by rank
+        self.begun: dict[int, float] = {}  # by rank, when its current call began
+        self.blames: dict[tuple[int, int], Blame] = {}  # by generation and by the rank that gave up
+
+    def wait(self, by: Participant, generation: int, ranks: tuple[int, ...], done: Callable[[], bool]) -> None:
+        """Waits, as rank `by` and with `changed` held, until `done()` or a rank of `ranks` has closed its channels.
+        Raises LinkError.
+        """
+        waited, here = 0.0, (by.rank, get_ident())
+        pause = min(_SOON, by.timeout) if by.suspects else by.timeout
+        self.waits_for[here] = ranks
+        try:
+            while not self.changed.wait_for(lambda: done() or self._closed(generation, ranks), pause):
+                waited += pause
+                if waited < by.timeout:
+                    blame = mismatch(self.places[by.rank].number, self.statuses())
+                else:
+                    blame, pause = diagnose(by.rank, waited, self.statuses()), AGAIN * by.timeout
+                if blame:
+                    self.blames[generation, by.rank] = blame
+                    raise LinkError(ranks[0], expired=True)
+        finally:
+            del self.waits_for[here]
+        if not done():
+            raise LinkError(self._closed(generation, ranks)[0])
+
+    def require_open(self, generation: int, ranks: tuple[int, ...]) -> None:
+        """Raises LinkError if a rank of `ranks` has closed its channels."""
+        for rank in self._closed(generation, ranks):
+            raise LinkError(rank)
+
+    def _closed(self, generation: int, ranks: tuple[int, ...]) -> list[int]:
+        return [rank for rank in ranks if (generation, rank) in self.closed]
+
+    def statuses(self) -> dict[int, Status | Blame]:
+        """The status of every rank, as in `diagnose`."""
+        return {rank: left(rank) if rank in self.gone else self._status(rank) for rank in range(self.size)}
+
+    def _status(self, rank: int) -> Status:
+        begun = self.begun.get(rank, -math.inf)
+        return Status.of(self.places[rank], self._awaited_by(rank), self.patience.get(rank), begun)
+
+    def _awaited_by(self, rank: int) -> tuple[int, ...]:
+        return tuple(other for (waiting, _), ranks in self.waits_for.items() if waiting == rank for other in ranks)
+
+
+class Participant(Protocol):
+    """The part of a rank's transport that its groups use."""
+
+    rank: int
+    generation: int
+    timeout: float
+    suspects: bool
+
+    @property
+    def hub(self) -> Rendezvous:
+        """The state that all ranks share."""
+
+
+class LocalGroup:
+    """The `ranks` of a transport as a group; they are threads of this process."""
+
+    def __init__(self, transport: Participant, ranks: tuple[int, ...]) -> None:
+        self.rank = ranks.index(transport.rank)
+        self.size = len(ranks)
+        self._ranks = ranks
+        self._transport = transport
+        self._count = 0  # number of this rank's calls
+        self._generation = 0
+
+    def connect(self) -> None:
+        """Does nothing; threads need no connection."""
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        return self._join(_sum, tensor)
+
+    def all_reduce_max(self, tensor: Tensor) -> Work:
+        return self._join(_maximum, tensor)
+
+    def all_gather(self, whole: Tensor, part: Tensor) -> Work:
+        _require_pieces(whole, part, self.size)
+        return self._join(_gather, whole, part)
+
+    def reduce_scatter(self, part: Tensor, whole: Tensor) -> Work:
+        _require_pieces(whole, part, self.size)
+        return self._join(_scatter, part, whole)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        def copy(inputs: Inputs) -> None:
+            for [target] in inputs:
+                target.copy_(inputs[source][0])
+
+        return self._join(copy, tensor)
+
+    def _join(self, what: Callable[[Inputs], None], *tensors: Tensor) -> Work:
+        transport, hub, generation = self._transport, self._transport.hub, self._transport.generation
+        if generation != self._generation:
+            self._generation, self._count = generation, 0
+        key = (generation, self._ranks, self._count)
+        self._count += 1
+        with hub.changed, _saying(f"in a collective of ranks {list(self._ranks)}"):
+            hub.require_open(generation, self._ranks)
+            collective = hub.collectives.setdefault(key, Collective())
+            collective.inputs[self.rank] = tensors
+            if tensors[0].is_cuda:
+                collective.ready.append(torch.cuda.current_stream().record_event())
+            if len(collective.inputs) == self.size:
+                del hub.collectives[key]
+                collective.compute(what)
+                hub.changed.notify_all()
+        return _CollectiveWork(transport, collective, self._ranks)
+
+
+class _CollectiveWork:
+    """A rank's end of a collective."""
+
+    __slots__ = ("_collective", "_generation", "_others", "_ranks", "_transport")
+
+    def __init__(self, transport: Participant, collective: Collective, ranks: tuple[int, ...]) -> None:
+        self._transport = transport
+        self._generation = transport.generation
+        self._collective = collective
+        self._ranks = ranks
+        self._others = tuple(rank for rank in ranks if rank != transport.rank)
+
+    def wait(self) -> None:
+        transport, collective = self._transport, self._collective
+        with transport.hub.changed, _saying(f"in a collective of ranks {list(self._ranks)}"):
+            transport.hub.wait(transport, self._generation, self._others, lambda: collective.done)
+        if collective.computed is not None:
+            torch.cuda.current_stream().wait_event(collective.computed)
+
+
+@contextmanager
+def _saying(doing: str) -> Iterator[None]:
+    """Makes a LinkError raised inside say what this rank was `doing`."""
+    try:
+        yield
+    except LinkError as error:
+        raise error.during(doing) from None
+
+
+def _require_pieces(whole: Tensor, part: Tensor, size: int) -> None:
+    if whole.shape != (size * part.shape[0], *part.shape[1:]):
+        raise ValueError(f"{size} pieces of {tuple(part.shape)} along dim 0 do not make up {tuple(whole.shape)}")
+
+
+def _sum(inputs: Inputs) -> None:
+    total = _summed([tensor for [tensor] in inputs])
+    for [tensor] in inputs:
+        tensor.copy_(total)
+
+
+def _summed(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum, added up in rank order."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
+
+
+def _maximum(inputs: Inputs) -> None:
+    total = torch.stack([tensor for [tensor] in inputs]).amax(dim=0)
+    for [tensor] in inputs:
+        tensor.copy_(total)
+
+
+def _gather(inputs: Inputs) -> None:
+    everything = torch.cat([part for _, part in inputs])
+    for whole, _ in inputs:
+        whole.copy_(everything)
+
+
+def _scatter(inputs: Inputs) -> None:
+    total = _summed([whole for _, whole in inputs])
+    for (part, _), piece in zip(inputs, total.chunk(len(inputs)), strict=True):
+        part.copy_(piece)
+
+
+class Hub(Rendezvous):
+    """The state that the ranks of one in-process world share.
+
+    Args:
+        size: number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.channels: dict[tuple[int, int, int, Tag], _Channel] = defaultdict(_Channel)
+        self.failures: dict[int, Failure] = {}  # by generation
+
+
+class _Channel:
+    """A FIFO of transfers that only one end has started so far."""
+
+    def __init__(self) -> None:
+        self.sends: deque[_Transfer] = deque()
+        self.receives: deque[_Transfer] = deque()
+
+
+class _Transfer:
+    """One end of a transfer: done when the tensor has been copied from the sender's to the receiver's memory."""
+
+    def __init__(self, transport: LocalTransport, peer: int, tensor: Tensor) -> None:
+        self.transport = transport
+        self.generation = transport.generation
+        self.peer = peer
+        self.tensor = tensor  # kept until the engine drops this work
+        self.done = False
+        self.ready = _record(tensor)  # on a GPU: an event after which the tensor may be read or written
+        self.copied: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        transport = self.transport
+        with transport.hub.changed:
+            transport.hub.wait(transport, self.generation, (self.peer,), lambda: self.done)
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
+
+
+def _record(tensor: Tensor) -> torch.cuda.Event | None:
+    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+
+class _Link:
+    """The link to any peer: transfers between threads know whom they wait for, and raise the right error themselves."""
+
+    def wait(self, works: Iterable[Work]) -> None:
+        for work in works:
+            work.wait()
+
+    def lost(self, error: BaseException) -> BaseException:
+        return error
+
+
+_LINK = _Link()
+
+
+class LocalTransport:
+    """Channels between the threads that share `hub`; on a GPU each rank copies on a stream of its own.
+
+    Args:
+        hub: shared by all ranks.
+        rank: rank of this thread.
+        device: device of the activations; by default the CPU.
+        timeout: seconds after which a wait gives up.
+    """
+
+    def __init__(self, hub: Hub, rank: int, *, device: torch.device | None = None, timeout: float = 60.0) -> None:
+        self.rank = rank
+        self.size = hub.size
+        self.device = torch.device("cpu") if device is None else device
+        self.timeout = timeout
+        self.hub = hub
+        self.generation = 0  # counts the reopenings
+        self.suspects = False
+        self._connected: set[Channel] = set()
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def world_rank(self, peer: int) -> int:
+        return peer
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        return LocalGroup(self, tuple(ranks)) if len(ranks) > 1 else Alone()
+
+    def connect(self, channels: Iterable[Channel]) -> None:
+        """Records `channels`; threads need no connection."""
+        self._connected.update(channels)
+
+    def sender(self, peer: int, tag: Tag) -> Start:
+        Channel(self.rank, peer, tag).require_connected(self._connected)
+        return partial(self._start, (self.generation, self.rank, peer, tag), True)
+
+    def receiver(self, peer: int, tag: Tag) -> Start:
+        Channel(peer, self.rank, tag).require_connected(self._connected)
+        return partial(self._start, (self.generation, peer, self.rank, tag), False)
+
+    def link(self, peer: int) -> Connection:
+        return _LINK
+
+    def _start(self, key: tuple[int, int, int, Tag], sending: bool, tensors: list[Tensor]) -> _Transfer:
+        generation, source, destination, _ = key
+        if not tensors[0].is_contiguous():
+            raise RuntimeError("the tensor must be contiguous")  # as between processes
+        transfer = _Transfer(self, destination if sending else source, tensors[0])
+        with self.hub.changed:
+            if (generation, transfer.peer) in self.hub.closed:
+                raise LinkError(transfer.peer)
+            channel = self.hub.channels[key]
+            mine, other = (channel.sends, channel.receives) if sending else (channel.receives, channel.sends)
+            if not other:
+                mine.append(transfer)
+                return transfer
+            match = other.popleft()
+            self._copy(*((transfer, match) if sending else (match, transfer)))
+            self.hub.changed.notify_all()
+        return transfer
+
+    def _copy(self, source: _Transfer, target: _Transfer) -> None:
+        if source.tensor.shape != target.tensor.shape or source.tensor.dtype != target.tensor.dtype:
+            sent, expected = tuple(source.tensor.shape), tuple(target.tensor.shape)
+            raise RuntimeError(f"sent a tensor of shape {sent}, expected {expected}")
+        if self._stream is not None and source.ready is not None and target.ready is not None:
+            self._stream.wait_event(source.ready)
+            self._stream.wait_event(target.ready)
+            with torch.cuda.stream(self._stream), torch.inference_mode():
+                target.tensor.copy_(source.tensor, non_blocking=True)
+            source.copied = target.copied = self._stream.record_event()
+        else:
+            with torch.inference_mode():  # inference mode may write into its own tensors and into all others
+                target.tensor.copy_(source.tensor)
+        source.done = target.done = True
+
+    @property
+    def patience(self) -> float | None:
+        return self.hub.patience.get(self.rank)
+
+    @patience.setter
+    def patience(self, seconds: float | None) -> None:
+        self.hub.patience[self.rank] = seconds
+
+    @property
+    def call(self) -> object:
+        return self.hub.places[self.rank].call
+
+    @call.setter
+    def call(self, asked: object) -> None:
+        self.hub.places[self.rank].call = asked
+
+    def report(self, failure: Failure | LinkError) -> Failure:
+        with self.hub.changed:
+            if isinstance(failure, LinkError):
+                blame = self.hub.blames.get((self.generation, self.rank)) or Blame(
+                    failure.peer, "it closed its channels"
+                )
+                failure = blame.failure(failure.story(self.rank, self.timeout))
+            elif failure.number is not None and (found := mismatch(failure.number, self.hub.statuses())):
+                failure = failure.following(found.rank, found.reason)
+            first = self.hub.failures.setdefault(self.generation, failure)
+            self.hub.closed.add((self.generation, self.rank))
+            for key in [key for key in self.hub.channels if key[0] == self.generation and self.rank in key[1:3]]:
+                del self.hub.channels[key]
+            for collective in [
+                key for key in self.hub.collectives if key[0] == self.generation and self.rank in key[1]
+            ]:
+                del self.hub.collectives[collective]
+            self.hub.changed.notify_all()
+        return first
+
+    def enter(self, number: int) -> None:
+        """Records the number and the time. No channel of an earlier call can break, because a rank has handed over all
+        its sends when it leaves a call.
+        """
+        self.hub.places[self.rank].number, self.hub.begun[self.rank] = number, time.monotonic()
+
+    def reopen(self) -> None:
+        if (self.generation, self.rank) in self.hub.closed:
+            self.generation += 1
+            self._connected.clear()
+
+    def close(self) -> None:
+        """Tells the others that this rank leaves; the channels are freed with the hub."""
+        with self.hub.changed:
+            self.hub.gone.add(self.rank)

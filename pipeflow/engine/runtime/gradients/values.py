@@ -1,0 +1,173 @@
+"""What each rank tells the others about its parameters and buffers, the check that they match, and giving a tensor that
+several ranks hold the same values on all of them. Values are sent as bytes, whatever the dtype.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, zip_longest
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeflow.core.errors import UsageError
+from pipeflow.engine.parallel.layout import WorldLayout
+from pipeflow.engine.parallel.sharding import local_part
+from pipeflow.engine.parallel.transport.agreement import exchange
+from pipeflow.engine.parallel.transport.protocol import Group, Tag, Transport
+from pipeflow.engine.runtime.original import plain_name
+
+
+class Looks(NamedTuple):
+    """The properties of a parameter or buffer. `name` is its name without torch.compile; `values` is a digest of its
+    values if these can no longer be made equal, else empty.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    is_meta: bool
+    values: str = ""
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor, *, values: bool = False) -> Looks:
+        digest = _digest(tensor) if values and not tensor.is_meta else ""
+        return cls(
+            plain_name(name),
+            tuple(tensor.shape),
+            tensor.dtype,
+            tensor.requires_grad,
+            tensor.is_meta,
+            digest,
+        )
+
+    def __str__(self) -> str:
+        told = [f"shape {self.shape}", str(self.dtype), f"requires_grad={self.requires_grad}"]
+        told += ["on the meta device"] * self.is_meta + [f"values of digest {self.values}"] * bool(self.values)
+        return f"{self.name!r}: {', '.join(told)}"
+
+
+class Description(NamedTuple):
+    """The parameters and buffers of one rank.
+
+    Attributes:
+        all: all of them, by name in the Pipeline; other replicas must have the same.
+        whole: those that every tensor rank has in full.
+        stages: those of each stage that another rank of the pipeline has, too.
+        ties: for each weight or module that users tied, the pipeline ranks that hold it, and its parameters.
+    """
+
+    all: list[Looks]
+    whole: list[Looks]
+    stages: Mapping[int, list[Looks]]
+    ties: list[tuple[tuple[int, ...], list[Looks]]]
+
+
+def compare(everyone: Sequence[Description], layout: WorldLayout) -> None:
+    """Raises the same UsageError on every rank unless tensors that several ranks hold have the same properties on all
+    of them.
+    """
+    for rank, mine in enumerate(everyone):
+        first = layout.data_ranks(rank)[0]
+        _require(f"rank {rank} is a replica of rank {first}", mine.all, everyone[first].all)
+        first = layout.tensor_ranks(rank)[0]
+        _require(f"rank {rank} holds parts of the same layers as rank {first}", mine.whole, everyone[first].whole)
+        pipeline = layout.pipeline_ranks(rank)
+        for other in pipeline[: pipeline.index(rank)]:
+            for stage in mine.stages.keys() & everyone[other].stages.keys():
+                what = f"rank {rank} holds stage {stage}, as rank {other} does"
+                _require(what, mine.stages[stage], everyone[other].stages[stage])
+        for ranks in dict.fromkeys(ranks for ranks, _ in mine.ties):
+            _compare_ties(ranks, {place: everyone[pipeline[place]] for place in ranks})
+
+
+def _require(what: str, found: Sequence[Looks], expected: Sequence[Looks]) -> None:
+    for mine, its in zip_longest(found, expected):
+        if mine != its:
+            raise UsageError(f"{what}, but has {mine or 'nothing'}, not {its or 'nothing'}")
+
+
+def _compare_ties(ranks: tuple[int, ...], holders: Mapping[int, Description]) -> None:
+    registered = {rank: [looks for shared, looks in its.ties if shared == ranks] for rank, its in holders.items()}
+    first = registered[ranks[0]]
+    for rank, ties in registered.items():
+        mine, its = ([[looks.shape for looks in tie] for tie in each] for each in (first, ties))
+        if mine != its:
+            raise UsageError(
+                f"ranks {list(ranks)} share a weight, but rank {ranks[0]} registered shapes {mine} and rank {rank} "
+                f"{its}"
+            )
+        for one, other in zip(chain(*first), chain(*ties), strict=True):
+            if one[1:] != other[1:]:
+                raise UsageError(
+                    f"ranks {list(ranks)} share a weight, but rank {ranks[0]} has {one}, rank {rank} {other}"
+                )
+
+
+def _digest(tensor: Tensor) -> str:
+    values = local_part(tensor).to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return hashlib.sha256(values.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of `module`, by name."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def share_in_group(tensors: Mapping[str, Tensor], group: Group) -> list[str]:
+    """Copies the tensors of the group's rank 0, or this rank's parts of them, to every rank; tensors on the meta device
+    are skipped.
+
+    Returns the names of tensors whose values changed on this rank. Raises LinkError.
+    """
+    if group.size == 1:
+        return []
+    parts = {name: local_part(tensor) for name, tensor in tensors.items() if tensor.numel() and not tensor.is_meta}
+    arrived = {name: part.clone(memory_format=torch.contiguous_format) for name, part in parts.items()}
+    works = [group.broadcast(_bytes_of(values), 0) for values in arrived.values()]
+    for work in works:
+        work.wait()
+    others = [
+        name for name, part in parts.items() if not torch.equal(_bytes_of(part.contiguous()), _bytes_of(arrived[name]))
+    ]
+    for name, part in parts.items():
+        part.copy_(arrived[name])
+    return others
+
+
+@torch.no_grad()
+def share_packed(tensors: Iterable[Tensor], group: Group) -> None:
+    """Copies the tensors of the group's rank 0 to every rank, all of one dtype at once. Raises LinkError."""
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if not tensor.is_meta:
+            alike[tensor.dtype, tensor.device].append(tensor)
+    for each in alike.values():
+        row = torch.cat([tensor.flatten() for tensor in each])
+        group.broadcast(_bytes_of(row), 0).wait()
+        for tensor, part in zip(each, row.split([tensor.numel() for tensor in each]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def share_in_pipeline(tensor: Tensor, ranks: tuple[int, ...], transport: Transport) -> None:
+    """Copies the values of `tensor` on the lowest of `ranks` to all of them; this rank must be one of them. Raises
+    LinkError.
+    """
+    if tensor.is_meta or not tensor.numel():
+        return
+    values = local_part(tensor).clone(memory_format=torch.contiguous_format)
+    row, (first, *others) = _bytes_of(values), ranks
+    sent = dict.fromkeys(others, row) if transport.rank == first else {}
+    arriving = {} if transport.rank == first else {first: row}
+    exchange(transport, Tag.TIED, sent, arriving, "waiting for the first values of a tied weight")
+    local_part(tensor).copy_(values)
+
+
+def _bytes_of(values: Tensor) -> Tensor:
+    """A view of the same memory as bytes."""
+    return values.view(-1).view(torch.uint8)

@@ -1,0 +1,245 @@
+"""The loss of a step, and the agreement of all ranks at its end. They agree on each replica's share of the whole batch
+and on the mean loss, and check that all ranks did the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeflow.core.errors import UsageError
+from pipeflow.engine.parallel.context import Context
+from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_tensor, exchange, told_alike
+from pipeflow.engine.parallel.transport.protocol import Tag, Transport
+from pipeflow.engine.runtime.call import in_words
+from pipeflow.engine.runtime.gradients.step_end import ParameterChange
+from pipeflow.engine.runtime.program.results import Results
+from pipeflow.engine.runtime.weights import weights_of_replicas
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class AgreementRow(NamedTuple):
+    """One rank's row in the agreement, as float64. Its length is the same for every step, so that ranks that do
+    different things still understand each other.
+    """
+
+    call: float  # Call.number
+    schedule: float  # a digest
+    samples: float  # of its batch
+    batch: float  # a digest of its content; nan if unknown
+    dtype: float = -1.0  # of the loss, as an index; -1 if there is no loss to send; all tensor ranks send the same
+    weight: float = 0.0  # of its replica's batch
+    loss: float = 0.0  # its replica's mean
+    change: float = 0.0  # of its parameters since the ranks last compared theirs
+    gradient_scale: float = 1.0
+    buffers: float = 0.0  # 1 if this rank's buffers have changed since the replicas last shared theirs
+    counted: float = 0.0  # norm of its gradients that it counts, if the step steps the optimizer
+    elsewhere: float = 0.0  # norm of those that another rank counts
+
+
+class Agreed(NamedTuple):
+    """The result of the agreement: the loss, the largest change of parameters, the number of samples over all replicas
+    and their weight, whether buffers have changed on any rank, and what every rank told. Loss and weight are known on
+    some ranks only.
+    """
+
+    loss: Tensor | None
+    change: ParameterChange
+    samples: int
+    weight: float
+    buffers: bool = False
+    rows: Sequence[AgreementRow] = ()
+
+
+def share_of(results: Results, context: Context) -> float:
+    """The factor that makes the average over the replicas an average over samples: this replica's weight in the whole
+    batch, as a multiple of an equal share. The ranks that have the last stage exchange their weights, on the host.
+
+    Raises UsageError if nothing in the batch counts, or if the weights of the replicas count different things.
+    """
+    if not results.weights:
+        return 1.0
+    weights = (
+        [results.weight] if context.data.size == 1 else weights_of_replicas(context, results.counted, results.weight)
+    )
+    _require_some(weights)
+    return results.weight * len(weights) / sum(weights)
+
+
+def agree(
+    told: AgreementRow, results: Results, context: Context, last: Sequence[int], *, microbatches: int, everywhere: bool
+) -> Agreed:
+    """Ends a step: no rank goes on before all have reached it.
+
+    The loss is known on the ranks that have the last stage, which are `last` in the pipeline, or on all ranks if
+    `everywhere`. `microbatches` is their number in the schedule. On a CPU the loss is part of the agreement. Another
+    device may still be computing it: the host waits for the other hosts only, and the loss follows from device to
+    device.
+
+    Raises UsageError on all ranks if they did different things, or if nothing in the batch counts.
+    """
+    on_host = is_host(context.device)
+    passes_on = everywhere or context.data.size > 1 or (len(last) > 1 and not on_host)
+    loss = None
+    if results.weights and context.data.size == 1:
+        _require_some([results.weight])
+    if on_host and (results.weights or results.settle):  # to settle waits for an output, which an empty path lacks
+        loss = _whole_loss(results, context.transport, last)
+    elif results.weights:
+        loss = results.loss()
+    if loss is not None and passes_on:
+        value = loss.item() if on_host else math.nan
+        told = told._replace(dtype=_DTYPES.index(loss.dtype), weight=results.weight, loss=value)
+    rows = [AgreementRow(*row) for row in all_gather(context.world, told)]
+    with told_alike(context.world):
+        require_alike(rows, context)
+    weight = results.weight
+    if any(row.dtype >= 0 for row in rows):
+        losses = _told_losses(rows) if on_host else _sent_losses(rows, results, context, microbatches)
+        loss, weight = (
+            _mean(rows, losses, context) if everywhere or results.weights or loss is not None else (None, 0.0)
+        )
+    samples = sum(row.samples for row in rows[:: len(rows) // context.data.size])
+    buffers = any(row.buffers for row in rows)
+    return Agreed(loss, ParameterChange(int(max(row.change for row in rows))), int(samples), weight, buffers, rows)
+
+
+def told_alone(told: AgreementRow, results: Results) -> Agreed:
+    """The end of a step as this rank knows it without the others: with the loss on the rank that has the last stage.
+    Raises UsageError if nothing in the batch counts.
+    """
+    if results.weights:
+        _require_some([results.weight])
+    return Agreed(results.loss(), ParameterChange.NONE, int(told.samples), results.weight)
+
+
+def is_host(device: torch.device) -> bool:
+    """True if the host computes the loss itself, so that it has its value at once."""
+    return device.type == "cpu"
+
+
+def require_alike(rows: Sequence[AgreementRow], context: Context) -> None:
+    """Raises UsageError unless all ranks did the same, and if nothing in the batch counts."""
+    for rank, row in enumerate(rows):
+        if row.call != rows[0].call:
+            raise UsageError(
+                f"rank {rank} {in_words(row.call)}, but rank 0 {in_words(rows[0].call)}: all ranks must make the same "
+                "call"
+            )
+        if row.schedule != rows[0].schedule:
+            raise UsageError(f"rank {rank} was given another schedule than rank 0: pass the same one on every rank")
+        if row.gradient_scale != rows[0].gradient_scale:
+            raise UsageError(
+                f"rank {rank} was given gradient_scale={row.gradient_scale:g}, but rank 0 {rows[0].gradient_scale:g}: "
+                "pass the same one on every rank"
+            )
+    for ranks in _replicas(rows, context):
+        first, replica = ranks[0], [rows[rank] for rank in ranks]
+        if len({row.samples for row in replica}) > 1:
+            sizes = ", ".join(str(int(row.samples)) for row in replica)
+            raise UsageError(
+                f"the ranks read batches of different sizes, {sizes}: all need the same data in the same order"
+            )
+        digests = {first + rank: row.batch for rank, row in enumerate(replica) if not math.isnan(row.batch)}
+        for rank, digest in digests.items():
+            if digest != digests[min(digests)]:
+                raise UsageError(
+                    f"rank {rank} read another batch than rank {min(digests)}: all ranks of a replica need the same "
+                    "data in the same order; if the script splits or shuffles data, seed its random numbers first"
+                )
+        _require_one_loss([(first + rank, row) for rank, row in enumerate(replica) if row.dtype >= 0])
+    if weights := [row.weight for row in rows if row.dtype >= 0]:
+        _require_some(weights)
+
+
+def _require_one_loss(rows: Sequence[tuple[int, AgreementRow]]) -> None:
+    """Raises UsageError if the loss of a replica, with the ranks that have it, differs by more than rounding."""
+    for rank, row in rows[1:]:
+        lowest, first = rows[0]
+        rounding = torch.finfo(_DTYPES[int(row.dtype)]).eps
+        both_nan = math.isnan(row.loss) and math.isnan(first.loss)
+        if not both_nan and not math.isclose(row.loss, first.loss, rel_tol=rounding**0.5, abs_tol=rounding):
+            raise UsageError(
+                f"the loss of one batch is {row.loss:.9g} on rank {rank}, {first.loss:.9g} on rank {lowest}: either a "
+                "layer was split that must stay whole (add a Rule of kind 'whole' for it), or the tensor ranks have "
+                "different values, such as a dropout mask with another seed"
+            )
+
+
+def _whole_loss(results: Results, transport: Transport, last: Sequence[int]) -> Tensor | None:
+    """The batch's mean loss, summed in microbatch order. If several ranks have the last stage, each for a part of the
+    microbatches, they exchange their losses; one that computed none learns the batch's weight, too.
+    """
+    if len(last) == 1:
+        return results.loss()
+    rows = {rank: torch.zeros(2 + results.microbatches, dtype=torch.float64, device="cpu") for rank in last}
+    mine = rows[transport.rank]
+    mine[1] = results.weight if results.weights else 0.0
+    for microbatch, part in results.parts().items():
+        mine[0], mine[2 + microbatch] = 1 + _DTYPES.index(part.dtype), part
+    others = {rank: row for rank, row in rows.items() if rank != transport.rank}
+    waiting = "waiting for the losses of the other last stage"
+    exchange(transport, Tag.CONTROL, dict.fromkeys(others, mine), others, waiting)
+    dtype = _DTYPES[int(max(row[0] for row in rows.values())) - 1]
+    if not results.weights:
+        results.weight = max(float(row[1]) for row in rows.values())
+    return torch.stack([*rows.values()]).sum(dim=0)[2:].to(dtype).sum().to(transport.device)
+
+
+def _told_losses(rows: Sequence[AgreementRow]) -> dict[int, Tensor]:
+    """The loss of its replica that each rank told, by rank."""
+    return {
+        rank: torch.tensor(row.loss, dtype=_DTYPES[int(row.dtype)], device="cpu")
+        for rank, row in enumerate(rows)
+        if row.dtype >= 0
+    }
+
+
+def _sent_losses(
+    rows: Sequence[AgreementRow], results: Results, context: Context, microbatches: int
+) -> dict[int, Tensor]:
+    """The loss of its replica, on this device, by the first rank of the replica that has a part of it. All ranks call
+    it together; it is summed in microbatch order, also if two ranks have the last stage.
+    """
+    mine = torch.zeros(microbatches, dtype=torch.float64, device=context.device)
+    for microbatch, part in results.parts().items():
+        mine[microbatch] = part
+    everyones = all_gather_tensor(context.world, mine)
+    losses = {}
+    for replica in _replicas(rows, context):
+        tellers = [rank for rank in replica if rows[rank].dtype >= 0 and not context.layout.place(rank).tensor]
+        if tellers:
+            parts = torch.stack([everyones[rank] for rank in tellers]).sum(dim=0)  # each part stands in one row
+            losses[tellers[0]] = parts.to(_DTYPES[int(rows[tellers[0]].dtype)]).sum()
+    return losses
+
+
+def _replicas(rows: Sequence[AgreementRow], context: Context) -> list[range]:
+    """The world ranks of each replica."""
+    size = len(rows) // context.data.size
+    return [range(first, first + size) for first in range(0, len(rows), size)]
+
+
+def _mean(rows: Sequence[AgreementRow], losses: Mapping[int, Tensor], context: Context) -> tuple[Tensor, float]:
+    """The mean over the replicas of the `losses` by rank, each counted by its weight, and their weight. A replica
+    counts once.
+    """
+    tellers = [
+        rank for replica in _replicas(rows, context) for rank in [each for each in replica if each in losses][:1]
+    ]
+    weights = [rows[rank].weight for rank in tellers]
+    if len(tellers) == 1:
+        return losses[tellers[0]].to(context.device), weights[0]
+    total = torch.stack([losses[rank] * weight for rank, weight in zip(tellers, weights, strict=True)]).sum()
+    return (total / sum(weights)).to(context.device), sum(weights)
+
+
+def _require_some(weights: Sequence[float]) -> None:
+    """Raises UsageError if the weights of all replicas sum to zero."""
+    if not sum(weights):
+        raise UsageError("the weights of all microbatches sum to zero: no label of this batch counts")

@@ -1,0 +1,264 @@
+"""The operations of actions that save memory: recomputation, offload and load; and the forwards and backwards of the
+microbatches that they serve. Must not contain: the tensors that are saved, which `saved` has.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeflow.core.action import Action
+from pipeflow.core.dataflow import DATAFLOW, Stream
+from pipeflow.engine.parallel.transport.protocol import Work
+from pipeflow.engine.runtime.program.host_memory import HostMemory
+from pipeflow.engine.runtime.program.operations import Beside, ComputeOperation, Forward, Operation
+from pipeflow.engine.runtime.program.payload import BackwardState
+from pipeflow.engine.runtime.program.saved import Holder, Saved, storages
+from pipeflow.engine.tensor.random import replay_of
+from pipeflow.engine.torch_private.trees import tree_flatten, tree_leaves, tree_unflatten
+
+# Theory of operation
+#
+# The backward of a stage begins at its output and ends at its inputs, and autograd keeps both until then: the graph has
+# a reference to each leaf. So it is not enough to take what operators saved out of the graph (`saved`). The input must
+# go too, or offload and recomputation would keep it on the device. Therefore a leaf gets an anchor, an expanded scalar
+# that has the shape of the input and no memory; `_Enter` gives the stage the input and takes the gradient to the
+# anchor.
+#
+# A recomputation calls the stage again with the same input, random numbers and keywords, and with the buffers and
+# attributes that its module had before (`module_state`). Then these are again what later forwards made of them. Only
+# what it saves is kept; its output is thrown away. A copy runs on a stream of its own (on CPUs: on a thread), so that
+# computations go on. It first waits for what made the tensors; the action that uses them awaits the copy, as `compile`
+# arranges.
+
+
+class ForwardMemory:
+    """What one forward keeps, if it is computed again or moved to the host before its backward.
+
+    Attributes:
+        state: the state that the forward leaves to its backward.
+        drops: whether the forward keeps its input alone, since it is computed again.
+        saved: what it saved.
+        again: calls the stage again; None before the forward and after the recomputation.
+    """
+
+    def __init__(self, stage: int, state: BackwardState, host: HostMemory, *, drops: bool) -> None:
+        self.state = state
+        self.drops = drops
+        self.saved = Saved(stage, host)
+        self.again: Callable[[], None] | None = None
+
+
+class HeldForward(Forward):
+    """F of a microbatch whose saved tensors are computed again later, or moved to the host."""
+
+    __slots__ = ("device", "memory")
+
+    def __init__(self, forward: Forward, memory: ForwardMemory, device: torch.device) -> None:
+        super().__init__(forward.action, forward.stage, forward.source, forward.sink, defers=forward.defers)
+        self.memory = memory
+        self.device = device
+
+    def __call__(self) -> None:
+        stage, saved, leaves = self.stage, self.memory.saved, self.memory.state
+        stage.deferral.active = self.defers
+        arguments, keywords = self.source(), stage.keywords[self.microbatch]
+        given = (each for each in tree_leaves((arguments, keywords)) if isinstance(each, Tensor))
+        buffers = storages(stage.state.buffers)
+        others = storages(chain(stage.state.parameters, given)) - storages(
+            leaves.leaves
+        )  # of the batch, which the step has anyway
+        arguments = _entered(arguments, leaves)
+        saved.forget()
+        if self.memory.drops:
+            self.memory.again = _Repeat(self, arguments, others)
+        with saved.catching(others, buffers, drop=self.memory.drops):
+            output = stage.call(*arguments, **keywords)
+        stage.state.ran()
+        self.sink(output)
+
+
+class _Enter(torch.autograd.Function):
+    """Gives a stage its input and takes its gradient to an anchor, which has the input's shape but not its memory."""
+
+    @staticmethod
+    def forward(_: Any, anchor: Tensor, tensor: Tensor) -> Tensor:  # only the backward uses it
+        return tensor.detach()
+
+    @staticmethod
+    def backward(_: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+def _entered(arguments: tuple[object, ...], state: BackwardState) -> tuple[object, ...]:
+    """The arguments with inputs that only the graph holds. Leaves, which autograd keeps until the backward, become
+    anchors.
+    """
+    inputs: dict[int, Tensor] = {}
+    for position, leaf in enumerate(state.leaves):
+        if leaf.requires_grad:
+            anchor = leaf.new_zeros(()).expand(leaf.shape).detach().requires_grad_()
+            inputs[id(leaf)] = _Enter.apply(anchor, leaf.detach())  # type: ignore[no-untyped-call]  # as torch has it
+            state.leaves[position] = anchor
+    leaves, spec = tree_flatten(arguments)
+    return tuple(tree_unflatten([inputs.get(id(leaf), leaf) for leaf in leaves], spec))
+
+
+class _Repeat:
+    """Calls a stage again with the same input, random numbers and state of its module, which is afterwards as if it had
+    not run. Its input can be moved in the meantime.
+    """
+
+    def __init__(self, forward: HeldForward, arguments: tuple[object, ...], others: frozenset[int]) -> None:
+        self._forward, self._others = forward, others
+        self._before = forward.stage.state.now()
+        self._replayed = replay_of(f"stage {forward.action.stage}", forward.device)
+        leaves, self._spec = tree_flatten(arguments)
+        self._leaves = [Holder(leaf) if _wants(leaf) else leaf for leaf in leaves]
+        forward.memory.saved.holders += [leaf for leaf in self._leaves if isinstance(leaf, Holder)]
+
+    def __call__(self) -> None:
+        forward, stage = self._forward, self._forward.stage
+        leaves = [leaf.unpacked().requires_grad_() if isinstance(leaf, Holder) else leaf for leaf in self._leaves]
+        arguments, keywords = tree_unflatten(leaves, self._spec), stage.keywords[forward.microbatch]
+        stage.deferral.active = forward.defers
+        saved = forward.memory.saved
+        if saved.dropped:
+            with stage.state.as_it_is(self._before) as now:
+                with self._replayed(), saved.filling(self._others):
+                    stage.call(*arguments, **keywords)
+                saved.keep(storages(now.written()))
+
+
+def _wants(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+class Recompute(ComputeOperation):
+    """C: computes the forward again, and keeps what it saved the first time."""
+
+    __slots__ = ("memory",)
+
+    def __init__(self, action: Action, memory: ForwardMemory) -> None:
+        super().__init__(action)
+        self.memory = memory
+
+    def __call__(self) -> None:
+        assert self.memory.again is not None  # a sound schedule has the forward before
+        self.memory.again()
+        self.memory.again = None
+
+
+class Leave(Operation):
+    """Hands saved tensors to the next backward, which frees them."""
+
+    __slots__ = ("memory",)
+
+    def __init__(self, memory: ForwardMemory) -> None:
+        self.memory = memory
+
+    def __call__(self) -> None:
+        self.memory.saved.forget()
+
+
+Move = Callable[[torch.cuda.Stream | None], list[Tensor]]
+"""Moves what a forward saved, on a GPU on that stream. Returns the tensors that the copies read."""
+
+
+class MemoryCopy(Beside):
+    """O or L: a copy to the host, or back, after the actions of `after`: on a GPU on a stream of its own, on a CPU on a
+    thread of its own.
+
+    The host of a GPU runs ahead of it. So memory that a copy reads must be kept until the computations that could
+    overwrite it come after the copy. That is so when their stream waits for the copy: when the rank issues its next
+    offload, or at the end of the step. A schedule of `with_offload` has its next offload where this copy has ended, so
+    this wait takes no time, and the host never waits.
+
+    Args:
+        action: the action.
+        move: makes the copy.
+        device: device of the rank.
+        thread: thread that copies on a CPU.
+        sources: the rank's offloads whose memory is not freed yet, in order.
+    """
+
+    __slots__ = ("device", "held", "move", "sources", "thread")
+
+    def __init__(
+        self, action: Action, move: Move, device: torch.device, thread: ThreadPoolExecutor, sources: deque[MemoryCopy]
+    ) -> None:
+        super().__init__(action)
+        self.move = move
+        self.device = device
+        self.thread = thread
+        self.sources = sources
+        self.held: list[Tensor] = []
+
+    def begin(self) -> list[Work]:
+        return self._on_gpu() if self.device.type == "cuda" else [_Done(self.thread.submit(self._run))]
+
+    def end(self) -> None:
+        """Makes the current stream wait for the copy, and frees what it has read."""
+        super().end()
+        self.held = []
+
+    def _on_gpu(self) -> list[Work]:
+        stream = DATAFLOW[self.action.kind].stream
+        while self.sources and (stream is Stream.OFFLOAD or self.sources[0].is_done):
+            self.sources.popleft().end()
+        side = _side_stream(self.device, stream)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            for work in (work for each in self.after for work in each.works):
+                work.wait()
+        self.held = self.move(side)
+        if stream is Stream.OFFLOAD:
+            self.sources.append(self)
+        return [_Recorded(side.record_event())]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a copy on a GPU has ended. The host does not wait."""
+        return all(isinstance(work, _Recorded) and work.is_done for work in self.works)
+
+    def _run(self) -> None:
+        for each in self.after:
+            each.end()
+        with torch.no_grad():
+            self.move(None)
+
+
+@cache
+def _side_stream(device: torch.device, _: Stream) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class _Done:
+    """The work of a copy on a thread."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result()
+
+
+class _Recorded:
+    """The work of a copy on a stream: the current stream waits for it."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self._event.query())

@@ -1,0 +1,104 @@
+"""Pairs: a forward and a backward that a function of the user runs overlapped. Without such a function, pairs are taken
+apart before a schedule runs, and nothing here is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeflow.core.errors import UsageError
+from pipeflow.engine.parallel.context import in_this_context
+from pipeflow.engine.parallel.failure import ActionError
+from pipeflow.engine.runtime.program.operations import Backward, ComputeOperation, Forward
+from pipeflow.engine.runtime.stage import Stage
+from pipeflow.engine.torch_private.modes import TorchDispatchMode
+
+
+class Half:
+    """One half of a pair, to be called once. `action` is what it computes, `module` the module of its stage."""
+
+    __slots__ = ("_run", "action", "done", "module", "thread", "watch")
+
+    def __init__(self, compute: ComputeOperation, module: nn.Module) -> None:
+        self.action = compute.action
+        self.module = module
+        self._run = in_this_context(compute)
+        self.done = False
+        self.thread = 0  # the last thread on which it ran
+        self.watch: Draws | None = None  # watches its draws while it is checked
+
+    def __call__(self) -> None:
+        """Runs the half on the calling thread and, on a GPU, on its current stream."""
+        self.thread = get_ident()
+        try:
+            with self.watch or nullcontext():
+                self._run()
+        except BaseException as error:
+            raise ActionError(self.action) from error
+        self.done = True
+
+
+Overlap = Callable[[Half, Half], None]
+"""Runs a pair: calls its forward and its backward, each once, and returns when both are done."""
+
+
+class Draws(TorchDispatchMode):
+    """Records whether anything is drawn from torch's own generator, which all threads share."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as torch has it
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            given = {each.name: each.default_value for each in func._schema.arguments}
+            given |= dict(zip(given, args, strict=False)) | kwargs
+            self.seen |= given.get("generator") is None and given.get("dropout_p") != 0
+        return func(*args, **kwargs)
+
+
+class Both(ComputeOperation):
+    """A pair, as one computation. Draws of its backward are checked once, as soon as a forward of its stage has drawn,
+    because a backward draws only when it recomputes a forward.
+    """
+
+    __slots__ = ("backward", "forward", "looked", "overlap", "stage")
+
+    def __init__(self, forward: Forward, backward: Backward, overlap: Overlap, stage: Stage) -> None:
+        super().__init__(forward.action)
+        self.forward = Half(forward, forward.stage.module)
+        self.backward = Half(backward, stage.module)
+        self.stage = stage  # of the backward
+        self.looked = False
+        self.overlap = overlap
+
+    def __call__(self) -> None:
+        forward, backward = self.forward, self.backward
+        forward.done = backward.done = False
+        if self.stage.draws and not self.looked:
+            backward.watch = Draws()
+        self.overlap(forward, backward)
+        if not (forward.done and backward.done):
+            raise UsageError("overlap(forward, backward) returned before it had called both of them")
+        if backward.watch is not None:
+            self._require_masks_of_its_own(backward.watch)
+            backward.watch, self.looked = None, True
+
+    def _require_masks_of_its_own(self, draws: Draws) -> None:
+        """Raises ActionError if a backward that recomputes its forward beside a forward on another thread draws from
+        the generator that both share.
+        """
+        if draws.seen and self.forward.thread != self.backward.thread:
+            error = UsageError(
+                "a backward recomputed its forward and drew from torch's own generator while a forward ran on "
+                "another thread, so its dropout masks differed: call pipeflow.tensor.manual_seed(seed) and use "
+                "pipeflow.tensor.Dropout inside pipeflow.tensor.checkpoint, or run both halves on one thread"
+            )
+            raise ActionError(self.backward.action) from error

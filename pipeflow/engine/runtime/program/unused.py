@@ -1,0 +1,84 @@
+"""Unused: the gradient of a value that later stages did not use. Autograd has none for it, so weights that lead to this
+value alone keep `.grad` None. Must not contain: when gradients are sent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Theory of operation
+#
+# A receive of a gradient is posted before its sender knows whether there is one. Between CPUs, a message without one
+# begins with a mark: a NaN whose bits no computation makes. So it needs no other message, and its receiver reads one
+# number, straight from memory, since operators of torch would take as long as a small backward. A gradient that begins
+# with these bits all the same gets another NaN.
+
+_MARKS: dict[torch.dtype, tuple[type[ctypes.c_int16 | ctypes.c_int32 | ctypes.c_int64], int]] = {
+    torch.float64: (ctypes.c_int64, 0x7FF9_ACED_FACE_0B0E),
+    torch.float32: (ctypes.c_int32, 0x7FD1_CE0B),
+    torch.float16: (ctypes.c_int16, 0x7F2B),
+    torch.bfloat16: (ctypes.c_int16, 0x7FEB),
+}
+_MARKS |= {torch.complex128: _MARKS[torch.float64], torch.complex64: _MARKS[torch.float32]}
+
+
+class Unused(Tensor):
+    """A gradient that does not exist: zeros without memory, with the shape, dtype and device of the value."""
+
+    @classmethod
+    def of(cls, value: Tensor) -> Unused:
+        """The missing gradient of a value."""
+        return value.detach().new_zeros(()).expand(value.shape).as_subclass(cls)
+
+    def zeros(self) -> Tensor:
+        """The zeros as a plain tensor with memory."""
+        return self.as_subclass(Tensor).contiguous()
+
+
+class Filled:
+    """The gradients of a source, with zeros in place of those that do not exist."""
+
+    __slots__ = ("source",)
+
+    def __init__(self, source: Callable[[], list[Tensor]]) -> None:
+        self.source = source
+
+    def __call__(self) -> list[Tensor]:
+        return [each.zeros() if isinstance(each, Unused) else each for each in self.source()]
+
+
+def to_message(gradient: Tensor) -> Tensor:
+    """What is sent for a gradient, which is contiguous, or for one that does not exist."""
+    if isinstance(gradient, Unused):
+        message = gradient.zeros()
+        if (first := _first(message)) is not None:
+            first[0].value = first[1]
+        return message
+    if is_marked(gradient):
+        gradient = gradient.clone()
+        (torch.view_as_real(gradient) if gradient.is_complex() else gradient).view(-1)[0].fill_(torch.nan)
+    return gradient
+
+
+def from_message(message: Tensor) -> Tensor:
+    """The gradient that was sent as `message`."""
+    return Unused.of(message) if is_marked(message) else message
+
+
+def is_marked(message: Tensor) -> bool:
+    """Whether a tensor, which is contiguous, begins with the mark. Reads nothing from a GPU."""
+    first = _first(message)
+    return first is not None and first[0].value == first[1]
+
+
+def _first(message: Tensor) -> tuple[Any, int] | None:
+    """The memory of its first number as an integer, and the mark as one. None for a message that has no mark."""
+    if type(message) is not Tensor or message.device.type != "cpu":  # others may have no memory of their own
+        return None
+    address, mark = message.data_ptr(), _MARKS.get(message.dtype)
+    return None if not address or mark is None else (mark[0].from_address(address), mark[1])

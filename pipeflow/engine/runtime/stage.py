@@ -1,0 +1,97 @@
+"""Stage: one piece of the model, the entries that it is called with, and its deferred weight gradients. Must not
+contain: when a stage runs, and where its input comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeflow.core.route import Routes, sources_of
+from pipeflow.engine.deferral.module import defer_weight_gradients
+from pipeflow.engine.runtime.keywords import Keywords
+from pipeflow.engine.runtime.microbatch import Batch
+from pipeflow.engine.stages.module_state import ModuleState
+from pipeflow.engine.stages.stage import ModuleStage
+from pipeflow.engine.torch_private.generators import state_of
+
+
+class Stage:
+    """A module that is prepared for split backwards, with its keywords for each microbatch of the current step.
+
+    Args:
+        index: index of the stage.
+        module: the stage's module.
+        watched: a device whose random generator is watched during calls; None to watch none.
+        routes: routes of the pipeline, which determine the number of positional arguments.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        watched: torch.device | None = None,
+        routes: Routes = (),
+    ) -> None:
+        self.index = index
+        self.module = module
+        self._watched: WatchedCall | None = None
+        self._call: Callable[..., Any] = module
+        if watched is not None:
+            self._call = self._watched = WatchedCall(self._call, watched)
+        self.call: Callable[..., Any] = self._call
+        self.deferral = defer_weight_gradients(module)
+        self.state = ModuleState(f"stage {index}", module.root if isinstance(module, ModuleStage) else module)
+        self.keywords: list[dict[str, object]] = []
+        self.takes = Keywords.of(module, inputs=len(sources_of(index, routes)))
+
+    @property
+    def draws(self) -> bool:
+        """True if a watched forward has ever drawn from torch's own generator."""
+        return self._watched is not None and self._watched.draws
+
+    def defer(self) -> None:
+        """Makes layers that were added to the module later defer their weight gradients, too."""
+        defer_weight_gradients(self.module, self.deferral)
+
+    def load(self, batch: Batch, region: torch.autocast | None) -> None:
+        """Stores, per microbatch, the entries that the module takes, and in which region of autocast it runs."""
+        self.call = self._call if region is None else region(self._call)
+        self.state.renew()
+        self.deferral.copies = None if region is None else {}
+        parts = {name: batch.split(entry) for name, entry in batch.named.items() if name in self.takes}
+        self.keywords = [{name: part[index] for name, part in parts.items()} for index in range(len(batch.sizes))]
+
+    def unload(self) -> None:
+        """Releases the references that only a running step needs."""
+        self.deferral.copies = None
+        self.keywords = []
+
+
+class WatchedCall:
+    """A function that records whether it ever draws from the generator of `device`. Draws of other threads in the
+    meantime count, too.
+    """
+
+    def __init__(self, call: Callable[..., Any], device: torch.device) -> None:
+        self.draws = False
+        self._call = call
+        self._generator = _generator_of(device)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        if self.draws:
+            return self._call(*arguments, **keywords)
+        before = state_of(self._generator)
+        output = self._call(*arguments, **keywords)
+        self.draws = not torch.equal(before, state_of(self._generator))
+        return output
+
+
+def _generator_of(device: torch.device) -> torch.Generator:
+    if device.type != "cuda":
+        return torch.default_generator
+    torch.cuda.init()
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]

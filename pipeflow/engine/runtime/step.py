@@ -1,0 +1,332 @@
+"""The step: one batch through the program of a schedule, from the iterator to the caller's result."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pipeflow.core.action import Kind
+from pipeflow.core.errors import UsageError
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.timeline import Timeline
+from pipeflow.engine.runtime.autocast import outside, region_of
+from pipeflow.engine.runtime.call import StepCall
+from pipeflow.engine.runtime.loss import Agreed, AgreementRow, agree, share_of, told_alone
+from pipeflow.engine.runtime.microbatch import Batch, Divided, as_batch, as_pair, next_of
+from pipeflow.engine.runtime.original import Original
+from pipeflow.engine.runtime.outputs import merged
+from pipeflow.engine.runtime.pace import Pace
+from pipeflow.engine.runtime.program.compile import Compiled
+from pipeflow.engine.runtime.program.operations import Operation
+from pipeflow.engine.runtime.program.running import run
+from pipeflow.engine.runtime.programs import Programs, RunMode, Runnable
+from pipeflow.engine.runtime.repeatable import Repeatable
+from pipeflow.engine.runtime.trace import StepTrace
+from pipeflow.engine.runtime.weighing import Weigher
+from pipeflow.engine.runtime.whole_loss import require_forwards_first, require_whole_loss
+from pipeflow.engine.stages.loss import explained
+
+LossOver = Literal["microbatches", "batch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The result of a step.
+
+    Attributes:
+        loss: mean loss of the batch over all replicas, a scalar tensor. None on ranks without the last stage, unless
+            `broadcast_loss` was set. In a bidirectional schedule, two ranks have the last stage.
+        outputs: the last stage's outputs, concatenated along dim 0 over the microbatches. None unless `return_outputs`
+            was set, and on ranks without the last stage.
+        timeline: measured spans of every rank, in seconds. None unless `trace` was set.
+        losses: a dict from the index of each microbatch whose loss this rank computed to its mean loss, a scalar
+            tensor.
+        samples: number of samples in the batch over all replicas.
+        weight: weight of the batch in a mean over several batches, over all replicas. It is the sum of the results of
+            `weigh` for its microbatches, or its number of samples. 0 if `loss` is None.
+    """
+
+    loss: Tensor | None
+    outputs: object = None
+    timeline: Timeline | None = None
+    losses: Mapping[int, Tensor] = field(default_factory=dict)
+    samples: int = 0
+    weight: float = 0.0
+
+
+class _Ran:
+    """Takes the place of `Tensor.backward` on the loss of a training step, whose gradients exist already. The loss is a
+    plain tensor otherwise.
+    """
+
+    def __call__(self, *_: object, **__: object) -> None:
+        raise UsageError(
+            "execute_pipeline ran the backward of this loss already, so its gradients are in .grad: remove the call of "
+            "loss.backward(), and step the optimizer"
+        )
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Is not saved with the loss; torch.load(weights_only=True) allows an OrderedDict in its place."""
+        return OrderedDict, ()
+
+
+class Runner:
+    """Runs the steps of one pipeline on this rank.
+
+    Attributes:
+        read: function that splits a batch of the iterator into inputs and labels.
+        original: the module that was cut, if there is one.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        criterion: Callable[..., Tensor] | None,
+        weigh: Callable[..., float] | None,
+        taken: frozenset[str] | None,
+        autocast: torch.dtype | None,
+        loss_over: LossOver = "microbatches",
+    ) -> None:
+        if loss_over not in ("microbatches", "batch"):
+            raise UsageError(f'loss_over is "microbatches" or "batch", got {loss_over!r}')
+        if loss_over == "batch":
+            require_whole_loss(programs.context, criterion)
+        self.loss_over = loss_over
+        self.programs = programs
+        self.context = context = programs.context
+        self.transport = context.transport
+        self.stages = programs.stages
+        self.gradients = programs.gradients
+        self.confirmation = programs.confirmation
+        self.criterion = criterion
+        self.weigh = weigh
+        self._weigher = Weigher(programs.context, over_batch=loss_over == "batch")
+        self.autocast = autocast
+        self._pace = Pace(context.world)
+        self.taken = taken  # names of the entries that stages of any rank take; None if they take all
+        self.read: Callable[[object], tuple[object, object]] = as_pair
+        self.original: Original | None = None
+        self._runs = False
+        self._last_stage = programs.placement.num_stages - 1
+        self._last_ranks = programs.placement.ranks_of(self._last_stage)
+
+    def forget(self) -> None:
+        """Drops compiled programs and work under way, because they hold channels of the transport; and what a step that
+        an error cut short has left in its stages.
+        """
+        for stage in self.stages.values():
+            stage.unload()
+        self.programs.clear()
+        self.gradients.forget()
+        self._pace.forget()
+        self.confirmation.forget()
+
+    def step(self, data_iter: Iterator[object], call: StepCall, loss_scale: float) -> Output:
+        """Runs one step; all ranks call it together. Raises UsageError if a step is already running, and the errors of
+        `execute_pipeline`.
+        """
+        if self._runs:
+            raise UsageError("execute_pipeline was called within a step of the same Pipeline: call it between steps")
+        self._runs = True
+        try:
+            if self.original is not None:
+                self.original.follow(training=call.training)
+            return self._step(data_iter, call, loss_scale)
+        finally:
+            self._runs = False
+
+    @property
+    def is_running(self) -> bool:
+        """True while a step is under way."""
+        return self._runs
+
+    def infer(self, data_iter: Iterator[object], schedule: Schedule) -> object:
+        """Returns the outputs of a batch on the ranks that have the last stage, and None on others.
+
+        The ranks of one pipeline call it together; it ends without an agreement. Raises UsageError if a step is
+        running.
+        """
+        if self._runs:
+            raise UsageError("a forward was requested within a step of the same Pipeline: run it between steps")
+        call = StepCall(
+            training=False, reduce=False, return_outputs=True, broadcast_loss=False, trace=False, schedule=schedule
+        )
+        self._runs = True
+        try:
+            self.confirmation.confirm_all()
+            batch, runnable = self._start(data_iter, call)
+            compiled = runnable.compiled
+            self.programs.fit(compiled, batch.sizes)
+            region = region_of(self.transport.device.type, self.autocast)
+            with torch.inference_mode(mode=False), torch.no_grad(), outside(region):
+                self._load(compiled, batch, call, region)
+                self._run(runnable, compiled.operations, batch)
+            outputs = merged(compiled.results, self.transport, self.programs.placement)
+            self._unload(compiled)
+            return None if self._last_stage not in self.stages else outputs
+        finally:
+            self._runs = False
+
+    def _step(self, data_iter: Iterator[object], call: StepCall, loss_scale: float) -> Output:
+        if call.training and self.criterion is None:
+            raise UsageError(
+                "training needs a loss: give the Pipeline a criterion (or give from_module an example with labels, "
+                "from which the module computes its own loss), or pass forward_only=True"
+            )
+        self.gradients.prepare()
+        self.confirmation.recover()
+        batch, runnable = self._start(data_iter, call)
+        self.transport.call = call._replace(batch=(self.context.data_rank, sum(batch.sizes)))
+        compiled, results = runnable.compiled, runnable.compiled.results
+        if compiled.ahead is None or call.trace:
+            self.confirmation.confirm_all()
+        self.programs.fit(compiled, batch.sizes)
+        region = region_of(self.transport.device.type, self.autocast)
+        with torch.inference_mode(mode=False), torch.set_grad_enabled(call.training), outside(region):
+            self._load(compiled, batch, call, region)
+            if call.training:
+                results.gradient_scale = loss_scale * call.gradient_scale
+                if results.weights:
+                    results.gradient_scale *= share_of(results, self.context)
+            measured = StepTrace(compiled.operations, self.transport) if call.trace else None
+            self._run(runnable, compiled.operations if measured is None else measured.operations, batch)
+        self._pace.step()
+        # merging may fail, so it must come before the agreement
+        outputs = merged(results, self.transport, self.programs.placement)
+        agreed = self._end(call, runnable, batch)
+        timeline = None if measured is None else measured.timeline(runnable.schedule, self.gradients.writing)
+        losses = results.computed()
+        self._unload(compiled)
+        if call.training and agreed.loss is not None:
+            agreed.loss.backward = _Ran()  # type: ignore[method-assign]  # of this tensor alone
+        return Output(agreed.loss, outputs, timeline, losses, agreed.samples, agreed.weight)
+
+    def _end(self, call: StepCall, runnable: Runnable, batch: Batch) -> Agreed:
+        """Ends a step. If it has stepped the optimizer, the other ranks need not have ended it yet."""
+        told, stepper = self._told(call, runnable, batch), self.confirmation.stepper
+        if runnable.compiled.ahead is None or stepper is None:
+            return self._agree(told, call, runnable)
+        alone = self.context.data.size == len(self._last_ranks) == 1
+        waits = not (alone and stepper.may_run_ahead) or call.broadcast_loss or call.trace
+        taken = self.confirmation.take(told, stepper.norms(), waits=waits)
+        if not waits:
+            return told_alone(told, runnable.compiled.results)
+        agreed = self._agree(taken.told, call, runnable)
+        self.confirmation.judge(agreed.rows)
+        return agreed
+
+    def _told(self, call: StepCall, runnable: Runnable, batch: Batch) -> AgreementRow:
+        gradients = self.gradients
+        return AgreementRow(
+            call.number,
+            runnable.digest,
+            sum(batch.sizes),
+            batch.digest(),
+            change=gradients.change,
+            gradient_scale=call.gradient_scale,
+            buffers=call.training and gradients.buffers.are_changed,
+        )
+
+    def _agree(self, told: AgreementRow, call: StepCall, runnable: Runnable) -> Agreed:
+        """The agreement of all ranks at the end of a step, after which gradients and buffers are as all ranks need."""
+        gradients = self.gradients
+        agreed = agree(
+            told,
+            runnable.compiled.results,
+            self.context,
+            self._last_ranks,
+            microbatches=runnable.schedule.num_microbatches,
+            everywhere=call.broadcast_loss,
+        )
+        if agreed.buffers:
+            gradients.buffers.share()
+        if agreed.change:
+            gradients.renew(agreed.change, reduce=call.reduce)
+            for stage in self.stages.values():
+                stage.defer()
+        return agreed
+
+    def _start(self, data_iter: Iterator[object], call: StepCall) -> tuple[Batch, Runnable]:
+        given, schedule = next_of(data_iter), call.schedule
+        if isinstance(given, Divided):
+            schedule = given.schedule or schedule
+            given.require_fits(schedule)
+        if self.loss_over == "batch" and call.training:
+            require_forwards_first(schedule, given)
+        batch = as_batch(given, schedule.num_microbatches, self.transport.device, self.read)
+        if self.taken is not None:
+            batch.require_taken(self.taken)
+        microbatches, paths = len(batch.sizes), len(schedule.placement.paths)
+        least = min(paths, schedule.num_microbatches)
+        if call.training and microbatches < least and (self.context.data.size > 1 or Kind.S in schedule.kinds):
+            raise UsageError(
+                f"a batch of {microbatches} samples leaves one of the {paths} paths of {schedule.name!r} empty, so its "
+                "ranks would reduce or step their stages in another order than others: leave the batch out, as with "
+                "DataLoader(..., drop_last=True)"
+            )
+        return batch, self.programs.get(schedule, RunMode(microbatches, call.training, call.training and call.reduce))
+
+    def _run(self, runnable: Runnable, operations: Sequence[Operation], batch: Batch) -> None:
+        if not runnable.mode.training:
+            run(operations)
+            return
+        compiled, stepper = runnable.compiled, self.confirmation.stepper
+        self.gradients.begin(runnable.orders)
+        if compiled.ahead is not None and stepper is not None:
+            stepper.begin()
+            if self.gradients.change:
+                raise UsageError(
+                    "parameters were frozen, unfrozen, replaced or converted since the last step, of which the ranks "
+                    "must hear before a step of the optimizer: run one step of the schedule without such steps"
+                )
+        run(operations[self._run_ahead(compiled, operations) : compiled.closing])
+        batch.backward()
+        self.gradients.end(reduce=runnable.mode.reduce)
+        run(operations[compiled.closing :])
+
+    def _run_ahead(self, compiled: Compiled, operations: Sequence[Operation]) -> int:
+        """Runs the first operations while the last step of the optimizer is not confirmed, then confirms it. If its
+        weights were wrong, runs them again. Returns their number.
+        """
+        ahead = compiled.ahead
+        if self.confirmation.pending is None or ahead is None:
+            return 0
+        start = Repeatable(self.stages.values(), self.transport.device)
+        run(operations[: ahead.end])
+        start.ran()
+        if not self.confirmation.confirm_all():
+            ahead.take_back()
+            with start.again():
+                run(ahead.again)
+        return ahead.end
+
+    def _load(self, compiled: Compiled, batch: Batch, call: StepCall, region: torch.autocast | None) -> None:
+        """Splits the batch and puts its microbatches where the operations read them. Stages and criterion run in
+        `region`, if there is one.
+        """
+        for stage in self.stages.values():
+            stage.load(batch, region)
+        if 0 in self.stages and not isinstance(batch.inputs, dict):
+            compiled.positionals[:] = [(part,) for part in batch.split(batch.inputs)]
+        if self._last_stage in self.stages:
+            results = compiled.results
+            results.keep_outputs, results.sizes = call.return_outputs, batch.sizes if batch.has_along else []
+            if call.training or batch.labels is not None:
+                criterion = None if self.criterion is None else explained(self.criterion)
+                results.criterion = criterion if region is None or criterion is None else region(criterion)
+                results.labels = batch.split(batch.labels)
+                if self.criterion is not None:
+                    last = self.stages[self._last_stage]
+                    self._weigher.load(results, batch, self.criterion, self.weigh, last, training=call.training)
+
+    def _unload(self, compiled: Compiled) -> None:
+        """Frees the batch and everything made from it."""
+        compiled.results.clear()
+        compiled.positionals[:] = [()] * len(compiled.positionals)
+        for stage in self.stages.values():
+            stage.unload()

@@ -1,0 +1,204 @@
+"""Copies of a module: its structure with other tensors. A fake copy has shapes but no memory; the copy of a stage has
+the parameters that the stage owns, and ghosts in place of the others.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from pipeflow.core.errors import UsageError
+from pipeflow.engine.stages.absent import AbsentTensor, Reads
+from pipeflow.engine.stages.module_state import ModuleState
+from pipeflow.engine.torch_private.modes import FakeTensorMode
+
+Places = list[tuple[nn.Module, str]]
+
+
+class Fakes:
+    """A copy of a module on `device` whose parameters are fake. Buffers are real, unless they are on the meta device.
+    Each parameter and buffer is a source with a bit of its own, from the second bit on.
+
+    Attributes:
+        mode: mode of the fake tensors.
+        module: the copy.
+        parameters: names of the parameters, in the order of their sources.
+        buffers: names of the buffers; their sources follow those of the parameters.
+
+    Raises UsageError for a module that cannot be copied, or that has parameters without a shape.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.device = device
+        named = dict(module.named_parameters())
+        if lazy := [name for name, parameter in named.items() if is_lazy(parameter)]:
+            raise UsageError(f"{lazy[0]} has no shape yet: run the lazy layers of the module once before it is cut")
+        buffers = dict(module.named_buffers())
+        instead: dict[int, Tensor] = {
+            id(parameter): nn.Parameter(self.fake(parameter), requires_grad=parameter.requires_grad)
+            for parameter in named.values()
+        }
+        for buffer in buffers.values():
+            instead[id(buffer)] = self.fake(buffer) if buffer.is_meta else buffer.detach().to(device, copy=True)
+        for tensor in _loose(module):
+            instead.setdefault(id(tensor), tensor.detach().clone())
+        self.module = copied(module, instead)
+        for name, each in self.module.named_modules():
+            vars(each)["_apply"] = partial(_unchanged, each, name)
+        self.parameters = list(named)
+        self.buffers = list(buffers)
+        self._state = ModuleState("the module", self.module)
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """A region for a forward of the copy, which then is as before."""
+        before = self._state.now()
+        try:
+            yield
+        finally:
+            before.restore()
+
+    def fake(self, like: Tensor) -> Tensor:
+        """A fake tensor on the device with the shape, strides and dtype of `like`."""
+        with self.mode:
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
+
+    def sources(self) -> dict[str, int]:
+        """The bit of every parameter and buffer, by name."""
+        return {name: 2 << index for index, name in enumerate([*self.parameters, *self.buffers])}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters and buffers of the copy, by name."""
+        return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+
+    @property
+    def of_buffers(self) -> int:
+        """The bits of buffers that have values."""
+        bits, found = self.sources(), 0
+        for name, buffer in self.module.named_buffers():
+            found |= bits[name] * (type(buffer) is Tensor)
+        return found
+
+    @property
+    def of_parameters(self) -> int:
+        """The bit mask of all parameters."""
+        return ((1 << len(self.parameters)) - 1) << 1
+
+    def owners(self, sources: int) -> list[str]:
+        """The names of the parameters and buffers in `sources`."""
+        return [name for name, bit in self.sources().items() if bit & sources]
+
+
+def _unchanged(module: nn.Module, name: str, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Replaces a module's own `_apply`: a forward may call a conversion that changes nothing."""
+    for tensor in module.parameters(recurse):
+        if function(tensor).dtype is not tensor.dtype:
+            raise UsageError(
+                f"{name or 'the module'} converts its parameters from {tensor.dtype} when it is called, which stages "
+                "cannot take into account: convert them before"
+            )
+    return module
+
+
+class Ghosts:
+    """The places of parameters that a stage does not own. A ghost is an attribute, an AbsentTensor."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[nn.Module, str]] = []
+
+    def haunt(self, module: nn.Module, device: torch.device) -> None:
+        """Moves tensors that are no nn.Parameter from the parameters of `module` and its children to attributes."""
+        for owner in module.modules():
+            for name, parameter in list(owner._parameters.items()):
+                if parameter is not None and not isinstance(parameter, nn.Parameter):
+                    del owner._parameters[name]
+                    vars(owner)[name] = parameter.to(device)
+                    self._places.append((owner, name))
+        for owner in module.modules():
+            if next(owner.parameters(), None) is None and (mine := list(_ghosts_in(owner, self._places))):
+                vars(owner)["parameters"] = partial(_iterate, mine)
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Moves or converts the ghosts, as nn.Module._apply does with parameters."""
+        for owner, name in self._places:
+            ghost: AbsentTensor = vars(owner)[name]
+            entry = function(torch.zeros((), dtype=ghost.dtype, device=ghost.device))
+            vars(owner)[name] = AbsentTensor(ghost.what, ghost.reads, entry.detach().expand(ghost.shape))
+
+
+def stage_copy(module: nn.Module, owned: set[str], device: torch.device, reads: Reads) -> tuple[nn.Module, Ghosts]:
+    """A copy that shares the parameters named in `owned` and the buffers of the module, with ghosts in place of other
+    parameters.
+    """
+    instead: dict[int, Tensor] = {id(tensor): tensor for tensor in [*module.buffers(), *_loose(module)]}
+    for name, parameter in module.named_parameters():
+        instead[id(parameter)] = (
+            parameter if name in owned else AbsentTensor(f"the parameter {name}", reads, parameter, device)
+        )
+    made, ghosts = copied(module, instead), Ghosts()
+    ghosts.haunt(made, device)
+    return made, ghosts
+
+
+def copied(module: nn.Module, instead: Mapping[int, Tensor]) -> nn.Module:
+    """A deep copy with replacements of the tensors with the given ids. Hooks that hold parts of the module hold those
+    of the copy. Raises UsageError if it cannot be copied.
+    """
+    memo: dict[int, Any] = dict(instead)
+    try:
+        made = copy.deepcopy(module, memo)
+    except Exception as error:
+        raise UsageError(
+            f"the module, a {type(module).__name__}, cannot be copied by copy.deepcopy: {error}"
+        ) from error
+    for each in made.modules():
+        for hooks in (each._forward_hooks, each._forward_pre_hooks):
+            for key, hook in hooks.items():
+                hooks[key] = _rebound(hook, memo)
+    return made
+
+
+def _rebound(hook: Any, memo: Mapping[int, Any]) -> Any:
+    """The function with copies in place of the objects that its closure holds."""
+    if not isinstance(hook, FunctionType) or not hook.__closure__:
+        return hook
+    held = [_content(cell) for cell in hook.__closure__]
+    if not any(id(each) in memo for each in held):
+        return hook
+    cells = [
+        CellType(memo[id(each)]) if id(each) in memo else cell
+        for each, cell in zip(held, hook.__closure__, strict=True)
+    ]
+    made = FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, tuple(cells))
+    made.__kwdefaults__ = hook.__kwdefaults__
+    return made
+
+
+def _content(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
+def _loose(module: nn.Module) -> list[Tensor]:
+    """Tensors that are plain attributes of modules."""
+    return [value for each in module.modules() for value in vars(each).values() if isinstance(value, Tensor)]
+
+
+def _ghosts_in(module: nn.Module, places: Places) -> list[Tensor]:
+    inside = set(map(id, module.modules()))
+    return [vars(owner)[name] for owner, name in places if id(owner) in inside]
+
+
+def _iterate(tensors: list[Tensor], recurse: bool = True) -> Any:
+    return iter(tensors)

@@ -1,0 +1,293 @@
+"""Embeddings that are split over the tensor ranks, by vocabulary or by hidden dimension, and PatchEmbedding, the first
+layer of a vision transformer, which is whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional
+
+from pipeflow.core.errors import UsageError
+from pipeflow.engine.deferral.layers import DeferredWeights, hand_over
+from pipeflow.engine.deferral.products import EmbeddingProduct
+from pipeflow.engine.parallel.sharding import Split
+from pipeflow.engine.parallel.transport.protocol import Group
+from pipeflow.engine.tensor.division import adopt, divide, divide_padded, require_indices
+from pipeflow.engine.tensor.layer import DeferringTensorLayer, TensorLayer
+from pipeflow.engine.tensor.random import draw_part_
+from pipeflow.engine.tensor.regions import (
+    gather_from_tensor_region,
+    reduce_from_tensor_region,
+    reduce_scatter_to_sequence_region,
+)
+
+
+class SplitEmbedding(DeferringTensorLayer):
+    """Abstract base class of embeddings of which each rank has a part, with the initial values of nn.Embedding.
+
+    Attributes:
+        num_embeddings, embedding_dim: sizes of the whole layer.
+        padding_idx: index whose entry gets no gradient, or None.
+    """
+
+    weight: nn.Parameter
+
+    def _make(
+        self,
+        sizes: tuple[int, int],
+        shape: tuple[int, int],
+        padding_idx: int | None,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:
+        self.num_embeddings, self.embedding_dim = sizes
+        if padding_idx is not None:
+            if not -self.num_embeddings <= padding_idx < self.num_embeddings:
+                raise UsageError(f"padding_idx={padding_idx} is out of range for {self.num_embeddings} embeddings")
+            padding_idx %= self.num_embeddings
+        self.padding_idx = padding_idx
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the full weight from torch's default generator, like nn.Embedding, and keeps this rank's part."""
+        draw_part_(self.weight, Tensor.normal_, split=self.splits()["weight"], rank=self.group.rank)
+        padding = self._local_padding()
+        if padding is not None:
+            with torch.no_grad():
+                self.weight[padding].fill_(0)
+
+    def _local_padding(self) -> int | None:
+        """The row of this rank's weight that belongs to padding_idx."""
+        return self.padding_idx
+
+    @classmethod
+    def from_native_module(cls, module: nn.Embedding, group: Group | None = None, **options: Any) -> Self:
+        """This rank's part of `module`, which is not changed, with its dtype, device, mode and requires_grad.
+
+        `options` are other arguments of this class. Raises UsageError like the class, and for max_norm, sparse and
+        scale_grad_by_freq, which a split embedding does not support.
+        """
+        if not isinstance(module, nn.Embedding):
+            raise UsageError(f"{cls.__name__} is made from an nn.Embedding, got {type(module).__name__}")
+        if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
+            raise UsageError(f"{cls.__name__} has no max_norm, sparse or scale_grad_by_freq: leave them out")
+        given: dict[str, Any] = {"padding_idx": module.padding_idx, "dtype": module.weight.dtype, "device": "meta"}
+        layer = cls(module.num_embeddings, module.embedding_dim, group=group, **given | options)
+        adopt(layer, module._parameters, layer.splits(), layer.group)
+        return layer.train(module.training)
+
+    def extra_repr(self) -> str:
+        part = f", {self.group.rank} of {self.group.size}" if self.group.size > 1 else ""
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}{part}"
+
+
+class VocabParallelEmbedding(SplitEmbedding):
+    """An embedding of which each rank has ceil(num_embeddings / T) rows, padded at the end, where T is the number of
+    tensor ranks.
+
+    The input is indices of any shape, the same on every rank; the output is (..., embedding_dim), summed over the
+    ranks.
+
+    Args:
+        num_embeddings, embedding_dim, padding_idx: as in nn.Embedding, for the whole layer.
+        sequence_parallel: return this rank's piece (batch, sequence / T, embedding_dim) for an input (batch, sequence).
+        dtype, device: of the parameters, as in torch.
+        group: the tensor ranks; by default the tensor group of the context, or a group of one without a launch.
+
+    Raises UsageError for an index outside the vocabulary; on a GPU a device assertion fails instead.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        group: Group | None = None,
+    ) -> None:
+        super().__init__()
+        rows = divide_padded(self._get_name(), "num_embeddings", num_embeddings, self.join(group))
+        self.sequence_parallel = sequence_parallel
+        self._make((num_embeddings, embedding_dim), (rows, embedding_dim), padding_idx, dtype, device)
+
+    def forward(self, input: Tensor) -> Tensor:
+        require_indices(input, self.num_embeddings, "indices of an embedding")
+        group, rows = self.group, self.weight.shape[0]
+        if group.size == 1:
+            return look_up(self, input, self.padding_idx)
+        local = input - group.rank * rows
+        elsewhere = (local < 0) | (local >= rows)
+        part = look_up(self, local.masked_fill(elsewhere, 0), self._local_padding())
+        part = part.masked_fill_(elsewhere.unsqueeze(-1), 0)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_region(part, group)
+        return reduce_from_tensor_region(part, group)
+
+    def _local_padding(self) -> int | None:
+        if self.padding_idx is None:
+            return None
+        rows = self.weight.shape[0]
+        rank, row = divmod(self.padding_idx, rows)
+        return row if rank == self.group.rank else None
+
+    def splits(self) -> Mapping[str, Split]:
+        return {"weight": Split(0, self.num_embeddings)}
+
+
+class HiddenParallelEmbedding(SplitEmbedding):
+    """An embedding of which each rank has embedding_dim / T columns, where T is the number of tensor ranks.
+
+    The input is indices of any shape, the same on every rank; the output is (..., embedding_dim), gathered on every
+    rank.
+
+    Args:
+        num_embeddings, embedding_dim, padding_idx: as in nn.Embedding, for the whole layer.
+        dtype, device: of the parameters, as in torch.
+        group: the tensor ranks; by default the tensor group of the context, or a group of one without a launch.
+
+    Raises UsageError if T does not divide embedding_dim, and for an index like VocabParallelEmbedding.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        group: Group | None = None,
+    ) -> None:
+        super().__init__()
+        columns = divide(self._get_name(), "embedding_dim", embedding_dim, self.join(group).size)
+        self._make((num_embeddings, embedding_dim), (num_embeddings, columns), padding_idx, dtype, device)
+
+    def forward(self, input: Tensor) -> Tensor:
+        require_indices(input, self.num_embeddings, "indices of an embedding")
+        return gather_from_tensor_region(look_up(self, input, self.padding_idx), self.group)
+
+    def splits(self) -> Mapping[str, Split]:
+        return {"weight": Split(1, self.embedding_dim)}
+
+
+def look_up(layer: SplitEmbedding, indices: Tensor, padding: int | None) -> Tensor:
+    """Rows of this rank's weight; row `padding` gets no gradient."""
+    deferred = layer._deferred_weights()
+    if deferred is None:
+        return functional.embedding(indices, layer.weight, padding)
+    output: Tensor = _LookUp.apply(*deferred.inputs, indices, deferred, padding)  # type: ignore[no-untyped-call]  # torch's
+    return output
+
+
+class _LookUp(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        weight: Tensor,
+        bias: None,
+        indices: Tensor,
+        deferred: DeferredWeights,
+        padding: int | None,
+    ) -> Tensor:
+        ctx.deferred, ctx.padding = deferred, -1 if padding is None else padding
+        ctx.save_for_backward(indices)
+        return functional.embedding(indices, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        [indices] = ctx.saved_tensors
+        product = EmbeddingProduct(ctx.deferred.weight, indices, gradient, ctx.padding, False)
+        return None, *hand_over(ctx, product), None, None, None
+
+
+class PatchEmbedding(TensorLayer):
+    """Turns images (batch, channels, height, width) into tokens (batch, 1 + patches, embed_dim): a class token and a
+    linear map of each patch, plus positions. Every rank holds and computes all of it. Source: arXiv 2010.11929, section
+    3.1.
+
+    Args:
+        image_size, patch_size: sides of the square images and patches in pixels; patch_size must divide image_size.
+        in_channels: number of channels of an image.
+        embed_dim: size of a token.
+        dtype, device: of the parameters, as in torch.
+        group: the tensor ranks; by default the tensor group of the context, or a group of one without a launch.
+
+    Raises UsageError if patch_size does not divide image_size, and for images of another size.
+    """
+
+    def __init__(
+        self,
+        image_size: int,
+        patch_size: int,
+        in_channels: int,
+        embed_dim: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        group: Group | None = None,
+    ) -> None:
+        super().__init__()
+        self.join(group)
+        if image_size % patch_size:
+            fitting = max(1, image_size // patch_size) * patch_size
+            raise UsageError(
+                f"{self._get_name()}: patch_size={patch_size} does not divide image_size={image_size}: resize the "
+                f"images to {fitting}, or choose a patch size that divides {image_size}"
+            )
+        self.image_size = image_size
+        options: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.projection = nn.Conv2d(in_channels, embed_dim, patch_size, stride=patch_size, **options)
+        self.class_token = nn.Parameter(torch.empty(1, 1, embed_dim, **options))
+        self.positions = nn.Parameter(torch.empty(1, 1 + (image_size // patch_size) ** 2, embed_dim, **options))
+        self._reset_tokens()
+
+    def reset_parameters(self) -> None:
+        """Draws the convolution as nn.Conv2d does, and the positions from a normal distribution with standard deviation
+        0.02. The class token is zero.
+        """
+        self.projection.reset_parameters()
+        self._reset_tokens()
+
+    def _reset_tokens(self) -> None:
+        nn.init.zeros_(self.class_token)
+        nn.init.normal_(self.positions, std=0.02)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if tuple(images.shape[-2:]) != (self.image_size, self.image_size):
+            size = self.image_size
+            raise UsageError(
+                f"{self._get_name()} takes images of {size} x {size}, got a shape of {tuple(images.shape)}"
+            )
+        patches = self.projection(images).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.class_token.expand(len(images), -1, -1).to(patches.dtype), patches], dim=1)
+        return tokens + self.positions
+
+    @classmethod
+    def from_native_module(cls, module: nn.Conv2d, group: Group | None = None, *, image_size: int) -> Self:
+        """A layer with the convolution of `module`, which is not changed and whose patches must not overlap, and new
+        positions. Load trained tokens into `class_token` and `positions`. Raises UsageError for another convolution.
+        """
+        if not isinstance(module, nn.Conv2d) or module.kernel_size != module.stride or module.groups != 1:
+            raise UsageError(
+                f"{cls.__name__} is made from an nn.Conv2d whose stride equals its kernel size, got {module}"
+            )
+        if module.kernel_size[0] != module.kernel_size[1] or module.bias is None or module.padding not in (0, (0, 0)):
+            raise UsageError(f"{cls.__name__} is made from a square nn.Conv2d with bias and no padding, got {module}")
+        weight, bias = module.weight, module.bias
+        options: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device, "group": group}
+        layer = cls(image_size, module.kernel_size[0], module.in_channels, module.out_channels, **options)
+        layer.projection.load_state_dict({"weight": weight, "bias": bias})
+        layer.projection.weight.requires_grad_(weight.requires_grad)
+        layer.projection.bias.requires_grad_(bias.requires_grad)  # type: ignore[union-attr]  # made with one
+        return layer.train(module.training)

@@ -1,0 +1,359 @@
+"""Random numbers of a tensor rank. All ranks of a group share one stream, for tensors that are the same on all of them.
+Each rank also has its own stream, for tensors that are split. Both use explicit generators, because ranks may be
+threads. Dropout draws from them, activation checkpointing replays them, and initial values are drawn block by block, so
+that they do not depend on the tensor size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import prod
+from typing import Any, Self
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn import functional
+from torch.utils import checkpoint as torch_checkpoint
+
+from pipeflow.core.errors import UsageError
+from pipeflow.engine.parallel.context import context_if_launched, keep, keeping, kept
+from pipeflow.engine.parallel.sharding import Split
+from pipeflow.engine.parallel.transport.protocol import Group
+from pipeflow.engine.tensor.division import whole_shape
+from pipeflow.engine.tensor.layer import TensorLayer
+from pipeflow.engine.torch_private.autograd import backward_id
+from pipeflow.engine.torch_private.generators import default_states, set_default_states
+from pipeflow.engine.torch_private.tensors import disable_dynamo
+
+
+class RandomTracker:
+    """The two random generators of one rank.
+
+    Args:
+        seed: seed, the same on every rank; replicas and pipeline ranks draw different numbers from it.
+        device: device of the generators, which must be that of the activations.
+        place: this rank's (data, pipeline, tensor) indices.
+
+    Attributes:
+        shared: generator that draws the same numbers on all ranks of a tensor group.
+        own: generator that draws different numbers on each rank.
+        is_replay: True if it replays numbers that another tracker drew before.
+    """
+
+    is_replay = False
+
+    def __init__(
+        self, seed: int, *, device: torch.device | str = "cpu", place: tuple[int, int, int] = (0, 0, 0)
+    ) -> None:
+        data, pipeline, tensor = place
+        self.shared = _generator(device, seed, "shared", data, pipeline)
+        self.own = _generator(device, seed, "own", data, pipeline, tensor)
+
+    def get_state(self) -> dict[str, Tensor]:
+        """The states of both generators as byte tensors, for a checkpoint of this rank."""
+        return {"shared": self.shared.get_state(), "own": self.own.get_state()}
+
+    def set_state(self, state: dict[str, Tensor]) -> None:
+        """Restores a state from `get_state`. Raises UsageError for anything else."""
+        if state.keys() != {"shared", "own"}:
+            raise UsageError(f"the state of a RandomTracker must have the entries own and shared, got {sorted(state)}")
+        self.shared.set_state(state["shared"])
+        self.own.set_state(state["own"])
+
+    def rewound(self, state: dict[str, Tensor]) -> AbstractContextManager[None]:
+        """Returns a context manager: inside it, the thread that entered draws from `state` on. Other threads, and this
+        tracker, are not affected.
+        """
+        return keeping(_KEY, lambda: _Replay(self, state))
+
+
+class _Replay(RandomTracker):
+    """Replays the generators of another tracker from a given state."""
+
+    is_replay = True
+
+    def __init__(self, tracker: RandomTracker, state: dict[str, Tensor]) -> None:
+        self.shared, self.own = Generator(tracker.shared.device), Generator(tracker.own.device)
+        self.set_state(state)
+
+
+_KEY = "random tracker"
+
+
+def manual_seed(seed: int) -> RandomTracker:
+    """Makes and returns the current RandomTracker for this rank's place in the context, or for a world of one without a
+    launch. Every rank calls it with the same seed, before dropout is first used.
+    """
+    tracker = RandomTracker(seed)
+    if (context := context_if_launched()) is not None:
+        place = (context.data_rank, context.pipeline_rank, context.tensor_rank)
+        tracker = RandomTracker(seed, device=context.device, place=place)
+    set_tracker(tracker)
+    return tracker
+
+
+def set_tracker(tracker: RandomTracker) -> None:
+    """Sets the current tracker for all threads of this rank. Use it for places that the context does not know."""
+    keep(_KEY, tracker)
+
+
+def current_tracker() -> RandomTracker | None:
+    """The current tracker of this rank, or None. Raises UsageError on a thread that is no rank."""
+    tracker: RandomTracker | None = kept(_KEY)
+    return tracker
+
+
+def share_default_state(group: Group, device: torch.device) -> None:
+    """Sets torch's default generators, from which stock dropout draws, to the state on the group's first rank.
+
+    Tensors that are the same on all ranks must get the same masks. From then on all ranks draw equally many numbers,
+    because split tensors have equal parts.
+    """
+    if group.size == 1:
+        return
+    gpus = [device] if device.type == "cuda" else []
+    states = [state.to(device) for state in default_states(gpus)]
+    for state in states:
+        group.broadcast(state, 0).wait()
+    set_default_states([state.cpu() for state in states], gpus)
+
+
+def _generator(device: torch.device | str, *what: object) -> Generator:
+    digest = hashlib.sha256("/".join(map(str, what)).encode()).digest()
+    return Generator(device).manual_seed(int.from_bytes(digest[:7]))
+
+
+class Dropout(TensorLayer):
+    """nn.Dropout with a mask that is the same on every tensor rank, or with its own mask on each.
+
+    Masks are drawn from the current RandomTracker. Without a tracker, a group of one rank draws from torch's default
+    generator.
+
+    Args:
+        p, inplace: as in nn.Dropout.
+        parallel_input: True if each rank has its part of the input (of the heads, the hidden dimension or the
+            sequence), which gets its own mask. False if the input, and so the mask, is the same on every rank.
+        group: the tensor ranks; by default the tensor group of the context, or a group of one without a launch.
+
+    Raises UsageError in training without `manual_seed` if there are several ranks, and if torch's checkpoint recomputes
+    it: only `pipeflow.tensor.checkpoint` replays a tracker.
+    """
+
+    def __init__(
+        self,
+        p: float = 0.5,
+        inplace: bool = False,
+        *,
+        parallel_input: bool = False,
+        group: Group | None = None,
+    ) -> None:
+        super().__init__()
+        self.join(group)
+        if not 0 <= p <= 1:
+            raise UsageError(f"{self._get_name()} needs a probability from 0 to 1, got p={p}")
+        self.p, self.inplace, self.parallel_input = p, inplace, parallel_input
+
+    @property
+    def compiles(self) -> bool:
+        """False if it draws masks, since it uses its own generators."""
+        return self.p == 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return input
+        tracker = current_tracker()
+        if tracker is None:
+            if self.group.size > 1:
+                raise UsageError("dropout over several tensor ranks needs pipeflow.tensor.manual_seed(seed) first")
+            return functional.dropout(input, self.p, inplace=self.inplace)
+        if backward_id() != -1 and not tracker.is_replay:  # inside a backward
+            raise UsageError(
+                f"{self._get_name()} was recomputed in a backward with another mask than the first: use "
+                "pipeflow.tensor.checkpoint, which replays its masks, instead of torch.utils.checkpoint"
+            )
+        kept = 1 - self.p
+        noise = torch.empty_like(input, requires_grad=False)
+        noise.bernoulli_(kept, generator=tracker.own if self.parallel_input else tracker.shared)
+        if kept:
+            noise.div_(kept)
+        return input.mul_(noise) if self.inplace else input * noise
+
+    @classmethod
+    def from_native_module(cls, module: nn.Dropout, group: Group | None = None, **options: Any) -> Self:
+        """A layer with the options of `module`, which is not changed. `options` are other arguments of this class."""
+        if not isinstance(module, nn.Dropout):
+            raise UsageError(f"{cls.__name__} is made from an nn.Dropout, got {type(module).__name__}")
+        return cls(module.p, module.inplace, group=group, **options).train(module.training)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, inplace={self.inplace}, parallel_input={self.parallel_input}"
+
+
+@disable_dynamo  # as torch's own checkpoint is; torch.compiler.disable would import the compiler right here
+def checkpoint(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Returns `function(*arguments, **keywords)`, and recomputes it in the backward instead of keeping its activations.
+
+    This is torch's non-reentrant checkpoint; in addition, the second forward draws the same numbers from the current
+    RandomTracker as the first, on any thread. Collectives of the forward run again, too.
+
+    torch.compile cannot replay those numbers, so it does not compile `function` here: compiled code ends before the
+    call and continues after it. With `fullgraph=True`, torch.compile raises an error that names this function.
+    """
+    tracker = current_tracker()
+    if tracker is None:
+        return torch_checkpoint.checkpoint(function, *arguments, use_reentrant=False, **keywords)
+    state = tracker.get_state()
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), tracker.rewound(state)
+
+    return torch_checkpoint.checkpoint(function, *arguments, use_reentrant=False, context_fn=contexts, **keywords)
+
+
+def replay_of(what: str, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """Remembers the state of the random generators before a forward of `what`, and returns a function that makes a
+    region in which the same numbers are drawn. The region raises UsageError at its end if the generators of Python or
+    NumPy were used in it.
+    """
+    devices = [device] if device.type == "cuda" else []
+    states = default_states(devices)
+    tracker = current_tracker()
+    tracked = None if tracker is None else tracker.get_state()
+
+    @contextmanager
+    def region() -> Iterator[None]:
+        before = _drawn()
+        rewound = nullcontext() if tracker is None or tracked is None else tracker.rewound(tracked)
+        others = default_states(devices)
+        try:
+            with rewound:
+                set_default_states(states, devices)
+                yield
+        finally:
+            set_default_states(others, devices)
+        if _drawn() != before:
+            raise UsageError(
+                f"{what} draws from the random numbers of Python or NumPy, so its recomputation differs from "
+                "its forward: draw from torch, or do not recompute the stage"
+            )
+
+    return region
+
+
+def _drawn() -> tuple[object, ...]:
+    """The state of the random generators of Python and NumPy."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    _, keys, position, *_ = numpy.random.get_state()
+    return random.getstate(), keys.tobytes(), position
+
+
+Draw = Callable[[Tensor], object]
+"""Fills a tensor in place with values that do not depend on each other or on its shape."""
+
+Fill = Callable[[str, Tensor, Generator], object]
+"""Fills a block of the full parameter of the given name in place, like a Draw, with numbers from the generator."""
+
+_BLOCK = 2**24  # elements
+_GRAIN = 16  # torch draws normal numbers in groups of 16, so blocks of whole groups get the numbers of one draw
+
+
+@torch.no_grad()
+def draw_part_(part: Tensor, draw: Draw, *, split: Split | None, rank: int) -> None:
+    """Fills `part` with the part of `rank` of a full tensor that `draw` fills. Padding becomes zero; a meta tensor is
+    skipped.
+
+    On the CPU, numbers and the final state of the generator are those of one draw of the full tensor. Needs a block of
+    64 MiB (of float32) in addition to the part.
+    """
+    if part.is_meta:
+        return
+    shape = whole_shape(part, split)
+    if shape == tuple(part.shape):
+        for start, stop in _row_blocks(shape):
+            draw(part[start:stop])
+        return
+    part.zero_()
+    for start, stop in _row_blocks(shape):
+        block = part.new_empty(stop - start, *shape[1:])
+        draw(block)
+        _keep(part, block, start, split, rank)
+
+
+@torch.no_grad()
+def initialize_(module: nn.Module, fill: Fill, *, seed: int, prefix: str = "") -> None:
+    """Fills the parameters of `module` with values that depend only on `seed` and on their names, not on the tensor
+    size, the device, or earlier draws.
+
+    For layers that were made on the meta device, after `to_empty`. A rank allocates one block in addition to its parts,
+    and draws only blocks of which it holds some rows.
+
+    Args:
+        module: module to fill; its layers may be of any class.
+        fill: called as `fill(name, block, generator)` with a block of rows of the full parameter, on the CPU.
+        seed: seed, the same on every rank.
+        prefix: name of `module` in the whole model, as in `nn.Module.named_parameters`, so that layers of different
+            pipeline stages get different values, which do not depend on the number of stages.
+    """
+    places = {
+        id(layer.get_parameter(name)): (split, layer.group.rank)
+        for layer in module.modules()
+        if isinstance(layer, TensorLayer)
+        for name, split in layer.splits().items()
+    }
+    for name, parameter in module.named_parameters(prefix=prefix):
+        if not parameter.is_meta:
+            _fill_part(torch.atleast_1d(parameter), fill, name, seed, *places.get(id(parameter), (None, 0)))
+
+
+def _fill_part(part: Tensor, fill: Fill, name: str, seed: int, split: Split | None, rank: int) -> None:
+    shape = whole_shape(part, split)
+    part.zero_()
+    for start, stop in _row_blocks(shape):
+        if split is not None and split.dim == 0 and not _overlap(part, start, stop, rank):
+            continue
+        block = torch.empty(stop - start, *shape[1:], dtype=part.dtype)
+        fill(name, block, Generator().manual_seed(_seed_of(seed, name, start)))
+        _keep(part, block, start, split, rank)
+
+
+def _row_blocks(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Start and end of each block of rows of a full tensor. A last block that is too small joins the one before."""
+    rows = shape[0]
+    step = max(1, _BLOCK // max(1, prod(shape[1:])) // _GRAIN) * _GRAIN
+    start = 0
+    while start < rows:
+        stop = start + step if rows - start - step >= _GRAIN else rows
+        yield start, stop
+        start = stop
+
+
+def _overlap(part: Tensor, start: int, stop: int, rank: int) -> range:
+    """The rows of a block that `rank` holds, counted in the full tensor."""
+    return range(max(start, rank * len(part)), min(stop, (rank + 1) * len(part)))
+
+
+def _keep(part: Tensor, block: Tensor, start: int, split: Split | None, rank: int) -> None:
+    """Copies the entries that belong to the part of `rank` out of a block that starts at row `start` of the full
+    tensor.
+    """
+    if split is None:
+        part[start : start + len(block)] = block
+    elif split.dim == 0:
+        rows = _overlap(part, start, start + len(block), rank)
+        first = rank * len(part)
+        if rows:
+            part[rows.start - first : rows.stop - first] = block[rows.start - start : rows.stop - start]
+    else:
+        width = part.shape[split.dim]
+        part[start : start + len(block)] = block.narrow(split.dim, rank * width, width)
+
+
+def _seed_of(*what: object) -> int:
+    digest = hashlib.sha256("/".join(map(str, what)).encode()).digest()
+    return int.from_bytes(digest[:7])

@@ -1,0 +1,94 @@
+"""Functions of tensors, and the class of convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeflow.engine.torch_private import needed
+
+Function = Callable[..., Any]
+
+with needed():
+    foreach_add_: Function = torch._foreach_add_
+    foreach_addcmul_: Function = torch._foreach_addcmul_
+    foreach_div_: Function = torch._foreach_div_
+    foreach_lerp_: Function = torch._foreach_lerp_
+    foreach_mul: Function = torch._foreach_mul
+    foreach_mul_: Function = torch._foreach_mul_
+    foreach_norm: Function = torch._foreach_norm
+    foreach_reciprocal_: Function = torch._foreach_reciprocal_
+    foreach_sqrt: Function = torch._foreach_sqrt
+    foreach_sub_: Function = torch._foreach_sub_
+    assert_async: Callable[[Tensor], None] = torch._assert_async
+    disable_dynamo: Function = torch._disable_dynamo
+    make_subclass: Function = torch.Tensor._make_subclass
+    make_wrapper: Function = torch.Tensor._make_wrapper_subclass
+    no_torch_function: Any = torch._C._disabled_torch_function_impl
+    keep_version: Function = torch.autograd._unsafe_preserve_version_counter
+    from torch._ops import OpOverload
+
+    has_bf16_units: Callable[[], bool] = torch.cpu._is_avx512_bf16_supported
+    GROUPED_MM: Any = torch.ops.aten._grouped_mm.default
+    LOCAL_SCALAR: Any = torch.ops.aten._local_scalar_dense.default
+    PACK_PADDED: Any = torch.ops.aten._pack_padded_sequence.default
+    UNSAFE_INDEX: Any = torch.ops.aten._unsafe_index.Tensor
+    _unsafe_view: Any = torch.ops.aten._unsafe_view
+    _storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+    storage_types: Callable[[], dict[torch.dtype, str]] = torch.storage._dtype_to_storage_type_map
+    called_by_functional: Any = torch._C._nn
+    from torch.nn.modules.conv import _ConvNd as Convolution
+
+
+def unviewed(tensor: Tensor) -> Tensor:
+    """The same values, but not as a view: torch forbids writing in place to a view that a custom function returns. The
+    public `clone` copies.
+    """
+    return _unsafe_view(tensor, tensor.shape) if tensor._is_view() else tensor
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Tells memory of tensors apart, also where it has no address, as on the meta device."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def holders(tensor: Tensor) -> int:
+    """The number of tensors and other objects that hold its memory, including itself. Nothing public counts them."""
+    storage = tensor.untyped_storage()
+    return _storage_uses(storage._cdata) - 1  # `storage` holds it, too
+
+
+__all__ = [
+    "GROUPED_MM",  # aten's operators, which have no other names
+    "LOCAL_SCALAR",
+    "PACK_PADDED",
+    "UNSAFE_INDEX",
+    "Convolution",  # the base of Conv1d, Conv2d and Conv3d
+    "OpOverload",  # the class of aten's operators
+    "assert_async",  # an error that doesn't wait for the device; documented, and private by name
+    "called_by_functional",  # the module of functions that torch.nn.functional calls
+    "disable_dynamo",  # torch.compiler.disable, which would import the compiler at once
+    "foreach_add_",  # one kernel for a list of tensors; documented, and private by name
+    "foreach_addcmul_",
+    "foreach_div_",
+    "foreach_lerp_",
+    "foreach_mul",
+    "foreach_mul_",
+    "foreach_norm",
+    "foreach_reciprocal_",
+    "foreach_sqrt",
+    "foreach_sub_",
+    "has_bf16_units",  # of this CPU; nothing public says so
+    "holders",
+    "keep_version",  # writes in place that backwards need not know of; nothing public
+    "make_subclass",  # a tensor as one of a subclass that is a parameter; nothing public shares its memory
+    "make_wrapper",  # a tensor of a subclass without memory; nothing public
+    "no_torch_function",  # of a subclass that sees operators, not functions; nothing public
+    "storage_key",
+    "storage_types",  # the names of the storages in the files of torch.save, by dtype
+    "unviewed",
+]

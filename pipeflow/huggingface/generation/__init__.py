@@ -1,1 +1,0 @@
-"""Text generation with the stages of a language model."""

@@ -1,1 +1,0 @@
-"""Pipelines of transformers models: made, loaded and saved."""

@@ -1,1 +1,0 @@
-"""transformers' Trainer for a Pipeline."""

@@ -1,0 +1,199 @@
+"""List scheduling: one pass over time in which every free rank takes, by rules, one of the actions it could run."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+from operator import add, mul, sub
+from typing import NamedTuple
+
+from pipeflow.schedules.orders.problem import Operations, Problem
+
+# Theory of operation
+#
+# An operation is one action of one stage, as a number: 3 * stage for F, plus 1 for I, plus 2 for W. The microbatches of
+# an operation run in order, so `done[operation]` is the next one, and the state of a pass is a few numbers per
+# operation and rank. Events are times at which a rank may find work: it becomes free, or a value arrives. At each event
+# the rank either takes an action or lets the event pass. The value that it waits for, or its own next end, is a later
+# event.
+#
+# A gradient or an activation whose arrival is known, but is later than now, may be worth a wait: `patience` says how
+# long. W has no user on another rank, so it waits in `deferred` and fills the time when nothing else can run.
+#
+# A limit on memory could end in a deadlock: ranks full of microbatches of which none can go on. `_reaches` prevents it,
+# so the pass never has to take an action back. The loop is one long function, because a search spends most of its
+# time in it, and each call in it would cost more.
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The rules by which a free rank chooses its next action.
+
+    Among the F and I that can run, it takes the one with the smallest `pace * microbatch + offsets[operation]`. A stage
+    has at most `limits[stage]` activations alive. W runs when nothing else can.
+
+    An F is not begun if a gradient is known to arrive within `patience[operation]` of the F's duration. The same is
+    true for a W, if a gradient or an activation is known to arrive.
+
+    With a `slack`, these rules are for F and I alone, and W is added later (`orders.filling`). It may delay them
+    as long as the objective stays below `1 + slack` times its lower bound.
+    """
+
+    pace: float
+    offsets: tuple[float, ...]
+    limits: tuple[int, ...]
+    patience: tuple[float, ...]
+    slack: float | None = None
+
+
+class ScoredOrder(NamedTuple):
+    """An order and its measures, the objective first. Orders are compared by these measures; smaller is better."""
+
+    objective: float
+    other: float
+    sequences: list[Operations]
+
+    @classmethod
+    def of(
+        cls, problem: Problem, begins: Sequence[float], ends: Sequence[float], sequences: list[Operations]
+    ) -> ScoredOrder:
+        """The candidate whose ranks begin and end at these times."""
+        span, makespan = max(end - begin for begin, end in zip(begins, ends, strict=True)), max(ends)
+        return cls(span, makespan, sequences) if problem.objective == "span" else cls(makespan, span, sequences)
+
+
+class User(NamedTuple):
+    """The user of an operation's value. `arrived` has the arrival time per microbatch, as far as it is known."""
+
+    arrived: list[float]
+    delay: float
+    rank: int
+
+
+def arrival_times(problem: Problem) -> tuple[list[list[float]], list[User | None]]:
+    """Per operation, the arrival times of the value that it waits for, as far as they are known; and the user of its
+    own value, on any rank. The batch has arrived at the first stage.
+    """
+    arrivals: list[list[float]] = [[0.0] * problem.num_microbatches if source < 0 else [] for source in problem.source]
+    users: list[User | None] = [None for _ in arrivals]
+    for operation, source in enumerate(problem.source):
+        if source >= 0 and operation % 3 < 2:
+            users[source] = User(arrivals[operation], problem.delays[operation], problem.ranks[operation // 3])
+    return arrivals, users
+
+
+class _State:
+    """The state of a pass over all operations."""
+
+    def __init__(self, problem: Problem, rules: Rules) -> None:
+        operations = range(len(problem.source))
+        arrivals, self.users = arrival_times(problem)
+        self.done = [0 for _ in operations]
+        self.sequences: list[Operations] = [[] for _ in problem.stages]
+        self.deferred: list[deque[int]] = [deque() for _ in problem.stages]  # the W that can run
+        memory = problem.memory
+        self.kept = [0.0 for _ in problem.stages]
+        self.unfinished = [0.0 for _ in problem.stages]  # of microbatches with forwards left here
+        self.changes = tuple(map(add, memory.at_start, memory.at_end))  # what an operation adds to what is kept
+        self.begins = [0.0 for _ in operations]  # what it adds to the unfinished: an F alone does
+        for stages in problem.stages:
+            own = [memory.at_start[3 * stage] for stage in stages]
+            for stage, saved in zip(stages, own, strict=True):
+                self.begins[3 * stage] = saved
+            self.begins[3 * stages[-1]] = -sum(own[:-1])
+        self.begun = [0.0 for _ in problem.stages]
+        self.free = [0.0 for _ in problem.stages]
+        self.left = list(problem.work)
+        self.origins = self.begun if problem.objective == "span" else [0.0 for _ in problem.stages]
+        self.events = [(0.0, rank) for rank in range(len(problem.stages))]
+        self.holds = tuple(map(mul, rules.patience, problem.durations))
+        offsets, limits = rules.offsets, rules.limits
+        self.gradients = [
+            [
+                (operation, arrivals[operation], offsets[operation], room - memory.at_end[operation])
+                for operation in (3 * stage + 1 for stage in stages)
+            ]
+            for stages, room in zip(problem.stages, memory.room, strict=True)
+        ]
+        self.activations = [
+            [
+                (
+                    3 * stage,
+                    arrivals[3 * stage],
+                    offsets[3 * stage],
+                    limits[stage],
+                    most - memory.at_start[3 * stage],
+                    reach,
+                )
+                for stage, reach in zip(stages, _reaches(problem, stages, most), strict=True)
+            ]
+            for stages, most in zip(problem.stages, map(sub, memory.room, memory.spare), strict=True)
+        ]
+
+
+def _reaches(problem: Problem, stages: Sequence[int], most: float) -> list[float]:
+    """Per chunk of a rank, how much the unfinished microbatches may keep where its F may still run.
+
+    A microbatch that begins must find room for its later chunks, or a rank might fill up with some that never end.
+    With this rule the oldest microbatch can always go on: all others on its way are unfinished, and the last of them
+    left room for it.
+    """
+    saved = [problem.memory.at_start[3 * stage] for stage in stages]
+    return [most - sum(saved[chunk:]) for chunk in range(len(stages) - 1)] + [inf]
+
+
+def list_schedule(problem: Problem, rules: Rules, stop: float = inf) -> ScoredOrder | None:
+    """The order that `rules` lead to, sound and within the memory; None when its objective is found to be more than
+    `stop`. One pass, about a microsecond an action.
+    """
+    run = _State(problem, rules)
+    durations, pace, holds, changes, begins = problem.durations, rules.pace, run.holds, run.changes, run.begins
+    done, sequences, deferred, kept, unfinished = run.done, run.sequences, run.deferred, run.kept, run.unfinished
+    begun, free, left, events = run.begun, run.free, run.left, run.events
+    while events:
+        now, rank = heappop(events)
+        if now < free[rank]:
+            continue
+        picked, first, gradient, has, alive = -1, inf, inf, kept[rank], unfinished[rank]
+        for operation, arrived, offset, room in run.gradients[rank]:
+            microbatch = done[operation]
+            if microbatch < len(arrived) and has <= room:
+                arrival = arrived[microbatch]
+                if arrival > now:
+                    gradient = arrival if arrival < gradient else gradient
+                elif pace * microbatch + offset < first:
+                    picked, first = operation, pace * microbatch + offset
+        soonest = gradient
+        for operation, arrived, offset, cap, room, reach in run.activations[rank]:
+            microbatch = done[operation]
+            if has <= room and alive <= reach and microbatch - done[operation + 1] < cap and microbatch < len(arrived):
+                arrival = arrived[microbatch]
+                if arrival > now:
+                    soonest = arrival if arrival < soonest else soonest
+                elif pace * microbatch + offset < first and now + holds[operation] <= gradient:
+                    picked, first = operation, pace * microbatch + offset
+        if picked < 0:
+            if not deferred[rank] or now + holds[deferred[rank][0]] > soonest:
+                continue
+            picked = deferred[rank].popleft()
+        if now > free[rank]:
+            if not sequences[rank]:
+                begun[rank] = now
+            elif now - run.origins[rank] + left[rank] > stop:
+                return None
+        sequences[rank].append(picked)
+        left[rank] -= durations[picked]
+        free[rank] = end = now + durations[picked]
+        done[picked] += 1
+        heappush(events, (end, rank))
+        if (user := run.users[picked]) is not None:
+            user.arrived.append(end + user.delay)
+            heappush(events, (end + user.delay, user.rank))
+        kept[rank] += changes[picked]
+        unfinished[rank] += begins[picked]
+        if picked % 3 == 1:
+            deferred[rank].append(picked + 1)
+    return ScoredOrder.of(problem, begun, free, sequences)

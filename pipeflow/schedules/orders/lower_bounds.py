@@ -1,0 +1,186 @@
+"""Lower bounds: a makespan or a span that no order can go below, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush, heapreplace
+from itertools import accumulate, chain
+from math import floor, inf
+from typing import NamedTuple
+
+from pipeflow.schedules.orders.problem import Problem
+
+Times = Sequence[Sequence[float]]  # per operation and microbatch
+
+
+class Arc(NamedTuple):
+    """`user` of microbatch m + `later` begins no sooner than `delay` after `maker` of microbatch m has ended."""
+
+    maker: int
+    user: int
+    later: int
+    delay: float
+
+
+def arcs(problem: Problem) -> Iterator[Arc]:
+    """The arcs that hold in every order within the memory in which microbatches do not overtake each other.
+
+    Microbatches are interchangeable. If the k-th microbatch of each operation is renamed to k, no time changes, and the
+    k-th use of a value still follows its k-th production. So overtaking gains nothing, with one exception that is
+    ignored here: it could let a rank begin later than necessary, which counts for `Timeline.span`.
+
+    Memory: let a rank begin F of its i-th stage for microbatch n before I of its j-th stage for microbatch m <= n has
+    ended. Let l be the smaller and h the larger one of i and j. Then at some time its first l stages keep the
+    activations of all of m..n, and each stage after them, up to the h-th, keeps one activation. If there is no room for
+    all these, F must wait. In the same way F must wait for W, while its stage keeps activations or deferred products of
+    m..n.
+
+    Microbatches that differ may come in any order, so of them only the waits for values hold.
+    """
+    for operation, source in enumerate(problem.source):
+        if source >= 0:
+            yield Arc(source, operation, 0, problem.delays[operation])
+    if problem.factors:
+        return
+    for operation in range(len(problem.source)):
+        yield Arc(operation, operation, 1, 0.0)
+    memory = problem.memory
+    for stages, room in zip(problem.stages, memory.room, strict=True):
+        kept = [0.0, *accumulate(memory.at_start[3 * stage] for stage in stages)]
+        for i, forward in enumerate(stages, 1):
+            for j, backward in enumerate(stages, 1):
+                low, high = kept[min(i, j)], kept[max(i, j)]
+                most = (room - (high - low)) / low if low else problem.num_microbatches
+                yield Arc(3 * backward + 1, 3 * forward, floor(min(most, problem.num_microbatches)), 0.0)
+        for stage in stages:
+            saved, least = memory.at_start[3 * stage], min(memory.at_start[3 * stage], -memory.at_end[3 * stage + 2])
+            most = (room - saved) / least + 1 if least else problem.num_microbatches
+            yield Arc(3 * stage + 2, 3 * stage, floor(min(most, problem.num_microbatches)), 0.0)
+
+
+class Bounds(NamedTuple):
+    """Per operation and microbatch, `heads`: the earliest start. `tails`: the least time from its end to the end of a
+    rank, less that rank's start, over the ranks whose start is known. Per rank, `starts`: when it begins, if in every
+    order it begins then, else None; a makespan counts from 0 on all ranks. `objective`: the lower bound.
+    """
+
+    heads: Times
+    tails: Times
+    starts: list[float | None]
+    objective: float
+
+
+def bounds(problem: Problem) -> Bounds:
+    """A lower bound on the objective of all orders of `problem`, from three arguments, and that of
+    `largest_microbatch` for microbatches that differ.
+
+    - Work: a rank's span is at least its work. A makespan is no shorter than a span.
+    - Paths: the longest path through `arcs` to an action, the action, and the longest path from there to a rank's end.
+      If a stage and all stages before it are the first of their ranks, its rank begins as soon as one microbatch can
+      get there. The span of this rank is then its end minus a constant. Of microbatches that differ, any may be first.
+    - One rank: the actions of a rank run one at a time, none before its head. If actions could be interrupted, always
+      running the available one with the longest tail would end all of them, tails included, soonest. This is Jackson's
+      preemptive schedule (J. Carlier, The one-machine sequencing problem, 1982). No order can be faster.
+    """
+    order = _topological(problem)
+    found = list(arcs(problem))
+    factors = problem.factors or (1,) * problem.num_microbatches
+    times = [[time * factor for factor in factors] for time in problem.durations]
+    passing = [min(1, factor) for factor in factors]  # of a delay, whose latency has no factor
+    heads = _heads(problem, found, order, times, passing)
+    makespan = problem.objective == "makespan"
+    starts: list[float | None] = [0.0 if makespan else None] * len(problem.stages)
+    for stage, rank in enumerate(() if makespan else problem.ranks):
+        if problem.stages[rank][0] != stage or (problem.factors and stage):
+            break
+        starts[rank] = heads[3 * stage][0]
+    tails = _tails(problem, found, order, times, passing, starts)
+    least = max(problem.work)
+    if problem.factors:
+        shortest_pass = min(passing) * sum(problem.delays)
+        least = max(least, largest_microbatch(problem.durations, problem.factors, len(factors) - 1) + shortest_pass)
+    for stages in problem.stages:
+        operations = [3 * stage + half for stage in stages for half in range(3)]
+        jobs = chain.from_iterable(
+            zip(heads[operation], times[operation], tails[operation], strict=True) for operation in operations
+        )
+        least = max(least, _preemptive(sorted(jobs)))
+    return Bounds(heads, tails, starts, least)
+
+
+def largest_microbatch(durations: Sequence[float], factors: Sequence[float], others: int) -> float:
+    """The least time on the rank of the first stage, if the microbatch with the largest of the `factors` takes its path
+    together with so many `others`, and `durations` has the times of F, I and W per stage.
+
+    The largest one passes all stages one after the other, and its gradient comes back. Each other one runs on the first
+    stage before it goes, or after it is back, or overtakes it on the way. In all three cases nothing hides the time of
+    an F or an I of the other one.
+    """
+    *rest, largest = sorted(factors)
+    way = [time for operation, time in enumerate(durations) if operation % 3 < 2]
+    return largest * (sum(way) + durations[2]) + min(way) * sum(rest[:others])
+
+
+def _topological(problem: Problem) -> list[int]:
+    """The operations, so that those of one microbatch are in an order in which they can run."""
+    stages = range(len(problem.ranks))
+    return [3 * stage for stage in stages] + [3 * stage + half for stage in reversed(stages) for half in (1, 2)]
+
+
+def _heads(problem: Problem, found: list[Arc], order: list[int], times: Times, passing: Sequence[float]) -> Times:
+    into: list[list[Arc]] = [[] for _ in problem.source]
+    for arc in found:
+        into[arc.user].append(arc)
+    heads = [[0.0] * problem.num_microbatches for _ in problem.source]
+    for microbatch in range(problem.num_microbatches):
+        for operation in order:
+            latest = 0.0
+            for maker, _, later, delay in into[operation]:
+                if microbatch >= later:
+                    before = microbatch - later
+                    latest = max(latest, heads[maker][before] + times[maker][before] + delay * passing[before])
+            heads[operation][microbatch] = latest
+    return heads
+
+
+def _tails(
+    problem: Problem,
+    found: list[Arc],
+    order: list[int],
+    times: Times,
+    passing: Sequence[float],
+    starts: list[float | None],
+) -> Times:
+    out: list[list[Arc]] = [[] for _ in problem.source]
+    for arc in found:
+        out[arc.maker].append(arc)
+    tails = [[0.0] * problem.num_microbatches for _ in problem.source]
+    for microbatch in reversed(range(problem.num_microbatches)):
+        for operation in reversed(order):
+            start = starts[problem.ranks[operation // 3]]
+            longest = -inf if start is None else -start
+            for _, user, later, delay in out[operation]:
+                if (after := microbatch + later) < problem.num_microbatches:
+                    longest = max(longest, delay * passing[after] + times[user][after] + tails[user][after])
+            tails[operation][microbatch] = longest
+    return tails
+
+
+def _preemptive(jobs: list[tuple[float, float, float]]) -> float:
+    """The least largest end plus tail of (head, duration, tail) on one machine that may interrupt; heads ascending."""
+    ready: list[tuple[float, float]] = []  # (-tail, what is left of the duration)
+    now, worst = 0.0, -inf
+    for index, (head, duration, tail) in enumerate(jobs):
+        now = max(now, head)
+        heappush(ready, (-tail, duration))
+        until = jobs[index + 1][0] if index + 1 < len(jobs) else inf
+        while ready and now < until:
+            negative, left = ready[0]
+            if now + left > until:
+                heapreplace(ready, (negative, left - (until - now)))
+                now = until
+            else:
+                now += left
+                heappop(ready)
+                worst = max(worst, now - negative)
+    return worst

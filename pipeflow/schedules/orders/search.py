@@ -1,0 +1,234 @@
+"""Search: the best order of a problem to be found within a budget, with a proof of how good it is. Must not contain:
+which schedules it starts from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import reduce
+from math import inf
+from random import Random
+from time import perf_counter
+
+from pipeflow.core.action import Pair
+from pipeflow.core.analysis.simulation import simulate
+from pipeflow.core.cost import CostModel
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import require_positive
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.timeline import Timeline
+from pipeflow.schedules.orders.filling import Builder
+from pipeflow.schedules.orders.list_scheduling import Rules, ScoredOrder
+from pipeflow.schedules.orders.lower_bounds import bounds
+from pipeflow.schedules.orders.neighbours import critical_blocks, fits, neighbour, run_times
+from pipeflow.schedules.orders.problem import Objective, Problem, keeps_within, to_schedule, to_sequences, with_hidden
+from pipeflow.schedules.orders.rules import plain_rules, varied
+
+# Theory of operation
+#
+# A list schedule goes forward in time: whenever a rank is free, rules choose its next action among those that can
+# start. Rules are a few numbers, so the search varies these numbers rather than orders: first on a grid, then at
+# random around the best ones. That finds good orders fast, but no rules may lead to the best one. So moves change the
+# best order itself. They exchange actions on its longest path, since no other exchange can make it shorter. A bound
+# that no order undercuts ends the search early and says how good the result is. The generator of random numbers has a
+# fixed seed: with a number of candidates instead of a deadline, the result is always the same.
+
+ROUND = 100  # candidates, of rules and of moves each, after which moves start anew from the best order
+PROPOSALS = 50  # of a move, until one is sound
+NEAR = 1.01  # how many times the best objective the one may be that a climb by rules begins with
+SLACK = 0.002  # how much longer, on average, the candidate may be that a climb goes on from
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The result of a search.
+
+    Attributes:
+        schedule: the best schedule that was found.
+        timeline: its timeline under the given costs.
+        lower_bound: a lower bound on the makespan or span of all orders in which every stage takes the microbatches in
+            the same order (see `lower_bounds.arcs`).
+        objective: "makespan" or "span": the measure that the search made small.
+    """
+
+    schedule: Schedule
+    timeline: Timeline
+    lower_bound: float
+    objective: Objective = "makespan"
+
+    @property
+    def gap(self) -> float:
+        """The objective relative to the lower bound, minus 1. At 0 the order is proved to be the best."""
+        return measured(self.timeline, self.objective) / self.lower_bound - 1 if self.lower_bound else 0.0
+
+
+def measured(timeline: Timeline, objective: Objective) -> float:
+    """The makespan or the span of a timeline."""
+    return timeline.span if objective == "span" else timeline.makespan
+
+
+def has_pairs(schedule: Schedule) -> bool:
+    """Whether any entry of a schedule is a pair."""
+    return any(isinstance(entry, Pair) for row in schedule.rows for entry in row)
+
+
+def improved(
+    problem: Problem,
+    cost: CostModel,
+    start: Iterable[Schedule],
+    *,
+    deadline: float,
+    candidates: int | None,
+    name: str,
+) -> Found:
+    """The best order of a problem that is found until `deadline`, a time of `perf_counter`, and within a number of
+    `candidates`: list scheduling under a grid of rules; then, in turn, variations of the best rules and moves on the
+    longest path of the best order.
+
+    The result is never worse than those of `start` that keep within the memory. The search splits their backwards and
+    takes their pairs apart; where they may be better as they are, they are simulated too.
+
+    Raises UsageError for fewer than one candidate, and for a `start` of another placement, of other microbatches, or
+    incomplete.
+    """
+    if candidates is not None:
+        require_positive(candidates=candidates)
+    proved = bounds(problem)
+    effort = _Effort(deadline, inf if candidates is None else candidates, proved.objective)
+    given = {schedule.rows: schedule for schedule in map(Schedule.without_reductions, start)}.values()
+    begin = [candidate for schedule in given if (candidate := _started(problem, schedule)) is not None]
+    builder = Builder.of(problem, proved)
+    best = _searched(builder, plain_rules(builder.alike, builder.heads), begin, effort)
+    whole = [replace(schedule, name=name) for schedule in given if _may_gain(problem, cost, schedule)]
+    schedules = [to_schedule(name, problem, best.sequences), *whole]
+    timelines = [simulate(schedule, cost) for schedule in schedules]
+    schedule, timeline = min(
+        (each for each in zip(schedules, timelines, strict=True) if keeps_within(problem, each[1])),
+        key=lambda each: (measured(each[1], problem.objective), each[1].makespan + each[1].span),
+    )
+    bound = proved.objective
+    if cost.overlap and has_pairs(schedule):
+        bound = bounds(with_hidden(problem, cost.overlap)).objective
+    return Found(schedule, timeline, min(bound, measured(timeline, problem.objective)), problem.objective)
+
+
+def _may_gain(problem: Problem, cost: CostModel, schedule: Schedule) -> bool:
+    """Whether a schedule may become worse when its backwards are split into halves and its pairs are taken apart. This
+    is so if halves keep more memory, if pairs hide time, or if links are occupied, which the search does not count.
+    """
+    pairs = bool(cost.overlap) and has_pairs(schedule)
+    return pairs or bool(cost.activation_bytes or cost.route_bytes) or any(problem.memory.spare)
+
+
+@dataclass(slots=True)
+class _Effort:
+    """The limits of a search: its time, its candidates, and an objective that is good enough."""
+
+    deadline: float
+    candidates: float
+    enough: float
+    tried: int = 0
+
+    def goes_on(self, best: ScoredOrder) -> bool:
+        self.tried += 1
+        return (
+            best.objective > self.enough * (1 + 1e-12)
+            and self.tried <= self.candidates
+            and perf_counter() < self.deadline
+        )
+
+
+def _started(problem: Problem, schedule: Schedule) -> ScoredOrder | None:
+    """The candidate that `schedule` is; None when it does not keep within the memory."""
+    if schedule.placement != problem.placement or schedule.num_microbatches != problem.num_microbatches:
+        raise UsageError(f"start {schedule.name!r} has another placement or other microbatches than the search")
+    sequences = to_sequences(schedule)
+    whole = [sorted(3 * stage + half for stage in stages for half in range(3)) for stages in problem.stages]
+    if any(
+        sorted(sequence) != sorted(operations * problem.num_microbatches)
+        for sequence, operations in zip(sequences, whole, strict=True)
+    ):
+        raise UsageError(f"start {schedule.name!r} does not run every forward and backward once; see verify()")
+    if not all(fits(problem, rank, sequence) for rank, sequence in enumerate(sequences)):
+        return None
+    times = run_times(problem, sequences)
+    if times is None:
+        raise UsageError(f"start {schedule.name!r} cannot run to its end; see verify()")
+    return times.candidate(problem, sequences)
+
+
+def _better(one: ScoredOrder, other: ScoredOrder | None) -> ScoredOrder:
+    return one if other is None or one[:2] <= other[:2] else other
+
+
+def _searched(builder: Builder, grid: Iterator[Rules], begin: Iterable[ScoredOrder], effort: _Effort) -> ScoredOrder:
+    first = next(grid)
+    candidate = builder.candidate(first)
+    assert candidate is not None  # it has nothing to stop at
+    found = {first.slack is None: (candidate, first)}  # the best of the rules without a slack, and of those with one
+    best = reduce(_better, begin, candidate)
+    for rules in grid:
+        if not effort.goes_on(best):
+            return best
+        same = found.get(rules.slack is None)
+        candidate = builder.candidate(rules, same[0].objective if same else inf)
+        if candidate is not None and (same is None or _better(same[0], candidate) is candidate):
+            found[rules.slack is None] = candidate, rules
+            best = _better(best, candidate)
+    random = Random(0)
+    near = [each for each in found.values() if each[0].objective <= NEAR * best.objective]
+    by_rules = [_rule_climb(builder, *each, random) for each in near]
+    while True:
+        by_moves = _move_climb(builder.problem, best, random)
+        for climb in (*by_rules, by_moves) * ROUND:
+            if not effort.goes_on(best):
+                return best
+            best = _better(best, climb())
+
+
+def longest(objective: float, random: Random) -> float:
+    """The objective up to which a climb goes on from a candidate with this one: mostly hardly longer, now and then
+    much.
+    """
+    return objective * (1 + SLACK / 2 * random.expovariate(1) ** 2)
+
+
+Climb = Callable[[], ScoredOrder | None]
+
+
+def _rule_climb(builder: Builder, current: ScoredOrder, rules: Rules, random: Random) -> Climb:
+    """Varies rules, and goes on from those whose candidate is hardly worse."""
+
+    def climb() -> ScoredOrder | None:
+        nonlocal current, rules
+        tried = varied(rules, builder.alike, random)
+        if random.random() < 0.3:
+            tried = varied(tried, builder.alike, random)
+        most = longest(current.objective, random)
+        candidate = builder.candidate(tried, most)
+        if candidate is not None and candidate.objective <= most:
+            current, rules = candidate, tried
+        return candidate
+
+    return climb
+
+
+def _move_climb(problem: Problem, current: ScoredOrder, random: Random) -> Climb:
+    """Moves operations of an order, and goes on from orders that are hardly worse."""
+    times = run_times(problem, current.sequences)
+    assert times is not None  # it ran
+    blocks = critical_blocks(problem, current.sequences, times)
+
+    def climb() -> ScoredOrder | None:
+        nonlocal current, blocks
+        for _ in range(PROPOSALS if blocks else 0):
+            sequences = neighbour(problem, current.sequences, blocks, random)
+            if sequences is not None and (times := run_times(problem, sequences)) is not None:
+                candidate = times.candidate(problem, sequences)
+                if candidate.objective <= longest(current.objective, random):
+                    current, blocks = candidate, critical_blocks(problem, sequences, times)
+                return candidate
+        return None
+
+    return climb

@@ -1,0 +1,248 @@
+"""`pipeflow compare`: the measures of several schedules under the same costs. `pipeflow diff`: two schedules, or a
+simulated and a measured step: the moves, the measures, and both drawn; two plans of `pipeflow plan --json`: where their
+time and their memory differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+
+from pipeflow.core.analysis.difference import Difference, differences, has_halves, without_halves
+from pipeflow.core.analysis.measures import Measures
+from pipeflow.core.errors import UsageError
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.timeline import Timeline
+from pipeflow.draw import Comparison, Scatter, Table, scatter_svg
+from pipeflow.draw.captions import Unit
+from pipeflow.draw.columns import COLUMNS, Column, changes, columns_in, grouped, plot
+from pipeflow.schedules import SCHEDULES
+from pipeflow.schedules.registry import COMPARED
+from pipeflow.tools.cli.options import UNITS, Commands, cost_options, schedule_name, schedule_options, unit_options
+from pipeflow.tools.cli.outputs import add_outputs, files_named, show, write, write_drawings
+from pipeflow.tools.cli.plan_results import is_plan, run_plans
+from pipeflow.tools.cli.requests import Compared, ScheduleOptions, refuse, refuse_all_but, refuse_costs
+
+Found = dict[str, Measures]
+TABLE = tuple(name for name in COLUMNS if name != "span")
+
+
+def add_compare(commands: Commands) -> None:
+    """Adds the command and its options."""
+    parents = [schedule_options(), cost_options()]
+    command = commands.add_parser("compare", help="compare schedules under the same costs", parents=parents)
+    help_ = "names or files (default: every schedule)"
+    command.add_argument("schedules", type=schedule_name, metavar="SCHEDULE", nargs="*", help=help_)
+    group = command.add_argument_group("output")
+    group.add_argument(
+        "--sort",
+        choices=["name", *TABLE],
+        default="makespan",
+        metavar="COLUMN",
+        help=f"sort by {', '.join(['name', *TABLE])} (default: makespan)",
+    )
+    group.add_argument(
+        "--svg", metavar="FILE", help="write a plot of bubble against peak memory as SVG (-: standard output)"
+    )
+    group.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=run_compare)
+
+
+def run_compare(arguments: argparse.Namespace) -> int:
+    """Measures each schedule and prints the result."""
+    if arguments.json and arguments.svg == "-":
+        raise UsageError("standard output can take one output, not --json and --svg")
+    if arguments.svg is not None and not arguments.json:
+        refuse(arguments, ("sort",), "for --svg, which has no order")
+    names = list(dict.fromkeys(arguments.schedules)) or list(COMPARED)
+    found, refused, unit = _measured(names, ScheduleOptions.of(arguments))
+    if not found:
+        raise UsageError("; ".join(grouped(refused)))
+    found = _sorted(found, arguments.sort)
+    if arguments.svg is not None:
+        write({arguments.svg: scatter_svg(*plot(found))})
+    if arguments.json:
+        schedules = {name: asdict(measures) for name, measures in found.items()}
+        print(json.dumps({"schedules": schedules, "refused": refused}))
+    elif arguments.svg is None:
+        _show(found, refused, columns_in(unit))
+    return 0
+
+
+def _measured(names: list[str], options: ScheduleOptions) -> tuple[Found, dict[str, str], Unit]:
+    """The measures of the schedules that can be made with these options, the reasons why the others cannot, and the
+    unit of the times. A name that is unknown, or a file that does not fit, is an error.
+    """
+    found, refused = {}, {}
+    timelines, schedules = [], []
+    compared = Compared.of(names, options)
+    for name in names:
+        try:
+            schedule, timeline = compared.both(name)
+            timelines.append(timeline)
+            schedules.append(schedule)
+            found[name] = Measures.of(schedule, timeline)
+        except UsageError as error:
+            if name not in SCHEDULES:
+                raise
+            refused[name] = " ".join(str(error).split())
+    if schedules:
+        refuse_costs(options.costs, *schedules)
+    return found, refused, Unit.of(timelines)
+
+
+def _sorted(found: Found, by: str) -> Found:
+    """The schedules, least first. Equal ones are sorted by makespan, then as in the registry."""
+
+    def key(name: str) -> tuple[float, ...]:
+        return tuple(round(COLUMNS[column].of(found[name]) or 0.0, 9) for column in (by, "makespan"))
+
+    names = sorted(found) if by == "name" else sorted(found, key=key)
+    return {name: found[name] for name in names}
+
+
+def _show(found: Found, refused: Mapping[str, str], columns: Mapping[str, Column]) -> None:
+    shown = [
+        column
+        for column in map(columns.__getitem__, TABLE)
+        if any(column.of(each) is not None for each in found.values())
+    ]
+    same = [column for column in shown if len(found) > 1 and len({column.cell(each) for each in found.values()}) == 1]
+    first = next(iter(found.values()))
+    notes = [f"{' '.join(column.title.split())}: {column.cell(first)} for all schedules" for column in same]
+    notes += [f"left out: {line}" for line in grouped(refused)]
+    table = _compared_table(found, [column for column in shown if column not in same])
+    show(table, *[""] * bool(notes), *notes, "", Scatter(*plot(found)))
+
+
+def _compared_table(found: Found, columns: list[Column]) -> Table:
+    best = set()
+    for index, column in enumerate(columns, start=1):
+        cells = [column.of(measures) for measures in found.values()]
+        least = min(cell for cell in cells if cell is not None)
+        texts = [column.cell(measures) for measures in found.values()]
+        best |= {(row, index) for row, text in enumerate(texts) if text == column.text(least)}
+    rows = [[name, *(column.cell(measures) for column in columns)] for name, measures in found.items()]
+    return Table(["schedule", *(column.title for column in columns)], rows, frozenset(best))
+
+
+SHOWN_ENTRIES = 4  # how many entries of each kind of difference are written out
+
+
+def difference_lines(first: Schedule, second: Schedule) -> Iterator[str]:
+    """Per rank, the first position at which the rows differ, the actions that moved, and the actions that only one row
+    has.
+    """
+    if first.placement != second.placement:
+        yield "The stages are placed differently, so the rows are not compared:"
+        yield from (f"{each.name}: {_placed(each)}" for each in (first, second))
+        return
+    if has_halves(first) != has_halves(second):
+        whole, split = (second, first) if has_halves(first) else (first, second)
+        yield f"{split.name} splits backwards into I and W: I is matched with the B of {whole.name}, W is ignored."
+        first, second = without_halves(first), without_halves(second)
+    found = differences(first, second)
+    if not any(found):
+        yield "Both run the same order on every rank."
+        return
+    margin = len(f"rank {len(found) - 1}  ")
+    for rank, difference in enumerate(found):
+        lines = _lines(difference) if difference else iter(["the same"])
+        yield f"rank {rank}".ljust(margin) + next(lines)
+        yield from (" " * margin + line for line in lines)
+
+
+def _placed(schedule: Schedule) -> str:
+    paths = schedule.placement.paths
+    return "; ".join(f"stages on ranks {' '.join(map(str, path[:16]))}{' ...' * (len(path) > 16)}" for path in paths)
+
+
+def _lines(found: Difference) -> Iterator[str]:
+    rows, position = (found.first, found.second), found.position
+    ends = [str(row[position]) if position < len(row) else "nothing" for row in rows]
+    yield f"position {position}: the first has {ends[0]}, the second {ends[1]}"
+    for what, entries in (
+        ("moved", [f"{entry} {first} to {second}" for entry, first, second in found.moves]),
+        ("only in the first", list(map(str, found.only_first))),
+        ("only in the second", list(map(str, found.only_second))),
+    ):
+        if entries:
+            more = f" and {len(entries) - SHOWN_ENTRIES} more" if len(entries) > SHOWN_ENTRIES else ""
+            yield f"{what}: {', '.join(entries[:SHOWN_ENTRIES])}{more}"
+
+
+FORMATS = ("html", "perfetto")  # the formats of `draw` that can hold two timelines
+
+
+def add_diff(commands: Commands) -> None:
+    """Adds the command and its options."""
+    parents = [schedule_options(), cost_options(), unit_options()]
+    command = commands.add_parser(
+        "diff", help="show how two schedules differ, a plan and a measured step, or two plans", parents=parents
+    )
+    which = (
+        "a name from `pipeflow list`, a CSV file, or in a JSON file a timeline or what `pipeflow plan --json` printed"
+    )
+    command.add_argument("first", type=schedule_name, metavar="A", help=which)
+    command.add_argument("second", type=schedule_name, metavar="B", help="the schedule or timeline to compare it with")
+    add_outputs(command, *FORMATS)
+    command.add_argument("--svg", metavar="FILE", help="of two plans: write where the time of their steps goes as bars")
+    command.set_defaults(run=run_diff)
+
+
+def run_diff(arguments: argparse.Namespace) -> int:
+    """Prints the differences, then both timelines on one time scale."""
+    paths = files_named(arguments, *FORMATS)
+    names = [arguments.first, arguments.second]
+    if (plans := [*map(is_plan, names)]) == [True, True]:
+        if paths:
+            raise UsageError(f"--{min(paths)} draws schedules, not two plans: use --svg")
+        refuse_all_but(arguments, ("first", "second", "svg"), "with two plans, which are as they were printed")
+        return run_plans(names, arguments.svg)
+    _require_schedules(names, plans, arguments.svg)
+    if paths:
+        refuse(arguments, ("memory",), "for files, which always show it")
+    if paths.keys() == {"perfetto"}:
+        refuse(arguments, UNITS, "with --perfetto, whose unit of time is the second")
+    options = ScheduleOptions.of(arguments)
+    compared = Compared.of(names, options)
+    schedules, timelines = zip(*map(compared.both, names), strict=True)
+    refuse_costs(options.costs, *schedules)
+    measured = [compared.request(name).measured is not None for name in names]
+    titles = ("planned", "measured") if measured == [False, True] else ("first", "second")
+    unit, factor = arguments.unit, arguments.factor
+    if paths:
+        named = (replace(each, name=f"{title}: {each.name}") for title, each in zip(titles, timelines, strict=True))
+        write_drawings(paths, *named, unit=unit, factor=factor)
+        return 0
+
+    lines = difference_lines(*schedules)
+    table = _changes_table(names, schedules, timelines, Unit.of(timelines, unit, factor))
+    picture = Comparison(timelines[0], timelines[1], unit, factor, titles, arguments.memory)
+    show(*lines, "", table, *_ratio(timelines, measured), "", picture)
+    return 0
+
+
+def _require_schedules(names: list[str], plans: list[bool], svg: str | None) -> None:
+    if any(plans):
+        raise UsageError(f"{names[plans.index(True)]} is a plan: compare it with another one of pipeflow plan --json")
+    if svg is not None:
+        raise UsageError("--svg is for two plans; for schedules there are --html and --perfetto")
+
+
+def _changes_table(names: list[str], schedules: Sequence[Schedule], timelines: Sequence[Timeline], unit: Unit) -> Table:
+    first, second = map(Measures.of, schedules, timelines)
+    rows = [[title, *change] for title, change in changes(first, second, unit).items()]
+    return Table(["", *names, "change", ""], rows)
+
+
+def _ratio(timelines: Sequence[Timeline], measured: list[bool]) -> list[str]:
+    """The ratio of the planned to the measured makespan, if one timeline was measured."""
+    if measured[0] == measured[1]:
+        return []
+    planned, happened = reversed(timelines) if measured[0] else timelines
+    if not happened.makespan:
+        return []
+    return ["", f"planned / measured: {planned.makespan / happened.makespan:.3f}"]

@@ -1,0 +1,234 @@
+"""Options that several commands share. Options of schedules are read from the registry, so a new family needs no change
+here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NoReturn, TypeAlias
+
+from pipeflow.core.cost import LARGEST, SMALLEST
+from pipeflow.core.cost_fields import EVEN_COSTS
+from pipeflow.core.errors import UsageError, closest, meant_by, nearest
+from pipeflow.core.text import PER_SECOND
+from pipeflow.schedules import SCHEDULES
+from pipeflow.schedules.memory import STAGE_OPTIONS, stages_in
+from pipeflow.schedules.options import Option, family_options
+from pipeflow.schedules.registry import OTHER_NAMES
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+UNITS = ("unit", "factor")
+PLACEMENTS = ("linear", "looped", "vee", "bidirectional")
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises errors as UsageError, and suggests what a misspelt word may mean."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """The arguments; `given` has those that differ from their defaults, as they are typed. Raises UsageError for
+        those that nothing takes, with the nearest option, or the schedule that another program's option chooses.
+        """
+        found, extra = self.parse_known_args(args, namespace)
+        if extra:
+            option = extra[0].partition("=")[0]
+            chosen = meant_by(option, OTHER_NAMES)
+            near = f"the schedule {chosen}" if chosen else closest(option, list(self._known_options()), cutoff=0.75)
+            self._asked(args).error(
+                f"unrecognized arguments: {' '.join(extra)}{f'; did you mean {near}?' if near else ''}"
+            )
+        found.given = {
+            action.dest: next(reversed(action.option_strings), action.metavar)
+            for action in self._asked(args)._actions
+            if getattr(found, action.dest, action.default) != action.default
+        }
+        return found
+
+    def _asked(self, args: Any) -> Parser:
+        """The parser of the command that the arguments begin with, else this one."""
+        commands = next((each for each in self._actions if isinstance(each, argparse._SubParsersAction)), None)
+        first = next(iter(sys.argv[1:] if args is None else args), "")
+        parser: Parser = self if commands is None else commands.choices.get(first, self)
+        return parser
+
+    def _known_options(self) -> Iterator[str]:
+        """The options of this parser and of its commands."""
+        for action in self._actions:
+            yield from action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                for command in action.choices.values():
+                    yield from command._known_options()
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            said = nearest(str(value), [str(each) for each in action.choices])
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {said}")
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UsageError with the message and a hint at the help."""
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def schedule_name(text: str) -> str:
+    """The SCHEDULE argument: the name of a schedule in upper or lower case, unless there is a file with this name."""
+    name = text.lower()
+    return name if name in SCHEDULES and not os.path.isfile(text) else text
+
+
+def flag(option: str) -> str:
+    """The name of an option as it is typed."""
+    return f"--{option.replace('_', '-')}"
+
+
+def add_family_options(group: argparse._ArgumentGroup) -> None:
+    """Adds an option for each of `family_options`: a word where it takes words, a number, or numbers with commas in
+    between where it takes one per rank. The help is the option's meaning, and the schedules that have it.
+    """
+    for option in map(Option.named, family_options()):
+        takes: dict[str, Any] = {"type": _number, "metavar": "N"}
+        if option.choices:
+            takes = {"choices": option.choices}
+        elif option.per_rank:
+            takes = {"type": _numbers, "metavar": "N[,N...]"}
+        whose = f"for {', '.join(option.takers)}"
+        group.add_argument(flag(option.name), help=f"{option.meaning} ({whose})" if option.meaning else whose, **takes)
+
+
+@cache
+def schedule_argument() -> Parser:
+    """The argument that names a schedule."""
+    parser = Parser(add_help=False)
+    help_ = "a name from `pipeflow list`, a CSV file, or a timeline in a JSON file"
+    parser.add_argument("schedule", type=schedule_name, metavar="SCHEDULE", help=help_)
+    return parser
+
+
+@cache
+def size_options() -> Parser:
+    """Options for the size of a named schedule."""
+    parser = Parser(add_help=False)
+    _add_sizes(parser.add_argument_group("schedule"), "8")
+    return parser
+
+
+@cache
+def schedule_options() -> Parser:
+    """Options for the size of a named schedule, and for what a file does not say."""
+    parser = Parser(add_help=False)
+    group = parser.add_argument_group("schedule")
+    _add_sizes(group, "8, or as many as the file has")
+    group.add_argument(
+        "--placement", choices=PLACEMENTS, help="placement of the stages of a CSV file (default: read from its lines)"
+    )
+    group.add_argument("--forward-only", action="store_true", help="leave out the backwards, as in evaluation")
+    return parser
+
+
+def _add_sizes(group: argparse._ArgumentGroup, microbatches: str) -> None:
+    group.add_argument("--ranks", type=_whole, metavar="N", help="number of pipeline ranks (default: 4)")
+    group.add_argument(
+        "--microbatches", type=_whole, metavar="N", help=f"number of microbatches (default: {microbatches})"
+    )
+    add_family_options(group)
+    for option, meaning in STAGE_OPTIONS.items():
+        group.add_argument(flag(option), type=_stages, metavar="STAGES", help=meaning)
+
+
+@cache
+def even_cost_options() -> Parser:
+    """Options for times and bytes that are the same for all ranks."""
+    parser = Parser(add_help=False)
+    _add_even_costs(parser)
+    return parser
+
+
+@cache
+def cost_options() -> Parser:
+    """Options for times and bytes."""
+    parser = Parser(add_help=False)
+    _add_even_costs(parser).add_argument(
+        "--costs",
+        metavar="FILE",
+        help="read per-stage costs from a JSON file with the fields of CostModel, instead of these options",
+    )
+    return parser
+
+
+def _add_even_costs(parser: Parser) -> argparse._ArgumentGroup:
+    group = parser.add_argument_group("costs", "time per microbatch for all layers of one rank, in any unit")
+    for option, cost in EVEN_COSTS.items():
+        metavar = "BYTES" if cost.unit == "bytes" else "T"
+        help_ = f"{cost.meaning} (default: {cost.absent or cost.default})"
+        group.add_argument(flag(option), type=_cost, metavar=metavar, help=help_)
+    return group
+
+
+@cache
+def unit_options() -> Parser:
+    """Options for the unit of written times."""
+    parser = Parser(add_help=False)
+    group = parser.add_argument_group("times")
+    known = ", ".join(PER_SECOND)
+    help_ = f"unit to write after times; times in seconds are converted to {known} (default: a readable one)"
+    group.add_argument("--unit", type=_unit, default="", metavar="NAME", help=help_)
+    group.add_argument(
+        "--factor", type=_factor, default=1.0, metavar="X", help="multiply times by this number, such as 1000"
+    )
+    return parser
+
+
+def _stages(text: str) -> bool | tuple[int, ...]:
+    """As `stages_in`, for an argument."""
+    try:
+        return stages_in(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"it must be a whole number, got {text!r}") from None
+
+
+def _number(text: str) -> float:
+    """An int if the number is whole. Further checks are left to the schedule."""
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"it must be a number, got {text!r}") from None
+    return int(number) if number.is_integer() else number
+
+
+def _numbers(text: str) -> float | tuple[float, ...]:
+    """A number, or several with commas between."""
+    return tuple(map(_number, text.split(","))) if "," in text else _number(text)
+
+
+def _cost(text: str) -> float:
+    number = _number(text)
+    if not (math.isfinite(number) and number >= 0):
+        raise argparse.ArgumentTypeError(f"it must be finite and not negative, got {text}")
+    if number and not SMALLEST <= number <= LARGEST:
+        raise argparse.ArgumentTypeError(f"it must be 0, or from {SMALLEST:g} to {LARGEST:g}, got {text}")
+    return number
+
+
+def _unit(text: str) -> str:
+    if not text.isprintable():
+        raise argparse.ArgumentTypeError(f"it must be a name without control characters, got {text!r}")
+    return text
+
+
+def _factor(text: str) -> float:
+    number = _number(text)
+    if not (math.isfinite(number) and number > 0):
+        raise argparse.ArgumentTypeError(f"it must be positive, got {text}")
+    if not SMALLEST <= number <= LARGEST:
+        raise argparse.ArgumentTypeError(f"it must be from {SMALLEST:g} to {LARGEST:g}, got {text}")
+    return number

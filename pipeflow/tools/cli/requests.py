@@ -1,0 +1,409 @@
+"""Requests: the schedules that the arguments of a command ask for, and the costs that they give; what is too large, and
+options that a mode of a command does not read, are refused. Must not contain: how schedules are made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, final
+
+from pipeflow.core.analysis.lowering import lower
+from pipeflow.core.analysis.measured_step import measured_costs
+from pipeflow.core.analysis.memory_cap import MemoryCap
+from pipeflow.core.cost import CostModel, even_costs, read_costs
+from pipeflow.core.cost_fields import EVEN_COSTS, without_use
+from pipeflow.core.dataflow import Stream
+from pipeflow.core.errors import UsageError, Violation
+from pipeflow.core.files import read_text
+from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.soundness.programs import verify_programs
+from pipeflow.core.soundness.schedule import verify
+from pipeflow.core.text import listed, printable
+from pipeflow.core.timeline import Timeline
+from pipeflow.planning.schedule_request import ReadSchedule, ScheduleRequest
+from pipeflow.schedules import SCHEDULES, options_of
+from pipeflow.schedules.memory import STAGE_OPTIONS
+from pipeflow.schedules.options import family_options
+from pipeflow.tools.cli.options import flag
+from pipeflow.tools.cli.outputs import doing
+
+if TYPE_CHECKING:
+    from pipeflow.planning.catalog import Model
+
+LARGEST = 1_000_000  # stages times microbatches: needs a gigabyte of memory, and half a minute
+MOST_LAYERLESS = 1_000  # ranks without layers: of fewer, the plan says more than that there are too many
+MOST_SEQUENCES = 2_000  # of a step, for each device: a search simulates thousands of such steps
+PER_RANK = ("chunks", "waves")  # options that set the number of stages per rank
+
+
+def require_size(ranks: int, microbatches: int, options: Mapping[str, object]) -> None:
+    """Raises UsageError if stages times microbatches exceed what a machine can hold as actions. Other wrong numbers are
+    left to the schedule.
+    """
+    sizes = {"ranks": ranks, "microbatches": microbatches}
+    sizes |= {name: value for name in PER_RANK if isinstance(value := options.get(name), int)}
+    size = 1
+    for number in sizes.values():
+        size *= max(number, 1)
+    if size > LARGEST:
+        asked = " x ".join(f"{number:,} {name}" for name, number in sizes.items())
+        raise UsageError(f"{asked} is too large: the product may be at most {LARGEST:,}, got {size:,}")
+
+
+def require_filled(ranks: int, layers: int) -> None:
+    """Raises UsageError for many more pipeline ranks than layers, before a schedule is made for them."""
+    if ranks > layers + MOST_LAYERLESS:
+        raise UsageError(f"{layers:,} layers cannot fill {ranks:,} pipeline ranks: use at most {layers:,}")
+
+
+def require_search_size(devices: int, batch: int) -> None:
+    """Raises UsageError for a batch whose steps are too long to simulate many of them."""
+    if devices > 0 and batch > MOST_SEQUENCES * devices:
+        most = f"{MOST_SEQUENCES:,} for each, {MOST_SEQUENCES * devices:,} in all"
+        raise UsageError(f"--batch {batch:,} is too large for a search on {devices:,} devices: at most {most}")
+
+
+ADDING = ("reduce", "optimizer")  # costs that give a schedule the actions that have them
+MAKE_PLACEMENT: dict[str, Callable[[int, int], Placement]] = {  # from the numbers of ranks and stages
+    "linear": lambda ranks, _: Placement.linear(ranks),
+    "looped": lambda ranks, stages: Placement.looped(ranks, max(stages // ranks, 1)),
+    "vee": lambda ranks, stages: Placement.zigzag(ranks, max(stages // (2 * ranks), 1)),  # as many vees as fit
+    "bidirectional": lambda ranks, _: Placement.bidirectional(ranks),
+}
+
+
+@final
+@dataclass(frozen=True)
+class GivenCosts:
+    """The costs that arguments give.
+
+    Attributes:
+        even: even costs, by their names in `EVEN_COSTS`.
+        file: path of a JSON file with per-stage costs.
+        measured: measured costs, used if none are given.
+    """
+
+    even: Mapping[str, float] = field(default_factory=dict, hash=False)
+    file: str | None = None
+    measured: CostModel | None = None
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> GivenCosts:
+        """The costs that the arguments give. Raises UsageError for even costs together with a file."""
+        even = {name: getattr(arguments, name) for name in EVEN_COSTS if getattr(arguments, name) is not None}
+        if even and arguments.costs is not None:
+            raise UsageError(f"{flag(min(even))} and --costs are two ways to give costs: choose one")
+        return cls(even, arguments.costs)
+
+    @cached_property
+    def read(self) -> CostModel | None:
+        """The costs in the file, which is read once; None without a file. Raises UsageError for a wrong one."""
+        if self.file is None:
+            return None
+        text = read_text(self.file)
+        try:
+            return read_costs(text)
+        except UsageError as error:
+            raise UsageError(f"{self.file}: {error}") from None
+
+    @property
+    def given(self) -> str | None:
+        """An option that gave a cost; None if there is none."""
+        return "--costs" if self.file is not None else next(map(flag, self.even), None)
+
+    @property
+    def times_only(self) -> str | None:
+        """An option that gave a cost and adds no actions; None if there is none."""
+        if self.read is not None:
+            return None if any(map(self.adds, ADDING)) or self.read.microbatch_factors else "--costs"
+        return next((flag(name) for name in self.even if name not in ADDING), None)
+
+    def adds(self, name: str) -> bool:
+        """Whether the costs include those of this name, so that schedules need what has them. Raises UsageError for a
+        wrong file.
+        """
+        return name in self.even if self.read is None else bool(getattr(self.read, name))
+
+    def cost_model(self, placement: Placement) -> CostModel:
+        """The costs of `placement`. Raises UsageError for measured costs, or a file, that do not fit it."""
+        stages = placement.num_stages
+        if self.measured is not None:
+            if (measured := len(self.measured.forward)) != stages:
+                fits = f"costs measured on {measured} stages do not fit {stages}"
+                raise UsageError(f"{fits}: give costs, as in --forward 1")
+            return self.measured
+        if self.read is None:
+            return even_costs(placement, self.even)
+        if (there := len(self.read.forward)) != stages:
+            raise UsageError(f"{self.file}: costs are per stage: the file has {there}, not {stages}")
+        return self.read
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ScheduleOptions:
+    """The options of a command that are about schedules. None: not given.
+
+    Attributes:
+        costs: the given costs.
+        ranks, microbatches: the size of a named schedule.
+        options: the options of the schedule, as (name, value).
+        placement: the name of a placement for a CSV file.
+        forward_only: whether to leave out backwards.
+        stages: the stages of each option that saves memory, as (option of make_schedule, stages); True: all.
+    """
+
+    costs: GivenCosts = GivenCosts()
+    ranks: int | None = None
+    microbatches: int | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+    placement: str | None = None
+    forward_only: bool = False
+    stages: tuple[tuple[str, bool | tuple[int, ...]], ...] = ()
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> ScheduleOptions:
+        """From the arguments of a command with schedule_options and cost_options."""
+        given = [(name, getattr(arguments, name)) for name in family_options()]
+        return cls(
+            GivenCosts.of(arguments),
+            arguments.ranks,
+            arguments.microbatches,
+            tuple((name, value) for name, value in given if value is not None),
+            arguments.placement,
+            arguments.forward_only,
+            tuple(
+                (name.removesuffix("_stages"), stages) for name in STAGE_OPTIONS if (stages := getattr(arguments, name))
+            ),
+        )
+
+    def request(self, name: str) -> ScheduleRequest:
+        """The schedule `name` with these options. Raises UsageError for options that do not fit it, and for a file that
+        cannot be read.
+        """
+        if is_file(name):
+            read = self._read(name)
+            request = ScheduleRequest(name, self.costs, read=read, stages=self.stages, forward_only=self.forward_only)
+            if read.measured is not None:
+                return request
+        else:
+            if self.placement is not None:
+                raise UsageError(f"--placement is for CSV files; schedule {name!r} has its own")
+            ranks, microbatches = 4 if self.ranks is None else self.ranks, self.microbatches
+            microbatches = 8 if microbatches is None else microbatches
+            require_size(ranks, microbatches, dict(self.options))
+            request = ScheduleRequest(name, self.costs, ranks, microbatches, self.options, self.stages)
+            request = replace(request, forward_only=self.forward_only)
+        return replace(request, reduces=self.costs.adds("reduce"), steps=self.costs.adds("optimizer"))
+
+    def _read(self, name: str) -> ReadSchedule:
+        for option, value in (("ranks", self.ranks), *self.options):
+            if value is not None:
+                raise UsageError(f"{flag(option)} is for named schedules; {name} has its own")
+        text = read_text(name)
+        try:
+            read = ReadSchedule.of(name, text, self.microbatches)
+            if read.measured is None:
+                return read if self.placement is None else _placed(read, self.placement)
+            given = {"microbatches": self.microbatches, "placement": self.placement}
+            for option, value in {**given, "forward_only": self.forward_only or None}.items():
+                if value is not None:
+                    raise UsageError(f"{flag(option)} is for schedules; a timeline has its own")
+        except UsageError as error:
+            raise UsageError(f"{name}: {error}") from None
+        if self.stages:
+            raise UsageError(f"{flag(f'{self.stages[0][0]}_stages')} is for schedules; a timeline shows what ran")
+        return read
+
+    def among(self, names: list[str]) -> dict[str, ScheduleOptions]:
+        """Per name, the options that apply to it: sizes to named schedules, each with the options that it has, and the
+        placement to files. Raises UsageError for an option that applies to none of them.
+        """
+        files = [name for name in names if is_file(name)]
+        known = [name for name in names if name in SCHEDULES]
+        for option, _ in self.options:
+            if known and not any(option in options_of(name) for name in known):
+                raise UsageError(f"none of {', '.join(known)} takes {flag(option)}")
+        sized = replace(self, placement=None) if files else self
+        placed = self if len(files) == len(names) else replace(self, ranks=None, microbatches=None, options=())
+        return {name: placed if name in files else sized.fitting(name) for name in names}
+
+    def fitting(self, name: str) -> ScheduleOptions:
+        """These without options that the schedule `name` does not have."""
+        known = options_of(name) if name in SCHEDULES else ()
+        return replace(self, options=tuple((option, value) for option, value in self.options if option in known))
+
+
+def is_file(name: str) -> bool:
+    """Whether an argument is a file: it looks like a path, or there is a file with this name."""
+    return name not in SCHEDULES and ("." in name or os.path.dirname(name) != "" or os.path.isfile(name))
+
+
+def _placed(read: ReadSchedule, placement: str) -> ReadSchedule:
+    """A schedule with the named placement instead of the one that its rows show."""
+    schedule, ranks = read.schedule, len(read.schedule.rows)
+    stages = 1 + max(action.stage for rank in range(ranks) for action in schedule.actions(rank))
+    made = replace(schedule, placement=MAKE_PLACEMENT[placement](ranks, stages))
+    return replace(read, source=(read.source, placement), schedule=made)
+
+
+def schedule_of(request: ScheduleRequest) -> Schedule:
+    """The schedule that is asked for. Raises UsageError if it cannot be made."""
+    with doing(f"making {printable(request.name)}"):
+        return request.schedule()
+
+
+def sound_schedule(request: ScheduleRequest) -> Schedule:
+    """The same. Raises UsageError also for a file whose schedule is unsound."""
+    schedule = schedule_of(request)
+    if request.read is not None and (violations := violations_of(schedule)):
+        many = f"{len(violations)} violation{'s' * (len(violations) > 1)}, the first"
+        raise UsageError(f"{request.name} is unsound, {many}: {violations[0]}; see pipeflow verify")
+    return schedule
+
+
+def ordered_schedule(request: ScheduleRequest, costs: GivenCosts) -> Schedule:
+    """The same as `schedule_of`, for commands that show an order and no times. Raises UsageError for costs that it does
+    not depend on.
+    """
+    schedule = schedule_of(request)
+    if request.measured is not None and costs.given is not None:
+        raise UsageError(f"{costs.given} is for schedules; a timeline has its own times")
+    if not request.is_made_for_costs and (unread := costs.times_only):
+        raise UsageError(f"{unread} does not change the order of {request.name}: leave it out")
+    return schedule
+
+
+def timeline_of(request: ScheduleRequest, schedule: Schedule, costs: GivenCosts) -> Timeline:
+    """The timeline that is asked for, of the schedule that was made. Raises UsageError for costs beside a measured one,
+    or that do not fit.
+    """
+    if request.measured is not None and costs.given is not None:
+        raise UsageError(f"{costs.given} is for schedules; a timeline has its own times")
+    with doing(f"simulating {printable(schedule.name)}"):
+        return request.timeline(schedule)
+
+
+def violations_of(
+    schedule: Schedule, memory_cap: MemoryCap | None = None, costs: GivenCosts | None = None
+) -> list[Violation]:
+    """Everything that is wrong with a schedule or, if nothing is, with its programs. With `costs`, microbatches keep as
+    much as their factors say.
+    """
+    options: dict[str, Any] = {}
+    if memory_cap is not None:
+        factors = () if costs is None else costs.cost_model(schedule.placement).microbatch_factors
+        options = {"memory_cap": memory_cap, "microbatch_factors": factors}
+    with doing(f"proving {printable(schedule.name)}"):
+        return verify(schedule, **options) or verify_programs(lower(schedule))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Several SCHEDULE arguments that are compared, under the same costs.
+
+    Attributes:
+        files: per name of a file, what is asked for, which is sound.
+        options: per name, the options for it.
+        reduces: whether named schedules get reductions, because a file has them.
+    """
+
+    files: Mapping[str, ScheduleRequest]
+    options: Mapping[str, ScheduleOptions]
+    reduces: bool
+
+    @classmethod
+    def of(cls, names: Sequence[str], options: ScheduleOptions) -> Compared:
+        """The schedules with these names. A named schedule takes the sizes of the first file, unless sizes are given,
+        and the costs of the first measured file, unless costs are given.
+
+        Raises UsageError for a file that cannot be read or is unsound, and for costs if everything was measured.
+        """
+        among = options.among([*names])
+        files = {name: among[name].request(name) for name in names if is_file(name)}
+        read = [sound_schedule(each) for each in files.values()]
+        measured = [each.measured for each in files.values() if each.measured is not None]
+        if options.costs.given is not None and len(measured) == len(among):
+            raise UsageError(f"{options.costs.given} is for schedules; a timeline has its own times")
+        costs = options.costs
+        if measured and costs.given is None:
+            costs = replace(costs, measured=measured_costs(measured[0]))
+        among = {name: replace(_sized(each, read), costs=costs) for name, each in among.items()}
+        files = {name: replace(each, prices=costs) for name, each in files.items()}
+        return cls(files, among, any(Stream.REDUCE in schedule.streams for schedule in read))
+
+    def request(self, name: str) -> ScheduleRequest:
+        """The request for the schedule with this name. Raises UsageError for options that do not fit it."""
+        if name in self.files:
+            return self.files[name]
+        request = self.options[name].request(name)
+        return replace(request, reduces=request.reduces or self.reduces)
+
+    def both(self, name: str) -> tuple[Schedule, Timeline]:
+        """A schedule and its timeline: the measured one, otherwise a simulation under the costs. Raises UsageError for
+        one that cannot be made in the given size, and for costs that do not fit.
+        """
+        request = self.request(name)
+        schedule = schedule_of(request)
+        with doing(f"simulating {printable(schedule.name)}"):
+            return schedule, request.timeline(schedule)
+
+
+def _sized(options: ScheduleOptions, read: Sequence[Schedule]) -> ScheduleOptions:
+    """The options with the sizes of the first file, unless sizes are given."""
+    if not read:
+        return options
+    ranks = read[0].placement.num_ranks if options.ranks is None else options.ranks
+    microbatches = read[0].num_microbatches if options.microbatches is None else options.microbatches
+    return replace(options, ranks=ranks, microbatches=microbatches)
+
+
+EXPERTS = ("expert_tensor", "dispatcher", "overlap_experts")
+
+
+def refuse(arguments: argparse.Namespace, names: Collection[str], why: str) -> None:
+    """Raises UsageError if an option among `names` was given. `why` says in which mode nothing reads it."""
+    _refuse([typed for name, typed in arguments.given.items() if name in names], why)
+
+
+def refuse_all_but(arguments: argparse.Namespace, names: Collection[str], why: str) -> None:
+    """Raises UsageError if an option was given that is not among `names`."""
+    _refuse([typed for name, typed in arguments.given.items() if name not in names], why)
+
+
+def refuse_without_effect(arguments: argparse.Namespace, model: Model) -> None:
+    """Raises UsageError for options of `pipeflow plan` about what the plan has not. A search chooses what is not given,
+    so it reads them.
+    """
+    searches = arguments.devices is not None
+    if not (arguments.zero == 3 or (searches and arguments.zero is None)):
+        refuse(arguments, ("prefetch",), "without --zero 3")
+    if not ((arguments.context or 1) > 1 or (searches and arguments.context is None)):
+        refuse(arguments, ("context_kind",), "without --context")
+    recomputes = arguments.checkpoint not in (None, "none") or arguments.recompute_modules
+    if not (recomputes or (searches and arguments.checkpoint is None)):
+        refuse(arguments, ("early_stop",), "without --checkpoint")
+    if model.experts < 2:
+        refuse(arguments, EXPERTS, f"by {arguments.model}, which has no experts")
+
+
+def refuse_costs(costs: GivenCosts, *schedules: Schedule) -> None:
+    """Raises UsageError for costs of what none of the schedules does, such as copies where nothing is offloaded."""
+    names = listed(list(dict.fromkeys(schedule.name for schedule in schedules)), "or")
+    for name, lacking in without_use(costs.even, schedules):
+        _refuse([flag(name)], f"by {names}, without {lacking}")
+    if "saved_bytes" not in costs.even:
+        sizes = [flag(name) for name in costs.even if EVEN_COSTS[name].unit == "bytes"]
+        _refuse(sizes, "without --saved-bytes, since memory is counted in activations")
+
+
+def _refuse(given: Sequence[str], why: str) -> None:
+    if given:
+        are, them = ("is", "it") if len(given) == 1 else ("are", "them")
+        raise UsageError(f"{listed(given)} {are} not read {why}: leave {them} out")

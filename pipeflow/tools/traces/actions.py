@@ -1,0 +1,248 @@
+"""Recorded actions: which actions the names of ranges stand for, and when each action of a rank computed. Must not
+contain: steps, and stages that no name says.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple
+
+from pipeflow.core.action import Action, Kind, Pair, actions_of, parse_entry
+from pipeflow.core.dataflow import DATAFLOW
+from pipeflow.core.errors import UsageError
+from pipeflow.tools.traces.events import Event, RankEvents
+
+KINDS = {
+    "f": Kind.F,
+    "forward": Kind.F,
+    "fwd": Kind.F,
+    "b": Kind.B,
+    "backward": Kind.B,
+    "bwd": Kind.B,
+    "i": Kind.I,
+    "dgrad": Kind.I,
+    "w": Kind.W,
+    "wgrad": Kind.W,
+}
+KNOWN = [
+    # torch.distributed.pipelining's ScheduleGPipe
+    r"(?P<kind>Forward|Backward) (?P<microbatch>\d+)",
+    # Megatron-core's steps, timers and spans, and DeepSpeed's instructions
+    r"(?:megatron\.core\.pipeline_parallel\.schedules\.)?(?P<kind>forward|backward)[-_](?:step|compute|pass)",
+    r"(?:_exec_)?(?P<kind>Forward|Backward)(?:Pass|_pass)(?:\(.*\))?",
+]
+
+
+class Named(NamedTuple):
+    """An action as an annotation names it.
+
+    Attributes:
+        kind, stage, microbatch: None where the name does not say it.
+        partner: whether it is one of a pair.
+    """
+
+    kind: Kind | None
+    stage: int | None = None
+    microbatch: int | None = None
+    partner: Named | None = None
+
+
+class Names:
+    """Reads names of ranges: those of `pattern`, a regular expression with the groups kind, stage and microbatch, each
+    of them optional; or those that engines are known to write. Raises UsageError for a pattern that cannot work.
+
+    Attributes:
+        is_own: whether a pattern was given.
+    """
+
+    def __init__(self, pattern: str | None = None) -> None:
+        try:
+            self._patterns = [re.compile(each) for each in ([pattern] if pattern else KNOWN)]
+        except re.error as error:
+            raise UsageError(f"--names {pattern!r} is not a regular expression: {error}") from None
+        self.is_own = pattern is not None
+        if pattern and not {"kind", "stage", "microbatch"} & set(self._patterns[0].groupindex):
+            raise UsageError(
+                f"--names {pattern!r} has none of the groups (?P<kind>...), (?P<stage>...), (?P<microbatch>...)"
+            )
+
+    def read(self, name: str) -> list[Named]:
+        """The actions of a range: one, the two of a pair, or none."""
+        if not self.is_own and name.startswith("PP:"):
+            return [*_of_torch(name[3:])]
+        for pattern in self._patterns:
+            if match := (pattern.search if self.is_own else pattern.fullmatch)(name):
+                given = match.groupdict()
+                word = given.get("kind")
+                kind = KINDS.get(word.lower()) if word else None
+                if kind is not None or not word:
+                    return [Named(kind, _number(given.get("stage")), _number(given.get("microbatch")))]
+        return []
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text and text.isdecimal() else None
+
+
+def _of_torch(text: str) -> Iterator[Named]:
+    """The actions of an entry of torch's table; none for its communication."""
+    try:
+        entry = parse_entry(text)
+    except UsageError:
+        return
+    actions = (each for each in actions_of(entry) if not DATAFLOW[each.kind].joint)
+    named = [Named(each.kind, each.stage, each.microbatch) for each in actions]
+    if isinstance(entry, Pair):
+        named = [each._replace(partner=other) for each, other in zip(named, reversed(named), strict=True)]
+    yield from named
+
+
+STEP = "ProfilerStep#"  # beginning of the annotation of a step by torch's profiler
+BETWEEN_STEPS = ("Optimizer.", STEP)  # beginnings of annotations of torch that belong to no action
+
+# Theory of operation
+#
+# An annotation of an engine lasts longer than its action, since it also waits for what the action needs. So the time of
+# an action is taken from what the profiler saw inside of the annotation: kernels that were launched there, or else
+# operators of the host that have a backward, and nodes of autograd's graph. Where an engine writes no annotations, the
+# same operators show the actions: each has autograd's number, which its backward has too.
+
+
+@dataclass(slots=True)
+class RecordedAction:
+    """An action and when it computed.
+
+    Attributes:
+        kind: its kind.
+        named: what its name says; a stage or microbatch that it does not say is None until it is found otherwise.
+        start, end: seconds on the clock of the rank's machine.
+        step: the step of the profiler in which its annotation or its first operator began; None where none is marked.
+        index: the number of its forward among those of its rank, where operators show it; else None.
+    """
+
+    kind: Kind
+    named: Named
+    start: float
+    end: float
+    step: int | None = None
+    index: int | None = None
+
+    @property
+    def action(self) -> Action:
+        """The action, whose stage and microbatch are known."""
+        return Action(self.kind, self.named.stage or 0, self.named.microbatch or 0)
+
+
+def recorded_actions(events: RankEvents, names: Names) -> list[RecordedAction]:
+    """The actions of a rank in the order of their starts: those of annotated ranges or, where there are none, of
+    operators whose backward was recorded.
+    """
+    for each in (events.operators, events.backwards, events.messages):
+        each.sort(key=attrgetter("start"))
+    events.kernels.sort(key=lambda each: each[0])
+    inside = _Inside(events)
+    found = [each for event in events.ranges for each in inside.actions(event, names.read(event.name))]
+    if not found and not names.is_own:
+        found = list(_unannotated(events))
+    return sorted(found, key=attrgetter("start"))
+
+
+def _marked_steps(events: RankEvents) -> list[tuple[float, int]]:
+    """The steps that torch's profiler marks: their starts and numbers."""
+    marks = ((each.start, each.name.removeprefix(STEP)) for each in events.ranges if each.name.startswith(STEP))
+    return sorted((start, int(number)) for start, number in marks if number.isdecimal() and len(number) < 10)
+
+
+class _Inside:
+    """Looks up what ran inside of a range."""
+
+    def __init__(self, events: RankEvents) -> None:
+        self._events = events
+        self._has_parts = bool(events.kernels or events.operators or events.backwards)
+        self._launched = [launched for launched, _ in events.kernels]
+        self._marks = _marked_steps(events)
+        self._forwards = [each for run in forward_runs(events) for each in run] or events.operators
+        self._middles = {
+            Kind.F: [(each.start + each.end) / 2 for each in self._forwards],
+            Kind.B: [(each.start + each.end) / 2 for each in events.backwards],
+        }
+
+    def actions(self, event: Event, named: Sequence[Named]) -> Iterator[RecordedAction]:
+        for each in named:
+            kind = each.kind or self._kind(event)
+            parts = self._kernels(event, kind, each) or self._on_host(event, kind)
+            if parts:
+                start, end = _extent(parts)
+            else:  # it only waited, as the first stage does for a gradient that nothing before it needs
+                start, end = (event.end if self._has_parts else event.start), event.end
+            place = bisect_right(self._marks, (event.start, sys.maxsize))
+            yield RecordedAction(kind, each, start, end, self._marks[place - 1][1] if place else None)
+
+    def _kind(self, event: Event) -> Kind:
+        """The kind of an action whose name does not say it: a backward is where nodes of autograd's graph ran."""
+        if not self._events.backwards:
+            raise UsageError(
+                f"{self._events.source}: {event.name!r} does not say whether it is a forward or a backward, and no "
+                "operator shows it: give --names with the group kind"
+            )
+        return Kind.B if self._on_host(event, Kind.B) else Kind.F
+
+    def _on_host(self, event: Event, kind: Kind) -> list[Event]:
+        is_forward = kind is Kind.F
+        middles = self._middles[Kind.F if is_forward else Kind.B]
+        events = self._forwards if is_forward else self._events.backwards
+        return events[bisect_left(middles, event.start) : bisect_left(middles, event.end)]
+
+    def _kernels(self, event: Event, kind: Kind, named: Named) -> list[Event]:
+        """The kernels that were launched inside of a range; of a pair, before or after its backward began."""
+        first, last = event.start, event.end
+        if named.partner is not None and (backwards := self._on_host(event, Kind.B)):
+            first, last = (first, backwards[0].start) if kind is Kind.F else (backwards[0].start, last)
+        places = slice(bisect_left(self._launched, first), bisect_left(self._launched, last))
+        return [kernel for _, kernel in self._events.kernels[places]]
+
+
+def _extent(events: Sequence[Event]) -> tuple[float, float]:
+    return min(each.start for each in events), max(each.end for each in events)
+
+
+def forward_runs(events: RankEvents) -> list[list[Event]]:
+    """The operators of each forward: those between two calls of communication, backwards or steps of an optimizer, if
+    one of them has a backward. What makes nothing for a backward has the number of the next operator that does, so a
+    run all of whose numbers come again is none.
+    """
+    numbers = {each.number for each in events.backwards}
+    ends = [each.end for each in events.ranges if each.name.startswith(BETWEEN_STEPS)]
+    borders = sorted([*ends, *(each.start for each in (*events.messages, *events.backwards))])
+    runs = [list(run) for _, run in groupby(events.operators, key=lambda each: bisect_right(borders, each.start))]
+    last_with = {each.number: place for place, run in enumerate(runs) for each in run}
+    return [
+        run
+        for place, run in enumerate(runs)
+        if any(each.number in numbers and last_with[each.number] == place for each in run)
+    ]
+
+
+def _unannotated(events: RankEvents) -> Iterator[RecordedAction]:
+    """The actions that operators show: runs of operators, and the backwards that have the same numbers."""
+    runs = forward_runs(events)
+    owner = {each.number: index for index, run in enumerate(runs) for each in run}
+    parts: dict[int, list[Event]] = {}
+    last: int | None = None
+    for each in events.backwards:  # what has no operator, such as sums into gradients, belongs to the one before
+        last = owner.get(each.number, last)
+        if last is not None:
+            parts.setdefault(last, []).append(each)
+    device = _Inside(events)
+    for index, run in enumerate(runs):
+        for kind, own in ((Kind.F, run), (Kind.B, parts.get(index, []))):
+            if own:
+                for action in device.actions(Event("", *_extent(own)), [Named(kind)]):
+                    action.index = index
+                    yield action

@@ -1,0 +1,84 @@
+"""Events: what was recorded on one rank, and how values of files are read, which may hold anything where their formats
+have something else. Must not contain: formats of files, and what events mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+LONGEST = 2.0**63  # of a time as a number: what is longer, infinite or no number is none
+
+
+def seconds(value: object, unit: float) -> float | None:
+    """A time in seconds, given in units of so many seconds; None if it is no time."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -LONGEST < value < LONGEST:
+        return None
+    return value * unit
+
+
+def count(value: object) -> int | None:
+    """A number that counts something or identifies it; None if it is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def text(value: object) -> str:
+    """A text; "" if it is none."""
+    return value if isinstance(value, str) else ""
+
+
+def mapping(value: object) -> dict[str, Any]:
+    """An object; an empty one if it is none."""
+    return value if isinstance(value, dict) else {}
+
+
+def objects(holder: object, key: str) -> list[dict[str, Any]]:
+    """The objects in a list of an object."""
+    found = mapping(holder).get(key)
+    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+
+
+class Event(NamedTuple):
+    """Something that ran for a while.
+
+    Attributes:
+        name: its name.
+        start, end: seconds on the clock of its machine.
+        number: autograd's sequence number of an operator, or of the operator whose backward a node is; else None.
+    """
+
+    name: str
+    start: float
+    end: float
+    number: int | None = None
+
+
+@dataclass
+class RankEvents:
+    """The events of one rank.
+
+    Attributes:
+        source: the file that they were read from.
+        rank: the rank; None if the file does not say it.
+        ranks: number of ranks of the job; None if the file does not say it.
+        host: name of the machine; "" if the file does not say it.
+        pipeline: the ranks of its pipeline, in order; empty if the file does not say them.
+        ranges: annotations, such as "PP:0F3".
+        operators: operators of forwards on the host.
+        backwards: nodes of autograd's graph on the host.
+        messages: calls on the host that send, receive or sum over ranks.
+        kernels: computations of a device, each with the time at which the host launched it.
+        is_cut_off: whether the file ends before its end.
+    """
+
+    source: str
+    rank: int | None = None
+    ranks: int | None = None
+    host: str = ""
+    pipeline: tuple[int, ...] = ()
+    ranges: list[Event] = field(default_factory=list)
+    operators: list[Event] = field(default_factory=list)
+    backwards: list[Event] = field(default_factory=list)
+    messages: list[Event] = field(default_factory=list)
+    kernels: list[tuple[float, Event]] = field(default_factory=list)
+    is_cut_off: bool = False

@@ -1,0 +1,137 @@
+"""load_checkpoint: loads a run's state from a folder, under any layout."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from pipeflow.core.errors import UsageError
+from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_object
+from pipeflow.training.checkpoint import state
+from pipeflow.training.checkpoint.folders import path_of
+from pipeflow.training.checkpoint.manifest import Manifest, find, verified
+from pipeflow.training.checkpoint.pieces import Names, Piece, context_of, local_tensors, require_same_model, whole_model
+from pipeflow.training.checkpoint.storage import CheckpointStorage, fill
+from pipeflow.training.checkpoint.task import Task
+from pipeflow.training.optim.optimizer import by_name
+from pipeflow.training.optim.rates import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The arguments of `save_checkpoint` that describe the run.
+
+    Attributes:
+        step: number of steps taken; 0 if none was given.
+        data: position in the data, as given; None if none was.
+        extra: further values, as given; None if none were.
+    """
+
+    step: int
+    data: Any
+    extra: Any
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    scheduler: Scheduler | None = None,
+    *,
+    names: Names | None = None,
+    check: Callable[[Loaded], None] | None = None,
+) -> Loaded:
+    """Loads a checkpoint of `save_checkpoint` and returns its step, data and extra values. All ranks call it together.
+
+    The layout may differ from that of the save: the number of pipeline, tensor and data ranks, the chunks and the
+    schedule. Weights keep their bits. Under the same layout, each rank's random states of torch, Python and numpy are
+    restored, too, and the run continues as if it had not stopped.
+
+    Nothing is changed until every rank has checked the files and has read all that it needs. No code in a checkpoint is
+    run, even if its source is untrusted. Its values are not checked.
+
+    Args:
+        path: the checkpoint's folder.
+        model: as in `save_checkpoint`; its weights and buffers are loaded.
+        optimizer: gets its states and its groups' options. If a MasterWeights is not passed, it copies the loaded
+            weights to its masters in its next step.
+        scheduler: learning-rate scheduler that gets its state.
+        names: as in `save_checkpoint`.
+        check: called on every rank with the result before anything is changed; its error is raised on every rank.
+
+    Raises UsageError if the path is not a checkpoint, or if the checkpoint is damaged, of another model or of a newer
+    format. The rank that noticed it raises UsageError, and the others raise PipelineError.
+    """
+    path, context = path_of(path), context_of(model)
+    with context.alarm.raised_everywhere():
+        folder = find(path)
+        manifests: list[Manifest] = []
+        Task(context, lambda: manifests.append(verified(folder, context.rank, context.world_size))).wait()
+        storage = CheckpointStorage(folder, manifests[0])
+        tensors = local_tensors(model, context, names)
+        told = str(path), manifests[0].content, [tuple(each.spec) for each in tensors]
+        everyone: list[Any] = all_gather_object(context.world, told)
+        _require_one([each[:2] for each in everyone])
+        shapes = {name: spec.shape for name, spec in whole_model([specs for _, _, specs in everyone]).items()}
+        require_same_model(path, shapes, state.weight_shapes(storage))
+        run = state.read_run(storage)
+        loaded = Loaded(run["step"] or 0, run["data"], run["extra"])
+        if check is not None:
+            check(loaded)
+        if scheduler is not None and run["scheduler"] is None:
+            raise UsageError(f"checkpoint {path} was saved without a scheduler: call load_checkpoint without one")
+        states = None if optimizer is None else state.OptimizerLoad(by_name(optimizer, model), tensors, storage)
+        same_layout = manifests[0].layout == context.layout
+        random = state.saved_random(state.random_pieces(context, storage.tensors), storage) if same_layout else {}
+        weights = state.weight_pieces(tensors)
+        Task(context, lambda: _read_ahead(storage, weights, {} if states is None else states.pieces, random)).wait()
+        Task(context, lambda: fill(storage.parts_of(weights))).wait()
+        if states is not None:
+            states.apply(run.get("optimizer", {}))
+        if scheduler is not None:
+            scheduler.load_state_dict(run["scheduler"])
+        state.restore_random(context, random)
+        all_gather(context.world, [0.0])
+    return loaded
+
+
+def _require_one(everyone: Sequence[tuple[str, str]]) -> None:
+    """Raises UsageError on all ranks unless they load one checkpoint, given each rank's path and its content."""
+    for rank, (path, content) in enumerate(everyone):
+        if content != everyone[0][1]:
+            raise UsageError(
+                f"rank 0 loads {everyone[0][0]} and rank {rank} {path}, which are different checkpoints: pass the same "
+                "path on all ranks; nothing was loaded"
+            )
+
+
+def load_options(folder: Path, optimizer: Optimizer, groups: Sequence[Sequence[str]]) -> None:
+    """Gives the groups of an optimizer the options that a checkpoint has for them, such as learning rates, before there
+    is a Pipeline whose states can be loaded.
+
+    Args:
+        folder: the checkpoint, as `find` returns it.
+        optimizer: an optimizer of the whole module.
+        groups: the names of each group's parameters in the module.
+
+    Raises UsageError if the checkpoint has no such options.
+    """
+    storage = CheckpointStorage(folder, verified(folder, 0, 0))
+    for group, options in zip(optimizer.param_groups, state.options_of_groups(groups, storage), strict=True):
+        group.update(options)
+
+
+def _read_ahead(
+    storage: CheckpointStorage, weights: Mapping[str, Piece], states: Mapping[str, Piece], random: Mapping[str, Piece]
+) -> None:
+    """Reads all that a load needs, without changing the run. Raises UsageError for values that cannot be read."""
+    fill(storage.parts_of({**states, **random}))  # into their own memory
+    state.require_random(random)
+    for _ in storage.parts_of(weights):
+        pass

@@ -1,0 +1,242 @@
+"""Pieces: this rank's parts of a model's tensors, by name in the whole model and offset in the whole tensor. A
+checkpoint consists of pieces, so it is independent of the layout.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from pipeflow.core.errors import UsageError
+from pipeflow.engine.parallel.context import Context
+from pipeflow.engine.parallel.sharding import Split, splits_of
+from pipeflow.engine.runtime.buffers import ranks_of_buffers
+from pipeflow.engine.runtime.gradients.ties import ranks_of_tied
+from pipeflow.engine.runtime.original import plain_name
+from pipeflow.engine.runtime.pipeline import Pipeline
+from pipeflow.engine.torch_private.dtensors import compute_local_shape_and_global_offset
+from pipeflow.training.checkpoint.manifest import Sizes
+from pipeflow.training.checkpoint.task import context_here
+
+Names = Callable[[int, str], str]
+"""`names(stage, name)` returns the name in the whole model of the tensor that a stage's module calls `name`."""
+
+_BLOCK = "\0"  # between the name of a tensor and the number of a block
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a tensor: its values, their offset in the whole, and the whole's shape. If the values are not
+    contiguous in the whole, they consist of `blocks` that are, and the offset has no meaning.
+    """
+
+    tensor: Tensor
+    offset: torch.Size
+    shape: torch.Size
+    blocks: tuple[Piece, ...] = ()
+
+    def copied(self) -> Piece:
+        """A copy on the CPU. A GPU may still be writing it, in pinned memory: a Task waits for that."""
+        on_gpu = self.tensor.device.type == "cuda"
+        entries = self.tensor.detach().contiguous()  # torch copies others again on the host, before they have come
+        return Piece(entries.to("cpu", copy=True, non_blocking=on_gpu), self.offset, self.shape)
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> Piece:
+        return cls(tensor, torch.Size([0] * tensor.dim()), tensor.shape)
+
+    @classmethod
+    def distributed(cls, tensor: DTensor) -> Piece:
+        """This rank's part of a DTensor."""
+        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        return cls(tensor.to_local(), torch.Size(offset), tensor.shape)
+
+    def of(self, split: Split, rank: int) -> Piece:
+        """This piece of the part that tensor rank `rank` holds, as a piece of the whole tensor, without padding."""
+        dim, shape = split.dim, list(self.shape)
+        shape[dim] = split.size
+        if split.blocks:
+            pieces = [self._cut(dim, *place, shape) for place in _blocks(split, rank, self.shape[dim])]
+            blocks = tuple(piece for piece in pieces if piece.tensor.shape[dim])
+            return Piece(self.tensor, self.offset, torch.Size(shape), blocks)
+        start = min(rank * self.shape[dim], split.size)
+        return self._cut(dim, 0, min(self.shape[dim], split.size - start), start, shape)
+
+    def _cut(self, dim: int, begin: int, length: int, start: int, shape: Sequence[int]) -> Piece:
+        """The part of this piece in `length` entries along `dim` from `begin` on, the whole's from `start` on."""
+        here, held = self.offset[dim], self.tensor.shape[dim]
+        first, end = (min(max(place, here), here + held) for place in (begin, begin + length))
+        offset = list(self.offset)
+        offset[dim] = max(0, start + first - begin)
+        return Piece(self.tensor.narrow(dim, first - here, end - first), torch.Size(offset), torch.Size(shape))
+
+
+def _blocks(split: Split, rank: int, length: int) -> Iterator[tuple[int, int, int]]:
+    """The blocks of a rank's part of `length` entries: begin and length in the part, and start in the whole."""
+    ranks, begin, start = split.size // length, 0, 0
+    for size in split.blocks:
+        yield begin, size // ranks, start + rank * (size // ranks)
+        begin, start = begin + size // ranks, start + size
+
+
+def apart(pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+    """The pieces, with those made of blocks replaced by their blocks, each under its own name."""
+    found: dict[str, Piece] = {}
+    for name, piece in pieces.items():
+        blocks = {f"{name}{_BLOCK}{index}": block for index, block in enumerate(piece.blocks)}
+        found |= blocks or {name: piece}
+    return found
+
+
+def name_of_whole(name: str) -> str:
+    """The name of a piece's tensor, from the piece's name in the result of `apart`."""
+    return name.partition(_BLOCK)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """A parameter or buffer of one of this rank's stages; `split` is None if every tensor rank has the whole."""
+
+    name: str
+    stage: int
+    tensor: Tensor
+    split: Split | None
+    tied: tuple[int, ...] | None
+    rank: int
+
+    @property
+    def is_parameter(self) -> bool:
+        return isinstance(self.tensor, nn.Parameter)
+
+    @property
+    def piece(self) -> Piece:
+        return self.piece_of(self.tensor)
+
+    def piece_of(self, tensor: Tensor) -> Piece:
+        """The piece for another tensor of the same shape that is split in the same way."""
+        tensor = tensor.detach()
+        part = Piece.distributed(tensor) if isinstance(tensor, DTensor) else Piece.whole(tensor)
+        return part if self.split is None else part.of(self.split, self.rank)
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.name, self.stage, tuple(self.piece.shape), self.tied)
+
+
+class TensorSpec(NamedTuple):
+    """A tensor's description for other ranks; `tied` has the ranks of the pipeline that share it, if any."""
+
+    name: str
+    stage: int
+    shape: tuple[int, ...]
+    tied: tuple[int, ...] | None
+
+
+def context_of(model: nn.Module) -> Context:
+    """The context of `model`'s ranks; without a launch, a world of one."""
+    if isinstance(model, Pipeline):
+        return model.context
+    return context_here()
+
+
+def local_tensors(model: nn.Module, context: Context, names: Names | None) -> list[LocalTensor]:
+    """All parameters and persistent buffers of this rank. A tensor with several names is listed under each.
+
+    Raises UsageError if two of this rank's stages use one name for two tensors.
+    """
+    if isinstance(model, Pipeline):
+        model.runner.confirmation.confirm()
+    states = [(stage, module.state_dict(keep_vars=True)) for stage, module in _stages(model, context)]
+    splits = splits_of(model)  # after state_dict, which makes fully_shard take back its whole parameters
+    tied = ranks_of_tied(model) | ranks_of_buffers(model)
+    found: dict[str, LocalTensor] = {}
+    for stage, tensors in states:
+        for own, tensor in tensors.items():
+            plain = plain_name(own)
+            name = plain if names is None else names(stage, plain)
+            if not isinstance(tensor, Tensor):
+                raise UsageError(f"{name!r} is a {type(tensor).__name__}; a checkpoint can only hold plain tensors")
+            key = id(tensor)
+            local = LocalTensor(name, stage, tensor, splits.get(key), tied.get(key), context.tensor_rank)
+            if found.setdefault(name, local).tensor is not tensor:
+                raise _collision(name, found[name].stage, stage)
+    return list(found.values())
+
+
+def _stages(model: nn.Module, context: Context) -> Iterator[tuple[int, nn.Module]]:
+    if isinstance(model, Pipeline):
+        stages = model.schedule.placement.stages_of(context.pipeline_rank)
+        yield from zip(stages, model.chunks, strict=True)
+        if model.criterion is not None:
+            yield stages[-1], nn.ModuleDict({"criterion": model.criterion})
+    else:
+        yield 0, model
+
+
+def whole_model(everyone: Sequence[Sequence[tuple[Any, ...]]]) -> dict[str, TensorSpec]:
+    """The tensors of the whole model by name, from each rank's TensorSpecs.
+
+    Raises UsageError if two stages use one name for two tensors, or if ranks disagree on a shape.
+    """
+    by_name: dict[str, TensorSpec] = {}
+    for each in (TensorSpec(*spec) for one in everyone for spec in one):
+        first = by_name.setdefault(each.name, each)
+        if first.stage != each.stage and (first.tied is None or first.tied != each.tied):
+            raise _collision(each.name, first.stage, each.stage)
+        if first.shape != each.shape:
+            raise UsageError(f"{each.name!r} has shape {first.shape} on one rank and {each.shape} on another")
+    return by_name
+
+
+def _collision(name: str, stage: int, other: int) -> UsageError:
+    return UsageError(
+        f"stages {stage} and {other} both have a tensor named {name!r}: name blocks by their index in the whole model, "
+        "with nn.ModuleDict, or pass names=lambda stage, name: ..."
+    )
+
+
+def require_same_model(path: object, model: Mapping[str, Sizes], saved: Mapping[str, Sizes]) -> None:
+    """Raises UsageError that names the first tensors whose name or shape differs from the saved ones."""
+    differences = [
+        *(f"it has no {name!r}" for name in model if name not in saved),
+        *(f"its {name!r} is not in the model" for name in saved if name not in model),
+        *(
+            f"its {name!r} is {saved[name]}, not {shape}"
+            for name, shape in model.items()
+            if saved.get(name, shape) != shape
+        ),
+    ]
+    if differences:
+        more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
+        raise UsageError(f"{path} is a checkpoint of another model: {'; '.join(differences[:5])}{more}")
+
+
+def state_piece(local: LocalTensor, key: str, tensor: Tensor, alike: Collection[str] | None = None) -> Piece:
+    """The piece for an optimizer's state of a parameter. A state of the parameter's shape is split like the parameter;
+    any other is whole on every rank. With `alike`, only states of these names are split.
+
+    Raises UsageError for a state of another shape if the parameter is split, unless `alike` says that it is whole.
+    """
+    is_whole = alike is not None and key not in alike
+    if tensor.shape == local.tensor.shape and not is_whole:
+        return local.piece_of(tensor)
+    if local.split is not None and tensor.numel() != 1 and alike is None:
+        raise UsageError(
+            f"the optimizer's state {key!r} of {local.name!r} has shape {tuple(tensor.shape)}, and the parameter is "
+            "split over tensor ranks: use an optimizer whose states have the parameter's shape"
+        )
+    return Piece.whole(tensor.detach())
+
+
+def grouped(tensors: Sequence[LocalTensor]) -> dict[int, list[LocalTensor]]:
+    """The tensors grouped by id, so that all names of a tied one are together."""
+    groups: dict[int, list[LocalTensor]] = defaultdict(list)
+    for each in tensors:
+        groups[id(each.tensor)].append(each)
+    return groups

@@ -1,0 +1,297 @@
+"""Config: a job's configuration as a value, read from a dict or a Python file and checked. Must not contain: anything
+that acts on it.
+"""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from pipeflow.core.errors import UsageError, closest
+from pipeflow.training.optim.precision import HalfPrecision
+
+
+class Section(Mapping[str, Any]):
+    """A mapping whose entries are also attributes; nested dicts become Sections too."""
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self._entries = {key: Section(entry) if isinstance(entry, dict) else entry for key, entry in entries.items()}
+
+    def __getitem__(self, key: str) -> Any:
+        return self._entries[key]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._entries:
+            raise AttributeError(f"the configuration has no {name!r}")
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return repr(self._entries)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A configuration that was read by `read_config`. Every key that was given, including the user's own, is also an
+    attribute: `config.BATCH_SIZE`, `config.model.num_chunks`. Attributes without a default are None if not given.
+
+    Attributes:
+        pipeline, tensor: pipeline and tensor size, from `parallel`, 1 by default; further ranks are data ranks.
+        num_microbatches: number of microbatches per batch, from NUM_MICRO_BATCHES.
+        num_chunks: number of stages per rank, from NUM_CHUNKS or model.num_chunks.
+        tensor_shape: shape of one microbatch between stages, from TENSOR_SHAPE; as in Pipeline, its first entry may be
+            None.
+        precision: precision and loss scaling, from `fp16` or `bf16`; None leaves the parameters as they are.
+        clip_grad_norm: maximum norm of the gradient; 0, the default, disables clipping.
+        gradient_accumulation: number of batches per optimizer step, 1 by default.
+        batch_size: number of samples per batch and data rank, from BATCH_SIZE.
+        num_epochs: number of epochs, from NUM_EPOCHS.
+        seed: seed of random numbers.
+        log_path: folder for log files, from LOG_PATH.
+        mixup_alpha: Mixup's alpha, from `dali`; 0, the default, disables Mixup.
+        gpu_augmentation: whether `dali` asks for augmentation on the GPU; pipeflow only stores it.
+        given: the whole configuration as given.
+    """
+
+    pipeline: int = 1
+    tensor: int = 1
+    num_microbatches: int | None = None
+    num_chunks: int | None = None
+    tensor_shape: tuple[int | None, ...] | None = None
+    precision: HalfPrecision | None = None
+    clip_grad_norm: float = 0.0
+    gradient_accumulation: int = 1
+    batch_size: int | None = None
+    num_epochs: int | None = None
+    seed: int | None = None
+    log_path: str | None = None
+    mixup_alpha: float = 0.0
+    gpu_augmentation: bool = False
+    given: Section = field(default_factory=lambda: Section({}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "given":  # copy and pickle ask before it is set
+            raise AttributeError(name)
+        return getattr(self.given, name)
+
+    def require_keys(self, needed: Collection[str], others: Collection[str]) -> None:
+        """Raises UsageError if a key of `needed` was not given, or if a key was given that neither set has."""
+        for message, keys in (
+            ("lacks", set(needed) - set(self.given)),
+            ("has unknown keys:", set(self.given) - {*needed, *others}),
+        ):
+            if keys:
+                raise UsageError(f"the configuration {message} {', '.join(sorted(keys))}")
+
+
+def read_config(source: Config | Mapping[str, Any] | str | Path) -> Config:
+    """Reads and checks a configuration.
+
+    Args:
+        source: a dict, the path of a Python file whose variables are the keys, or a Config, which is returned as it is.
+
+    Raises UsageError for a missing file, for invalid values, and for unknown keys in the sections `parallel`, `fp16`,
+    `bf16` and `dali`. Also raises it for an unknown key whose spelling is similar to a known one. Other unknown keys
+    are kept for the user.
+    """
+    if isinstance(source, Config):
+        return source
+    given = Section(source if isinstance(source, Mapping) else _names_in(Path(source)))
+    _refuse_unread(given)
+    return Config(**_read(given), given=given)
+
+
+def _names_in(file: Path) -> dict[str, Any]:
+    """The public variables of a configuration file, without modules and classes."""
+    if file.suffix != ".py" or not file.is_file():
+        raise UsageError(f"a configuration is a dict or a Python file; {str(file)!r} is not an existing .py file")
+    names = runpy.run_path(str(file))
+    return {
+        name: value
+        for name, value in names.items()
+        if not name.startswith("_") and not isinstance(value, ModuleType | type)
+    }
+
+
+def _read(given: Section) -> dict[str, Any]:
+    """The attributes of Config that are read from `given`."""
+    found: dict[str, tuple[str, Any]] = {}
+    for key, (attribute, read) in KEYS.items():
+        value = _value_of(given, key)
+        became = None if value is None else read(key, value)
+        if became is None:
+            continue
+        other, its = found.setdefault(attribute, (key, became))
+        if its != became:
+            raise UsageError(f"the configuration has both {other} and {key}, with different values: give one of them")
+    return {attribute: became for attribute, (_, became) in found.items()}
+
+
+def _value_of(given: Mapping[str, Any], key: str) -> Any:
+    """The value under a key, None if it is not given; a dot in the key leads into a section."""
+    name, _, inside = key.partition(".")
+    value = given.get(name)
+    if not inside:
+        return value
+    return _value_of(value, inside) if isinstance(value, Mapping) else None
+
+
+def _refuse_unread(given: Section) -> None:
+    """Raises UsageError for keys that the user expects to have an effect, but that would have none."""
+    for key in given:
+        if key in UNREAD:
+            raise UsageError(f"the configuration's {key!r} has no effect: {UNREAD[key]}")
+        _refuse_slip(key, [known.partition(".")[0] for known in KEYS])
+    for section in ("parallel", "dali"):
+        if given.get(section) is not None:
+            _require_section(section, given[section], _inside(section))
+    if isinstance(model := given.get("model"), Mapping):
+        for key in model:
+            _refuse_slip(f"model.{key}", [f"model.{known}" for known in _inside("model")])
+
+
+def _inside(section: str) -> list[str]:
+    """The known keys of a section."""
+    return [key.partition(".")[2] for key in KEYS if key.startswith(f"{section}.")]
+
+
+def _refuse_slip(key: str, known: Collection[str]) -> None:
+    names = {name.lower(): name for name in known}
+    near = closest(key.lower(), names, cutoff=0.85)
+    if near and key not in known and key not in USERS:
+        raise UsageError(
+            f"the configuration's {key!r} is not a known key: did you mean {names[near]!r}? "
+            "If it is a key of your own, give it a less similar name"
+        )
+
+
+def _require_section(key: str, section: Any, known: Collection[str]) -> None:
+    """Raises UsageError unless `section` is a dict of known keys."""
+    if not isinstance(section, Mapping):
+        raise UsageError(f"{key} must be a dict with the keys {', '.join(known)}, got {section!r}")
+    for name in section:
+        if name not in known:
+            near = closest(name, known, cutoff=0.0)
+            raise UsageError(f"{key} has no key {name!r}: did you mean {near!r}? Its keys are {', '.join(known)}")
+
+
+def _checked(kind: str, fits: Callable[[Any], bool], convert: Callable[[Any], Any], key: str, value: Any) -> Any:
+    if not fits(value):
+        raise UsageError(f"{key} must be {kind}, got {value!r}")
+    return convert(value)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_whole(value) and value > 0
+
+
+def _is_shape(value: Any) -> bool:
+    if not isinstance(value, tuple | list | torch.Size) or not value:
+        return False
+    return (value[0] is None or _is_positive(value[0])) and all(map(_is_positive, value[1:]))
+
+
+def _is_norm(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+
+
+_number = partial(_checked, "a positive whole number", _is_positive, int)
+_seed = partial(_checked, "a whole number", _is_whole, int)
+_shape = partial(_checked, "a tuple of positive whole numbers, whose first may be None", _is_shape, tuple)
+_norm = partial(_checked, "a number of at least 0 (0 disables clipping)", _is_norm, float)
+_alpha = partial(_checked, "a number of at least 0 (0 disables Mixup)", _is_norm, float)
+_flag = partial(_checked, "True or False", lambda value: isinstance(value, bool), bool)
+_folder = partial(_checked, "a folder", lambda value: isinstance(value, str | Path), lambda value: value)
+
+
+def _pipeline(key: str, value: Any) -> int | None:
+    if isinstance(value, Mapping):
+        _require_section(key, value, ("size",))
+        key, value = f"{key}.size", value.get("size")
+    return None if value is None else _number(key, value)
+
+
+def _tensor(key: str, value: Any) -> int | None:
+    if isinstance(value, Mapping):
+        _require_section(key, value, ("mode", "size"))
+        mode, size = value.get("mode"), value.get("size")
+        if mode != "1d" and (mode is not None or (size or 1) > 1):
+            raise UsageError(f"tensor mode {mode!r} is not supported: write tensor=dict(mode='1d', size={size})")
+        key, value = f"{key}.size", size
+    return None if value is None else _number(key, value)
+
+
+_SCALING = (
+    "initial_scale",
+    "growth_factor",
+    "growth_interval",
+    "backoff_factor",
+    "hysteresis",
+    "min_scale",
+    "max_scale",
+)
+
+
+def _precision(dtype: torch.dtype, scaling: Collection[str], key: str, section: Any) -> HalfPrecision | None:
+    _require_section(key, section, ("mode", *scaling))
+    if not section:
+        return None
+    options = {name: section[name] for name in section if name != "mode"}
+    return HalfPrecision(section.get("mode"), dtype, options)  # it checks the mode
+
+
+class Key(NamedTuple):
+    """How a key of a configuration is read: the attribute of Config that it sets, and a function `read(key, value)`.
+    The function returns the attribute's value, or None for no value. It raises UsageError for an invalid value.
+    """
+
+    attribute: str
+    read: Callable[[str, Any], Any]
+
+
+KEYS: Mapping[str, Key] = {
+    "parallel.pipeline": Key("pipeline", _pipeline),
+    "parallel.tensor": Key("tensor", _tensor),
+    "NUM_MICRO_BATCHES": Key("num_microbatches", _number),
+    "NUM_CHUNKS": Key("num_chunks", _number),
+    "model.num_chunks": Key("num_chunks", _number),
+    "TENSOR_SHAPE": Key("tensor_shape", _shape),
+    "fp16": Key("precision", partial(_precision, torch.float16, _SCALING)),
+    "bf16": Key("precision", partial(_precision, torch.bfloat16, ())),
+    "clip_grad_norm": Key("clip_grad_norm", _norm),
+    "gradient_accumulation": Key("gradient_accumulation", _number),
+    "BATCH_SIZE": Key("batch_size", _number),
+    "NUM_EPOCHS": Key("num_epochs", _number),
+    "seed": Key("seed", _seed),
+    "LOG_PATH": Key("log_path", _folder),
+    "dali.mixup_alpha": Key("mixup_alpha", _alpha),
+    "dali.gpu_aug": Key("gpu_augmentation", _flag),
+}
+"""The known keys; a dot stands for a nested dict."""
+
+USERS = frozenset({"PATCH_SIZE"})
+"""The user's own keys that are allowed although they are spelled much like a known one (here BATCH_SIZE)."""
+
+UNREAD: Mapping[str, str] = {
+    "zero": "wrap the optimizer, as in pipeflow.optim.Zero(model, optimizer)",
+    "gradient_handler": "remove it; every step reduces its gradients",
+    "cudnn_benchmark": "set torch.backends.cudnn.benchmark",
+    "cudnn_deterministic": "set torch.backends.cudnn.deterministic",
+}
+"""ColossalAI's keys that change what a program does and are not supported, each with what to do instead."""

@@ -1,0 +1,310 @@
+"""A GPT for every layout: the whole model, a pipeline stage, or one tensor rank's part of either; and its loss.
+
+The layers are pipeflow.tensor's; with one tensor rank they are ordinary layers. A block keeps its index in the whole
+model, so parameters have the same names under every cut. Must not contain: which rank holds which stage, or initial
+weights (see `gpt_stages`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipeflow.core.errors import UsageError
+from pipeflow.engine.tensor.cross_entropy import VocabParallelCrossEntropy
+from pipeflow.engine.tensor.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
+from pipeflow.engine.tensor.layer import LayerNorm
+from pipeflow.engine.tensor.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelClassifier
+from pipeflow.engine.tensor.random import Dropout, checkpoint
+from pipeflow.engine.tensor.regions import scatter_to_sequence_region
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def causal(attention_mask: Tensor | None, length: int) -> Tensor | None:
+    """Combines the causal mask with `attention_mask`: a token attends to itself and to earlier tokens that it allows.
+
+    The mask is bool (True: attend) or numbers that are added to the scores. A mask of shape (batch, 1, 1, length) is
+    per key and becomes (batch, 1, length, length), in which every token attends at least to itself. A mask of another
+    shape is per query already and is returned as it is. None means no mask besides the causal one, and returns None.
+    """
+    if attention_mask is None or attention_mask.shape[-2] != 1:
+        return attention_mask
+    square = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device)
+    if attention_mask.dtype != torch.bool:
+        return torch.where(square.triu(1), float("-inf"), attention_mask)
+    return attention_mask & square.tril() | torch.eye(length, dtype=torch.bool, device=attention_mask.device)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention. One layer computes query, key and value, interleaved per head (its weight has
+    heads x 3 x head size rows), so that each tensor rank has whole heads.
+
+    Without dropout it uses torch's scaled_dot_product_attention. With dropout scores are computed here, because that
+    function cannot draw from the rank's own random generator.
+    """
+
+    def __init__(
+        self, hidden_size: int, heads: int, *, dropout: float, dtype: torch.dtype, sequence_parallel: bool
+    ) -> None:
+        super().__init__()
+        if hidden_size % heads:
+            raise UsageError(f"hidden_size {hidden_size} must be divisible by the number of heads, {heads}")
+        self.head_size = hidden_size // heads
+        self.query_key_value = ColumnParallelLinear(
+            hidden_size, 3 * hidden_size, dtype=dtype, sequence_parallel=sequence_parallel
+        )
+        self.output = RowParallelLinear(hidden_size, hidden_size, dtype=dtype, sequence_parallel=sequence_parallel)
+        self.dropout = Dropout(dropout, parallel_input=True)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
+        mixed = self.query_key_value(hidden_states).unflatten(-1, (-1, 3, self.head_size))
+        query, key, value = mixed.permute(3, 0, 2, 1, 4)
+        mask = causal(attention_mask, query.shape[2])
+        if self.training and self.dropout.p:
+            seen = self._with_dropout(query, key, value, mask)
+        else:
+            seen = functional.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None)
+        output: Tensor = self.output(seen.transpose(1, 2).flatten(2))
+        return output
+
+    def _with_dropout(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        scores = query @ key.transpose(-1, -2) / self.head_size**0.5
+        if mask is None:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        kept: Tensor = self.dropout(scores.softmax(-1))
+        return kept @ value
+
+
+class GPTBlock(nn.Module):
+    """One transformer block: attention, then an MLP, each with a layer norm before it and a residual connection.
+
+    Its forward takes and returns `(hidden_states, attention_mask)`: hidden states (batch, length, hidden), with
+    length / tensor size under sequence parallelism, and a mask as in `causal`.
+
+    Args:
+        hidden_size: width of the hidden states.
+        num_attention_heads: number of heads; must divide `hidden_size`.
+        mlp_ratio: width of the MLP's inner layer, in multiples of `hidden_size`.
+        activation: activation function of the MLP.
+        attention_dropout: dropout probability of attention scores.
+        dropout: dropout probability of the outputs of attention and MLP.
+        layer_norm_epsilon: epsilon of the layer norms.
+        dtype: dtype of the parameters.
+        checkpoint: activation checkpointing: keep only the input, and recompute the block in its backward.
+        sequence_parallel: split the hidden states over the tensor ranks by length.
+
+    Raises UsageError if the heads do not divide the hidden size.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        mlp_ratio: int = 4,
+        activation: Activation = functional.gelu,
+        attention_dropout: float = 0.0,
+        dropout: float = 0.0,
+        layer_norm_epsilon: float = 1e-5,
+        dtype: torch.dtype = torch.float,
+        checkpoint: bool = False,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"dtype": dtype, "sequence_parallel": sequence_parallel}
+        self.norm_1 = LayerNorm(hidden_size, eps=layer_norm_epsilon, **options)
+        self.attention = Attention(hidden_size, num_attention_heads, dropout=attention_dropout, **options)
+        self.norm_2 = LayerNorm(hidden_size, eps=layer_norm_epsilon, **options)
+        self.wide = ColumnParallelLinear(hidden_size, mlp_ratio * hidden_size, **options)
+        self.output = RowParallelLinear(mlp_ratio * hidden_size, hidden_size, **options)
+        self.dropout = Dropout(dropout, parallel_input=sequence_parallel)
+        self.activation = activation
+        self.checkpoint = checkpoint
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if self.checkpoint and torch.is_grad_enabled():
+            return checkpoint(self._compute, hidden_states, attention_mask), attention_mask
+        return self._compute(hidden_states, attention_mask), attention_mask
+
+    def _compute(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
+        attended = self.attention(self.norm_1(hidden_states), attention_mask)
+        hidden_states = hidden_states + self.dropout(attended)
+        widened = self.activation(self.wide(self.norm_2(hidden_states)))
+        output: Tensor = hidden_states + self.dropout(self.output(widened))
+        return output
+
+
+class GPTEmbedding(nn.Module):
+    """Token and position embeddings: ids (batch, length) become hidden states (batch, length, hidden). Tensor ranks
+    split the token table by vocabulary, the position table by hidden size.
+
+    Args:
+        hidden_size: width of the hidden states.
+        vocab_size: number of tokens in the vocabulary.
+        max_position_embeddings: maximum length of a sequence.
+        dropout: dropout probability of the sum.
+        dtype: dtype of the parameters.
+        sequence_parallel: return only this tensor rank's part of the length.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        max_position_embeddings: int,
+        dropout: float = 0.0,
+        dtype: torch.dtype = torch.float,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        self.word_embeddings = VocabParallelEmbedding(
+            vocab_size, hidden_size, dtype=dtype, sequence_parallel=sequence_parallel
+        )
+        self.position_embeddings = HiddenParallelEmbedding(max_position_embeddings, hidden_size, dtype=dtype)
+        self.dropout = Dropout(dropout, parallel_input=sequence_parallel)
+        self.sequence_parallel = sequence_parallel
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        positions = self.position_embeddings(position_ids)
+        if self.sequence_parallel:
+            positions = scatter_to_sequence_region(positions, self.position_embeddings.group)
+        output: Tensor = self.dropout(self.word_embeddings(input_ids) + positions)
+        return output
+
+
+class GPTLMHead(VocabParallelClassifier):
+    """The head: hidden states (batch, length, dim) become logits (batch, length, this rank's part of the vocabulary).
+
+    Args:
+        vocab_size: number of tokens in the vocabulary.
+        dim: width of the hidden states.
+        dtype: dtype of the parameters.
+        bias: add a bias.
+        sequence_parallel: the input is this tensor rank's part of the length.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        dim: int,
+        dtype: torch.dtype = torch.float,
+        bias: bool = False,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__(dim, vocab_size, bias=bias, dtype=dtype, sequence_parallel=sequence_parallel)
+
+
+class GPTLMLoss(nn.Module):
+    """Mean cross-entropy of predicting each token from the tokens before it. Takes logits (batch, length, this rank's
+    part of the vocabulary) and the input ids (batch, length) as labels, which it shifts by one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = VocabParallelCrossEntropy()
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.loss(logits[:, :-1], labels[:, 1:])
+        return loss
+
+
+class GPTStage(nn.Module):
+    """A pipeline stage of a GPT: some blocks, with the embedding if it is the first stage, and with the last norm and
+    the head if it is the last. With both it is the whole model.
+
+    The first stage takes `input_ids` (batch, length) and optionally `position_ids`; other stages take the previous
+    stage's output (batch, length, hidden). All take `attention_mask`: (batch, length) with 0 for padding, or one of
+    four dimensions as in `causal`. The last stage returns logits (batch, length, this rank's part of the vocabulary).
+
+    Args:
+        num_layers: number of blocks in this stage.
+        hidden_size, num_attention_heads, mlp_ratio, layer_norm_epsilon, dtype, checkpoint: as in GPTBlock.
+        vocab_size, max_position_embeddings: as in GPTEmbedding.
+        embed_drop_rate: dropout probability of the embedding.
+        act_func: activation function of the MLPs.
+        attn_drop_rate: dropout probability of attention scores.
+        drop_rate: dropout probability of the outputs of attention and MLP.
+        first: whether this is the first stage.
+        last: whether this is the last stage.
+        start: index of its first block in the whole model.
+        sequence_parallel: split hidden states over the tensor ranks by length.
+    """
+
+    def __init__(
+        self,
+        num_layers: int = 12,
+        hidden_size: int = 768,
+        num_attention_heads: int = 12,
+        vocab_size: int = 50304,
+        embed_drop_rate: float = 0.0,
+        act_func: Activation = functional.gelu,
+        mlp_ratio: int = 4,
+        attn_drop_rate: float = 0.0,
+        drop_rate: float = 0.0,
+        dtype: torch.dtype = torch.float,
+        checkpoint: bool = False,
+        max_position_embeddings: int = 1024,
+        layer_norm_epsilon: float = 1e-5,
+        first: bool = False,
+        last: bool = False,
+        *,
+        start: int = 0,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"dtype": dtype, "sequence_parallel": sequence_parallel}
+        self.embedding = self.norm = self.head = None
+        if first:
+            self.embedding = GPTEmbedding(
+                hidden_size, vocab_size, max_position_embeddings, dropout=embed_drop_rate, **options
+            )
+        self.blocks = nn.ModuleDict(
+            {
+                str(layer): GPTBlock(
+                    hidden_size,
+                    num_attention_heads,
+                    mlp_ratio=mlp_ratio,
+                    activation=act_func,
+                    attention_dropout=attn_drop_rate,
+                    dropout=drop_rate,
+                    layer_norm_epsilon=layer_norm_epsilon,
+                    checkpoint=checkpoint,
+                    **options,
+                )
+                for layer in range(start, start + num_layers)
+            }
+        )
+        if last:
+            self.norm = LayerNorm(hidden_size, eps=layer_norm_epsilon, **options)
+            self.head = GPTLMHead(vocab_size=vocab_size, dim=hidden_size, **options)
+
+    @property
+    def word_tables(self) -> list[nn.Module]:
+        """Returns the modules of this stage that share the token table: the token embedding and the head."""
+        return [part for part in (self.embedding and self.embedding.word_embeddings, self.head) if part is not None]
+
+    def forward(
+        self,
+        hidden_states: Tensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        if attention_mask is not None and attention_mask.dim() == 2:
+            attention_mask = causal(attention_mask[:, None, None, :].bool(), attention_mask.shape[1])
+        if self.embedding is not None:
+            hidden_states = self.embedding(input_ids, position_ids)
+        for block in self.blocks.values():
+            hidden_states, attention_mask = block(hidden_states, attention_mask)
+        assert hidden_states is not None
+        if self.norm is None or self.head is None:
+            return hidden_states
+        scores: Tensor = self.head(self.norm(hidden_states))
+        return scores
