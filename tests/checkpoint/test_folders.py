@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -188,14 +190,25 @@ def save_what_is_taken_away(path: Path) -> str:
     return ""
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", "before another rank begins", "after"])
 def test_a_save_whose_folder_was_removed_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    """Even if it was removed when all had been written: nobody can then give it its name."""
+    """Even if a rank that begins later makes it again, or if it was removed when all had been written: nobody can then
+    give it its name.
+    """
+
+    together = Barrier(2)
 
     def write_and_remove(target: Path, content: Any) -> Any:
-        if when == "before":
-            folders.put_away(target.parent, tmp_path / "step")
-        return write(target, content)
+        if when != "after":
+            together.wait(60)
+            with suppress(FileNotFoundError):  # the other rank was first
+                folders.put_away(target.parent, tmp_path / "step")
+            together.wait(60)
+        try:
+            return write(target, content)
+        finally:
+            if when == "before another rank begins":
+                target.parent.mkdir(exist_ok=True)
 
     def claim_nothing(temporary: Path) -> Path | None:
         folders.put_away(temporary, tmp_path / "step")

@@ -147,9 +147,15 @@ class Job:
             yield
         except Exception as error:
             self.hold.release()
-            gone = isinstance(error, FileNotFoundError) and not self.temporary.exists()
-            reason = f"its hidden folder, {self.temporary.name}, was removed meanwhile" if gone else error
+            reason = f"its hidden folder, {self.temporary.name}, was removed meanwhile" if self._gone(error) else error
             raise _failed(self.path, reason) from error
+
+    def _gone(self, error: Exception) -> bool:
+        """Whether the hidden folder was not there. A rank that began later may have made it again meanwhile."""
+        if not isinstance(error, FileNotFoundError):
+            return False
+        missing = Path(error.filename or "")
+        return self.temporary in (missing, *missing.parents) or not self.temporary.exists()
 
     def _write(self) -> None:
         file = self.temporary / data_file(self.rank)
