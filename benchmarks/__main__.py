@@ -13,6 +13,7 @@ NAMES = (
     "links",
     "lengths",
     "one_rank",
+    "one_gpu",
     "halves",
     "failure",
     "calls",

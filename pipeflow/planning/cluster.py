@@ -30,6 +30,9 @@ UNITS = {
 """Of the numbers in a cluster file, which holds this table, too."""
 
 
+NETWORK_BANDWIDTH = 25e9
+"""Bytes/s per device of a network of 200 Gbit/s."""
+
 ALLOWANCE = 0.015
 """Share of a device's memory that no process gets: torch sees 78.8 to 79.3 GiB of 80, and 39.4 of 40."""
 
@@ -62,7 +65,7 @@ class Cluster:
     devices_per_node: int = 8
     link_bandwidth: float
     link_latency: float = 5e-6
-    network_bandwidth: float = 25e9
+    network_bandwidth: float = NETWORK_BANDWIDTH
     network_latency: float = 1e-5
     devices_per_nic: int = 1
     sharing: float = 1.0

@@ -58,10 +58,12 @@ class Family(NamedTuple):
     @property
     def weigh(self) -> Callable[[Any], float] | None:
         """`weigh=` for losses that are not proved to be sums over samples: that of experts, a product of means over
-        words, and one over a word of each text that a mask picks. None for other losses.
+        words, one over a word of each text that a mask picks, and one over a mask that the model writes in place. None
+        for other losses.
         """
-        is_proved = self.model != "T5ForSequenceClassification" and not self.sizes.get("output_router_logits")
-        return None if is_proved else lambda labels: self.weight({"labels": labels})
+        written = ("T5ForSequenceClassification", "ViTMAEForPreTraining")
+        is_proved = self.model not in written and not self.sizes.get("output_router_logits")
+        return None if is_proved else lambda given: self.weight(given if isinstance(given, dict) else {"labels": given})
 
     def weight(self, part: dict[str, Any]) -> float:
         """What the mean in the loss of some samples is over."""

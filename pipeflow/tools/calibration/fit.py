@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.cluster import NETWORK_BANDWIDTH, Cluster
 from pipeflow.planning.device import Device
 from pipeflow.planning.efficiency import Efficiency
 from pipeflow.planning.estimate import plan
@@ -41,7 +41,7 @@ def fitted(measured: Measured) -> Cluster:
     """Fits a cluster to the measurements. Its rates are the best measured ones, and `efficiency` has the shares of them
     that are reached. The shares of products, attention and elementwise operations are then lowered by one factor,
     because whole layers take longer than their operations, and whole steps longer than their layers. If only one node
-    was measured, the network between nodes is the usual one.
+    was measured, the network between nodes is the usual one. If only one device was measured, it is a node.
     """
     cluster = _of_operations(measured)
     cluster = replace(cluster, shapes=tuple(_shapes(measured, cluster)))
@@ -70,11 +70,6 @@ def _of_operations(measured: Measured) -> Cluster:
     large, depth, rows = product_coefficients(
         [each for each in measured.products if each.precision == measured.precision]
     )
-    sums, sync = _sums(measured)
-    gradients = line(_ring(each) for each in measured.sums if each.of == "gradient" and _is_near(each))
-    transfers = line((1.0, each.size, each.seconds) for each in measured.transfers if not each.crosses)
-    best = max(sums.bandwidth, gradients.bandwidth, transfers.bandwidth)
-    latency = min(sums.start, transfers.start)
     stepping = _typical(OPTIMIZED * each.parameters / each.seconds for each in measured.optimizer)
     efficiency = {
         "products": large / peak,
@@ -84,12 +79,6 @@ def _of_operations(measured: Measured) -> Cluster:
         "memory": _typical(rate for of, rate in moved if of == "layer") / bandwidth,
         "forward_launch": measured.forward_launch,
         "backward_launch": measured.backward_launch,
-        "sync": sync,
-        "link": sums.bandwidth / best,
-        "collective": sums.start - latency,
-        "transfer": transfers.bandwidth / best,
-        "transfer_start": transfers.start - latency,
-        "gradients": gradients.bandwidth / best,
         "optimizer": stepping / bandwidth,
     }
     return Cluster(
@@ -103,8 +92,7 @@ def _of_operations(measured: Measured) -> Cluster:
         ),
         devices_per_node=measured.devices_per_node,
         devices_per_nic=1,
-        link_bandwidth=best,
-        link_latency=latency,
+        **_links(measured, efficiency),
         **_network(measured, efficiency),
         efficiency=efficiency,
         sharing=measured.sharing,
@@ -168,6 +156,28 @@ def layers_longer(measured: Measured, cluster: Cluster) -> tuple[tuple[float, fl
     if not long:
         return launch, 1.0, BACKWARD
     return launch, _typical(each[0] for each in long), _typical(each[1] for each in long)
+
+
+def _links(measured: Measured, efficiency: dict[str, float]) -> dict[str, float]:
+    """The links of the cluster inside a node. Adds the shares of them that are reached to `efficiency`. A device that
+    was measured alone has none: others are across the network.
+    """
+    if not measured.transfers:
+        return {"link_bandwidth": NETWORK_BANDWIDTH}
+    sums, sync = _sums(measured)
+    gradients = line(_ring(each) for each in measured.sums if each.of == "gradient" and _is_near(each))
+    transfers = line((1.0, each.size, each.seconds) for each in measured.transfers if not each.crosses)
+    best = max(sums.bandwidth, gradients.bandwidth, transfers.bandwidth)
+    latency = min(sums.start, transfers.start)
+    efficiency |= {
+        "sync": sync,
+        "link": sums.bandwidth / best,
+        "collective": sums.start - latency,
+        "transfer": transfers.bandwidth / best,
+        "transfer_start": transfers.start - latency,
+        "gradients": gradients.bandwidth / best,
+    }
+    return {"link_bandwidth": best, "link_latency": latency}
 
 
 def _sums(measured: Measured) -> tuple[Line, float]:

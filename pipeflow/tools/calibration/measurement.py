@@ -49,11 +49,11 @@ def measure(
         per_node: ranks in each node; by default LOCAL_WORLD_SIZE if it is set, otherwise all ranks.
         clock: seconds since any moment.
 
-    Raises UsageError for fewer than two ranks, and for ranks that do not divide into nodes of two or more.
+    One rank measures no links. Raises UsageError for ranks that do not divide into nodes of two or more.
     """
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", context.world_size)) if per_node is None else per_node
-    require_ranks(context.world_size)
-    if per_node < 2 or context.world_size % per_node:
+    alone = context.world_size == 1
+    if not alone and (per_node < 2 or context.world_size % per_node):
         raise UsageError(
             f"{context.world_size} ranks with {per_node} in each node: links inside a node and between nodes are both "
             "measured, so start the same number on each node, 2 or more"
@@ -72,22 +72,18 @@ def measure(
         attention=tuple(computing.attention(watch, main, budget["attention"])),
         layers=tuple(computing.layers(watch, main, budget["layers"])),
         optimizer=tuple(computing.optimizer(watch, budget["optimizer"])),
-        sums=(
+        sums=()
+        if alone
+        else (
             *links.sums(watch, per_node, budget["sums"]),
             *links.gradient_sums(watch, per_node, budget["gradients"]),
         ),
-        transfers=tuple(links.transfers(watch, per_node, budget["transfers"])),
+        transfers=() if alone else tuple(links.transfers(watch, per_node, budget["transfers"])),
         steps=() if runs_ahead(context.device) else tuple(steps(watch, budget["steps"])),
         forward_launch=launch[0],
         backward_launch=launch[1],
-        sync=links.sync_seconds(watch, per_node, budget["launches"] / 2),
+        sync=0.0 if alone else links.sync_seconds(watch, per_node, budget["launches"] / 2),
         sharing=sharing(context.device, per_node),
         runs_ahead=runs_ahead(context.device),
         host=tuple(links.host_copies(watch, budget["host"])),
     )
-
-
-def require_ranks(ranks: int) -> None:
-    """Raises UsageError for less than two ranks."""
-    if ranks < 2:
-        raise UsageError(f"links are measured between ranks, so calibrate needs at least 2, got {ranks}")

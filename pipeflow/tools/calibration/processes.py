@@ -18,9 +18,10 @@ import torch.multiprocessing
 from torch.multiprocessing.spawn import ProcessException
 
 from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import require_positive
 from pipeflow.engine.parallel.launcher import launch
 from pipeflow.tools.calibration.machine_times import Measured
-from pipeflow.tools.calibration.measurement import measure, require_ranks
+from pipeflow.tools.calibration.measurement import measure
 
 CPU_RANKS = 4  # unless it is said how many
 SLOWEST = 10.0  # times the seconds to measure for, so many seconds may pass
@@ -37,7 +38,7 @@ def measured_here(ranks: int | None, device: str | None, seconds: float) -> Meas
         device: "cuda" or "cpu"; by default "cuda" if there is a GPU.
         seconds: time to measure for; starting takes longer.
 
-    Raises UsageError for a device that does not exist, for fewer than two ranks, and for more ranks than GPUs. Also
+    Raises UsageError for a device that does not exist, for less than one rank, and for more ranks than GPUs. Also
     raises it if a process fails or does not end in time.
     """
     device = device_type(device)
@@ -77,10 +78,10 @@ def device_type(asked: str | None) -> str:
 
 
 def ranks_on(device: str, asked: int | None) -> int:
-    """The number of processes. Raises UsageError for fewer than two, and for more than the number of GPUs."""
+    """The number of processes. Raises UsageError for less than one, and for more than the number of GPUs."""
     there = torch.cuda.device_count() if device == "cuda" else CPU_RANKS
     ranks = there if asked is None else asked
-    require_ranks(ranks)
+    require_positive(ranks=ranks)
     if device == "cuda" and ranks > there:
         raise UsageError(f"{ranks} ranks need a GPU each, and there are {there}")
     return ranks

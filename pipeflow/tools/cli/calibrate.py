@@ -97,11 +97,13 @@ def _lines(measured: Measured, cluster: Cluster) -> Iterator[str | Table]:
     launches = known["forward_launch"], known["backward_launch"]
     yield f"launching a layer: {seconds_text(launches[0])} forward, {seconds_text(launches[1])} backward"
     yield f"products take twice as long at depth {number(known['depth'])} and at {number(known['rows'])} rows"
-    start = cluster.link_latency + known["transfer_start"]
-    begin = cluster.link_latency + known["collective"]
-    yield f"a transfer starts in {seconds_text(start)}, a sum in {seconds_text(begin)}"
+    if measured.transfers:
+        start = cluster.link_latency + known["transfer_start"]
+        begin = cluster.link_latency + known["collective"]
+        yield f"a transfer starts in {seconds_text(start)}, a sum in {seconds_text(begin)}"
     if "network" not in known:
-        yield f"not measured, since there is one node: the network, taken as {_rate(cluster.network_bandwidth, 'B/s')}"
+        one = f"one {'node' if measured.transfers else 'device'}"
+        yield f"not measured, since there is {one}: the network, taken as {_rate(cluster.network_bandwidth, 'B/s')}"
 
 
 def _table(measured: Measured, cluster: Cluster) -> Table:
