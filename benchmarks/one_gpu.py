@@ -108,7 +108,7 @@ def _add(
     report: Report, case: Case, times: Times, peaks: dict[str, int], plans: dict[str, tuple[StepPlan, StepPlan]]
 ) -> None:
     measured = {name: statistics.median(seconds) for name, seconds in times.items()}
-    row = [f"{case.name}, {case.samples} x {case.length}"]
+    row = [_label(case)]
     row += [f"{1e3 * measured[name]:.1f}" for name in (PLAIN, OURS)]
     row.append(f"{paired(times, OURS, PLAIN):.3f}")
     row += [f"{peaks[name] / 2**30:.2f}" if peaks else "" for name in (PLAIN, OURS)]
@@ -125,6 +125,10 @@ def _add(
         for name, pair in plans.items()
     }
     report.data["cases"].append({"case": row[0], "seconds": times, "bytes": peaks, "planned": planned})
+
+
+def _label(case: Case) -> str:
+    return f"{case.name}, {case.samples} x {case.length}"
 
 
 def _by_data_sheet(name: str, memory: int) -> Cluster:
@@ -190,7 +194,7 @@ def _measure(case: Case, device: torch.device, rounds: int) -> tuple[Times, dict
         steps[name] = make(model, words, case)
         losses = [steps[name]() for _ in range(3)]
         held[name] = _allocated(device) - before
-        print(f"{case.name} {case.samples} x {case.length}, {name}: losses {losses}", file=sys.stderr)  # noqa: T201
+        print(f"{_label(case)}, {name}: losses {losses}", file=sys.stderr)
     times: Times = {name: [] for name in steps}
     peaks: dict[str, int] = {}
     gc.collect()
@@ -207,6 +211,7 @@ def _measure(case: Case, device: torch.device, rounds: int) -> tuple[Times, dict
                 if device.type == "cuda":
                     others = sum(size for other, size in held.items() if other != name)
                     peaks[name] = torch.cuda.max_memory_allocated(device) - others
+    print(f"{_label(case)}: seconds {times}, bytes {peaks}", file=sys.stderr)
     return times, peaks
 
 

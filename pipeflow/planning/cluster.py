@@ -29,7 +29,6 @@ UNITS = {
 }
 """Of the numbers in a cluster file, which holds this table, too."""
 
-
 NETWORK_BANDWIDTH = 25e9
 """Bytes/s per device of a network of 200 Gbit/s."""
 

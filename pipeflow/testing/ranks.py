@@ -31,6 +31,7 @@ from pipeflow.engine.parallel.context import Context, set_context
 from pipeflow.engine.parallel.launcher import launch
 from pipeflow.engine.parallel.layout import WorldLayout
 from pipeflow.engine.parallel.transport.local import Hub, LocalTransport
+from pipeflow.engine.torch_private.tensors import keep_device_guard
 
 PRELOADED = ["pipeflow.testing", "pipeflow.engine.runtime.pipeline", "torch._dynamo"]  # torch._dynamo: for optimizers
 _GRACE = 15.0  # seconds for a process to end
@@ -67,6 +68,7 @@ def run_threads(
     Raises RankError if a rank raised an error, or did not finish within the deadline, and UsageError for tensor ranks
     on a GPU.
     """
+    keep_device_guard()  # a fake tensor's would end with its thread in torch 2.11 for GPUs where there are none
     hub, place, layout = Hub(ranks), torch.device(device), WorldLayout.of(ranks, ranks // (tensor * data), tensor)
     if tensor > 1 and place.type not in _ON_THE_CALLERS_THREAD:
         raise UsageError(

@@ -19,6 +19,7 @@ from tests.runtime import kinds
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature"),
 ]
 
 WIDTH, SAMPLES = 64, 16
@@ -112,7 +113,7 @@ def peak_bytes(use: str) -> int:
         criterion=squares,
     )
     data = torch.randn(8 * 4096, 1024, device="cuda")
-    for _ in range(2):
+    for _ in range(3):  # the first two try how the loss is divided
         torch.cuda.reset_peak_memory_stats()
         pipeflow.execute_pipeline(
             iter([(data, data)]), model, schedule=kinds.uses_of(plain, (use,))[1] if use else plain
@@ -210,4 +211,4 @@ def test_one_rank_with_four_chunks_runs_the_whole_model() -> None:
     [loss] = run_threads(loss_of_one_rank_with_chunks, 1, 4, device="cuda")
     inputs, labels = batch()
     plain = nn.Sequential(*(layer(stage) for stage in range(4)))
-    assert loss == pytest.approx(float(squares(plain(inputs), labels)), rel=1e-12)
+    assert loss == pytest.approx(squares(plain(inputs), labels).item(), rel=1e-12)

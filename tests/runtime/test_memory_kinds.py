@@ -171,6 +171,30 @@ def test_a_recomputation_ends_with_what_its_backward_needs() -> None:
     assert run_threads(run, 1) == [(4, 2)]
 
 
+def kept_without_collection(use: str) -> list[torch.Size]:
+    """The shapes of tensors, other than the model's and the batch's, that are there after a step and are garbage."""
+    plain = make_schedule("gpipe", ranks=1, microbatches=2)
+    model = Pipeline(
+        nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh()), plain, criterion=nn.functional.mse_loss
+    )
+    [_, schedule] = kinds.uses_of(plain, (use,))
+    batch = (torch.ones(22, 5), torch.ones(22, 5))
+    execute_pipeline(iter([batch]), model, schedule=schedule)
+    gc.collect()
+    gc.disable()
+    try:
+        execute_pipeline(iter([batch]), model, schedule=schedule)
+        return [each.shape for each in gc.get_objects() if type(each) is Tensor and each.shape[:1] == (11,)]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("use", kinds.ALL)
+def test_a_step_leaves_no_tensors_to_the_garbage_collector(use: str) -> None:
+    """Python 3.12 keeps the frames of an exception that a generator catches."""
+    assert run_threads(kept_without_collection, 1, use) == [[]]
+
+
 # Files
 
 

@@ -93,7 +93,7 @@ def plain(name: str) -> tuple[float, dict[str, Tensor]]:
     family = EVERY[name]
     seeded()
     parts = [batch]
-    if not family.is_together:
+    if not (family.is_together or family.is_whole):
         parts = [{key: entry[sample : sample + 1] for key, entry in batch.items()} for sample in range(3)]
     weights = [family.weight(part) for part in parts]
     losses = [criterion(module(**part)).double() * weight for part, weight in zip(parts, weights, strict=True)]

@@ -115,7 +115,7 @@ HEADS: dict[str, Family] = {
     "bert-tagger": Family("BertForTokenClassification", "BertConfig", _BERT, batches.tagged),
     "bert-answers": Family("BertForQuestionAnswering", "BertConfig", ENCODER, batches.answered),
     "bert-choice": Family("BertForMultipleChoice", "BertConfig", ENCODER, batches.chosen),
-    "bert-pretraining": Family("BertForPreTraining", "BertConfig", ENCODER, batches.pretraining),
+    "bert-pretraining": Family("BertForPreTraining", "BertConfig", ENCODER, batches.pretraining, is_whole=True),
     "bert-next-sentence": Family(
         "BertForNextSentencePrediction",
         "BertConfig",
@@ -143,8 +143,7 @@ HEADS: dict[str, Family] = {
         "ViTConfig",
         {**SIGHT, "encoder_stride": 4},
         batches.masked_image,
-        tolerance=1e-6,
-        why="the loss is over the masked pixels and 1e-5, which a batch has once",
+        is_whole=True,
     ),
     "beit-painter": Family(
         "BeitForMaskedImageModeling",
@@ -153,7 +152,11 @@ HEADS: dict[str, Family] = {
         batches.masked_image,
     ),
     "swin-painter": Family(
-        "SwinForMaskedImageModeling", "SwinConfig", {**WINDOWS, "encoder_stride": 4}, lambda: batches.masked_image(64)
+        "SwinForMaskedImageModeling",
+        "SwinConfig",
+        {**WINDOWS, "encoder_stride": 4},
+        lambda: batches.masked_image(64),
+        is_whole=True,
     ),
     "whisper-classifier": Family(
         "WhisperForAudioClassification", "WhisperConfig", {**WHISPER, "num_labels": 3}, batches.sound_class

@@ -32,6 +32,7 @@ class Family(NamedTuple):
         is_alone: whether only stages without ranks are compared: models draw from NumPy's generator, which ranks that
             are threads share, or take entries that have no place for each sample.
         prepare: changes the model before it is cut.
+        is_whole: whether the loss is not a mean over its samples: it has two terms, or a divisor of its own.
     """
 
     model: str
@@ -44,6 +45,7 @@ class Family(NamedTuple):
     is_together: bool = False
     is_alone: bool = False
     prepare: Callable[[Any], object] | None = None
+    is_whole: bool = False
 
     def make(self, transformers: Any) -> Made:
         """A model in float64 all of whose weights are random, and a batch for it."""

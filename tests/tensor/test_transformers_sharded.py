@@ -42,6 +42,7 @@ IN_FLOAT32 = {
     **dict.fromkeys(
         ("qwen3", "qwen3-moe", "qwen3-next", "gemma3", "cohere", "lfm2"), "the norm of each head's query and key"
     ),
+    **dict.fromkeys(("gpt-neo", "gptj"), "the scores of attention"),
 }
 """What a model computes in float32 from a sum over ranks: that rounds otherwise in float64, so this may in float32."""
 REFUSED = {

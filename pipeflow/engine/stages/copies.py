@@ -32,6 +32,7 @@ class Fakes:
         module: the copy.
         parameters: names of the parameters, in the order of their sources.
         buffers: names of the buffers; their sources follow those of the parameters.
+        draws: whether the forward draws numbers from Python or NumPy, so that each run has other constants.
 
     Raises UsageError for a module that cannot be copied, or that has parameters without a shape.
     """
@@ -39,6 +40,7 @@ class Fakes:
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.device = device
+        self.draws = False
         named = dict(module.named_parameters())
         if lazy := [name for name, parameter in named.items() if is_lazy(parameter)]:
             raise UsageError(f"{lazy[0]} has no shape yet: run the lazy layers of the module once before it is cut")

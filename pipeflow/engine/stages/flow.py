@@ -71,6 +71,7 @@ class Flow(TorchDispatchMode):
         guess: how to treat values that are not known. If True, values that determine a shape count as nonzero, so that
             the result has its largest size. Values that are read count as zero. If False, it is the opposite. So a
             forward that loops over entries until a value ends the loop visits all of them.
+        draws: as of Identities.
 
     Attributes:
         where: index of the call in which operators run, set by the watcher of calls.
@@ -87,7 +88,9 @@ class Flow(TorchDispatchMode):
         is_live: True while random numbers belong to this stage; before, they count as a source.
     """
 
-    def __init__(self, fakes: FakeTensorMode, real: int = 0, *, draw: float = LEAST, guess: bool = True) -> None:
+    def __init__(
+        self, fakes: FakeTensorMode, real: int = 0, *, draw: float = LEAST, guess: bool = True, draws: bool = False
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._fakes = fakes
         self._real = real | RANDOM
@@ -106,7 +109,7 @@ class Flow(TorchDispatchMode):
         self.decided: list[int] = []
         self.guesses: dict[int, int] = {}
         self.tape: Tape | None = None
-        self.identities = Identities(self.key)
+        self.identities = Identities(self.key, draws=draws)
         self.read = 0
         self.is_live = False
 

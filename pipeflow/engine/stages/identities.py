@@ -39,13 +39,15 @@ class Identities:
 
     Args:
         key: function that gives a number for the memory of a tensor.
+        draws: whether tensors that no operator made may have been drawn, and are other ones in each run.
 
     Attributes:
         writes: for each memory that was written to in place, the times and the numbers that it had then.
     """
 
-    def __init__(self, key: Callable[[Tensor], int]) -> None:
+    def __init__(self, key: Callable[[Tensor], int], *, draws: bool = False) -> None:
         self._key = key
+        self._draws = draws
         self.writes: dict[int, list[tuple[int, int]]] = {}
         self._made: dict[int, tuple[int, int]] = {}  # by memory: the number, and the offset where the memory begins
 
@@ -55,7 +57,7 @@ class Identities:
         """
         key = self._key(tensor)
         if key not in self._made:
-            self._made[key] = _constant(tensor), 0
+            self._made[key] = 0 if self._draws else _constant(tensor), 0
         made, offset = self._made[key]
         return Identity(made, offset + _offset(tensor), _look(tensor))
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.stages.flow import Flow
+from pipeflow.engine.stages.identities import Identity
 from pipeflow.engine.stages.script import CallNode, Run, Script, TensorRef
 from pipeflow.engine.stages.trace import Call, Look, Trace
 
@@ -45,6 +46,7 @@ class PlanRun(Run):
         self.flow = flow
         self.current = ""
         self.given: dict[int, int] = {}
+        self.identities: dict[TensorRef, Identity] = {}  # of copied values, since a copy has strides of its own
         self._start, self._trace, self._bits = start, trace, bits
         self._keys = {value: flow.key(stub) for value, stub in stubs.items()}
         self._sharing: dict[int, list[TensorRef]] = defaultdict(list)  # by their memory in the trace
@@ -71,8 +73,9 @@ class PlanRun(Run):
     def _copy(self, value: TensorRef) -> Tensor:
         key = self.flow.key(self.kept[value])
         self._copied[value] = key, self.flow.written[key]
+        self.identities[value] = identity = self.flow.identities.of(self.kept[value])
         copy = super()._copy(value)
-        self.flow.identities.give(copy, self.flow.identities.of(self.kept[value]))
+        self.flow.identities.give(copy, identity)
         return copy
 
     def _write(self, node: CallNode, given: object) -> None:

@@ -248,7 +248,10 @@ class Planner:
         before = host_random_state()
         trace = self._recorded(batch())
         others: Iterator[Trace] = iter(())
-        if host_random_state() != before:
+        if host_random_state() != before and not self._fakes.draws:
+            self._fakes.draws = True
+            trace = self._recorded(batch())
+        if self._fakes.draws:
             others = (self._recorded(batch()) for seed in range(_SEEDS) if _seed(seed))
         if trace.decided:
             others = chain([self._recorded(batch(), draw=_ALMOST_ONE)], others)

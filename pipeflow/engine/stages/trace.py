@@ -365,7 +365,7 @@ def record(
     `draw` and `guess` are the arguments of Flow. With `guess=False`, a forward that raises UsageError is recorded up to
     that point.
     """
-    flow = Flow(fakes.mode, fakes.of_buffers, draw=draw, guess=guess)
+    flow = Flow(fakes.mode, fakes.of_buffers, draw=draw, guess=guess, draws=fakes.draws)
     bits = fakes.sources()
     for name, tensor in fakes.tensors().items():
         flow.give(tensor, bits[name])

@@ -28,6 +28,7 @@ with needed():
     make_subclass: Function = torch.Tensor._make_subclass
     make_wrapper: Function = torch.Tensor._make_wrapper_subclass
     no_torch_function: Any = torch._C._disabled_torch_function_impl
+    keep_device_guard: Callable[[], None] = torch._C._ensureCUDADeviceGuardSet
     keep_version: Function = torch.autograd._unsafe_preserve_version_counter
     from torch._ops import OpOverload
 

@@ -158,7 +158,7 @@ def layers_longer(measured: Measured, cluster: Cluster) -> tuple[tuple[float, fl
     return launch, _typical(each[0] for each in long), _typical(each[1] for each in long)
 
 
-def _links(measured: Measured, efficiency: dict[str, float]) -> dict[str, float]:
+def _links(measured: Measured, efficiency: dict[str, float]) -> dict[str, Any]:
     """The links of the cluster inside a node. Adds the shares of them that are reached to `efficiency`. A device that
     was measured alone has none: others are across the network.
     """

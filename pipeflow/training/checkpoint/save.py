@@ -152,10 +152,9 @@ class Job:
 
     def _gone(self, error: Exception) -> bool:
         """Whether the hidden folder was not there. A rank that began later may have made it again meanwhile."""
-        if not isinstance(error, FileNotFoundError):
-            return False
-        missing = Path(error.filename or "")
-        return self.temporary in (missing, *missing.parents) or not self.temporary.exists()
+        missing = Path(getattr(error, "filename", None) or "")
+        was_there = self.temporary not in (missing, *missing.parents) and self.temporary.exists()
+        return isinstance(error, FileNotFoundError) and not was_there
 
     def _write(self) -> None:
         file = self.temporary / data_file(self.rank)

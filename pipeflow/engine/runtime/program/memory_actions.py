@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -132,8 +132,8 @@ class _Repeat:
         saved = forward.memory.saved
         if saved.dropped:
             with stage.state.as_it_is(self._before) as now:
-                with self._replayed(), saved.filling(self._others):
-                    stage.call(*arguments, **keywords)
+                with self._replayed():
+                    saved.fill(self._others, partial(stage.call, *arguments, **keywords))
                 saved.keep(storages(now.written()))
 
 

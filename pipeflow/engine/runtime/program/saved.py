@@ -4,8 +4,8 @@ can be dropped and computed again, or moved to the host and back. Must not conta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -135,10 +135,9 @@ class Saved:
 
         return saved_tensors_hooks(pack, _unpack)
 
-    @contextmanager
-    def filling(self, others: frozenset[int]) -> Iterator[None]:
-        """A region in which what autograd saves fills the dropped holders. It ends where the last one is filled. Raises
-        UsageError if other tensors are saved than the first time.
+    def fill(self, others: frozenset[int], forward: Callable[[], object]) -> None:
+        """Calls `forward` until what autograd saves has filled the dropped holders. Raises UsageError if other tensors
+        are saved than the first time.
         """
         empty = iter(self.dropped)
 
@@ -147,8 +146,9 @@ class Saved:
                 self._fill(next(empty), tensor)
             return tensor.detach()
 
-        with suppress(_Filled), saved_tensors_hooks(pack, _unpack):
-            yield
+        # Python 3.12 keeps the frames of an exception that a generator catches, and so their tensors
+        with saved_tensors_hooks(pack, _unpack), suppress(_Filled):
+            forward()
         if missing := sum(holder.tensor is None for holder in self.dropped):
             raise self._differs(f"{len(self.dropped) - missing} tensors", f"{len(self.dropped)}")
         self.holders, self.dropped = self.dropped, []
