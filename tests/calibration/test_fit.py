@@ -146,6 +146,16 @@ def test_known_coefficients_are_found(cluster: Cluster) -> None:
     assert found.device.host_bandwidth == pytest.approx(2e10, rel=0.001)
 
 
+def test_a_device_that_is_alone_has_no_links() -> None:
+    """Others are across a usual network, of which no coefficients are made up; the rest is as with links."""
+    times = measured(NEAR)
+    whole, alone = fitted(times), fitted(replace(times, sums=(), transfers=(), sync=0.0, devices_per_node=1))
+    links = {"sync", "link", "collective", "transfer", "transfer_start", "gradients"}
+    assert alone.efficiency == {name: value for name, value in whole.efficiency.items() if name not in links}
+    assert (alone.devices_per_node, alone.link_bandwidth, alone.network_bandwidth) == (1, 25e9, 25e9)
+    assert (alone.device, alone.shapes) == (whole.device, whole.shapes)
+
+
 @pytest.mark.parametrize("cluster", [NEAR, FAR, CPU], ids=["one node", "several nodes", "CPU"])
 def test_the_times_are_given_back(cluster: Cluster) -> None:
     times = measured(cluster)

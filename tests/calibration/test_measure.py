@@ -217,7 +217,6 @@ def wrong(per_node: int) -> str:
 
 
 def test_what_cannot_be_measured() -> None:
-    assert run_threads(wrong, 1, 1) == ["links are measured between ranks, so calibrate needs at least 2, got 1"]
     for per_node in (1, 3):
         said = set(run_threads(wrong, 4, per_node))
         assert len(said) == 1

@@ -42,6 +42,16 @@ def test_a_machine_is_measured(
 
 
 @pytest.mark.exhaustive
+def test_a_device_that_is_alone_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "cluster.json"
+    shown = out(capsys, "calibrate", "--device", "cpu", "--ranks", 1, "--seconds", 1, "--output", file)
+    assert shown.startswith(f"{Cluster.load(file).device.name}; 1 in each node\n")
+    assert "not measured, since there is one device: the network, taken as 25 GB/s" in shown
+    assert "transfer" not in shown
+    assert "sums" not in shown
+
+
+@pytest.mark.exhaustive
 def test_processes_that_do_not_end_are_ended(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -66,8 +76,7 @@ def test_a_process_that_fails(
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--ranks", 1], "links are measured between ranks, so calibrate needs at least 2, got 1"),
-        (["--ranks", -3], "needs at least 2, got -3"),
+        (["--ranks", -3], "ranks must be an integer of at least 1, got -3"),
         (["--device", "tpu"], "unknown device 'tpu': use cpu or cuda"),
         (["--seconds", 0], "--seconds must be from 1 to 3600, got 0"),
         (["--seconds", "nan"], "--seconds must be from 1 to 3600, got nan"),
