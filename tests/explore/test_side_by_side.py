@@ -244,9 +244,9 @@ def test_costs_of_actions_that_named_schedules_lack_are_shown_with_a_table(explo
 
     explorer.open(schedule="zb-v")
     assert shown() == [False, True]
-    drop(explorer, long_csv=make_schedule("gpipe", ranks=16, microbatches=80, recompute=True).to_csv())
+    drop(explorer, again_csv=make_schedule("gpipe", ranks=16, microbatches=80, recompute=True).to_csv())
     until(explorer, lambda: len(chips(explorer)) == 2)
-    assert explorer.fields["schedule"] == "zb-v,file:long.csv"
+    assert explorer.fields["schedule"] == "zb-v,file:again.csv"
     assert shown() == [True, True]
     explorer.open(schedule="custom", edit=1, rows="0F0 0B0")
     assert shown() == [True, True]
