@@ -90,7 +90,7 @@ def link(command: str) -> str:
     """The address of the page in the state that `pipeflow explore ...` shows.
 
     >>> link("pipeflow explore zb-v --ranks 8 --microbatches 16")
-    'explorer.html#ranks=8&microbatches=16&schedule=zb-v'
+    'explorer.html#schedule=zb-v&ranks=8&microbatches=16'
     """
     _, *words = shlex.split(command)
     fields = explore.fields(parser("explore").parse_args(words))

@@ -42,6 +42,7 @@ class ForwardPart:
         saved: bytes that it keeps for the backward, by the number of their memory.
         deferred: the inputs of its products with weights, and as many bytes as gradients of their outputs have.
         given: its arguments, which alone are kept where the backward computes it again.
+        gradients: the most bytes of the gradients that the backward of one of its operators takes and makes.
         is_block: whether the backward may compute it again.
     """
 
@@ -51,6 +52,7 @@ class ForwardPart:
     saved: Mapping[int, int]
     deferred: Mapping[int, int]
     given: Mapping[int, int]
+    gradients: int
     is_block: bool
 
 
@@ -97,14 +99,13 @@ def counted_plan(
     for rank in range(len(schedule.rows)):
         own = [stages[stage] for stage in placement.stages_of(rank)]
         names = {name: size for stage in own for name, size in stage.parameters.items()}
-        again = max((_again(piece) for stage in own for piece in stage.pieces), default=0)
+        again, gradients = max((_in_backward(stage, setup) for stage in own), key=sum, default=(0, 0))
         parts = tuple(stage.blocks for stage in own)
         received = transferred(placement, rank, [stage.sent_bytes for stage in stages])
         sizes = tuple(sum(stage.parameters.values()) for stage in own)
         unit = max(size // max(1, end - start) for size, (start, end) in zip(sizes, parts, strict=True))
-        kept = again if setup.checkpoint == "full" else 0
         counts = Parameters(sum(names.values()), 0), Parameters(unit, 0), Parameters(0, 0)
-        held.append(Held(parts, kept, 0, received, tuple(Parameters(size, 0) for size in sizes), *counts))
+        held.append(Held(parts, again, gradients, received, tuple(Parameters(size, 0) for size in sizes), *counts))
     tied = _tied(stages, schedule, setup, mesh, rates)
     most = max((each.whole for each in held), key=lambda each: each.total)
     physical = physical_of(costs, placement, setup, mesh, rates, most=most, tied=tied)
@@ -118,7 +119,7 @@ def _stage_costs(stage: CountedStage, rates: Rates, setup: Setup) -> StageCosts:
     saved: dict[int, int] = {}
     deferred: dict[int, int] = {}
     for piece in stage.pieces:
-        saved |= piece.given if setup.checkpoint == "full" and piece.is_block else piece.saved
+        saved |= _kept(piece, setup)
         deferred |= piece.deferred
     held, blocks = sum(stage.parameters.values()), max(1, stage.blocks[1] - stage.blocks[0])
     return StageCosts(
@@ -132,9 +133,23 @@ def _stage_costs(stage: CountedStage, rates: Rates, setup: Setup) -> StageCosts:
     )
 
 
-def _again(piece: ForwardPart) -> int:
-    """The bytes that a backward makes anew where it computes the piece again."""
-    return sum(size for key, size in piece.saved.items() if key not in piece.given) if piece.is_block else 0
+def _kept(piece: ForwardPart, setup: Setup) -> Mapping[int, int]:
+    """The bytes that a forward keeps of a piece, by the number of their memory."""
+    return piece.given if setup.checkpoint == "full" and piece.is_block else piece.saved
+
+
+def _in_backward(stage: CountedStage, setup: Setup) -> tuple[int, int]:
+    """The most bytes that a microbatch's backward has beside what its forward kept: those that a piece computes again,
+    and gradients. Backwards of later pieces have freed what they kept.
+    """
+    found, freed = [(0, 0)], 0
+    for piece in reversed(stage.pieces):
+        kept = _kept(piece, setup)
+        again = sum(size for key, size in piece.saved.items() if key not in kept)
+        if (more := again + piece.gradients - freed) > 0:
+            found.append((min(again, more), more - min(again, more)))
+        freed += sum(kept.values())
+    return max(found, key=sum)
 
 
 def _tied(stages: Sequence[CountedStage], schedule: Schedule, setup: Setup, mesh: Mesh, rates: Rates) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._tools.mem_tracker import MemTracker
 
 from pipeflow import GPT, PRECISIONS, Cluster, Setup, UsageError, make_schedule, plan, plan_module
 from pipeflow.planning.pricing.module_plan import ModulePlan
@@ -146,6 +147,32 @@ def test_saved_bytes_are_those_of_a_real_run(name: str) -> None:
     module, given = (Decoder(2, 64, 4, 100), ids(2, 16)) if name == "decoder" else (UNet(), torch.zeros(2, 3, 16, 16))
     found = plan_module(module, make_schedule("1f1b", ranks=1, microbatches=1), (given, None), FLOAT32, cluster=A100)
     assert found.cost.saved_bytes[0] == pytest.approx(saved_in(module, given), rel=0.01)
+
+
+class WithLoss(nn.Module):
+    """A decoder that returns its own loss."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.decoder = Decoder(2, 64, 4, words)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.decoder(ids).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("words", [100, 2000])
+def test_the_peak_of_a_backward_is_that_of_a_real_run(words: int) -> None:
+    """It is in the loss if there are many words, else in a layer."""
+    module, given = WithLoss(words), ids(2, 64)
+    one = make_schedule("1f1b", ranks=1, microbatches=1)
+    [rank] = plan_module(module, one, (given, None), FLOAT32, cluster=A100).ranks
+    tracker = MemTracker()
+    tracker.track_external(module)
+    with tracker:
+        module(given).backward()
+    [peak] = tracker.get_tracker_snapshot("peak").values()
+    real = sum(size for kind, size in peak.items() if str(kind) in ("_MemRefType.ACT", "_MemRefType.TEMP"))
+    assert rank.activation_bytes + rank.backward_bytes == pytest.approx(real, rel=0.03)
 
 
 def test_full_checkpoints_keep_inputs_alone_and_compute_again() -> None:

@@ -79,7 +79,7 @@ def halves_of(backward: GraphModule, wanted: Collection[int], arguments: Sequenc
 
 def results_of(graph: GraphModule) -> list[Any]:
     """The nodes that a graph returns."""
-    output = next(reversed(graph.graph.nodes))
+    output = next(iter(reversed(graph.graph.nodes)))  # torch 2.11 returns no iterator
     return list(output.args[0])
 
 

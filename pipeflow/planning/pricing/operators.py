@@ -44,6 +44,7 @@ class _Event:
     again_flops: float = 0.0
     moved_bytes: float = 0.0
     scores: Scores | None = None
+    gradients: int = 0
 
 
 @dataclass(slots=True)
@@ -117,6 +118,7 @@ class Counter:
                 saved[index],
                 deferred[index],
                 {key: self.sizes[key] for key in given.get(index, ()) if key in self.sizes},
+                max((event.gradients for event in events), default=0),
                 index in blocks,
             )
             for index, events in enumerate(sorted_events)
@@ -143,8 +145,10 @@ class Counter:
         batch, rows, width = query.shape[:-2].numel(), query.shape[-2], query.shape[-1] + value.shape[-1]
         flops = 2.0 * batch * rows * key.shape[-2] * width / (2 if is_causal else 1)
         shape = Scores("flash1", key.shape[-2], width / 2, is_causal)  # the kernel is that of the setup
-        again = ATTENTION_AGAIN * flops
-        self._events.append(_Event(self.flow.clock, attention_flops=flops, again_flops=again, scores=shape))
+        again, gradients = ATTENTION_AGAIN * flops, self._gradients([query, key, value]) + _touched(query)
+        self._events.append(
+            _Event(self.flow.clock, attention_flops=flops, again_flops=again, scores=shape, gradients=gradients)
+        )
 
     def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Counts an operator that has run."""
@@ -159,6 +163,7 @@ class Counter:
         self._note(made, keys)
         packet, event = func.overloadpacket, _Event(self.flow.clock)
         self._events.append(event)
+        event.gradients = self._gradients([*given, *made])
         if packet in _MATRICES:
             first = _MATRICES[packet]
             self._multiply(event, args[first], args[first + 1], made[0])
@@ -169,6 +174,11 @@ class Counter:
             event.again_flops = ATTENTION_AGAIN * event.attention_flops
         else:
             event.moved_bytes = _moved(packet, given, made)
+
+    def _gradients(self, tensors: Sequence[Tensor]) -> int:
+        """Bytes of gradients of activations."""
+        found = {self.flow.key(tensor): tensor for tensor in tensors if tensor.is_floating_point()}
+        return sum(_touched(tensor) for key, tensor in found.items() if key not in self._made_of_weights)
 
     def _note(self, made: list[Tensor], keys: list[int]) -> None:
         is_of_weights = bool(keys) and self._made_of_weights.issuperset(keys)
