@@ -142,13 +142,15 @@ def _in_backward(stage: CountedStage, setup: Setup) -> tuple[int, int]:
     """The most bytes that a microbatch's backward has beside what its forward kept: those that a piece computes again,
     and gradients. Backwards of later pieces have freed what they kept.
     """
-    found, freed = [(0, 0)], 0
-    for piece in reversed(stage.pieces):
+    found, held = [(0, 0)], dict[int, int]()
+    whole = {key: size for piece in stage.pieces for key, size in _kept(piece, setup).items()}
+    for piece in stage.pieces:
         kept = _kept(piece, setup)
+        held |= kept
+        freed = sum(whole.values()) - sum(held.values())
         again = sum(size for key, size in piece.saved.items() if key not in kept)
         if (more := again + piece.gradients - freed) > 0:
             found.append((min(again, more), more - min(again, more)))
-        freed += sum(kept.values())
     return max(found, key=sum)
 
 
