@@ -76,17 +76,16 @@ CPU = (Case("gpt2-small", 1, 128, "GPT2", _gpt2(12, 768, 12)),)
 
 
 def run(rounds: int | None = None) -> Report:
-    import torch
-
     import pipeflow
+    from pipeflow import Cluster
     from pipeflow.tools.calibration.machine import device_name
+    from pipeflow.training.hooks.throughput import device_called
 
     rounds = rounds or 7
     device = pipeflow.launch(pipeline=1).device
     clusters = {"calibrated": _calibrated(device)}
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-        clusters = {"data sheet": _by_data_sheet(device_name(device, 1), memory)} | clusters
+    if device.type == "cuda" and (known := device_called(device_name(device, 1))) is not None:
+        clusters = {"data sheet": Cluster.of(known)} | clusters
     columns = ["", f"{PLAIN} ms", f"{OURS} ms", "x plain loop", f"{PLAIN} GiB", f"{OURS} GiB"]
     columns += [f"{kind}, {name}" for name in clusters for kind in ("sizes", "operators")]
     columns += ["GiB, sizes", "GiB, operators"]
@@ -129,14 +128,6 @@ def _add(
 
 def _label(case: Case) -> str:
     return f"{case.name}, {case.samples} x {case.length}"
-
-
-def _by_data_sheet(name: str, memory: int) -> Cluster:
-    """The GPU of this name in the planner's list."""
-    from pipeflow import Cluster
-
-    known = {"H100": "h100-80gb", "H200": "h200", "A100": "a100-80gb" if memory > 60e9 else "a100-40gb", "L40S": "l40s"}
-    return Cluster.of(next(word for model, word in known.items() if model in name))
 
 
 def _calibrated(device: torch.device) -> Cluster:

@@ -29,8 +29,7 @@ UNITS = {
 }
 """Of the numbers in a cluster file, which holds this table, too."""
 
-NETWORK_BANDWIDTH = 25e9
-"""Bytes/s per device of a network of 200 Gbit/s."""
+NETWORK_BANDWIDTH = 25e9  # bytes/s per device, of 200 Gbit/s
 
 ALLOWANCE = 0.015
 """Share of a device's memory that no process gets: torch sees 78.8 to 79.3 GiB of 80, and 39.4 of 40."""

@@ -145,8 +145,7 @@ def _in_backward(stage: CountedStage, setup: Setup) -> tuple[int, int]:
     found, held = [(0, 0)], dict[int, int]()
     whole = {key: size for piece in stage.pieces for key, size in _kept(piece, setup).items()}
     for piece in stage.pieces:
-        kept = _kept(piece, setup)
-        held |= kept
+        held |= (kept := _kept(piece, setup))
         freed = sum(whole.values()) - sum(held.values())
         again = sum(size for key, size in piece.saved.items() if key not in kept)
         if (more := again + piece.gradients - freed) > 0:

@@ -441,3 +441,66 @@ def test_planning_leaves_the_generators_of_python_and_numpy_alone() -> None:
     with pytest.raises(UsageError):
         in_stages(Drawing(), 2)
     assert np.random.rand() == expected
+
+
+class Pooling(nn.Module):
+    """Returns its result and, as a view with other strides than a copy of it, that of the first word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        made = self.linear(values)
+        return made, made[:, 0]
+
+
+class Pools(nn.Module):
+    """Uses the first pooled result after all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pooling() for _ in range(BLOCKS))
+
+    def forward(self, values: Tensor) -> Tensor:
+        values, first = self.blocks[0](values)
+        for block in self.blocks[1:]:
+            values, _ = block(values)
+        made: Tensor = values.sum(1) + first
+        return made
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_a_view_is_sent_as_a_copy_with_strides_of_its_own(stages: int) -> None:
+    module, values = seeded(Pools(), 1), torch.randn(3, 2, WIDTH)
+    found, _ = chained(module, {"values": values}, stages)
+    assert torch.equal(found, module(values))
+
+
+class Shuffles(nn.Module):
+    """Its blocks reverse features, and then draw an order of them from NumPy, another one in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Drawn() for _ in range(BLOCKS))
+
+    def forward(self, values: Tensor) -> Tensor:
+        for block in self.blocks:
+            values = block(values)
+        return values
+
+
+class Drawn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        values = self.linear(values)[:, torch.tensor(range(WIDTH)[::-1])]
+        return values[:, torch.tensor(np.random.permutation(WIDTH).tolist())]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_numbers_that_blocks_draw_may_differ_between_stages(stages: int) -> None:
+    found, _ = chained(Shuffles(), {"values": torch.randn(3, WIDTH)}, stages)
+    assert found.shape == (3, WIDTH)

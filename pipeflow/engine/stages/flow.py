@@ -179,8 +179,7 @@ class Flow(TorchDispatchMode):
         kwargs = kwargs or {}
         sources, is_fake, is_guessed, read = 0, False, False, set[int]()
         leaves = tree_leaves((args, kwargs))
-        if is_drawn := func is _MADE_OF_NUMBERS and host_random_state() != self._host:
-            self.identities.give(args[0], Identity.of_source(RANDOM))
+        is_drawn = func is _MADE_OF_NUMBERS and host_random_state() != self._host
         given = self.identities.identified(leaves)
         for tensor in leaves:
             if not isinstance(tensor, Tensor):

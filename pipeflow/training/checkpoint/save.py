@@ -153,8 +153,8 @@ class Job:
     def _gone(self, error: Exception) -> bool:
         """Whether the hidden folder was not there. A rank that began later may have made it again meanwhile."""
         missing = Path(getattr(error, "filename", None) or "")
-        was_there = self.temporary not in (missing, *missing.parents) and self.temporary.exists()
-        return isinstance(error, FileNotFoundError) and not was_there
+        is_in_it = self.temporary in (missing, *missing.parents)
+        return isinstance(error, FileNotFoundError) and (is_in_it or not self.temporary.exists())
 
     def _write(self) -> None:
         file = self.temporary / data_file(self.rank)

@@ -11,12 +11,22 @@ import torch
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.runtime.pipeline import Pipeline
-from pipeflow.planning.device import DEVICES
+from pipeflow.planning.device import DEVICES, Device
 from pipeflow.training.engine import Step
 from pipeflow.training.timer import MultiTimer
 from pipeflow.training.trainer import Hook, Trainer
 
 _SLOWER = {"laptop", "ti", "super", "d", "mig", "max"}  # names of other devices contain these words
+
+
+def device_called(name: str) -> Device | None:
+    """The device that torch calls `name`; None if unknown."""
+    words = set(name.lower().replace("-", " ").split())
+    known = {model: set(model.split("-")) for model in DEVICES}
+    fitting = [model for model, parts in known.items() if {part for part in parts if not part.endswith("gb")} <= words]
+    if not fitting or words & _SLOWER:
+        return None
+    return DEVICES[max(fitting, key=lambda model: len(known[model] & words))]
 
 
 def peak_of(name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
@@ -25,12 +35,9 @@ def peak_of(name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
     >>> peak_of("NVIDIA A100-SXM4-80GB", torch.bfloat16, tf32=False)
     312000000000000.0
     """
-    words = set(name.lower().replace("-", " ").split())
-    known = {model: set(model.split("-")) for model in DEVICES}
-    fitting = [model for model, parts in known.items() if {part for part in parts if not part.endswith("gb")} <= words]
-    if not fitting or words & _SLOWER:
+    if (device := device_called(name)) is None:
         return None
-    flops = DEVICES[max(fitting, key=lambda model: len(known[model] & words))].flops
+    flops = device.flops
     if dtype is torch.float32:
         return flops["tf32"] if tf32 and "tf32" in flops else flops["float32"]
     return flops.get({torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, ""))
