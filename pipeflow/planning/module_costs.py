@@ -139,9 +139,7 @@ def _kept(piece: ForwardPart, setup: Setup) -> Mapping[int, int]:
 
 
 def _in_backward(stage: CountedStage, setup: Setup) -> tuple[int, int]:
-    """The most bytes that a microbatch's backward has beside what its forward kept: those that a piece computes again,
-    and gradients. Backwards of later pieces have freed what they kept.
-    """
+    """The most bytes that a backward has beside what its forward kept: of a piece computed again, and of gradients."""
     found, held = [(0, 0)], dict[int, int]()
     whole = {key: size for piece in stage.pieces for key, size in _kept(piece, setup).items()}
     for piece in stage.pieces:

@@ -288,9 +288,9 @@ def test_what_one_rank_notices_all_are_told(which: int) -> None:
     run_threads(run_noticed, 2, which)
 
 
-def run_different_sizes(forward_only: bool) -> str:
+def run_different_sizes(forward_only: bool, weigh: Any) -> str:
     rank = current_context().pipeline_rank
-    pipeline = Pipeline(chunks(rank), TWO, criterion=lambda output, _: output.mean())
+    pipeline = Pipeline(chunks(rank), TWO, criterion=lambda output, _: output.mean(), weigh=weigh)
     with pytest.raises(UsageError) as caught:
         execute_pipeline(iter([MODEL.batch(4 + 2 * rank)]), pipeline, forward_only=forward_only)
     train_well()
@@ -302,7 +302,17 @@ def run_different_sizes(forward_only: bool) -> str:
 @pytest.mark.parametrize("start", [run_threads, run_processes])
 def test_batches_of_different_sizes_are_told_to_all(start: Any, forward_only: bool) -> None:
     message = "the ranks read batches of different sizes, 4, 6: all need the same data in the same order"
-    assert start(run_different_sizes, 2, forward_only) == [message, message]
+    assert start(run_different_sizes, 2, forward_only, len) == [message, message]
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_batches_of_different_sizes_are_told_before_what_comes_of_them(forward_only: bool) -> None:
+    """The loss cannot be read from outputs and labels of different sizes."""
+    for said in run_threads(run_different_sizes, 2, forward_only, None):
+        assert said.startswith(
+            "rank 1 failed: it reads a batch of 6 samples, but rank 0 reads a batch of 4 samples: all ranks of a "
+            "replica need the same data in the same order; "
+        )
 
 
 def run_missing_criterion() -> None:

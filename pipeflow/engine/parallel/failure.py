@@ -62,8 +62,8 @@ class Alarm:
 
         On the rank where the error happened, pipeflow's own errors and interruptions are raised unchanged; any other
         error becomes the cause of a PipelineError. All other ranks raise that PipelineError, which is a UsageError as
-        well if the error was one. The next call then starts afresh, unless a rank died: then every further call raises
-        the same error.
+        well if the error was one, and so does this rank if its batch or call, which are others, explain the error. The
+        next call then starts afresh, unless a rank died: then every further call raises the same error.
         """
         if self._dead is not None:
             raise PipelineError(self._dead)
@@ -82,7 +82,9 @@ class Alarm:
                 holder.forget()
             if first.died is not None:
                 self._dead = first
-            if isinstance(cause, PipeflowError) or not isinstance(cause, Exception):
+            is_usage = isinstance(error, ActionError) and isinstance(cause, UsageError)
+            is_explained = is_usage and first.rank == transport.rank and _reason(cause or error) != first.reason
+            if not is_explained and (isinstance(cause, PipeflowError) or not isinstance(cause, Exception)):
                 if isinstance(error, ActionError):  # it would be in the chain of its own cause
                     error.__cause__ = error.__context__ = None
                 if isinstance(cause, PipeflowError) and _reason(cause) == first.reason:
