@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.tensor.attributes import attribute_of, has_attribute
 from pipeflow.engine.tensor.change import Change, ModulePlace, integers_of, places_in, tensors_of
 from pipeflow.engine.tensor.converted import sizes_of
-from pipeflow.engine.tensor.rules import Rule, config_rule, first_match
+from pipeflow.engine.tensor.rules import Rule, attribute_of, config_rule, first_match, has_attribute
 from pipeflow.engine.torch_private.modes import disable_current_modes
 
 RuleKind = Callable[[ModulePlace, str], str | None]

@@ -163,18 +163,22 @@ class SplitLinear(DeferringTensorLayer):
     def _make(
         self,
         sizes: tuple[int, int],
-        weight: nn.Parameter | tuple[int, int],
+        shape: tuple[int, int],
+        weight: nn.Parameter | None,
         bias: int | None,
         dtype: torch.dtype | None,
         device: torch.device | str | None,
     ) -> None:
-        """Makes the parameters, from the whole layer's (in, out), this rank's weight or its shape, and the size of the
-        bias.
+        """Makes the parameters, from the whole layer's (in, out), the shape of this rank's weight, that weight if it is
+        another layer's, and the size of the bias.
         """
         self.in_features, self.out_features = sizes
-        self._owns_weight = not isinstance(weight, nn.Parameter)
-        if not isinstance(weight, nn.Parameter):
-            weight = nn.Parameter(torch.empty(weight, dtype=dtype, device=device))
+        self._owns_weight = weight is None
+        if weight is None:
+            weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        elif tuple(weight.shape) != shape:
+            name = self._get_name()
+            raise UsageError(f"{name} needs a weight of shape {shape} on each rank, got {tuple(weight.shape)}")
         self.weight = weight
         empty = None if bias is None else nn.Parameter(torch.empty(bias, dtype=dtype, device=device))
         self.register_parameter("bias", empty)
@@ -230,10 +234,12 @@ class ColumnParallelLinear(SplitLinear):
         sequence_parallel: the input is this rank's piece (batch, sequence / T, in_features) of the sequence; the output
             has the whole sequence. Each rank keeps the gathered input for the backward, batch x sequence x in_features
             elements. That is T times the memory of keeping its piece, but saves a collective per backward.
+        weight: this rank's weight (out_features / T, in_features), to share another layer's; by default a new one.
         dtype, device: of the parameters, as in torch.
         group: the tensor ranks; by default the tensor group of the context, or a group of one without a launch.
 
-    Raises UsageError if the number of tensor ranks does not divide out_features.
+    Raises UsageError if the number of tensor ranks does not divide out_features, or `weight` has another
+    shape.
     """
 
     def __init__(
@@ -244,14 +250,20 @@ class ColumnParallelLinear(SplitLinear):
         *,
         gather_output: bool = False,
         sequence_parallel: bool = False,
+        weight: nn.Parameter | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         group: Group | None = None,
     ) -> None:
         super().__init__()
-        rows = divide(self._get_name(), "out_features", out_features, self.join(group).size)
+        self.join(group)
+        rows = self._rows(out_features)
         self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
-        self._make((in_features, out_features), (rows, in_features), rows if bias else None, dtype, device)
+        self._make((in_features, out_features), (rows, in_features), weight, rows if bias else None, dtype, device)
+
+    def _rows(self, out_features: int) -> int:
+        """The number of rows of this rank's weight."""
+        return divide(self._get_name(), "out_features", out_features, self.group.size)
 
     def forward(self, input: Tensor) -> Tensor:
         self._require_width(input, "")
@@ -260,7 +272,8 @@ class ColumnParallelLinear(SplitLinear):
         return gather_from_tensor_region(output, self.group) if self.gather_output else output
 
     def splits(self) -> Mapping[str, Split]:
-        return column_splits(self)
+        split = Split(0, self.out_features)
+        return {"weight": split} if self.bias is None else {"weight": split, "bias": split}
 
 
 class RowParallelLinear(SplitLinear):
@@ -274,10 +287,12 @@ class RowParallelLinear(SplitLinear):
         in_features, out_features, bias: as in nn.Linear, for the whole layer.
         input_is_parallel: True if the input is this rank's part; False if it is whole and the same on every rank.
         sequence_parallel: return this rank's piece (batch, sequence / T, out_features) of the sequence.
+        weight: this rank's weight (out_features, in_features / T), to share another layer's; by default a new one.
         dtype, device: of the parameters, as in torch.
         group: the tensor ranks; by default the tensor group of the context, or a group of one without a launch.
 
-    Raises UsageError if the number of tensor ranks does not divide in_features.
+    Raises UsageError if the number of tensor ranks does not divide in_features, or `weight` has another
+    shape.
     """
 
     def __init__(
@@ -288,6 +303,7 @@ class RowParallelLinear(SplitLinear):
         *,
         input_is_parallel: bool = True,
         sequence_parallel: bool = False,
+        weight: nn.Parameter | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         group: Group | None = None,
@@ -295,36 +311,26 @@ class RowParallelLinear(SplitLinear):
         super().__init__()
         columns = divide(self._get_name(), "in_features", in_features, self.join(group).size)
         self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
-        self._make((in_features, out_features), (out_features, columns), out_features if bias else None, dtype, device)
+        shape = (out_features, columns)
+        self._make((in_features, out_features), shape, weight, out_features if bias else None, dtype, device)
 
     def forward(self, input: Tensor) -> Tensor:
-        return row_forward(self, input, self.input_is_parallel, self.sequence_parallel)
+        if not self.input_is_parallel:
+            input = scatter_to_tensor_region(input, self.group)
+        self._require_width(input, ": input_is_parallel=False takes a whole input" if self.input_is_parallel else "")
+        mode = Mode(self.group, self.sequence_parallel, self._deferred_weights(), self.copies)
+        return row_linear(input, self.weight, self.bias, mode)
 
     def splits(self) -> Mapping[str, Split]:
         return {"weight": Split(1, self.in_features)}
-
-
-def row_forward(layer: SplitLinear, input: Tensor, input_is_parallel: bool, sequence_parallel: bool) -> Tensor:
-    """The forward of a layer that is split by rows."""
-    if not input_is_parallel:
-        input = scatter_to_tensor_region(input, layer.group)
-    layer._require_width(input, ": input_is_parallel=False takes a whole input" if input_is_parallel else "")
-    mode = Mode(layer.group, sequence_parallel, layer._deferred_weights(), layer.copies)
-    return row_linear(input, layer.weight, layer.bias, mode)
-
-
-def column_splits(layer: SplitLinear) -> Mapping[str, Split]:
-    """The splits of a layer that is split by columns."""
-    split = Split(0, layer.out_features)
-    return {"weight": split} if layer.bias is None else {"weight": split, "bias": split}
 
 
 def _uniform(bound: float) -> Draw:
     return lambda block: block.uniform_(-bound, bound)
 
 
-class Classifier(SplitLinear):
-    """A linear layer that is split by rows and returns whole logits (..., num_classes) on every rank.
+class Classifier(RowParallelLinear):
+    """A RowParallelLinear that returns logits (..., num_classes), and may share its weight.
 
     The input is (..., in_features), the same on every rank.
 
@@ -351,26 +357,13 @@ class Classifier(SplitLinear):
         device: torch.device | str | None = None,
         group: Group | None = None,
     ) -> None:
-        super().__init__()
-        columns = divide(self._get_name(), "in_features", in_features, self.join(group).size)
-        self.input_is_parallel = input_is_parallel
-        shape = (num_classes, columns)
-        _require_shape(self._get_name(), weight, shape)
-        size = num_classes if bias else None
-        self._make((in_features, num_classes), shape if weight is None else weight, size, dtype, device)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return row_forward(self, input, self.input_is_parallel, sequence_parallel=False)
-
-    def splits(self) -> Mapping[str, Split]:
-        return {"weight": Split(1, self.in_features)}
+        options: dict[str, Any] = {"weight": weight, "dtype": dtype, "device": device, "group": group}
+        super().__init__(in_features, num_classes, bias, input_is_parallel=input_is_parallel, **options)
 
 
-class VocabParallelClassifier(SplitLinear):
-    """A linear layer whose classes are split: each rank returns logits (..., ceil(num_classes / T)), where T is the
-    number of tensor ranks. Logits of padding, at the end of the last ranks, are -inf.
-
-    The input is (..., in_features), the same on every rank.
+class VocabParallelClassifier(ColumnParallelLinear):
+    """A ColumnParallelLinear for any number of classes: each rank returns logits (..., ceil(num_classes / T)), where T
+    is the number of tensor ranks. Logits of padding, at the end of the last ranks, are -inf. It may share its weight.
 
     Args:
         in_features, num_classes, bias: sizes and bias of the whole layer, as in nn.Linear; any number of classes.
@@ -398,29 +391,17 @@ class VocabParallelClassifier(SplitLinear):
         device: torch.device | str | None = None,
         group: Group | None = None,
     ) -> None:
-        super().__init__()
-        rows = divide_padded(self._get_name(), "num_classes", num_classes, self.join(group))
-        self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
-        _require_shape(self._get_name(), weight, (rows, in_features))
-        shape = (rows, in_features) if weight is None else weight
-        self._make((in_features, num_classes), shape, rows if bias else None, dtype, device)
+        options: dict[str, Any] = {"weight": weight, "dtype": dtype, "device": device, "group": group}
+        options |= {"gather_output": gather_output, "sequence_parallel": sequence_parallel}
+        super().__init__(in_features, num_classes, bias, **options)
+
+    def _rows(self, out_features: int) -> int:
+        return divide_padded(self._get_name(), "num_classes", out_features, self.group)
 
     def forward(self, input: Tensor) -> Tensor:
-        self._require_width(input, "")
-        group = self.group
-        logits = column_linear(
-            input, self.weight, self.bias, Mode(group, self.sequence_parallel, self._deferred_weights(), self.copies)
-        )
-        columns = logits.shape[-1]
-        real = real_rows(self.out_features, columns, group.rank)
+        logits = super().forward(input)
         if self.gather_output:
-            return gather_from_tensor_region(logits, group)[..., : self.out_features]
+            return logits[..., : self.out_features]
+        columns = logits.shape[-1]
+        real = real_rows(self.out_features, columns, self.group.rank)
         return logits if real == columns else functional.pad(logits[..., :real], (0, columns - real), value=-torch.inf)
-
-    def splits(self) -> Mapping[str, Split]:
-        return column_splits(self)
-
-
-def _require_shape(layer: str, weight: nn.Parameter | None, shape: tuple[int, int]) -> None:
-    if weight is not None and tuple(weight.shape) != shape:
-        raise UsageError(f"{layer} needs a weight of shape {shape} on each rank, got {tuple(weight.shape)}")

@@ -11,12 +11,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import nn
 
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.tensor.attributes import attribute_of
 
 Kind = Literal[
     "column",
@@ -269,3 +268,19 @@ DEFAULT_RULES: tuple[Rule, ...] = _Defaults(
 """Rules for the layer names in transformers and many other libraries. Classifiers stay whole, so they can have any
 number of labels.
 """
+
+
+def attribute_of(holder: object, name: str) -> Any:
+    """An attribute of a model's own class, or None without it. Such a class may define a `__getattr__` that raises any
+    error for a name that it does not have.
+    """
+    try:
+        return getattr(holder, name, None)
+    except Exception:
+        return None
+
+
+def has_attribute(module: nn.Module, name: str) -> bool:
+    """Returns True if a module or its class has an attribute. Unlike `hasattr`, runs no property or `__getattr__`."""
+    own = (vars(module), module._parameters, module._buffers, module._modules)
+    return any(name in each for each in (*own, *map(vars, type(module).__mro__)))
