@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import locale
+
 import pytest
 
+READS_UTF8 = pytest.mark.skipif(
+    locale.getencoding().lower() not in ("utf-8", "utf8"),
+    reason="torch.compile reads files of torch in the encoding of the locale, and they are UTF-8",
+)
 COMPILED = [
+    READS_UTF8,
     pytest.mark.slow,
     pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*"),

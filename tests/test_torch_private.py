@@ -37,6 +37,7 @@ from pipeflow.engine.torch_private import (
     trees,
 )
 from pipeflow.engine.torch_private.attributes import ATTRIBUTES
+from tests.compiling import READS_UTF8
 from tests.sources import Fault, Source, require, sources
 
 MODULES = (autograd, distributed, dtensors, fsdp, inductor, modes, pipelining, tensors, trees)
@@ -337,7 +338,9 @@ CHECKS: dict[str, Callable[[], bool]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=READS_UTF8 if name.startswith("compilers") else ()) for name in CHECKS]
+)
 def test_a_private_name_of_torch_does_what_it_stands_for(name: str) -> None:
     assert CHECKS[name](), f"torch {torch.__version__} changed {name}: see pipeflow/engine/torch_private"
 

@@ -21,6 +21,7 @@ from pipeflow.training.checkpoint.manifest import Digest, Manifest
 from pipeflow.training.checkpoint.storage import write
 from tests.checkpoint.checkpoints import Run, under
 from tests.checkpoint.test_errors import filled, flip, model
+from tests.compiling import READS_UTF8
 
 
 def names(folder: Path) -> list[str]:
@@ -266,6 +267,7 @@ def test_a_compiled_module_and_the_plain_one_load_each_others(tmp_path: Path) ->
     assert filled(plain) == {1}
 
 
+@READS_UTF8
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_states_of_a_compiled_modules_optimizer(tmp_path: Path) -> None:
     plain, wrapped = model(1), compiled(model(2))

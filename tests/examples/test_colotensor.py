@@ -77,11 +77,11 @@ def test_every_parameter_is_split_as_the_tutorial_says() -> None:
 def command(folder: Path, **variables: str) -> list[str]:
     """The command that run.sh ends with, under these variables."""
     torchrun = folder / "torchrun"
-    torchrun.write_text('#!/bin/sh\necho "$@"\n', encoding="utf-8")
+    torchrun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n', encoding="utf-8")
     torchrun.chmod(0o755)
     environment = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", **variables}
     script = [str(EXAMPLES / "colotensor" / "run.sh"), "--steps", "3"]
-    return subprocess.run(script, env=environment, capture_output=True, text=True, check=True).stdout.split()
+    return subprocess.run(script, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def test_the_number_of_processes_comes_from_the_environment(tmp_path: Path) -> None:
