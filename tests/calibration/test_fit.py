@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 import pytest
 
@@ -16,21 +15,17 @@ from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer import GPT
 from pipeflow.planning.work import layer_work
 from pipeflow.schedules import make_schedule
-from pipeflow.tools.calibration.computing import ATTENTIONS, PRODUCTS, Sized
-from pipeflow.tools.calibration.errors import mean_errors
-from pipeflow.tools.calibration.fit import OPTIMIZED, fitted, line, nonnegative, product_coefficients, step_seconds
-from pipeflow.tools.calibration.machine_times import (
-    AttentionTime,
-    HostTime,
-    LayerTime,
-    Measured,
-    MovedTime,
-    OptimizerTime,
-    ProductTime,
-    StepTime,
-    SumTime,
-    TransferTime,
+from pipeflow.tools.calibration.computing import ATTENTIONS, PRODUCTS, sized
+from pipeflow.tools.calibration.fit import (
+    OPTIMIZED,
+    fitted,
+    line,
+    mean_errors,
+    nonnegative,
+    product_coefficients,
+    step_seconds,
 )
+from pipeflow.tools.calibration.machine_times import LayerTime, Measured, ProductTime, SizeTime, StepTime, SumTime
 
 DEVICE = Device(
     "some device", {"bf16": 200e12, "float32": 20e12}, memory_bytes=64e9, memory_bandwidth=1e12, host_bandwidth=2e10
@@ -71,23 +66,15 @@ def rates(cluster: Cluster, precision: str = "bf16") -> Rates:
 def measured(cluster: Cluster) -> Measured:
     """What a machine that is as `cluster` says would measure."""
     known, main = cluster.efficiency, rates(cluster)
-    groups: list[tuple[Literal["tensor", "gradient"], RankGroup]] = [
-        ("tensor", RankGroup(2, 2)),
-        ("tensor", RankGroup(4, 4)),
-        ("gradient", RankGroup(4, 4)),
-    ]
+    is_far = cluster is FAR
+    groups = [RankGroup(2, 2), RankGroup(4, 4), *[RankGroup(8, 4)] * is_far]
+    gradient_groups = [RankGroup(4, 4), *[RankGroup(2, 1)] * is_far]
     near = cluster.link_bandwidth * known["transfer"]
-    starts = [(False, cluster.link_latency, near)]
-    if cluster is FAR:
-        groups += [("tensor", RankGroup(8, 4)), ("gradient", RankGroup(2, 1))]
-        starts += [(True, cluster.network_latency, min(near, cluster.network_bandwidth * known["network"]))]
-    sums: list[SumTime] = []
-    for of, group in groups:
-        seconds = main.tensor_sum if of == "tensor" else main.gradient_sum
-        sums += [SumTime(of, group, size, seconds(group, size)) for size in SIZES]
-    sized = [Sized.of(*size, "bf16") for size in ATTENTIONS]
-    layers = [layer_times(main.seconds(layer_work(*each)), main, "none") for each in sized]
-    works = [(Sized.of(*size, "bf16"), layer_work(*Sized.of(*size, "bf16"))) for size in ATTENTIONS]
+    works = [layer_work(*sized(*size, "bf16")) for size in ATTENTIONS]
+
+    def sent(latency: float, bandwidth: float) -> tuple[SizeTime, ...]:
+        return tuple(SizeTime(size, known["transfer_start"] + latency + size / bandwidth) for size in SIZES)
+
     peak = cluster.device.flops["bf16"]
     return Measured(
         device="some device",
@@ -97,30 +84,31 @@ def measured(cluster: Cluster) -> Measured:
         products=tuple(
             ProductTime(name, each, rates(cluster, name).product(each)) for name in DEVICE.flops for each in PRODUCTS
         ),
-        moved=(
-            *(MovedTime("copy", size, size / 1e12) for size in SIZES),
-            *(MovedTime("layer", size, size / (1e12 * known["memory"])) for size in SIZES),
-        ),
+        copies=tuple(SizeTime(size, size / 1e12) for size in SIZES),
+        elementwise=tuple(SizeTime(size, size / (1e12 * known["memory"])) for size in SIZES),
         attention=tuple(
-            AttentionTime(work.attention_flops, work.attention_flops / (peak * known["attention"])) for _, work in works
+            SizeTime(work.attention_flops, work.attention_flops / (peak * known["attention"])) for work in works
         ),
         layers=tuple(
-            LayerTime(*each, forward, backward) for each, (forward, backward, _) in zip(sized, layers, strict=True)
+            LayerTime(*sized(*size, "bf16"), *layer_times(main.seconds(work), main, "none")[:2])
+            for size, work in zip(ATTENTIONS, works, strict=True)
         ),
-        optimizer=tuple(OptimizerTime(count, main.stepping(OPTIMIZED * count)) for count in (10**6, 10**7)),
-        sums=tuple(sums),
-        transfers=tuple(
-            TransferTime(crosses, size, known["transfer_start"] + latency + size / bandwidth)
-            for crosses, latency, bandwidth in starts
-            for size in SIZES
+        optimizer=tuple(SizeTime(count, main.stepping(OPTIMIZED * count)) for count in (10**6, 10**7)),
+        sums=tuple(SumTime(group, size, main.tensor_sum(group, size)) for group in groups for size in SIZES),
+        gradient_sums=tuple(
+            SumTime(group, size, main.gradient_sum(group, size)) for group in gradient_groups for size in SIZES
         ),
+        transfers=sent(cluster.link_latency, near),
+        far_transfers=sent(cluster.network_latency, min(near, cluster.network_bandwidth * known["network"]))
+        if is_far
+        else (),
         steps=tuple(_step(cluster, hidden) for hidden in (256, 512) if not cluster.device.runs_ahead),
         forward_launch=known["forward_launch"],
         backward_launch=known["backward_launch"],
         sync=known["sync"],
         sharing=cluster.sharing,
         runs_ahead=cluster.device.runs_ahead,
-        host=tuple(HostTime(size, 1e-5 + size / 2e10) for size in (2**20, 2**30)),
+        host=tuple(SizeTime(size, 1e-5 + size / 2e10) for size in (2**20, 2**30)),
     )
 
 
@@ -149,7 +137,10 @@ def test_known_coefficients_are_found(cluster: Cluster) -> None:
 def test_a_device_that_is_alone_has_no_links() -> None:
     """Others are across a usual network, of which no coefficients are made up; the rest is as with links."""
     times = measured(NEAR)
-    whole, alone = fitted(times), fitted(replace(times, sums=(), transfers=(), sync=0.0, devices_per_node=1))
+    whole, alone = (
+        fitted(times),
+        fitted(replace(times, sums=(), gradient_sums=(), transfers=(), sync=0.0, devices_per_node=1)),
+    )
     links = {"sync", "link", "collective", "transfer", "transfer_start", "gradients"}
     assert alone.efficiency == {name: value for name, value in whole.efficiency.items() if name not in links}
     assert (alone.devices_per_node, alone.link_bandwidth, alone.network_bandwidth) == (1, 25e9, 25e9)

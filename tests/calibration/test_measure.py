@@ -17,13 +17,10 @@ from pipeflow.planning.rates import RankGroup
 from pipeflow.planning.work import MatrixProduct
 from pipeflow.testing import run_threads
 from pipeflow.tools.calibration import computing, links
-from pipeflow.tools.calibration.errors import mean_errors
-from pipeflow.tools.calibration.fit import fitted
-from pipeflow.tools.calibration.machine import device_name, memory_bytes, precisions, products_in
-from pipeflow.tools.calibration.machine_times import Measured, StepTime, SumTime, TransferTime
+from pipeflow.tools.calibration.fit import fitted, mean_errors
+from pipeflow.tools.calibration.machine import Stopwatch, device_name, memory_bytes, precisions, products_in
+from pipeflow.tools.calibration.machine_times import Measured, SizeTime, StepTime, SumTime
 from pipeflow.tools.calibration.measurement import measure
-from pipeflow.tools.calibration.step_times import steps
-from pipeflow.tools.calibration.stopwatch import Stopwatch
 
 
 class Clock:
@@ -47,7 +44,7 @@ def time_unevenly(budget: float) -> tuple[float, float, int]:
         clock.now += 50.0 if next(calls) == 20 else each
 
     seconds = watch.seconds(work, budget)
-    return seconds, watch.launch_seconds(work, budget), next(calls)
+    return seconds, watch.seconds(work, budget, launch=True), next(calls)
 
 
 def test_the_mean_over_ranks_of_the_median_over_rounds() -> None:
@@ -70,7 +67,7 @@ def tiny_computations() -> tuple[list[object], ...]:
     products = [MatrixProduct(4, 8, 16), MatrixProduct(8, 8, 16), MatrixProduct(8, 16, 16), MatrixProduct(64, 64, 64)]
     return (
         list(computing.products(watch, ["float32", "bf16"], 0.02, products)),
-        list(computing.moved(watch, "float32", 0.01, [2**16])),
+        [*computing.moved(watch, "float32", 0.01, [2**16])],
         list(computing.attention(watch, "float32", 0.02, [(64, 8), (128, 16)])),
         list(computing.layers(watch, "float32", 0.01, [(64, 8)])),
         list(computing.launches(watch, "float32", 0.01)),
@@ -85,19 +82,19 @@ def test_computations(device: str) -> None:
         assert [(each.precision, each.product.rows) for each in products][:2] == [("float32", 4), ("float32", 8)]
         assert {each.precision for each in products} == {"float32", "bf16"}
         assert max(each.product.rows for each in products) == 8  # 64 take too long
-        assert [each.of for each in moved] == ["copy", "layer"]
-        assert moved[0].size == 2 * 2**16
-        assert moved[1].size == 18 * 2**14  # a quarter of it is as wide as the hidden size
-        assert [each.flops for each in attended] == [8 * 4 * 8 * 64 / 2, 16 * 4 * 16 * 128 / 2]
+        [[copied], [operated]] = moved
+        assert copied.size == 2 * 2**16
+        assert operated.size == 18 * 2**14  # a quarter of it is as wide as the hidden size
+        assert [each.size for each in attended] == [8 * 4 * 8 * 64 / 2, 16 * 4 * 16 * 128 / 2]
         assert (layers[0].model.hidden, layers[0].model.positions) == (64, 8)
-        assert [each.parameters for each in stepped] == [12 * 64**2 + 13 * 64]
-        everything = [each.seconds for each in (*products, *moved, *attended, *stepped)]
+        assert [each.size for each in stepped] == [12 * 64**2 + 13 * 64]
+        everything = [each.seconds for each in (*products, copied, operated, *attended, *stepped)]
         assert min(*everything, layers[0].forward, layers[0].backward, *launches) > 0
 
 
 def whole_steps() -> list[StepTime]:
     watch = Stopwatch(current_context(), rounds=1, clock=Clock(look=1e-3))
-    return list(steps(watch, 0.01, [(64, 8)]))
+    return list(computing.steps(watch, 0.01, [(64, 8)]))
 
 
 @pytest.mark.slow
@@ -134,15 +131,15 @@ def long_ones() -> list[MatrixProduct]:
         MatrixProduct(100, 200, 4000),
         MatrixProduct(100, 300, 100),
     ]
-    real = computing._Products.__call__
 
-    def slow(self: computing._Products) -> None:
-        real(self)
-        taken, weight, _ = self._operands[0]
-        clock.now += 3 * 2 * taken.numel() * weight.shape[0] / 1e6
+    def slow(size: MatrixProduct, *_: object) -> Callable[[], None]:
+        def work() -> None:
+            clock.now += 3 * size.flops / 1e6
+
+        return work
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(computing._Products, "__call__", slow)
+        patch.setattr(computing, "_products", slow)
         return [each.product for each in computing.products(watch, ["float32"], 100.0, sizes)]
 
 
@@ -151,12 +148,12 @@ def test_sizes_that_take_too_long_are_left_out() -> None:
     assert [(each.columns, each.depth) for each in found] == [(100, 100), (100, 200), (300, 100)]
 
 
-def communicate(per_node: int) -> tuple[list[SumTime], list[SumTime], list[TransferTime], float]:
+def communicate(per_node: int) -> tuple[list[SumTime], list[SumTime], tuple[list[SizeTime], list[SizeTime]], float]:
     watch = Stopwatch(current_context(), rounds=1)
     return (
         list(links.sums(watch, per_node, 0.01, [64, 1024])),
         list(links.gradient_sums(watch, per_node, 0.01, [1024])),
-        list(links.transfers(watch, per_node, 0.01, [64])),
+        links.transfers(watch, per_node, 0.01, [64]),
         links.sync_seconds(watch, per_node, 0.01),
     )
 
@@ -180,13 +177,11 @@ def test_groups_and_pairs(
 ) -> None:
     found = run_threads(communicate, ranks, per_node)
     assert all(each == found[0] for each in found)
-    summed, reduced, sent, sync = found[0]
+    summed, reduced, (near, far), sync = found[0]
     assert list(dict.fromkeys(each.group for each in summed)) == [RankGroup(*each) for each in sums]
     assert list(dict.fromkeys(each.group for each in reduced)) == [RankGroup(*each) for each in gradients]
-    assert [each.crosses for each in sent] == crossing
-    assert {each.of for each in summed} == {"tensor"}
-    assert {each.of for each in reduced} == {"gradient"}
-    assert min(sync, *(each.seconds for each in (*summed, *reduced, *sent))) > 0
+    assert [False] * len(near) + [True] * len(far) == crossing
+    assert min(sync, *(each.seconds for each in (*summed, *reduced, *near, *far))) > 0
 
 
 def measure_two_nodes() -> Measured:
@@ -241,7 +236,7 @@ def test_machines(monkeypatch: pytest.MonkeyPatch) -> None:
 class Constant(Stopwatch):
     """A stopwatch that finds the same time for all work."""
 
-    def seconds(self, work: Callable[[], object], budget: float) -> float:
+    def seconds(self, work: Callable[[], object], budget: float, *, launch: bool = False) -> float:
         return 1.0
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.efficiency import Efficiency
-from pipeflow.tools.calibration import processes
+from pipeflow.tools.calibration import measurement
 from tests.cli.run import error, out
 
 
@@ -55,8 +55,8 @@ def test_a_device_that_is_alone_is_measured(capsys: pytest.CaptureFixture[str], 
 def test_processes_that_do_not_end_are_ended(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(processes, "STARTING", 0.5)
-    monkeypatch.setattr(processes, "SLOWEST", 0.0)
+    monkeypatch.setattr(measurement, "STARTING", 0.5)
+    monkeypatch.setattr(measurement, "SLOWEST", 0.0)
     file = tmp_path / "cluster.json"
     said = error(capsys, "calibrate", "--device", "cpu", "--ranks", 2, "--output", file)
     assert "did not end within 0 s: end other programs that compute on this machine, or measure with fewer" in said
@@ -91,9 +91,9 @@ def test_wrong_options(capsys: pytest.CaptureFixture[str], tmp_path: Path, argv:
 
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    assert processes.ranks_on("cuda", None) == 4
+    assert measurement.ranks_on("cuda", None) == 4
     with pytest.raises(ValueError, match="8 ranks need a GPU each, and there are 4"):
-        processes.ranks_on("cuda", 8)
+        measurement.ranks_on("cuda", 8)
 
 
 def test_ranks_are_not_for_a_world_that_is_there(

@@ -1,25 +1,26 @@
-"""Computing: the times of products, of attention, of elementwise operations, of whole layers and of the optimizer. Must
-not contain: communication.
+"""Computing: the times of products, of attention, of elementwise operations, of whole layers, of the optimizer, and of
+whole steps of a pipeline of all ranks. Must not contain: communication.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import count, product
-from typing import NamedTuple
+from itertools import cycle, product
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeflow.planning.setup import PRECISIONS, Precision, Setup
+from pipeflow.engine.runtime.pipeline import Pipeline, execute_pipeline
+from pipeflow.planning.setup import PRECISIONS, Setup
 from pipeflow.planning.transformer import GPT
 from pipeflow.planning.work import ATTENTION_AGAIN, MatrixProduct, layer_work
-from pipeflow.tools.calibration.machine import DTYPES, products_in
-from pipeflow.tools.calibration.machine_times import AttentionTime, LayerTime, MovedTime, OptimizerTime, ProductTime
-from pipeflow.tools.calibration.stopwatch import Stopwatch
-from pipeflow.training.models.gpt import GPTBlock
+from pipeflow.schedules import make_schedule
+from pipeflow.tools.calibration.machine import DTYPES, Stopwatch, Work, products_in
+from pipeflow.tools.calibration.machine_times import LayerTime, ProductTime, SizeTime, StepTime
+from pipeflow.training.models.gpt import GPTBlock, GPTLMLoss
+from pipeflow.training.models.gpt_stages import build_gpt_pipeline
 
 ROWS = (32, 128, 512, 2048, 8192)
 DIMENSIONS = (128, 512, 2048, 8192)
@@ -57,25 +58,17 @@ FEWEST = 2  # sizes of attention and of layers are measured in any case
 TINY = (HEAD, 8)  # of a layer in which computing takes no time beside launching
 COLD = 2**26  # bytes of operands that take turns, so that caches do not hold them, as they do not in training
 WIDE = 4  # times the hidden size
+HIDDEN = 1024  # size of the layer whose elementwise operations are measured
 ELEMENTWISE_PASSES = 2 * (2 + 3) + 2 * WIDE  # two norms and sums with a residual, and a GELU
+STEPS = ((192, 96), (320, 192))  # hidden size, tokens of a microbatch
+STEP_LAYERS, STEP_MICROBATCHES = 3, 2  # per rank
+VOCABULARY = 1024
 
 
-class Sized(NamedTuple):
-    """The sizes of a layer that computes one sequence."""
-
-    model: GPT
-    setup: Setup
-
-    @classmethod
-    def of(cls, hidden: int, tokens: int, precision: str) -> Sized:
-        """A layer of a GPT with heads of width HEAD, in a precision of products."""
-        model = GPT(1, hidden, hidden // HEAD, positions=tokens, dropout=False)
-        return cls(model, Setup(precision=_kept(precision)))
-
-
-def _kept(precision: str) -> Precision:
-    """The precision in which numbers are stored if products are computed in `precision`."""
-    return PRECISIONS["float32" if precision == "tf32" else precision]
+def sized(hidden: int, tokens: int, precision: str) -> tuple[GPT, Setup]:
+    """A layer of a GPT with heads of width HEAD, which computes one sequence in a precision of products."""
+    model = GPT(1, hidden, hidden // HEAD, positions=tokens, dropout=False)
+    return model, Setup(precision=PRECISIONS["float32" if precision == "tf32" else precision])
 
 
 def products(
@@ -93,79 +86,81 @@ def products(
             for size in chosen[precision]:
                 if rate and 3 * size.flops / rate > each:
                     continue
-                seconds = watch.seconds(_Products(size, dtype, watch.context.device), each) / 3
+                seconds = watch.seconds(_products(size, dtype, watch.context.device), each) / 3
                 rate = size.flops / seconds
                 yield ProductTime(precision, size, seconds)
 
 
-class _Products:
+def _products(size: MatrixProduct, dtype: torch.dtype, device: torch.device) -> Work:
     """The product of a forward with weights, and those of its backward."""
-
-    def __init__(self, size: MatrixProduct, dtype: torch.dtype, device: torch.device) -> None:
-        rows, columns, depth = int(size.rows), int(size.columns), int(size.depth)
-        numbers = rows * depth + columns * depth + rows * columns
-        self._turns = count()
-        self._operands = [
+    rows, columns, depth = int(size.rows), int(size.columns), int(size.depth)
+    bytes_taken = (rows * depth + columns * depth + rows * columns) * dtype.itemsize
+    operands = cycle(
+        [
             tuple(torch.rand(shape, dtype=dtype, device=device) for shape in shapes)
-            for shapes in [((rows, depth), (columns, depth), (rows, columns))] * _copies(numbers * dtype.itemsize)
+            for shapes in [((rows, depth), (columns, depth), (rows, columns))] * max(1, min(64, COLD // bytes_taken))
         ]
+    )
 
-    def __call__(self) -> None:
-        taken, weight, gradient = self._operands[next(self._turns) % len(self._operands)]
+    def work() -> None:
+        taken, weight, gradient = next(operands)
         taken @ weight.t()
         gradient @ weight
         gradient.t() @ taken
 
-
-def _copies(size: int) -> int:
-    return max(1, min(64, COLD // size))
+    return work
 
 
-def moved(watch: Stopwatch, precision: str, budget: float, sizes: Sequence[int] | None = None) -> Iterator[MovedTime]:
-    """Yields times of copies of memory, and of a layer's elementwise operations, forward and backward. The tensors have
+def moved(
+    watch: Stopwatch, precision: str, budget: float, sizes: Sequence[int] | None = None
+) -> tuple[list[SizeTime], list[SizeTime]]:
+    """Times of copies of memory, and of a layer's elementwise operations, forward and backward. The tensors have
     growing `sizes` in bytes, until they are too large to be measured in `budget` seconds.
     """
     device, dtype = watch.context.device, DTYPES[precision]
     sizes = sizes or (MOVED_ON_CPU if device.type == "cpu" else MOVED)
     each, rate = budget / (2 * len(sizes)), 0.0
+    copies, elementwise = [], []
     for size in sizes:
         taken = size // WIDE // dtype.itemsize
         passes = ELEMENTWISE_PASSES * taken * dtype.itemsize
         if rate and 3 * passes / rate > each:
             continue
         source = torch.rand(size // dtype.itemsize, dtype=dtype, device=device)
-        yield MovedTime("copy", 2 * size, watch.seconds(partial(torch.empty_like(source).copy_, source), each))
-        seconds = watch.seconds(_Elementwise(taken, dtype, device), each) / 3
+        copies.append(SizeTime(2 * size, watch.seconds(partial(torch.empty_like(source).copy_, source), each)))
+        seconds = watch.seconds(_elementwise(taken, dtype, device), each) / 3
         rate = passes / seconds
-        yield MovedTime("layer", passes, seconds)
+        elementwise.append(SizeTime(passes, seconds))
+    return copies, elementwise
 
 
-class _Elementwise:
+def _elementwise(numbers: int, dtype: torch.dtype, device: torch.device) -> Work:
     """The forward and the backward of a layer's elementwise operations."""
+    rows = numbers // HIDDEN
+    taken, wide = (
+        torch.rand((rows, width), dtype=dtype, device=device, requires_grad=True) for width in (HIDDEN, WIDE * HIDDEN)
+    )
+    norms = [nn.LayerNorm(HIDDEN, dtype=dtype, device=device) for _ in range(2)]
+    gradients = (torch.rand_like(taken), torch.rand_like(wide))
 
-    def __init__(self, numbers: int, dtype: torch.dtype, device: torch.device, hidden: int = 1024) -> None:
-        shape = (numbers // hidden, hidden)
-        self._taken = torch.rand(shape, dtype=dtype, device=device, requires_grad=True)
-        self._wide = torch.rand((shape[0], WIDE * hidden), dtype=dtype, device=device, requires_grad=True)
-        self._norms = [nn.LayerNorm(hidden, dtype=dtype, device=device) for _ in range(2)]
-        self._gradients = (torch.rand_like(self._taken), torch.rand_like(self._wide))
-
-    def __call__(self) -> None:
-        whole: Tensor = self._taken
-        for norm in self._norms:
+    def work() -> None:
+        whole: Tensor = taken
+        for norm in norms:
             whole = whole + norm(whole)
-        torch.autograd.grad((whole, functional.gelu(self._wide)), (self._taken, self._wide), self._gradients)
+        torch.autograd.grad((whole, functional.gelu(wide)), (taken, wide), gradients)
+
+    return work
 
 
 def attention(
     watch: Stopwatch, precision: str, budget: float, sizes: Sequence[tuple[int, int]] = ATTENTIONS
-) -> Iterator[AttentionTime]:
+) -> Iterator[SizeTime]:
     """Yields times of causal attention without its linears, forward and backward, for layers of `sizes` (hidden size,
     tokens) that are short enough to be measured in `budget` seconds.
     """
     each, rate = budget / len(sizes), 0.0
     for index, (hidden, tokens) in enumerate(sizes):
-        flops = layer_work(*Sized.of(hidden, tokens, precision)).attention_flops
+        flops = layer_work(*sized(hidden, tokens, precision)).attention_flops
         if index >= FEWEST and ATTENTION_PASSES * flops / rate > each:
             continue
         shape = (1, hidden // HEAD, tokens, HEAD)
@@ -175,7 +170,7 @@ def attention(
         ]
         seconds = watch.seconds(partial(_attend, operands), each) / ATTENTION_PASSES
         rate = flops / seconds
-        yield AttentionTime(flops, seconds)
+        yield SizeTime(flops, seconds)
 
 
 def _attend(operands: Sequence[Tensor]) -> None:
@@ -192,20 +187,20 @@ def layers(
     """
     each, rate = budget / len(sizes), 0.0
     for index, (hidden, tokens) in enumerate(sizes):
-        sized = Sized.of(hidden, tokens, precision)
-        flops = 3 * sum(product.flops for product in layer_work(*sized).products)
+        layer = sized(hidden, tokens, precision)
+        flops = 3 * sum(product.flops for product in layer_work(*layer).products)
         work = _Layers(hidden, tokens, precision, watch.context.device)
         if index >= FEWEST and flops * work.passed / rate > each / FEWEST_PASSES:
             continue
         forward, backward = (seconds / work.passed for seconds in watch.phases([work.forward, work.backward], each))
         rate = flops / (forward + backward)
-        yield LayerTime(*sized, forward, backward)
+        yield LayerTime(*layer, forward, backward)
 
 
 def launches(watch: Stopwatch, precision: str, budget: float) -> tuple[float, float]:
     """The seconds in which the host launches the forward and the backward of one layer, measured on a tiny one."""
     work = _Layers(*TINY, precision, watch.context.device)
-    forward, backward = watch.launch_phases([work.forward, work.backward], budget)
+    forward, backward = watch.phases([work.forward, work.backward], budget, launch=True)
     return forward / work.passed, backward / work.passed
 
 
@@ -242,7 +237,7 @@ class _Layers:
         self._outputs.clear()
 
 
-def optimizer(watch: Stopwatch, budget: float, sizes: Sequence[int] = OPTIMIZED) -> Iterator[OptimizerTime]:
+def optimizer(watch: Stopwatch, budget: float, sizes: Sequence[int] = OPTIMIZED) -> Iterator[SizeTime]:
     """Yields times of steps of AdamW on the parameters of layers of `sizes` (hidden size), in float32."""
     for hidden in sizes:
         layer = GPTBlock(hidden, max(1, hidden // HEAD)).to(watch.context.device)
@@ -250,4 +245,31 @@ def optimizer(watch: Stopwatch, budget: float, sizes: Sequence[int] = OPTIMIZED)
             parameter.grad = torch.rand_like(parameter)
         stepping = torch.optim.AdamW(layer.parameters(), lr=0.0)
         count = sum(parameter.numel() for parameter in layer.parameters())
-        yield OptimizerTime(count, watch.seconds(stepping.step, budget / len(sizes)))
+        yield SizeTime(count, watch.seconds(stepping.step, budget / len(sizes)))
+
+
+def steps(watch: Stopwatch, budget: float, sizes: Sequence[tuple[int, int]] = STEPS) -> Iterator[StepTime]:
+    """Yields times of steps of GPTs of `sizes` (hidden size, tokens of a microbatch) in float32 under 1F1B, without the
+    optimizer.
+    """
+    ranks = watch.context.pipeline_size
+    schedule = make_schedule("1f1b", ranks=ranks, microbatches=STEP_MICROBATCHES * ranks)
+    for hidden, tokens in sizes:
+        gpt = GPT(STEP_LAYERS * ranks, hidden, hidden // HEAD, tokens, VOCABULARY, dropout=False)
+        stages = build_gpt_pipeline(
+            gpt.layers,
+            placement=schedule.placement,
+            hidden_size=hidden,
+            num_attention_heads=gpt.heads,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=tokens,
+        )
+        model = Pipeline(stages, schedule, criterion=GPTLMLoss())
+        ids = torch.zeros(schedule.num_microbatches, tokens, dtype=torch.long, device=watch.context.device)
+        seconds = watch.seconds(partial(_step, model, ids), budget / len(sizes))
+        yield StepTime(gpt, Setup(precision=PRECISIONS["float32"]), schedule, seconds)
+
+
+def _step(model: Pipeline, ids: Tensor) -> None:
+    model.zero_grad()
+    execute_pipeline(iter([({"input_ids": ids}, ids)]), model)

@@ -1,4 +1,6 @@
-"""Fit: the cluster whose cost model is closest to the measured times. Must not contain: measuring."""
+"""Fit: the cluster whose cost model is closest to the measured times, and how far it is from them. Must not contain:
+measuring.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ from pipeflow.planning.cluster import NETWORK_BANDWIDTH, Cluster
 from pipeflow.planning.device import Device
 from pipeflow.planning.efficiency import Efficiency
 from pipeflow.planning.estimate import plan
+from pipeflow.planning.layer_seconds import layer_times
 from pipeflow.planning.rates import Rates
 from pipeflow.planning.shapes import ShapeTime
 from pipeflow.planning.work import layer_work
-from pipeflow.tools.calibration.machine_times import Measured, ProductTime, StepTime, SumTime
+from pipeflow.tools.calibration.machine_times import Measured, ProductTime, SizeTime, StepTime, SumTime
 
 Array = npt.NDArray[np.float64]
 LONGEST = 1e4  # of a dimension at which products take twice as long
@@ -65,21 +68,19 @@ def _of_operations(measured: Measured) -> Cluster:
         for precision in dict.fromkeys(each.precision for each in measured.products)
     }
     peak = flops[measured.precision]
-    moved = [(each.of, each.size / each.seconds) for each in measured.moved]
-    bandwidth = max(rate for _, rate in moved)
+    bandwidth = max(_rates((*measured.copies, *measured.elementwise)))
     large, depth, rows = product_coefficients(
         [each for each in measured.products if each.precision == measured.precision]
     )
-    stepping = _typical(OPTIMIZED * each.parameters / each.seconds for each in measured.optimizer)
     efficiency = {
         "products": large / peak,
         "depth": depth,
         "rows": rows,
-        "attention": _typical(each.flops / each.seconds for each in measured.attention) / peak,
-        "memory": _typical(rate for of, rate in moved if of == "layer") / bandwidth,
+        "attention": _typical(_rates(measured.attention)) / peak,
+        "memory": _typical(_rates(measured.elementwise)) / bandwidth,
         "forward_launch": measured.forward_launch,
         "backward_launch": measured.backward_launch,
-        "optimizer": stepping / bandwidth,
+        "optimizer": OPTIMIZED * _typical(_rates(measured.optimizer)) / bandwidth,
     }
     return Cluster(
         Device(
@@ -88,7 +89,7 @@ def _of_operations(measured: Measured) -> Cluster:
             measured.memory_bytes,
             bandwidth,
             measured.runs_ahead,
-            host_bandwidth=max((each.size / each.seconds for each in measured.host), default=0.0),
+            host_bandwidth=max(_rates(measured.host), default=0.0),
         ),
         devices_per_node=measured.devices_per_node,
         devices_per_nic=1,
@@ -165,8 +166,8 @@ def _links(measured: Measured, efficiency: dict[str, float]) -> dict[str, Any]:
     if not measured.transfers:
         return {"link_bandwidth": NETWORK_BANDWIDTH}
     sums, sync = _sums(measured)
-    gradients = line(_ring(each) for each in measured.sums if each.of == "gradient" and _is_near(each))
-    transfers = line((1.0, each.size, each.seconds) for each in measured.transfers if not each.crosses)
+    gradients = line(_ring(each) for each in measured.gradient_sums if _is_near(each))
+    transfers = line((1.0, *each) for each in measured.transfers)
     best = max(sums.bandwidth, gradients.bandwidth, transfers.bandwidth)
     latency = min(sums.start, transfers.start)
     efficiency |= {
@@ -184,7 +185,7 @@ def _sums(measured: Measured) -> tuple[Line, float]:
     """The line of tensor sums in a node, and the seconds that each sum adds per other rank of its group. If the host
     runs ahead, these seconds were measured as a part of launches; otherwise they are a part of the sums.
     """
-    near = [each for each in measured.sums if each.of == "tensor" and _is_near(each)]
+    near = [each for each in measured.sums if _is_near(each)]
     if measured.runs_ahead:
         return line(map(_ring, near)), measured.sync
     rows = [(start, each.group.ranks - 1, size, seconds) for each in near for start, size, seconds in [_ring(each)]]
@@ -257,13 +258,12 @@ def _ring(each: SumTime, ways: int = 1) -> tuple[float, float, float]:
 
 def _network(measured: Measured, efficiency: dict[str, float]) -> dict[str, Any]:
     """The network of the cluster. Adds the shares of it that are reached to `efficiency`."""
-    sent = [(1.0, each.size, each.seconds) for each in measured.transfers if each.crosses]
-    if not sent:
+    if not measured.far_transfers:
         return {}
-    far = [each for each in measured.sums if each.group.ranks > each.group.in_node]
-    transfers = line(sent)
+    transfers = line((1.0, *each) for each in measured.far_transfers)
     tensor, gradient = (
-        line(_ring(each, each.group.in_node) for each in far if each.of == of) for of in ("tensor", "gradient")
+        line(_ring(each, each.group.in_node) for each in times if not _is_near(each))
+        for times in (measured.sums, measured.gradient_sums)
     )
     best = max(transfers.bandwidth, tensor.bandwidth, gradient.bandwidth)
     efficiency["network"] = math.sqrt(transfers.bandwidth * tensor.bandwidth) / best
@@ -271,6 +271,50 @@ def _network(measured: Measured, efficiency: dict[str, float]) -> dict[str, Any]
     return {"network_bandwidth": best, "network_latency": max(0.0, transfers.start - efficiency["transfer_start"])}
 
 
+def _rates(times: Iterable[SizeTime]) -> Iterator[float]:
+    return (each.size / each.seconds for each in times)
+
+
 def _typical(rates: Iterable[float]) -> float:
     """The geometric mean of `rates`."""
     return math.exp(fmean(map(math.log, rates)))
+
+
+def mean_errors(measured: Measured, cluster: Cluster) -> dict[str, tuple[float, int]]:
+    """Per kind of measured time, the mean error of what the cost model predicts for `cluster`, as a share of the
+    measured times, and the number of these times.
+    """
+    errors: dict[str, list[float]] = {}
+    for kind, predicted, seconds in _predictions(measured, cluster):
+        errors.setdefault(kind, []).append(abs(predicted / seconds - 1))
+    return {kind: (fmean(each), len(each)) for kind, each in errors.items()}
+
+
+def _predictions(measured: Measured, cluster: Cluster) -> Iterator[tuple[str, float, float]]:
+    """For each measured time its kind, what the cost model predicts, and the time itself."""
+    known = Efficiency.of(cluster.efficiency)
+    rates = Rates(cluster, known, measured.precision)
+    for precision, product, seconds in measured.products:
+        yield f"products in {precision}", Rates(cluster, known, precision).product(product), seconds
+    for size, seconds in measured.elementwise:
+        yield "elementwise", rates.moving(size), seconds
+    for flops, seconds in measured.attention:
+        yield "attention", flops / rates.attention(None)[0], seconds
+    for layer in measured.layers:
+        forward, backward, _ = layer_times(rates.seconds(layer_work(layer.model, layer.setup)), rates, "none")
+        yield "layers, forward", forward, layer.forward
+        yield "layers, backward", backward, layer.backward
+    for parameters, seconds in measured.optimizer:
+        yield "optimizer", rates.stepping(OPTIMIZED * parameters), seconds
+    for step in measured.steps:
+        yield "steps", step_seconds(step, cluster), step.seconds
+    sums = ("sums", measured.sums, rates.tensor_sum), ("gradient sums", measured.gradient_sums, rates.gradient_sum)
+    for kind, times, predict in sums:
+        for each in times:
+            yield kind if _is_near(each) else f"{kind} between nodes", predict(each.group, each.size), each.seconds
+    near = cluster.link_bandwidth * known.transfer
+    far = min(cluster.network_bandwidth * known.network, near)
+    for size, seconds in measured.transfers:
+        yield "transfers", known.transfer_start + cluster.link_latency + size / near, seconds
+    for size, seconds in measured.far_transfers:
+        yield "transfers between nodes", known.transfer_start + cluster.network_latency + size / far, seconds

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from pipeflow.engine.parallel.transport.agreement import finish, start
-from pipeflow.engine.parallel.transport.protocol import Channel, Group, Tag, Transport
+from pipeflow.engine.parallel.transport.protocol import Channel, Group, Tag
 from pipeflow.engine.runtime.gradients.sums import Bucket, GroupSum, in_buckets
 from pipeflow.planning import rates
-from pipeflow.tools.calibration.machine import runs_ahead
-from pipeflow.tools.calibration.machine_times import HostTime, SumTime, TransferTime
-from pipeflow.tools.calibration.stopwatch import Stopwatch
+from pipeflow.tools.calibration.machine import Stopwatch, Work, runs_ahead
+from pipeflow.tools.calibration.machine_times import SizeTime, SumTime
 
 SUMS = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)  # bytes of an activation
 GRADIENTS = (2**20, 2**23, 2**25)  # bytes of a stage's gradients
@@ -25,7 +24,6 @@ TRANSFERS = (2**10, 2**14, 2**17, 2**20, 2**22, 2**24, 2**26)  # bytes of an act
 COPIES = (2**20, 2**22, 2**24, 2**26)  # bytes that are offloaded
 BESIDE = 512  # dimensions of a product before each sum on a CPU
 FEWEST = 4  # sizes, for a line through their times
-Ranks = tuple[int, ...]
 
 
 def sums(watch: Stopwatch, per_node: int, budget: float, sizes: Sequence[int] = SUMS) -> Iterator[SumTime]:
@@ -37,16 +35,16 @@ def sums(watch: Stopwatch, per_node: int, budget: float, sizes: Sequence[int] = 
     whole = watch.context.world_size
     each_group = [*_powers(per_node), *[whole] * (whole > per_node)]
     each = budget / (len(each_group) * len(sizes))
-    before = None if runs_ahead(watch.context.device) else _Product()
+    before = None if runs_ahead(watch.context.device) else _product()
     alone = 0.0 if before is None else watch.seconds(before, each)
     for ranks in each_group:
-        group = _group(watch, _block(watch.context.rank, ranks))
+        group = watch.context.world.group(_block(watch.context.rank, ranks))
         shape = rates.RankGroup(ranks, min(ranks, per_node))
         for count, seconds in _growing(watch, sizes, each, partial(_sum_work, watch, group, before)):
             if before is not None:
-                by_itself = watch.seconds(_sum_work(watch, group, None, count), each / 2)
+                by_itself = watch.seconds(_sum_work(watch, group, None, int(count)), each / 2)
                 seconds = max(seconds - alone, by_itself)
-            yield SumTime("tensor", shape, count, seconds)
+            yield SumTime(shape, count, seconds)
 
 
 def gradient_sums(
@@ -61,67 +59,60 @@ def gradient_sums(
     groups += [(across, 1)] * (len(across) > 1)
     each = budget / (len(groups) * len(sizes))
     for ranks, in_node in groups:
-        group = _group(watch, ranks)
+        group = watch.context.world.group(ranks)
         for count, seconds in _growing(watch, sizes, each, partial(_gradient_work, watch, group)):
-            yield SumTime("gradient", rates.RankGroup(len(ranks), in_node), count, seconds)
+            yield SumTime(rates.RankGroup(len(ranks), in_node), count, seconds)
 
 
 def sync_seconds(watch: Stopwatch, per_node: int, budget: float) -> float:
     """Seconds in which the host launches a collective of a node's ranks, per other rank."""
-    group = _group(watch, _block(watch.context.rank, per_node))
-    return watch.launch_seconds(_sum_work(watch, group, None, SUMS[0]), budget) / (per_node - 1)
+    group = watch.context.world.group(_block(watch.context.rank, per_node))
+    return watch.seconds(_sum_work(watch, group, None, SUMS[0]), budget, launch=True) / (per_node - 1)
 
 
 def transfers(
     watch: Stopwatch, per_node: int, budget: float, sizes: Sequence[int] = TRANSFERS
-) -> Iterator[TransferTime]:
-    """Yields times in which activations of `sizes` bytes reach a neighbour in the node, then one in another node if
+) -> tuple[list[SizeTime], list[SizeTime]]:
+    """Times in which activations of `sizes` bytes reach a neighbour in the node, and those to one in another node if
     there are several. All pairs transfer at the same time, in both directions; the time is half of a round trip.
     """
-    rank, whole = watch.context.rank, watch.context.world_size
-    nodes = whole // per_node
+    rank, nodes = watch.context.rank, watch.context.world_size // per_node
+    node, local = divmod(rank, per_node)
     each = budget / (len(sizes) * (1 + (nodes > 1)))
-    local = rank % per_node
-    near = None if local == per_node - 1 and per_node % 2 else rank - local + (local ^ 1)
-    node = rank // per_node
+
+    def times(peer: int | None) -> list[SizeTime]:
+        found = _growing(watch, sizes, each, partial(_transfer_work, watch, peer))
+        return [SizeTime(count, seconds / 2) for count, seconds in found]
+
+    near = times(None if local == per_node - 1 and per_node % 2 else rank - local + (local ^ 1))
     far = None if node == nodes - 1 and nodes % 2 else (node ^ 1) * per_node + local
-    for crosses, peer in ((False, near), *[(True, far)] * (nodes > 1)):
-        for count, seconds in _growing(watch, sizes, each, partial(_transfer_work, watch, peer)):
-            yield TransferTime(crosses, count, seconds / 2)
+    return near, times(far) if nodes > 1 else []
 
 
-def host_copies(watch: Stopwatch, budget: float, sizes: Sequence[int] = COPIES) -> Iterator[HostTime]:
+def host_copies(watch: Stopwatch, budget: float, sizes: Sequence[int] = COPIES) -> Iterator[SizeTime]:
     """Yields times in which `sizes` bytes are copied to the memory of the host: on a GPU to pinned memory, as a step
     copies what it offloads. All ranks copy at the same time.
     """
-    for count, seconds in _growing(watch, sizes, budget / len(sizes), partial(_copy_work, watch)):
-        yield HostTime(count, seconds)
+    return _growing(watch, sizes, budget / len(sizes), partial(_copy_work, watch))
 
 
-def _growing(
-    watch: Stopwatch, sizes: Sequence[int], each: float, work: Callable[[int], Callable[[], object]]
-) -> Iterator[tuple[int, float]]:
+def _growing(watch: Stopwatch, sizes: Sequence[int], each: float, work: Callable[[int], Work]) -> Iterator[SizeTime]:
     """Yields sizes in bytes and the seconds of their work: FEWEST of them, and more until one call takes a large part
     of `each` seconds.
     """
     for index, size in enumerate(sizes):
         seconds = watch.seconds(work(size), each)
-        yield size, seconds
+        yield SizeTime(size, seconds)
         if index + 1 >= FEWEST and seconds > each / FEWEST:
             return
 
 
-class _Product:
+def _product() -> Work:
     """A product that takes about as long as a part of a layer between two sums."""
-
-    def __init__(self) -> None:
-        self._taken, self._weight = torch.rand(BESIDE, BESIDE), torch.rand(BESIDE, BESIDE)
-
-    def __call__(self) -> None:
-        torch.mm(self._taken, self._weight)
+    return partial(torch.mm, torch.rand(BESIDE, BESIDE), torch.rand(BESIDE, BESIDE))
 
 
-def _sum_work(watch: Stopwatch, group: Group, before: Callable[[], object] | None, count: int) -> Callable[[], object]:
+def _sum_work(watch: Stopwatch, group: Group, before: Work | None, count: int) -> Work:
     tensor = torch.zeros(count // 4, device=watch.context.device)
 
     def work() -> None:
@@ -132,7 +123,7 @@ def _sum_work(watch: Stopwatch, group: Group, before: Callable[[], object] | Non
     return work
 
 
-def _gradient_work(watch: Stopwatch, group: Group, count: int) -> Callable[[], object]:
+def _gradient_work(watch: Stopwatch, group: Group, count: int) -> Work:
     each = min(PARAMETER, count) // 4
     parameters = [nn.Parameter(torch.zeros(each, device=watch.context.device)) for _ in range(count // 4 // each)]
     for parameter in parameters:
@@ -148,14 +139,14 @@ def _gradient_work(watch: Stopwatch, group: Group, count: int) -> Callable[[], o
     return work
 
 
-def _copy_work(watch: Stopwatch, count: int) -> Callable[[], object]:
+def _copy_work(watch: Stopwatch, count: int) -> Work:
     device = watch.context.device
     held = torch.zeros(count, dtype=torch.uint8, device=device)
     host = torch.zeros(count, dtype=torch.uint8, pin_memory=device.type == "cuda")
     return lambda: host.copy_(held, non_blocking=True)
 
 
-def _transfer_work(watch: Stopwatch, peer: int | None, count: int) -> Callable[[], object]:
+def _transfer_work(watch: Stopwatch, peer: int | None, count: int) -> Work:
     """A transfer there and back. A rank without a peer only waits for the others."""
     world, device, rank = watch.context.world, watch.context.device, watch.context.rank
     if peer is None:
@@ -163,30 +154,16 @@ def _transfer_work(watch: Stopwatch, peer: int | None, count: int) -> Callable[[
     sent = torch.zeros(count // 4, device=device)
     low, high = sorted((rank, peer))
     world.connect([Channel(low, high, Tag.ACTIVATION), Channel(high, low, Tag.GRADIENT)])
-    if rank < peer:
 
-        def work() -> None:
-            _move(world, peer, Tag.ACTIVATION, sent, sending=True)
-            _move(world, peer, Tag.GRADIENT, torch.empty_like(sent), sending=False)
-
-    else:
-
-        def work() -> None:
-            _move(world, peer, Tag.ACTIVATION, torch.empty_like(sent), sending=False)
-            _move(world, peer, Tag.GRADIENT, sent, sending=True)
+    def work() -> None:
+        for tag, sending in ((Tag.ACTIVATION, rank < peer), (Tag.GRADIENT, rank > peer)):
+            tensor = sent if sending else torch.empty_like(sent)
+            finish(start(world, peer, tag, tensor, sending=sending), "measuring a transfer")
 
     return work
 
 
-def _move(world: Transport, peer: int, tag: Tag, tensor: torch.Tensor, *, sending: bool) -> None:
-    finish(start(world, peer, tag, tensor, sending=sending), "measuring a transfer")
-
-
-def _group(watch: Stopwatch, ranks: Ranks) -> Group:
-    return watch.context.world.group(ranks)
-
-
-def _block(rank: int, ranks: int) -> Ranks:
+def _block(rank: int, ranks: int) -> tuple[int, ...]:
     """The neighbours of `rank`, in groups of `ranks`."""
     first = rank // ranks * ranks
     return tuple(range(first, first + ranks))

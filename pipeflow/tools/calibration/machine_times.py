@@ -5,7 +5,7 @@ cluster is fitted to them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.rates import RankGroup
@@ -22,20 +22,10 @@ class ProductTime(NamedTuple):
     seconds: float
 
 
-class MovedTime(NamedTuple):
-    """Seconds in which `size` bytes of memory are read and written: by a "copy", or by the elementwise operations of a
-    "layer".
-    """
+class SizeTime(NamedTuple):
+    """Seconds that something of a size takes: bytes that are moved or sent, operations, or parameters."""
 
-    of: Literal["copy", "layer"]
     size: float
-    seconds: float
-
-
-class AttentionTime(NamedTuple):
-    """Seconds of attention's products: a third of the time of forward and backward together."""
-
-    flops: float
     seconds: float
 
 
@@ -48,13 +38,6 @@ class LayerTime(NamedTuple):
     backward: float
 
 
-class OptimizerTime(NamedTuple):
-    """Seconds of a step of AdamW on so many parameters, in float32."""
-
-    parameters: int
-    seconds: float
-
-
 class StepTime(NamedTuple):
     """Seconds of a step of a model without the optimizer, in which each rank of the schedule has its own device."""
 
@@ -65,27 +48,9 @@ class StepTime(NamedTuple):
 
 
 class SumTime(NamedTuple):
-    """Seconds in which a group sums `size` bytes: as a tensor-parallel layer does ("tensor"), or as gradients are
-    reduced ("gradient").
-    """
+    """Seconds in which a group sums `size` bytes."""
 
-    of: Literal["tensor", "gradient"]
     group: RankGroup
-    size: float
-    seconds: float
-
-
-class TransferTime(NamedTuple):
-    """Seconds of a transfer of `size` bytes between two ranks, which lie in different nodes if it `crosses`."""
-
-    crosses: bool
-    size: float
-    seconds: float
-
-
-class HostTime(NamedTuple):
-    """Seconds of a copy of `size` bytes from a device to its host, while all ranks copy."""
-
     size: float
     seconds: float
 
@@ -99,13 +64,21 @@ class Measured:
         memory_bytes: memory of one device.
         devices_per_node: ranks in each node.
         precision: the one that layers are measured in, whose products are fitted.
-        products, moved, attention, layers, optimizer, sums, transfers, host: times at several sizes.
+        products: times at several sizes, as all that follow.
+        copies, elementwise: of bytes of memory that are read and written, by a copy or by a layer's elementwise
+            operations.
+        attention: a third of the time of the FLOPs of attention's products, forward and backward.
+        layers: of layers of a model.
+        optimizer: of a step of AdamW on so many parameters, in float32.
+        sums, gradient_sums: as a tensor-parallel layer sums, and as gradients are reduced.
+        transfers, far_transfers: of bytes between two ranks, of one node or of two.
         steps: of whole models; none where the host runs ahead.
         forward_launch, backward_launch: seconds in which the host launches the forward and the backward of one layer.
         sync: seconds in which the host launches a collective, per other rank of its group.
         runs_ahead: whether the host launches while the device computes. If it does not, tensor sums are measured
             between computations, as the time that they add.
         sharing: ranks that share one processor.
+        host: of bytes from a device to its host, while all ranks copy.
     """
 
     device: str
@@ -113,16 +86,19 @@ class Measured:
     devices_per_node: int
     precision: str
     products: tuple[ProductTime, ...]
-    moved: tuple[MovedTime, ...]
-    attention: tuple[AttentionTime, ...]
+    copies: tuple[SizeTime, ...]
+    elementwise: tuple[SizeTime, ...]
+    attention: tuple[SizeTime, ...]
     layers: tuple[LayerTime, ...]
-    optimizer: tuple[OptimizerTime, ...]
+    optimizer: tuple[SizeTime, ...]
     sums: tuple[SumTime, ...]
-    transfers: tuple[TransferTime, ...]
+    gradient_sums: tuple[SumTime, ...]
+    transfers: tuple[SizeTime, ...]
+    far_transfers: tuple[SizeTime, ...]
     steps: tuple[StepTime, ...]
     forward_launch: float
     backward_launch: float
     sync: float
     sharing: float = 1.0
     runs_ahead: bool = True
-    host: tuple[HostTime, ...] = ()
+    host: tuple[SizeTime, ...] = ()

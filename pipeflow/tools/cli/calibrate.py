@@ -64,14 +64,14 @@ def _measured(arguments: argparse.Namespace) -> tuple[int, Measured]:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if arguments.ranks is not None:
             raise UsageError("--ranks is for processes that pipeflow starts: leave it out under torchrun")
-        from pipeflow.tools.calibration.processes import measured_in_world
+        from pipeflow.tools.calibration.measurement import measured_in_world
 
         if os.environ["RANK"] != "0":
             return measured_in_world(arguments.device, arguments.seconds)
         with doing(what, seconds=arguments.seconds):
             return measured_in_world(arguments.device, arguments.seconds)
     with doing(what, seconds=arguments.seconds):
-        from pipeflow.tools.calibration.processes import measured_here
+        from pipeflow.tools.calibration.measurement import measured_here
 
         return 0, measured_here(arguments.ranks, arguments.device, arguments.seconds)
 
@@ -110,7 +110,7 @@ def _table(measured: Measured, cluster: Cluster) -> Table:
     """A line per kind: the best rate, the share of it that the fit expects, and how well the fit gives back what was
     measured.
     """
-    from pipeflow.tools.calibration.errors import mean_errors
+    from pipeflow.tools.calibration.fit import mean_errors
 
     device, known = cluster.device, cluster.efficiency
     best = {
