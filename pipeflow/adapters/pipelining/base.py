@@ -1,30 +1,41 @@
-"""The base of the schedules of torch's API: `step` and what is below it, run by pipeflow's engine; and pipeflow's
-schedules as torch's tables of actions, and such tables as schedules. Must not contain: stages.
+"""The base of the schedules of torch's API: `step` and what is below it, run by pipeflow's engine in the context of the
+stages' process group; and pipeflow's schedules as torch's tables of actions, and such tables as schedules. Must not
+contain: stages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from weakref import WeakMethod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 from torch.distributed.pipelining.stage import PipelineStage
 
-from pipeflow.adapters.pipelining.running import Running, own_microbatches, raise_everywhere
-from pipeflow.adapters.pipelining.stage import INDICES
+from pipeflow.adapters.batches import alike
+from pipeflow.adapters.pipelining.pipe import TracedCall, tie
+from pipeflow.adapters.pipelining.stage import INDICES, BuilderCall, StageCall, own_microbatches
 from pipeflow.core.action import Action, Entry, Kind, actions_of
-from pipeflow.core.errors import UsageError
+from pipeflow.core.errors import PipelineError, UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
+from pipeflow.engine.parallel.context import Context, context_if_launched, keep, kept
+from pipeflow.engine.parallel.launcher import launch
+from pipeflow.engine.parallel.transport.agreement import all_gather
 from pipeflow.engine.runtime.gradients.fully_sharded import fully_sharded_in
-from pipeflow.engine.runtime.pipeline import Pipeline
+from pipeflow.engine.runtime.pipeline import Pipeline, execute_pipeline
+from pipeflow.engine.runtime.step import Output
 from pipeflow.engine.torch_private.pipelining import ComputationType, PipelineSchedule, TorchAction
 from pipeflow.schedules import make_schedule
 from pipeflow.schedules.families import FAMILIES, sizes_on
 
+_MADE = "pipelining.group"
 Actions = Mapping[int, Sequence[Any]]
 """Per rank, actions of torch, and None where it waits."""
 
@@ -79,6 +90,19 @@ def schedule_of(
     return Schedule.from_csv("\n".join(map(",".join, kept)), placement, microbatches, name=name)
 
 
+@dataclass
+class Running:
+    """How the steps of a schedule run.
+
+    Attributes:
+        trace: whether they are measured; the same on every rank.
+        output: the result of the last one.
+    """
+
+    trace: bool = False
+    output: Output | None = None
+
+
 class OnEngine(PipelineSchedule):
     """A schedule of torch's API that pipeflow's engine runs.
 
@@ -88,15 +112,20 @@ class OnEngine(PipelineSchedule):
         others: as in torch's class.
 
     Attributes:
-        running: its steps; `running.trace` measures them, and `running.output` is the result of the last one.
+        running: how its steps run; `running.trace` measures them, and `running.output` is the result of the last one.
 
     Raises ValueError as torch does.
     """
 
     _order = ""  # the name of pipeflow's schedule
+    _pipeline: Pipeline
+    _scale: float  # of gradients: a sum over microbatches is a multiple of their mean
 
     def __init__(self, *others: Any, pass_stage_and_microbatch_indices: bool = False, **named: Any) -> None:
         super().__init__(*others, **named)
+        self.running = Running()
+        self._loss_kwargs: dict[str, Any] = {}
+        self._made_of: list[object] = []
         self.passes_indices = pass_stage_and_microbatch_indices
         if self.passes_indices and not all(isinstance(stage, PipelineStage) for stage in self.own_stages):
             raise UsageError("indices are passed to a manually constructed PipelineStage, not to a traced stage")
@@ -107,18 +136,39 @@ class OnEngine(PipelineSchedule):
         raise NotImplementedError
 
     @property
-    def running(self) -> Running:
-        """What runs the steps, made when it is first asked for."""
-        if "_running" not in vars(self):
-            self._running = Running(self)
-        return self._running
-
-    @property
     def pipeline(self) -> Pipeline:
         """The Pipeline of the stages: for checkpoints, clipping and optimizers over all ranks. The ranks make it
-        together when it is first needed.
+        together when it is first needed, and again when the order or the module of a stage was replaced.
         """
-        return self.running.pipeline([*self._actions.values(), self.scale_grads])
+        parts = [*self._actions.values(), self.scale_grads, *(stage.submod for stage in self.own_stages)]
+        is_same = len(parts) == len(self._made_of) and all(a is b for a, b in zip(parts, self._made_of, strict=True))
+        if not is_same:
+            self._pipeline, self._made_of = self._make(), parts
+        return self._pipeline
+
+    def _make(self) -> Pipeline:
+        self._scale = 1.0 if self.takes_mean else float(self._n_microbatches)
+        stages = sorted(self.own_stages, key=lambda stage: stage.stage_index)
+        context = context_of(stages[0].group, torch.device(stages[0].device))
+        loss = WeakMethod(self._loss)  # so that a schedule without users is freed, which has this Pipeline
+        with context.alarm.raised_everywhere():
+            schedule = _as_all_can(self.schedule, context)
+            tie(stages, stages[0].stage_index_to_group_rank)
+            calls = [call_of(stage) for stage in stages]
+            for call in calls:
+                call.passes_indices = self.passes_indices
+            return Pipeline(
+                nn.ModuleList(calls),
+                schedule,
+                routes=calls[0].wiring.routes if isinstance(calls[0], TracedCall) else None,
+                criterion=None if self._loss_fn is None else lambda *given: loss()(*given),  # type: ignore[misc]  # it lives: it calls
+                weigh=alike,
+                stages=[stage.stage_index for stage in stages],
+            )
+
+    def _loss(self, output: object, target: object) -> Tensor:
+        loss: Tensor = self._compute_loss(output, target, self._loss_kwargs)  # type: ignore[no-untyped-call]  # torch's
+        return loss
 
     @property
     def schedule(self) -> Schedule:
@@ -134,16 +184,6 @@ class OnEngine(PipelineSchedule):
     def takes_mean(self) -> bool:
         """Whether gradients are those of the mean of the microbatches' losses, not of their sum."""
         return self.scale_grads
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether a loss was given."""
-        return self._loss_fn is not None
-
-    def compute_loss(self, output: Any, target: Any, loss_kwargs: dict[str, Any]) -> Tensor:
-        """The loss of a microbatch."""
-        loss: Tensor = self._compute_loss(output, target, loss_kwargs)  # type: ignore[no-untyped-call]  # torch's
-        return loss
 
     @property
     def _actions(self) -> dict[int, list[Any]]:
@@ -235,18 +275,29 @@ class OnEngine(PipelineSchedule):
     ) -> None:
         """Runs the microbatches, and leaves the last stage's outputs in it."""
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-        outputs = self.running.step(
-            self.pipeline,
-            own_microbatches(arg_mbs, kwarg_mbs, target_mbs),
-            loss_kwargs,
-            training=self._has_backward,
-            keep=return_outputs,
-        )
+        pipeline, microbatches = self.pipeline, own_microbatches(arg_mbs, kwarg_mbs, target_mbs)
+        last = next((call for call in pipeline.chunks if isinstance(call, StageCall) and call.is_last), None)
+        outputs: dict[int, object] = {}
+        self._loss_kwargs = loss_kwargs or {}
+        if last is not None and return_outputs:
+            last.outputs = outputs
+        try:
+            told = self.running.output = execute_pipeline(
+                iter([microbatches]),
+                pipeline,
+                forward_only=not self._has_backward,
+                trace=self.running.trace,
+                gradient_scale=self._scale,
+            )
+        finally:
+            self._loss_kwargs = {}
+            if last is not None:
+                last.outputs = None
         for stage in self.own_stages:
             if stage.is_last:
-                stage.output_chunks = outputs
-                if losses is not None and self.running.output is not None:
-                    losses[:] = self.running.output.losses.values()
+                stage.output_chunks = [outputs[microbatch] for microbatch in sorted(outputs)]
+                if losses is not None:
+                    losses[:] = told.losses.values()
 
 
 def _require_split(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> None:
@@ -264,3 +315,64 @@ def _require_free(kwargs: Iterable[Mapping[str, Any]]) -> None:
     for name in INDICES:
         if any(name in each for each in kwargs):
             raise UsageError(f"the schedule reserves the keyword {name}, which it passes to its stages: rename yours")
+
+
+def context_of(group: dist.ProcessGroup | None, device: torch.device) -> Context:
+    """The context whose pipeline is the ranks of `group`, which call it together; None is torch's default group.
+
+    A context of `pipeflow.launch` is used if it has this pipeline; otherwise one is launched for the group alone.
+    Raises UsageError for a context of another pipeline or device.
+    """
+    if dist.is_initialized() and dist.get_backend(group) == "fake" and dist.get_world_size(group) > 1:
+        raise UsageError("ranks of a fake process group cannot exchange tensors: start one process per rank")
+    ranks = tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
+    context = context_if_launched()
+    if context is not None and kept(_MADE) not in (None, _identity(group)):  # torch's groups were made again since
+        context.close()
+        context = None
+    if context is None:
+        context = launch(device=device, group=group)
+        keep(_MADE, _identity(group))
+        return context
+    held = tuple(context.transport.world_rank(rank) for rank in range(context.pipeline_size))
+    if kept(_MADE) is None and held != ranks:
+        raise UsageError(
+            f"the stages are on the ranks {list(ranks)} of their process group, but pipeflow.launch made a pipeline of "
+            f"the ranks {list(held)}: pass launch(pipeline={len(ranks)}), or leave launch out"
+        )
+    if context.device != _whole(device, context.device):
+        raise UsageError(f"the stages are on {device}, but this process computes on {context.device}: use one device")
+    return context
+
+
+def _identity(group: dist.ProcessGroup | None) -> object:
+    """What tells one process group from another, also if torch.distributed was initialized again."""
+    return (group if group is not None else dist.group.WORLD) if dist.is_initialized() else 0
+
+
+def _whole(device: torch.device, own: torch.device) -> torch.device:
+    """The device with its index, which is that of this process if it has none."""
+    return own if torch.device(device).type == own.type and torch.device(device).index is None else torch.device(device)
+
+
+def _as_all_can(schedule: Schedule, context: Context) -> Schedule:
+    """The schedule, without unshards if a rank has stages that are not under fully_shard. All ranks call it."""
+    plain = schedule.without_unshards()
+    able = [bool(told) for [told] in all_gather(context.transport, [float(plain.rows != schedule.rows)])]
+    return schedule if all(able) else plain
+
+
+def call_of(stage: Any) -> StageCall:
+    """The module that the engine calls for a stage. Raises UsageError if the stage holds no module."""
+    if not isinstance(stage.submod, nn.Module):
+        kind = type(stage.submod).__name__
+        raise UsageError(f"stage {stage.stage_index} holds {kind}, not a module: pass PipelineStage an nn.Module")
+    if hasattr(stage, "pipe_info"):
+        return TracedCall(stage)
+    return StageCall(stage) if stage.dw_builder is None else BuilderCall(stage)
+
+
+def raise_everywhere(context: Context, error: Exception) -> None:
+    """Tells the other ranks, which have begun a step, that this one cannot: they raise an error that names it."""
+    with suppress(PipelineError, UsageError), context.alarm.raised_everywhere():
+        raise error

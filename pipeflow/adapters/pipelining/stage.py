@@ -1,8 +1,11 @@
-"""Stage: torch's PipelineStage, and how the engine calls what is in it. Must not contain: when a stage runs."""
+"""Stage: torch's PipelineStage, and how the engine calls what is in it, with microbatches that a rank has for itself.
+Must not contain: when a stage runs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch.distributed.pipelining.stage as theirs
@@ -11,6 +14,7 @@ from torch.distributed.pipelining.stage import PipelineStage
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.deferral.products import Deferral, Deferred
+from pipeflow.engine.runtime.microbatch import Divided
 from pipeflow.engine.runtime.snapshots import snapshot
 from pipeflow.engine.torch_private.autograd import at_end_of_backward
 from pipeflow.engine.torch_private.pipelining import StageInfo, forward_contexts
@@ -29,6 +33,21 @@ class Own(tuple[tuple[Any, ...], dict[str, Any], int]):
     """
 
     __slots__ = ()
+
+
+def own_microbatches(args: Sequence[Any], kwargs: Sequence[Any], targets: Sequence[Any] | None) -> Divided:
+    """The microbatches of this rank: arguments of its first stage, keywords of each of its stages, targets of its last
+    one. The engine looks for leaves of a graph in them if any wants a gradient.
+    """
+    entries = chain(*args, *(each.values() for each in kwargs))
+    kind = tuple if any(map(_wants_gradient, entries)) else Own
+    own = [{"own": kind(each)} for each in zip(args, kwargs, range(len(args)), strict=True)]
+    return Divided(list(zip(own, [None] * len(args) if targets is None else targets, strict=True)), own=True)
+
+
+def _wants_gradient(entry: object) -> bool:
+    leaves = (entry,) if isinstance(entry, Tensor) else tree_leaves(entry)
+    return any(isinstance(each, Tensor) and each.requires_grad for each in leaves)
 
 
 class StageCall(nn.Module):
