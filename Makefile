@@ -58,6 +58,9 @@ wheel-test: .venv/installed     ## the sdist and the wheel built from it have al
 	$(PY) -m pip install --quiet --no-deps --target $(SITE_OF_WHEEL) build/wheel/*.whl
 	for folder in benchmarks docs examples pipeflow tests; do \
 	    diff --recursive --exclude=__pycache__ $$folder $(OUTSIDE)/$$folder || exit 1; done
+	cd $(SITE_OF_WHEEL) && "$(CURDIR)/$(PY)" -m mypy --config-file= --cache-dir=/dev/null --follow-imports=silent \
+	    -c 'from pipeflow.lightning.fabric import PipelineStrategy; from pipeflow.pipelining.schedules import Schedule1F1B'
+	for stub in $$(cd $(SITE_OF_WHEEL)/pipeflow && ls *.py); do rm -rf $(SITE_OF_WHEEL)/pipeflow/$${stub%.py}; done  # see setup.py
 	diff --recursive --exclude=__pycache__ pipeflow $(SITE_OF_WHEEL)/pipeflow
 	cmp LICENSE $(OUTSIDE)/LICENSE
 	cmp LICENSE $(SITE_OF_WHEEL)/pipeflow_torch-*.dist-info/licenses/LICENSE
