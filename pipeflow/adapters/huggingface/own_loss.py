@@ -26,7 +26,7 @@ from pipeflow.engine.runtime.microbatch import Divided, Whole
 from pipeflow.engine.runtime.other_calls import adds, computing
 from pipeflow.engine.runtime.pipeline import Pipeline, execute_pipeline
 from pipeflow.engine.stages.absent import Absent
-from pipeflow.engine.stages.samples import UnprovedError
+from pipeflow.engine.stages.values import UnprovedError
 from pipeflow.engine.torch_private.trees import tree_leaves
 
 METRICS = "_metrics"

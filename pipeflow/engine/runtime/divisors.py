@@ -31,15 +31,13 @@ from pipeflow.engine.runtime.loss_parts import (
 )
 from pipeflow.engine.runtime.microbatch import Batch
 from pipeflow.engine.runtime.weights import UNKNOWN, Weights, fractions_of, weights_of_replicas
-from pipeflow.engine.stages.divisors import LossTerms, alike, form_of, ratios
+from pipeflow.engine.stages.divisors import LossTerms, Other, alike, form_of, ratios
 from pipeflow.engine.stages.loss import CRITERION, own_loss, recorded
-from pipeflow.engine.stages.numbers import Other, Recorded
-from pipeflow.engine.stages.samples import AmbiguousError, UnprovedError
 from pipeflow.engine.stages.scaling import Scalars, Scaling, places
 from pipeflow.engine.stages.stage import ModuleStage
-from pipeflow.engine.stages.tape import Leaves
-from pipeflow.engine.stages.term_rules import RULES, linear
+from pipeflow.engine.stages.tape import Leaves, Recorded
 from pipeflow.engine.stages.terms import Reading
+from pipeflow.engine.stages.values import AmbiguousError, UnprovedError
 from pipeflow.engine.torch_private.trees import tree_leaves, tree_unflatten
 
 T = TypeVar("T")
@@ -177,7 +175,7 @@ class Divisors:
 
         scalars = Scalars()
         found = self.recorded(part, output, scalars)
-        reading = Reading(partial(axis_of, part), part.samples, found.read, RULES, linear)
+        reading = Reading(partial(axis_of, part), part.samples, found.read)
         where, rest = places(reading, found.node, scalars.found, are_alike)
         return Weights([float(replicas)] * len(ratios), 1.0, Scaling(where, ratios, rest))
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from pipeflow.engine.stages.loss import cells_of, functions_of, own_loss
 from pipeflow.engine.stages.loss_values import Computed, Traced, UncheckedError, adds_up
-from pipeflow.engine.stages.samples import SampleAxis, UnprovedError
 from pipeflow.engine.stages.scaling import Scalars
 from pipeflow.engine.stages.stage import ModuleStage
 from pipeflow.engine.stages.tape import Leaves, TapeNode
 from pipeflow.engine.stages.trace import Look
 from pipeflow.engine.stages.trees import flattened
+from pipeflow.engine.stages.values import SampleAxis, UnprovedError
 from pipeflow.engine.torch_private.trees import tree_leaves, tree_map
 
 if TYPE_CHECKING:

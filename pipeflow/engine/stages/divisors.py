@@ -1,27 +1,40 @@
-"""Divisors: what the terms of a loss are divided by, for a batch and for its microbatches. Must not contain: how a loss
-is read.
+"""Divisors: what the terms of a loss are divided by, for a batch and for its microbatches. What its numbers
+follow from is told by comparing two microbatches. Must not contain: how the terms are read.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from math import isfinite
-from typing import Any
+from math import isclose, isfinite
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from pipeflow.engine.stages.numbers import Other, Recorded, are_equal, require_alike, resolved, with_numbers
-from pipeflow.engine.stages.samples import AmbiguousError, SampleAxis, UnprovedError
-from pipeflow.engine.stages.tape import Leaves, Seen, TapeNode, again, replay
-from pipeflow.engine.stages.term_rules import RULES, linear
+from pipeflow.engine.stages.tape import Leaves, Recorded, Seen, TapeNode, again, replay
 from pipeflow.engine.stages.terms import Reading
-from pipeflow.engine.stages.values import ONE, Factor, Term, over, times
+from pipeflow.engine.stages.values import (
+    ONE,
+    AmbiguousError,
+    Factor,
+    Known,
+    SampleAxis,
+    Term,
+    UnprovedError,
+    Value,
+    changed,
+    factors_in,
+    over,
+    times,
+)
 
-CONSTANT = ("one", "constant", "times", "over")  # kinds of factors that are the same for all microbatches
+_CONSTANT = ("one", "constant", "times", "over")  # kinds of factors that are the same for all microbatches
+_LAID_OUT = ("clone", "view", "_unsafe_view", "reshape", "_reshape_alias", "alias", "expand", "contiguous")
+"""Operators that depend on how a tensor lies in memory, which is another way for a batch of one sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +71,14 @@ class LossTerms:
     @property
     def is_clear(self) -> bool:
         """True if it is known of all its numbers what they follow from."""
-        return not any(kind == "either" for term in self.terms for kind in _kinds(term.factor))
+        return not any(each.kind == "either" for term in self.terms for each in factors_in(term.factor))
 
     @property
     def kinds(self) -> tuple[object, ...]:
         """The kinds of factors of its terms, but for constants."""
         return tuple(
-            (term.adds, *(kind for kind in _kinds(term.factor) if kind not in CONSTANT)) for term in self.terms
+            (term.adds, *(each.kind for each in factors_in(term.factor) if each.kind not in _CONSTANT))
+            for term in self.terms
         )
 
     @property
@@ -93,6 +107,21 @@ class LossTerms:
         return [float(_value(term.factor, at, leaves, {})) for term in self.terms]
 
 
+class Other(NamedTuple):
+    """Another microbatch, with which the first is compared.
+
+    Attributes:
+        recorded: how its loss is computed.
+        rows, samples: as in Reading.
+        is_whole: True if it is the whole batch.
+    """
+
+    recorded: Recorded
+    rows: Callable[[TapeNode], SampleAxis | None]
+    samples: int
+    is_whole: bool
+
+
 def form_of(
     recorded: Recorded,
     rows: Callable[[TapeNode], SampleAxis | None],
@@ -104,7 +133,7 @@ def form_of(
     Raises UnprovedError if it is no sum over samples, divided by what depends on labels, masks and constants alone.
     """
     is_careful = bool(recorded.seen)
-    reading = Reading(rows, samples, recorded.read, RULES, linear, is_careful=is_careful)
+    reading = Reading(rows, samples, recorded.read, is_careful=is_careful)
     terms = reading.terms(recorded.node)
     if samples > 1 and not reading.numbers and not reading.constants and not is_careful:
         return _formed(terms, [])
@@ -114,24 +143,101 @@ def form_of(
         return _formed(terms, [ONE] * len(reading.numbers))
     if second is None:
         raise UnprovedError("it may depend on the number of samples, and the forward takes no batch of another size")
-    its = Reading(second.rows, second.samples, second.recorded.read, RULES, linear, reading.asked, is_careful)
+    its = Reading(second.rows, second.samples, second.recorded.read, reading.asked, is_careful)
     its_terms = its.terms(second.recorded.node)
     if len(its_terms) != len(terms) or len(its.asked) != len(reading.asked):
         raise UnprovedError("it is another one for a microbatch of another size")
-    if not all(are_equal(one.value, each.value) for one, each in zip(reading.constants, its.constants, strict=True)):
+    if not all(_are_equal(one.value, each.value) for one, each in zip(reading.constants, its.constants, strict=True)):
         raise UnprovedError("it uses a tensor that the forward makes from values of the batch")
     if is_careful:
-        require_alike(reading, its, recorded.seen, second.recorded.seen)
-    numbers = [resolved(index, reading, its, is_whole=second.is_whole) for index in range(len(reading.numbers))]
+        _require_alike(reading, its, recorded.seen, second.recorded.seen)
+    numbers = [_resolved(index, reading, its, is_whole=second.is_whole) for index in range(len(reading.numbers))]
     return _formed(terms, numbers, (recorded.seen, second.recorded.seen))
 
 
 def _formed(
     terms: Sequence[Term], numbers: Sequence[Factor], seen: tuple[Sequence[Seen], Sequence[Seen]] = ((), ())
 ) -> LossTerms:
-    made = tuple(Term(_without_constants(with_numbers(term.factor, numbers)), term.adds) for term in terms)
-    totals = dict.fromkeys(total for term in made for total in _totals(term.factor))
+    made = tuple(Term(_without_constants(_with_numbers(term.factor, numbers)), term.adds) for term in terms)
+    totals = dict.fromkeys(each for term in made for each in factors_in(term.factor) if each.adds)
     return LossTerms(made, tuple(totals), seen)
+
+
+def _require_alike(mine: Reading, its: Reading, seen: Sequence[Seen], others: Sequence[Seen]) -> None:
+    """Raises UnprovedError if Python branched in another way for another microbatch."""
+    sizes = [(float(mine.samples), float(its.samples))]
+    sizes += [(one.value, other.value) for one, other in zip(seen, others, strict=False) if one.is_size]
+
+    def are_alike(one: float, other: float) -> bool:
+        return one == other or (one != one and other != other)  # not a number
+
+    def is_scaled(one: Any, other: Any) -> bool:
+        return type(one) is int and any(one * its == other * mine for mine, its in sizes if its)
+
+    nodes, their_nodes = ([each for each in reading.nodes if each.name not in _LAID_OUT] for reading in (mine, its))
+    is_same = len(nodes) == len(their_nodes) and all(map(are_alike, mine.others, its.others))
+    for one, other in zip(nodes, their_nodes, strict=False):
+        is_same = is_same and (one.func, one.leaf, one.dtype) == (other.func, other.leaf, other.dtype)
+        if is_same and one not in mine.told:
+            if one.value is not None and one.value.numel() == 1:
+                is_same = _are_equal(one.value, other.value)
+            pairs = list(zip(one.numbers(), other.numbers(), strict=False))
+            is_same = is_same and all(are_alike(*pair) or is_scaled(*pair) for pair in pairs)
+    if not is_same:
+        raise UnprovedError("it is computed in another way for other values of the batch, on which Python may branch")
+
+
+def _resolved(index: int, mine: Reading, its: Reading, *, is_whole: bool) -> Factor:
+    """What a number is: the same, in proportion to the number of samples, or read from the batch. If it was compared
+    with that of the whole batch, any of these that fits is right.
+    """
+    number, other = mine.numbers[index], its.numbers[index]
+    samples, others = mine.samples, its.samples
+    found = []
+    if isclose(number, other):
+        found.append(Factor("constant", (abs(number),)) if number else ONE)
+    elif isclose(number * others, other * samples):
+        found.append(Factor("entries", (abs(number),)))
+    elif isclose(number * samples, other * others):
+        found.append(Factor("over", (ONE, Factor("entries", (1 / abs(number),)))))
+    for (value, node), (its_value, its_node) in zip(mine.read, its.read, strict=False):
+        for sign in (1, -1):
+            if not (is_whole and found) and _is(number, value, sign) and _is(other, its_value, sign):
+                with suppress(UnprovedError):  # it is no count, such as the greatest label
+                    factor = _known((mine, node), (its, its_node))
+                    found.append(factor if sign > 0 else Factor("over", (ONE, factor)))
+    distinct = list(dict.fromkeys(found))[: 1 if is_whole else None]
+    if not distinct:
+        raise UnprovedError(f"it is not known how the number {number:g} follows from the batch")
+    if index in mine.fixed and distinct[0].kind not in ("constant", "one"):
+        raise UnprovedError(f"the number {number:g}, which depends on the batch, is not a factor of it")
+    if index in mine.fixed and len(distinct) > 1:
+        raise AmbiguousError(f"it is not known whether the number {number:g} was read from the batch")
+    return distinct[0] if len(distinct) == 1 else Factor("either", tuple(distinct))
+
+
+def _is(number: float, value: float, sign: int) -> bool:
+    """Returns True if a number has the size of a value, or of its inverse."""
+    return isclose(abs(number), abs(value)) if sign > 0 else bool(value) and isclose(abs(number), 1 / abs(value))
+
+
+def _known(*given: tuple[Reading, TapeNode]) -> Factor:
+    """A number that was read from a tensor of a microbatch as a factor; the second is that of another microbatch."""
+    found: list[tuple[Reading, Value]] = []
+    for reading, node in given:
+        like = found[0][0].asked if found else None
+        own = Reading(reading.rows, reading.samples, [], like)
+        found.append((own, own.value(node)))
+    (mine, value), (its, _) = found
+    same = [isclose(one, other) for one, other in zip(mine.numbers, its.numbers, strict=True)]
+    if not isinstance(value, Known) or not all(same):
+        raise UnprovedError("it uses a number that was read from the batch")
+    return _with_numbers(value.factor, [Factor("constant", (abs(each),)) for each in mine.numbers])
+
+
+def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
+    """Returns True for two tensors with the same shape and entries."""
+    return one is not None and other is not None and one.shape == other.shape and bool(torch.equal(one, other))
 
 
 def _without_constants(factor: Factor) -> Factor:
@@ -142,33 +248,16 @@ def _without_constants(factor: Factor) -> Factor:
     return times(one, other) if factor.kind == "times" else over(one, other)
 
 
-def _unplaced(factor: Any) -> Any:
+def _with_numbers(factor: Factor, numbers: Sequence[Factor]) -> Factor:
+    """A factor with what its numbers are."""
+    found: Factor = changed(factor, lambda each: numbers[each.args[0]] if each.kind == "number" else each)
+    return found
+
+
+def _unplaced(factor: Factor) -> Factor:
     """A factor in which numbers of entries are equal if the numbers are."""
-    if isinstance(factor, tuple):
-        return tuple(map(_unplaced, factor))
-    if not isinstance(factor, Factor):
-        return factor
-    return Factor(factor.kind, factor.args[:1] if factor.kind == "entries" else _unplaced(factor.args))
-
-
-def _totals(factor: Any) -> Iterator[Factor]:
-    """The totals in a factor, those on which others depend first."""
-    if isinstance(factor, tuple):
-        for each in factor:
-            yield from _totals(each)
-    elif isinstance(factor, Factor):
-        yield from _totals(factor.args)
-        if factor.adds:
-            yield factor
-
-
-def _kinds(factor: Any) -> Iterator[str]:
-    if isinstance(factor, tuple):
-        for each in factor:
-            yield from _kinds(each)
-    elif isinstance(factor, Factor):
-        yield factor.kind
-        yield from _kinds(factor.args)
+    found: Factor = changed(factor, lambda each: Factor("entries", each.args[:1]) if each.kind == "entries" else each)
+    return found
 
 
 def _count(total: Factor, leaves: Leaves, known: dict[TapeNode, Any], found: dict[Factor, Tensor]) -> Tensor:
@@ -290,7 +379,7 @@ def _require_empty(form: LossTerms, counted: Sequence[Tensor], factors: Sequence
     """Raises UnprovedError if a term is divided by 0 in a microbatch in which all that it counts is not 0."""
     empty = {total for total, each in zip(form.totals, counted, strict=True) if not each.any()}
     for term, factor in zip(form.terms, factors, strict=True):
-        if not isfinite(factor) and empty.isdisjoint(_totals(term.factor)):
+        if not isfinite(factor) and empty.isdisjoint(factors_in(term.factor)):
             raise UnprovedError("a term of it is divided by 0 in a microbatch that has what it counts")
 
 

@@ -16,10 +16,9 @@ from pipeflow.core.errors import UsageError
 from pipeflow.engine.stages.copies import Fakes
 from pipeflow.engine.stages.flow import RANDOM, Flow
 from pipeflow.engine.stages.isolation import isolated
-from pipeflow.engine.stages.numbers import Recorded
-from pipeflow.engine.stages.samples import UnprovedError
 from pipeflow.engine.stages.scaling import Scalars
-from pipeflow.engine.stages.tape import BATCH_NORMS, Tape, upstream
+from pipeflow.engine.stages.tape import BATCH_NORMS, Recorded, Tape, upstream
+from pipeflow.engine.stages.values import UnprovedError
 from pipeflow.engine.torch_private.modes import TorchDispatchMode
 from pipeflow.engine.torch_private.trees import tree_flatten, tree_leaves, tree_map, tree_unflatten
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeflow.engine.stages.samples import SampleAxis
 from pipeflow.engine.stages.tape import BATCH_NORMS, Leaves, TapeNode, again, upstream
+from pipeflow.engine.stages.values import SampleAxis
 from pipeflow.engine.torch_private.modes import FakeTensor
 
 MOST = 2**25  # entries of the tensors of all operators: they are computed in float64 on the host

@@ -16,10 +16,9 @@ from torch.autograd.graph import Node as GraphNode
 from torch.overrides import TorchFunctionMode
 
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.stages.samples import UnprovedError
 from pipeflow.engine.stages.tape import Tape, TapeNode
 from pipeflow.engine.stages.terms import Reading
-from pipeflow.engine.stages.values import TermSum, terms_of
+from pipeflow.engine.stages.values import TermSum, UnprovedError, terms_of
 from pipeflow.engine.torch_private.trees import tree_map
 
 

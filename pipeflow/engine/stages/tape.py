@@ -202,6 +202,17 @@ class Seen:
         return float(found) == self.value
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """How a scalar was computed from a microbatch: its node, and what Python read, as in Tape; `seen` in a criterion
+    alone.
+    """
+
+    node: TapeNode
+    read: list[tuple[float, TapeNode]]
+    seen: list[Seen] = field(default_factory=list)
+
+
 Moved = tuple[TapeNode, tuple[Any, ...]]  # the node of a tensor, and where its entries are
 
 

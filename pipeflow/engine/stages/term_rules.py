@@ -1,77 +1,42 @@
-"""Term rules: what each operator that is not pointwise makes of samples, and of sums over samples, in which it must be
-linear. An operator without a rule is an error.
+"""Term rules: what each operator that is not pointwise makes of samples. An operator without a rule is an error. Must
+not contain: operators on sums over samples, which must be linear in them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
-from pipeflow.engine.stages.index_rules import INDEX_RULES
-from pipeflow.engine.stages.samples import SampleAxis, UnprovedError, aligned, dims_of, mixes, reshaped, without
-from pipeflow.engine.stages.tape import TapeNode
-from pipeflow.engine.stages.terms import Reading, Rule, Values
-from pipeflow.engine.stages.values import ONE, Factor, Known, Rows, Same, Term, TermSum, Value, over, terms_of, times
+import torch
 
+from pipeflow.engine.stages.tape import BATCH_NORMS, TapeNode
+from pipeflow.engine.stages.values import (
+    ONE,
+    Factor,
+    Known,
+    Rows,
+    Same,
+    SampleAxis,
+    Term,
+    TermSum,
+    UnprovedError,
+    Value,
+    Values,
+    aligned,
+    dims_of,
+    mixes,
+    over,
+    terms_of,
+    times,
+    without,
+)
 
-def linear(reading: Reading, node: TapeNode, values: Mapping[TapeNode, Value]) -> Value:
-    """An operator on sums over samples, which must be linear in them."""
-    if any(isinstance(each, Rows) for each in values.values()):
-        raise UnprovedError(f"{node.name} of entries of samples with a sum over samples")
-    first, other = node.argument("self"), node.argument("other") if node.name != "neg" else None
+if TYPE_CHECKING:
+    from pipeflow.engine.stages.terms import Reading
 
-    def scaled(of: Any, by: Any, *, divides: bool) -> TermSum:
-        value, scale = values[of], reading.value(by) if isinstance(by, TapeNode) else None
-        if isinstance(scale, TermSum) or not isinstance(value, TermSum):
-            raise UnprovedError(f"{node.name} of two sums over samples that depend on parameters")
-        known = reading.multiplied(by, {} if scale is None else {by: scale})
-        return TermSum(tuple(Term((over if divides else times)(each.factor, known), each.adds) for each in value.terms))
-
-    match node.name:
-        case "neg" | "nan_to_num":
-            return values[first]
-        case "mul":
-            is_first = isinstance(first, TapeNode) and isinstance(reading.value(first), TermSum)
-            of, by = (first, other) if is_first else (other, first)
-            return scaled(of, by, divides=False)
-        case "div" if isinstance(first, TapeNode) and node.argument("rounding_mode") is None:
-            return scaled(first, other, divides=True)
-        case "add" | "sub" | "rsub":
-            alpha = reading.number(node.argument("alpha", 1))
-            by = (alpha, ONE) if node.name == "rsub" else (ONE, alpha)
-            both = [values[each] if isinstance(each, TapeNode) else each for each in (first, other)]
-            given = [
-                (factor, term)
-                for each, factor in zip(both, by, strict=True)
-                if not _is_zero(each)
-                for term in terms_of(_same(each))
-            ]
-            return TermSum(tuple(Term(times(term.factor, factor), term.adds) for factor, term in given))
-        case "where":
-            return _chosen(node, values, first, other)
-    raise UnprovedError(f"{node.name} of a sum over samples is no sum over samples")
-
-
-def _same(value: Any) -> Value:
-    return value if isinstance(value, Same | Rows | TermSum | Known) else Same()
-
-
-def _is_zero(value: Any) -> bool:
-    return isinstance(value, int | float) and value == 0
-
-
-def _chosen(node: TapeNode, values: Mapping[TapeNode, Value], first: Any, other: Any) -> Value:
-    """`where` on sums over samples: a term whose condition is false has the factor 0."""
-    condition = node.argument("condition")
-    if not isinstance(values[condition], Known | Same):
-        raise UnprovedError("where chooses by a sum over samples that depends on parameters")
-    given = values[condition]
-    chosen = given.factor if isinstance(given, Known) else Factor("same", (condition,))
-    terms = [Term(Factor("if", (chosen, each.factor)), each.adds) for each in terms_of(values[first])]
-    if other.name not in ("zeros_like", "zeros", "new_zeros", "scalar_tensor"):
-        terms += [Term(Factor("unless", (chosen, each.factor)), each.adds) for each in terms_of(values[other])]
-    return TermSum(tuple(terms))
+Rule = Callable[["Reading", TapeNode, Values], Value]
+_MASKS = (torch.bool, torch.uint8)
 
 
 def _only(node: TapeNode, values: Values, name: str = "self") -> tuple[TapeNode, Rows]:
@@ -85,22 +50,18 @@ def _only(node: TapeNode, values: Values, name: str = "self") -> tuple[TapeNode,
 
 def _sum(reading: Reading, node: TapeNode, values: Values) -> Value:
     of = node.argument("self")
-    dims, keepdim = dims_of(node, "dim", of) if _takes(node, "dim") else list(range(len(of.shape))), _keeps(node)
-    return reading.reduced(node, values[of], of, dims, is_mean=node.name == "mean", keepdim=keepdim)
-
-
-def _takes(node: TapeNode, name: str) -> bool:
-    return any(each.name == name for each in node.func._schema.arguments)
-
-
-def _keeps(node: TapeNode) -> bool:
-    return _takes(node, "keepdim") and bool(node.argument("keepdim"))
+    value = values[of]
+    if node.name == "count_nonzero":
+        _, rows = _only(node, values)
+        value = Rows(rows.axis, reading.plain(rows, node))
+    is_mean, keepdim = node.name == "mean", bool(node.argument("keepdim"))
+    return reading.reduced(node, value, of, dims_of(node, "dim", of), is_mean=is_mean, keepdim=keepdim)
 
 
 def _reduction(reading: Reading, node: TapeNode, values: Values) -> Value:
     """A reduction that is no sum: of other dimensions than that of the samples."""
     of, value = _only(node, values)
-    dims = dims_of(node, "dim", of) if _takes(node, "dim") else list(range(len(of.shape)))
+    dims = dims_of(node, "dim", of)
     if value.axis.dim in dims and node.name in ("any", "all") and node.is_known and not node.shape:
         counted = Factor("total", (node, ONE))  # of the microbatches for which it is true
         return Known(
@@ -108,14 +69,7 @@ def _reduction(reading: Reading, node: TapeNode, values: Values) -> Value:
         )
     if value.axis.dim in dims:
         raise UnprovedError(f"{node.name} over all samples is no sum over samples")
-    return Rows(without(value.axis, dims, keepdim=_keeps(node)), reading.plain(value, node))
-
-
-def _counted(reading: Reading, node: TapeNode, values: Values) -> Value:
-    """The number of entries that are not 0."""
-    of, value = _only(node, values)
-    counted = Rows(value.axis, reading.plain(value, node))
-    return reading.reduced(node, counted, of, dims_of(node, "dim", of), is_mean=False, keepdim=False)
+    return Rows(without(value.axis, dims, keepdim=bool(node.argument("keepdim"))), reading.plain(value, node))
 
 
 def _along(reading: Reading, node: TapeNode, values: Values) -> Value:
@@ -152,6 +106,10 @@ def _batched(reading: Reading, node: TapeNode, values: Values) -> Value:
     return Rows(axis)
 
 
+_FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "mv": ("self", "vec"), "dot": ("self", "tensor")}
+_FACTORS |= {"addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
+
+
 def _product(reading: Reading, node: TapeNode, values: Values) -> Value:
     """A product of matrices."""
     one, other = (node.argument(each) for each in _FACTORS[node.name])
@@ -164,10 +122,7 @@ def _product(reading: Reading, node: TapeNode, values: Values) -> Value:
     first, second = (value.axis.dim if isinstance(value, Rows) else None for _, value in mine)
     inner = len(one.shape) - 1, max(len(other.shape) - 2, 0)
     if first == inner[0] and second == inner[1] and node.name in ("mm", "bmm", "dot", "mv"):
-        factor = times(*(value.factor for _, value in mine if isinstance(value, Rows)))
-        if node.is_known:
-            return Known(times(factor, Factor("total", (node, factor))))
-        return TermSum((Term(factor),))
+        return reading.summed(node, times(*(value.factor for _, value in mine if isinstance(value, Rows))))
     if first == inner[0] or second == inner[1]:
         raise mixes(node.name)
     for (each, value), dim in zip(mine, (first, second), strict=True):
@@ -197,10 +152,6 @@ def _added(reading: Reading, node: TapeNode, values: Values, axis: SampleAxis) -
     elif isinstance(value, Same) and value.varies and dim >= 0 and added.shape[dim] > 1:
         raise mixes(node.name)
     reading.fix([reading.number(each) for name in ("alpha", "beta") if (each := node.argument(name)) != 1])
-
-
-_FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "mv": ("self", "vec"), "dot": ("self", "tensor")}
-_FACTORS |= {"addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
 
 
 def _nll(reading: Reading, node: TapeNode, values: Values) -> Value:
@@ -276,6 +227,126 @@ def _scatter(reading: Reading, node: TapeNode, values: Values) -> Value:
     return Rows(axis)
 
 
+def _index(reading: Reading, node: TapeNode, values: Values) -> Value:
+    """Entries at places, or where a mask is true."""
+    of, value = node.argument("self"), values[node.argument("self")]
+    indices = node.argument("indices")
+    at = [dim for dim, each in enumerate(indices) if each is not None]
+    given = [indices[dim] for dim in at]
+    axes = {its.axis for each in given if isinstance(its := values[each], Rows)}
+    is_table = isinstance(value, Same) and (not value.varies or all(each.dtype not in _MASKS for each in given))
+    if is_table and axes and len(given) == len(indices):  # one that is the same for all microbatches
+        if len(axes) > 1 or len({len(each.shape) for each in given}) > 1:
+            raise mixes("an index")
+        return Rows(axes.pop())
+    if not isinstance(value, Rows):
+        raise UnprovedError("an index of a sum over samples")
+    mask = values[given[0]]
+    if len(given) == 1 and given[0].dtype in _MASKS and at[0] == 0 and isinstance(mask, Rows):
+        return _picked(value, mask, given[0])
+    if value.axis.dim not in at:
+        if len(given) == 1 and isinstance(mask, Same):
+            return Rows(
+                value.axis.at(value.axis.dim + (len(given[0].shape) - 1) * (at[0] < value.axis.dim)), value.factor
+            )
+        raise mixes("an index")
+    place = indices[value.axis.dim]
+    if all(_picks_of(each, values) is not None for each in given) and at == list(range(len(given))):
+        [*picks] = {_picks_of(each, values) for each in given}
+        if len(picks) == 1 and picks[0] is not None and _counts_samples(reading, place, value, of):
+            return Rows(SampleAxis(0, picks=picks[0]), reading.plain(value, node))
+    others = [each for each in given if each is not place]
+    if _numbers_all(place, of.shape[value.axis.dim]) and value.axis.outer == 1 and at == list(range(len(at))):
+        axis = replace(value.axis, dim=len(node.shape) - len(of.shape) + len(at) - _rank(given))
+        rows = [values[each] for each in others]
+        if all(isinstance(each, Rows) and each.axis.alike(value.axis) for each in rows):
+            return Rows(replace(axis, dim=_place_of(place, given)), value.factor)
+    raise mixes("an index")
+
+
+def _rank(given: list[TapeNode]) -> int:
+    return max(len(each.shape) for each in given)
+
+
+def _place_of(place: TapeNode, given: list[TapeNode]) -> int:
+    """The dimension of a broadcast index along which `place` counts."""
+    sizes = [dim for dim, size in enumerate(place.shape) if size > 1] or [0]
+    return sizes[0] + _rank(given) - len(place.shape)
+
+
+def _numbers_all(place: TapeNode, size: int) -> bool:
+    """Returns True if an index is arange(size), in any shape."""
+    while place.name in ("view", "unsqueeze", "expand", "_unsafe_view", "alias", "detach"):
+        place = place.nodes()[0]
+    is_whole = place.name == "arange" and place.shape.numel() == size
+    return is_whole and not place.argument("start", 0) and place.argument("step", 1) == 1
+
+
+def _counts_samples(reading: Reading, place: TapeNode, value: Rows, of: TapeNode) -> bool:
+    """Returns True if an index is where a mask is true along its samples, which are those of a tensor."""
+    column = 0
+    while place.name in ("view", "squeeze", "select", "unbind", "alias", "detach"):
+        if place.name == "select":
+            column = place.argument("index")
+        elif place.name == "unbind":
+            column = place.index or 0
+        place = place.nodes()[0]
+    if place.name != "nonzero":
+        return False
+    mask = place.nodes()[0]
+    its = reading.value(mask)
+    is_along = isinstance(its, Rows) and column % len(mask.shape) == its.axis.dim and its.axis.alike(value.axis)
+    return is_along and mask.shape[column] == of.shape[value.axis.dim]
+
+
+def _picks_of(place: TapeNode, values: Values) -> tuple[TapeNode, ...] | None:
+    value = values[place]
+    return (
+        value.axis.picks if isinstance(value, Rows) and value.axis.picks and not place.dtype.is_floating_point else None
+    )
+
+
+def _picked(value: Rows, mask: Rows, node: TapeNode) -> Rows:
+    """Entries of samples where a mask is true."""
+    if value.axis != mask.axis or mask.factor != ONE or value.axis.picks:
+        raise mixes("a mask")
+    return Rows(SampleAxis(0, picks=(node,)), value.factor)
+
+
+def _masked_select(reading: Reading, node: TapeNode, values: Values) -> Value:
+    of, mask = node.argument("self"), node.argument("mask")
+    value, its = values[of], values[mask]
+    if not isinstance(value, Rows) or not isinstance(its, Rows) or mask.shape != of.shape:
+        raise mixes("masked_select")
+    return _picked(value, its, mask)
+
+
+def _nonzero(reading: Reading, node: TapeNode, values: Values) -> Value:
+    of = node.argument("self")
+    value = values[of]
+    if not isinstance(value, Rows) or value.axis.picks:
+        raise mixes("nonzero of what is picked")
+    return Rows(SampleAxis(0, picks=(of,)))
+
+
+def _index_put(reading: Reading, node: TapeNode, values: Values) -> Value:
+    """Entries that are set to a number where a mask of samples is true, or at places that are the same for all."""
+    of, [mask, *others], new = node.argument("self"), node.argument("indices"), node.argument("values")
+    value, its = values[of], values[mask] if isinstance(mask, TapeNode) else None
+    if not isinstance(values[new], Same) or new.shape.numel() != 1 or isinstance(value, TermSum | Known):
+        raise mixes(node.name)
+    reading.fix([reading.number_of(new)])
+    if isinstance(value, Rows):
+        reading.plain(value, node)
+        is_same = all(each is None or isinstance(values[each], Same) for each in (mask, *others))
+        if is_same and all(each is None for each in (mask, *others)[: value.axis.dim + 1]):
+            return Rows(value.axis)
+    is_mine = value.axis == its.axis if isinstance(value, Rows) and isinstance(its, Rows) else value == Same()
+    if others or not isinstance(its, Rows) or mask.dtype not in _MASKS or not is_mine:
+        raise mixes(node.name)
+    return Rows(its.axis)
+
+
 def _cat(reading: Reading, node: TapeNode, values: Values) -> Value:
     tensors: list[TapeNode] = node.argument("tensors")
     given = [values[each] for each in tensors]
@@ -302,11 +373,6 @@ def _cat(reading: Reading, node: TapeNode, values: Values) -> Value:
     return Rows(axis, factors.pop())
 
 
-def _new_axis(reading: Reading, node: TapeNode, values: Values) -> Value:
-    of, value = _only(node, values)
-    return Rows(reshaped(value.axis, of.shape, node.shape), value.factor)
-
-
 def _ctc(reading: Reading, node: TapeNode, values: Values) -> Value:
     """The CTC loss of each sample; log probabilities have the samples in dimension 1, targets in dimension 0."""
     for name, dim in (("log_probs", 1), ("targets", 0), ("input_lengths", 0), ("target_lengths", 0)):
@@ -318,32 +384,31 @@ def _ctc(reading: Reading, node: TapeNode, values: Values) -> Value:
     return Rows(SampleAxis(0))
 
 
-RULES: dict[str, Rule] = {
-    **dict.fromkeys(("sum", "mean", "nansum"), _sum),
-    "count_nonzero": _counted,
-    **dict.fromkeys(("amax", "amin", "argmax", "argmin", "max", "min", "any", "all", "prod", "logsumexp"), _reduction),
-    **dict.fromkeys(("var", "std", "norm", "linalg_vector_norm", "median", "mode"), _reduction),
-    **dict.fromkeys(
-        ("_softmax", "_log_softmax", "softmax", "log_softmax", "cumsum", "cumprod", "sort", "topk"), _along
+_NAMES: dict[Rule, str] = {
+    _sum: "sum mean nansum count_nonzero",
+    _reduction: ("amax amin argmax argmin max min any all prod logsumexp var std norm linalg_vector_norm median mode"),
+    _along: "_softmax _log_softmax softmax log_softmax cumsum cumprod sort topk",
+    _normalized: "native_layer_norm _fused_rms_norm rms_norm layer_norm",
+    _batched: (
+        "convolution cudnn_convolution native_group_norm pixel_shuffle pixel_unshuffle channel_shuffle "
+        "avg_pool1d avg_pool2d adaptive_avg_pool1d _adaptive_avg_pool2d max_pool2d_with_indices adaptive_max_pool2d "
+        "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d "
+        "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+        "_scaled_dot_product_attention_math " + " ".join(BATCH_NORMS)
     ),
-    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm"), _normalized),
-    **dict.fromkeys(_FACTORS, _product),
-    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _nll),
-    **dict.fromkeys(("multi_margin_loss", "multilabel_margin_loss_forward"), _per_sample),
-    **dict.fromkeys(("_ctc_loss",), _ctc),
-    "embedding": _embedding,
-    **dict.fromkeys(("gather", "take_along_dim"), _gather),
-    **dict.fromkeys(("scatter", "scatter_add"), _scatter),
-    **INDEX_RULES,
-    **dict.fromkeys(("cat", "stack"), _cat),
-    **dict.fromkeys(("convolution", "native_batch_norm", "_native_batch_norm_legit", "native_group_norm"), _batched),
-    **dict.fromkeys(("_native_batch_norm_legit_functional", "cudnn_batch_norm", "max_pool2d_with_indices"), _batched),
-    **dict.fromkeys(("avg_pool2d", "_adaptive_avg_pool2d", "adaptive_avg_pool1d", "adaptive_max_pool2d"), _batched),
-    **dict.fromkeys(("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", "avg_pool1d"), _batched),
-    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle", "channel_shuffle"), _batched),
-    **dict.fromkeys(
-        ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention"), _batched
-    ),
-    **dict.fromkeys(("_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"), _batched),
-    **dict.fromkeys(("_scaled_dot_product_attention_math", "cudnn_convolution", "miopen_batch_norm"), _batched),
+    _product: " ".join(_FACTORS),
+    _nll: "nll_loss_forward nll_loss2d_forward",
+    _per_sample: "multi_margin_loss multilabel_margin_loss_forward",
+    _ctc: "_ctc_loss",
+    _embedding: "embedding",
+    _gather: "gather take_along_dim",
+    _scatter: "scatter scatter_add",
+    _index: "index",
+    _masked_select: "masked_select",
+    _nonzero: "nonzero",
+    _index_put: "index_put",
+    _cat: "cat stack",
 }
+RULES = {name: rule for rule, names in _NAMES.items() for name in names.split()}
+"""What an operator makes of the values of its arguments, by its name."""

@@ -1,22 +1,38 @@
 """Terms: of which sums over samples a loss is made, and what divides each of them, read from a Tape. Must not contain:
-the dimension of the samples, which is in `samples`, and the values of a batch.
+what operators that are not pointwise make of samples, which is in `term_rules`, and the values of a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import isclose, isfinite, prod
 from typing import Any
 
 import torch
 
-from pipeflow.engine.stages.samples import SampleAxis, UnprovedError, aligned, mixes, viewed, without
 from pipeflow.engine.stages.tape import TapeNode
-from pipeflow.engine.stages.values import ONE, Factor, Known, Rows, Same, Term, TermSum, Value, over, terms_of, times
-
-Values = Mapping[TapeNode, Value]
-Rule = Callable[["Reading", TapeNode, Values], Value]
+from pipeflow.engine.stages.term_rules import RULES
+from pipeflow.engine.stages.values import (
+    ONE,
+    Factor,
+    Known,
+    Rows,
+    Same,
+    SampleAxis,
+    Term,
+    TermSum,
+    UnprovedError,
+    Value,
+    Values,
+    aligned,
+    mixes,
+    over,
+    terms_of,
+    times,
+    viewed,
+    without,
+)
 
 
 @dataclass
@@ -28,8 +44,6 @@ class Reading:
             all microbatches. Raises UnprovedError if that is not known.
         samples: number of samples in the microbatch.
         read: numbers that Python read from known tensors.
-        rules: for operators that are not pointwise, by name, what they make of the values of their arguments.
-        linear: what operators make of sums over samples.
         like: `asked` of another microbatch, whose numbers are to be compared.
         is_careful: True if Python may have branched on values of the batch, so that any number may depend on it.
 
@@ -47,8 +61,6 @@ class Reading:
     rows: Callable[[TapeNode], SampleAxis | None]
     samples: int
     read: list[tuple[float, TapeNode]]
-    rules: Mapping[str, Rule]
-    linear: Rule
     like: list[bool] | None = None
     is_careful: bool = False
     numbers: list[float] = field(default_factory=list)
@@ -106,7 +118,7 @@ class Reading:
         if node.is_known and all(isinstance(each, Same | Known) for each in values.values()):
             numbers = tuple(self.number(each) for each in node.numbers())
             return Known(Factor("known", (node, tuple(self._factor(each) for each in node.nodes()), numbers)))
-        if rule := self.rules.get(name):
+        if rule := RULES.get(name):
             return rule(self, node, values)
         if name in _VIEWS:
             return self._viewed(node, values)
@@ -133,7 +145,7 @@ class Reading:
         assert isinstance(value, Same)
         return Factor("same", (node,))
 
-    def _copied(self, node: TapeNode, values: Mapping[TapeNode, Value]) -> Value:
+    def _copied(self, node: TapeNode, values: Values) -> Value:
         source = node.nodes()[-1 if node.name == "copy" else 0]
         value = values[source]
         if isinstance(value, Rows) and node.shape != source.shape:
@@ -144,7 +156,7 @@ class Reading:
             return Known(Factor("known", (node, (value.factor,), ())))
         return value
 
-    def _viewed(self, node: TapeNode, values: Mapping[TapeNode, Value]) -> Value:
+    def _viewed(self, node: TapeNode, values: Values) -> Value:
         [of, *others] = node.nodes()
         value = values[of]
         if others or not isinstance(value, Rows):
@@ -153,7 +165,7 @@ class Reading:
             raise UnprovedError(f"{node.name} of a sum over samples")
         return Rows(viewed(value.axis, node, of), value.factor)
 
-    def _pointwise(self, node: TapeNode, values: Mapping[TapeNode, Value], like: TapeNode | None = None) -> Value:
+    def _pointwise(self, node: TapeNode, values: Values, like: TapeNode | None = None) -> Value:
         """An operator whose entries, which may be reduced then, are made of the same entries of its arguments. They
         have the shape of `like`; None for that of the result.
         """
@@ -164,7 +176,7 @@ class Reading:
                 for each, value in values.items()
             }
         if any(isinstance(each, TermSum) for each in values.values()):
-            return self.linear(self, node, values)
+            return self._linear(node, values)
         rows = [(value, each) for each, value in values.items() if isinstance(value, Rows)]
         axis = aligned([(value.axis, each) for value, each in rows], shape, node.name)
         for each, value in values.items():
@@ -184,7 +196,7 @@ class Reading:
             factor = ONE
         return Rows(axis, factor)
 
-    def _row_factor(self, node: TapeNode, values: Mapping[TapeNode, Value]) -> Factor | None:
+    def _row_factor(self, node: TapeNode, values: Values) -> Factor | None:
         """The factor of the result of an operator that multiplies; None for another one."""
         match node.name:
             case "mul" | "div":
@@ -210,7 +222,41 @@ class Reading:
                     return factors.pop()
         return None
 
-    def multiplied(self, argument: Any, values: Mapping[TapeNode, Value]) -> Factor:
+    def _linear(self, node: TapeNode, values: Values) -> Value:
+        """An operator on sums over samples, which must be linear in them."""
+        if any(isinstance(each, Rows) for each in values.values()):
+            raise UnprovedError(f"{node.name} of entries of samples with a sum over samples")
+        first, other = node.argument("self"), node.argument("other") if node.name != "neg" else None
+
+        def scaled(of: Any, by: Any, combined: Callable[[Factor, Factor], Factor]) -> TermSum:
+            value, scale = values[of], self.value(by) if isinstance(by, TapeNode) else None
+            if isinstance(scale, TermSum) or not isinstance(value, TermSum):
+                raise UnprovedError(f"{node.name} of two sums over samples that depend on parameters")
+            known = self.multiplied(by, {} if scale is None else {by: scale})
+            return TermSum(tuple(Term(combined(each.factor, known), each.adds) for each in value.terms))
+
+        match node.name:
+            case "neg" | "nan_to_num":
+                return values[first]
+            case "mul":
+                is_first = isinstance(first, TapeNode) and isinstance(self.value(first), TermSum)
+                return scaled(first, other, times) if is_first else scaled(other, first, times)
+            case "div" if isinstance(first, TapeNode) and node.argument("rounding_mode") is None:
+                return scaled(first, other, over)
+            case "add" | "sub" | "rsub":
+                alpha = self.number(node.argument("alpha", 1))
+                terms: list[Term] = []
+                factors = (alpha, ONE) if node.name == "rsub" else (ONE, alpha)
+                for each, factor in zip((first, other), factors, strict=True):
+                    value = values[each] if isinstance(each, TapeNode) else Same()
+                    if isinstance(each, TapeNode) or each != 0:  # a number of 0 adds no term
+                        terms += [Term(times(term.factor, factor), term.adds) for term in terms_of(value)]
+                return TermSum(tuple(terms))
+            case "where":
+                return _chosen(node, values, first, other)
+        raise UnprovedError(f"{node.name} of a sum over samples is no sum over samples")
+
+    def multiplied(self, argument: Any, values: Values) -> Factor:
         """What an argument of a product adds to the factor."""
         if not isinstance(argument, TapeNode):
             return self.number(argument)
@@ -288,6 +334,10 @@ class Reading:
         if value.axis.dim not in dims:
             return Rows(without(value.axis, dims, keepdim=keepdim), value.factor)
         factor = over(value.factor, self.count(value.axis, of, dims)) if is_mean else value.factor
+        return self.summed(node, factor)
+
+    def summed(self, node: TapeNode, factor: Factor) -> Value:
+        """A sum over samples."""
         if node.is_known:
             return Known(times(factor, Factor("total", (node, factor))))
         return TermSum((Term(factor),))
@@ -310,6 +360,19 @@ class Reading:
         return self.reduced(node, value, of, list(range(len(of.shape))), is_mean=reduction == 1, keepdim=False)
 
 
+def _chosen(node: TapeNode, values: Values, first: Any, other: Any) -> Value:
+    """`where` on sums over samples: a term whose condition is false has the factor 0."""
+    condition = node.argument("condition")
+    if not isinstance(values[condition], Known | Same):
+        raise UnprovedError("where chooses by a sum over samples that depends on parameters")
+    given = values[condition]
+    chosen = given.factor if isinstance(given, Known) else Factor("same", (condition,))
+    terms = [Term(Factor("if", (chosen, each.factor)), each.adds) for each in terms_of(values[first])]
+    if other.name not in ("zeros_like", "zeros", "new_zeros", "scalar_tensor"):
+        terms += [Term(Factor("unless", (chosen, each.factor)), each.adds) for each in terms_of(values[other])]
+    return TermSum(tuple(terms))
+
+
 def _keeps_values(source: torch.dtype, dtype: torch.dtype) -> bool:
     """Returns True if numbers are the same in another dtype, such as those that count samples."""
     is_rounded = dtype in (torch.float16, torch.bfloat16) and not source.is_floating_point and source != torch.bool
@@ -327,15 +390,7 @@ _UNEVEN = {
 }
 """Operators that make entries that are not alike of entries that are."""
 _POINTWISE = {
-    "masked_fill",
-    "where",
-    "native_dropout",
-    "isin",
-    "threshold",
-    "glu",
-    "one_hot",
-    "gelu",
-    "silu",
+    *("masked_fill", "where", "native_dropout", "isin", "threshold", "glu", "one_hot", "gelu", "silu"),
     "log_sigmoid_forward",
 }
 _VIEWS = {

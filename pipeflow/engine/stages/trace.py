@@ -21,8 +21,7 @@ from pipeflow.engine.stages.flow import LEAST, Flow
 from pipeflow.engine.stages.identities import Identity
 from pipeflow.engine.stages.loss import loss_in, tape_of
 from pipeflow.engine.stages.module_state import held_by
-from pipeflow.engine.stages.numbers import Recorded
-from pipeflow.engine.stages.tape import TapeNode
+from pipeflow.engine.stages.tape import Recorded, TapeNode
 from pipeflow.engine.stages.trees import flattened
 from pipeflow.engine.torch_private.modes import DataDependentOutputException, DynamicOutputShapeException
 from pipeflow.engine.torch_private.trees import TreeSpec
