@@ -223,17 +223,16 @@ def _of_pipeflow(model: nn.Module) -> list[Part] | None:
         return None
     from pipeflow.engine.parallel.sharding import splits_of
     from pipeflow.engine.runtime.pipeline import Pipeline
-    from pipeflow.training.checkpoint.pieces import Piece, context_of, local_tensors
+    from pipeflow.training.checkpoint.pieces import LocalTensor, context_of, local_tensors
 
     if not isinstance(model, Pipeline) and not splits_of(model):
         return None
 
-    def blocks(piece: Piece) -> list[Block]:
-        return [Block(each.tensor, tuple(each.offset)) for each in piece.blocks or (piece,)]
+    def part(own: LocalTensor) -> Part:
+        def blocks(values: Tensor) -> list[Block]:
+            return [Block(each.tensor, tuple(each.offset)) for each in own.pieces_of(values)]
 
-    def part(own: Any) -> Part:
-        shape = tuple(own.piece.shape)
-        return Part(unwrapped_name(own.name), own.tensor, shape, lambda values: blocks(own.piece_of(values)), own.stage)
+        return Part(unwrapped_name(own.name), own.tensor, tuple(own.shape), blocks, own.stage)
 
     return [part(each) for each in local_tensors(model, context_of(model), None)]
 

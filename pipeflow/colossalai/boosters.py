@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from pipeflow.training.checkpoint.manifest import find
 from pipeflow.training.checkpoint.safetensors import load_safetensors, save_safetensors, saved_parts
 from pipeflow.training.checkpoint.save import save_checkpoint
 from pipeflow.training.checkpoint.task import Task
-from pipeflow.training.checkpoint.tensor_files import PartsFolder
+from pipeflow.training.checkpoint.tensor_files import parts_folder
 
 
 class Adapters:
@@ -100,22 +100,15 @@ class Checkpoints:
         boosted.when_real(lambda: self._load(path, boosted, is_of_torch=is_of_torch))
 
     def _load(self, path: Path, boosted: BoostedModel, *, is_of_torch: bool) -> None:
-        with self._parts_of(path) if is_of_torch else nullcontext(path) as source:
+        source, context = path, self.plugin.context
+        with ExitStack() as parts:
             if is_of_torch:
+                with context.alarm.raised_everywhere():
+                    source = parts.enter_context(parts_folder(path, context))
                 self._on_rank_0(lambda: checkpoint_files.divide(path, source))
-            with self.plugin.context.alarm.raised_everywhere():
+            with context.alarm.raised_everywhere():
                 rename = checkpoint_files.renames(source, boosted.names.values())
             load_safetensors(source, boosted.inner, rename)
-
-    @contextmanager
-    def _parts_of(self, path: Path) -> Iterator[Path]:
-        """Context manager that yields a hidden folder for parts of the file `path`."""
-        with self.plugin.context.alarm.raised_everywhere():
-            parts = PartsFolder(path, self.plugin.context)
-        try:
-            yield parts.path
-        finally:
-            parts.remove()
 
     def save_optimizer(self, optimizer: Optimizer, checkpoint: StrPath, shard: bool = False) -> None:
         """Saves the optimizer's states, together with the weights, as pipeflow's checkpoint in the folder `checkpoint`;

@@ -68,7 +68,7 @@ def load(sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | os.PathLik
     parts = _parts(sharded_state_dict)
     copies = nn.ModuleList(copy.deepcopy(part.module) for part in parts)
     context = context_here()
-    random = state.random_pieces(context)
+    random = state.random_states(context)
     load_checkpoint(checkpoint_dir, copies, names=_names(parts))
     state.restore_random(context, random)
     loaded = [dict(ShardedStateDict(module, part.prefix)) for module, part in zip(copies, parts, strict=True)]

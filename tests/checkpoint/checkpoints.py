@@ -170,8 +170,11 @@ class Run:
 
     def pieces(self) -> dict[str, tuple[tuple[int, ...], numpy.ndarray]]:
         """By name, where this rank's part begins and its values."""
-        tensors = local_tensors(self.pipeline, current_context(), None)
-        return {each.name: (tuple(each.piece.offset), each.piece.tensor.numpy().copy()) for each in tensors}
+        found = {}
+        for each in local_tensors(self.pipeline, current_context(), None):
+            for piece in each.pieces:  # none of it, or one
+                found[each.name] = tuple(piece.offset), piece.tensor.numpy().copy()
+        return found
 
 
 def loss_of(output: Output) -> float:

@@ -343,9 +343,9 @@ def test_shards_of_split_tensors_make_the_whole(dim: int, size: int, blocks: tup
         else:
             part = padded.narrow(dim, rank * length, length)
         for start in range(0, len(part) + 1, 2):
-            piece = Piece(part[start : start + 2], torch.Size([min(start, len(part)), 0]), part.shape).of(split, rank)
-            assert piece.shape == whole.shape
-            for each in piece.blocks or (piece,):
+            piece = Piece(part[start : start + 2], torch.Size([min(start, len(part)), 0]), part.shape)
+            for each in piece.of(split, rank):
+                assert each.shape == whole.shape
                 if each.tensor.numel():
                     where = tuple(slice(at, at + many) for at, many in zip(each.offset, each.tensor.shape, strict=True))
                     made[where] = each.tensor

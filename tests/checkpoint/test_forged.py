@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from pipeflow import UsageError, latest_checkpoint, load_checkpoint, load_safetensors, save_checkpoint
-from pipeflow.training.checkpoint.manifest import Stored, StoredPart, Where
 from pipeflow.training.checkpoint.plain import loaded
+from pipeflow.training.checkpoint.storage import Part, require_whole
 from tests.checkpoint.corruption import Forger, Ground, Subject
 
 LARGE = 2**31  # bytes; nobody notices so many that are only asked for, so the tests ask whether they were made
@@ -191,8 +191,8 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path, ground: Ground
     assert latest_checkpoint(tmp_path) == tmp_path / "step-1"
 
 
-def parts(places: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[StoredPart, ...]:
-    return tuple(StoredPart(offset, sizes, Where("", 0, 0)) for offset, sizes in places)
+def parts(shape: tuple[int, ...], places: list[Any]) -> list[Part]:
+    return [Part("weight", 0, "float32", shape, offset, sizes) for offset, sizes in places]
 
 
 def test_many_parts() -> None:
@@ -200,11 +200,11 @@ def test_many_parts() -> None:
     many = 20_000
     whole = ((0,), (4,))
     with pytest.raises(ValueError, match="is empty"):
-        Stored(torch.float32, (4,), parts([whole, *(((0,), (0,)) for _ in range(many))]))
-    Stored(torch.float32, (1, many), parts([((0, number), (1, 1)) for number in range(many)]))
+        require_whole(parts((4,), [whole, *(((0,), (0,)) for _ in range(many))]))
+    require_whole(parts((1, many), [((0, number), (1, 1)) for number in range(many)]))
     twice = [((0, number, 0), (1, 1, 1)) for number in range(many - 1)]
     with pytest.raises(ValueError, match="overlap"):
-        Stored(torch.float32, (1, many, 1), parts([*twice, twice[7]]))
+        require_whole(parts((1, many, 1), [*twice, twice[7]]))
 
 
 @pytest.mark.parametrize(
@@ -219,16 +219,13 @@ def test_many_parts() -> None:
 )
 def test_parts_that_overlap(shape: tuple[int, ...], places: list[Any]) -> None:
     with pytest.raises(ValueError, match=r"overlap|do not make up"):
-        Stored(torch.float32, shape, parts(places))
+        require_whole(parts(shape, places))
 
 
 def test_parts_that_do_not_overlap() -> None:
-    for shape, places in [
-        ((4, 4), [((0, 0), (2, 2)), ((0, 2), (2, 2)), ((2, 0), (2, 4))]),
-        ((), [((), ())]),
-        ((0, 3), [((0, 0), (0, 2)), ((0, 2), (0, 1))]),
-    ]:
-        Stored(torch.float32, shape, parts(places))  # type: ignore[arg-type]
+    require_whole(parts((4, 4), [((0, 0), (2, 2)), ((0, 2), (2, 2)), ((2, 0), (2, 4))]))
+    require_whole(parts((), [((), ())]))
+    require_whole(parts((0, 3), [((0, 0), (0, 2)), ((0, 2), (0, 1))]))
 
 
 INDEXES: dict[str, Any] = {

@@ -19,7 +19,7 @@ from pipeflow.colossalai import checkpoint_files
 from pipeflow.core.files import replacing
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_threads
-from pipeflow.training.checkpoint.tensor_files import INDEX, SINGLE, PartsFolder
+from pipeflow.training.checkpoint.tensor_files import INDEX, SINGLE, parts_folder
 from tests.checkpoint.checkpoints import Run
 from tests.checkpoint.test_errors import filled, model
 from tests.checkpoint.test_folders import everything
@@ -159,10 +159,9 @@ def test_ranks_save_weights_to_one_folder_that_they_can_write(tmp_path: Path) ->
 
 
 def write_into_parts(path: Path) -> Any:
-    parts = PartsFolder(path, current_context())
-    (parts.path / f"part-{current_context().rank}-0.safetensors").write_bytes(b"x")
-    parts.remove()
-    return parts.path
+    with parts_folder(path, current_context()) as folder:
+        (folder / f"part-{current_context().rank}-0.safetensors").write_bytes(b"x")
+    return folder
 
 
 def test_all_ranks_write_into_one_hidden_folder(tmp_path: Path) -> None:

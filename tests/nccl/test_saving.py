@@ -16,9 +16,9 @@ from pipeflow.testing import run_threads
 from pipeflow.testing.models import PlainModel
 from pipeflow.training import Engine
 from pipeflow.training.checkpoint.load import load_checkpoint
-from pipeflow.training.checkpoint.pieces import Piece
+from pipeflow.training.checkpoint.pieces import wholes
 from pipeflow.training.checkpoint.save import save_checkpoint
-from pipeflow.training.checkpoint.storage import RankContent, write
+from pipeflow.training.checkpoint.storage import write, write_items
 from tests.nccl.device import OnDevice, pretended
 from tests.nccl.recorder import Recorder, recorded
 from tests.nccl.replay import Synchronize
@@ -54,12 +54,11 @@ def load(folder: Path, expected: dict[str, Tensor]) -> bool:
 def test_a_part_of_a_transposed_weight_is_copied_whole(asynchronous: bool, tmp_path: Path) -> None:
     part = torch.arange(12.0).view(3, 4).t()[:2]
     with pretended():
-        content = RankContent({"part": Piece.whole(OnDevice(part))}, {})
-        content = content.copied() if asynchronous else content
+        [item] = write_items(wholes({"part": OnDevice(part)}), {})
+        item = item.copied() if asynchronous else item
         torch.cuda.synchronize()
-        written, _ = write(tmp_path / "file", content)
-    where = written["part"]
-    data = (tmp_path / "file").read_bytes()[where.begin : where.begin + where.length]
+        [written], _ = write(tmp_path / "file", [item])
+    data = (tmp_path / "file").read_bytes()[written.begin : written.begin + written.bytes]
     assert torch.equal(torch.load(io.BytesIO(data)), part)
 
 

@@ -21,7 +21,7 @@ from pipeflow.engine.runtime.devices import place
 from pipeflow.engine.runtime.pipeline import Pipeline
 from pipeflow.training.checkpoint.pieces import LocalTensor, local_tensors
 from pipeflow.training.checkpoint.task import Task
-from pipeflow.training.checkpoint.tensor_files import INDEX, SINGLE, TensorFiles, fill_piece
+from pipeflow.training.checkpoint.tensor_files import INDEX, SINGLE, TensorFiles, fill_pieces
 
 LOG = logging.getLogger("pipeflow")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -185,12 +185,12 @@ class StoredWeights:
     def _fill(self, sources: Sequence[Source], owned: dict[str, LocalTensor]) -> None:
         for source in sources:
             if source.convert is None:
-                fill_piece(owned[source.names[0]].piece, self._files[source.keys[0]])
+                fill_pieces(owned[source.names[0]].pieces, self._files[source.keys[0]])
                 continue
             made = source.convert([self._files[key][...] for key in source.keys])
             for name in source.names:
                 if name in owned:
-                    fill_piece(owned[name].piece, made[name])
+                    fill_pieces(owned[name].pieces, made[name])
 
 
 def _pattern(skeleton: Any, what: str) -> Any:
@@ -233,4 +233,4 @@ def fill(model: Pipeline, values: Mapping[str, Tensor]) -> None:
     """Fills this rank's parameters from whole `values`, by name; split parameters get their part."""
     for local in local_tensors(model, model.context, None):
         if local.name in values:
-            fill_piece(local.piece, values[local.name])
+            fill_pieces(local.pieces, values[local.name])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeflow.core.errors import UsageError
@@ -16,7 +16,15 @@ from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_
 from pipeflow.training.checkpoint import state
 from pipeflow.training.checkpoint.folders import path_of
 from pipeflow.training.checkpoint.manifest import Manifest, find, verified
-from pipeflow.training.checkpoint.pieces import Names, Piece, context_of, local_tensors, require_same_model, whole_model
+from pipeflow.training.checkpoint.pieces import (
+    Names,
+    Pieces,
+    context_of,
+    local_tensors,
+    require_same_model,
+    whole_model,
+    wholes,
+)
 from pipeflow.training.checkpoint.storage import CheckpointStorage, fill
 from pipeflow.training.checkpoint.task import Task
 from pipeflow.training.optim.optimizer import by_name
@@ -88,7 +96,7 @@ def load_checkpoint(
             raise UsageError(f"checkpoint {path} was saved without a scheduler: call load_checkpoint without one")
         states = None if optimizer is None else state.OptimizerLoad(by_name(optimizer, model), tensors, storage)
         same_layout = manifests[0].layout == context.layout
-        random = state.saved_random(state.random_pieces(context, storage.tensors), storage) if same_layout else {}
+        random = state.saved_random(state.random_states(context, storage.tensors), storage) if same_layout else {}
         weights = state.weight_pieces(tensors)
         Task(context, lambda: _read_ahead(storage, weights, {} if states is None else states.pieces, random)).wait()
         Task(context, lambda: fill(storage.parts_of(weights))).wait()
@@ -127,11 +135,9 @@ def load_options(folder: Path, optimizer: Optimizer, groups: Sequence[Sequence[s
         group.update(options)
 
 
-def _read_ahead(
-    storage: CheckpointStorage, weights: Mapping[str, Piece], states: Mapping[str, Piece], random: Mapping[str, Piece]
-) -> None:
+def _read_ahead(storage: CheckpointStorage, weights: Pieces, states: Pieces, random: Mapping[str, Tensor]) -> None:
     """Reads all that a load needs, without changing the run. Raises UsageError for values that cannot be read."""
-    fill(storage.parts_of({**states, **random}))  # into their own memory
+    fill(storage.parts_of({**states, **wholes(random)}))  # into their own memory
     state.require_random(random)
     for _ in storage.parts_of(weights):
         pass

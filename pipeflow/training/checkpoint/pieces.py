@@ -4,9 +4,9 @@ checkpoint consists of pieces, so it is independent of the layout.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -21,31 +21,19 @@ from pipeflow.engine.runtime.gradients.ties import ranks_of_tied
 from pipeflow.engine.runtime.original import plain_name
 from pipeflow.engine.runtime.pipeline import Pipeline
 from pipeflow.engine.torch_private.dtensors import compute_local_shape_and_global_offset
-from pipeflow.training.checkpoint.manifest import Sizes
 from pipeflow.training.checkpoint.task import context_here
 
 Names = Callable[[int, str], str]
 """`names(stage, name)` returns the name in the whole model of the tensor that a stage's module calls `name`."""
 
-_BLOCK = "\0"  # between the name of a tensor and the number of a block
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a tensor: its values, their offset in the whole, and the whole's shape. If the values are not
-    contiguous in the whole, they consist of `blocks` that are, and the offset has no meaning.
-    """
+    """A part of a tensor that is contiguous in the whole: its values, their offset, and the whole's shape."""
 
     tensor: Tensor
     offset: torch.Size
     shape: torch.Size
-    blocks: tuple[Piece, ...] = ()
-
-    def copied(self) -> Piece:
-        """A copy on the CPU. A GPU may still be writing it, in pinned memory: a Task waits for that."""
-        on_gpu = self.tensor.device.type == "cuda"
-        entries = self.tensor.detach().contiguous()  # torch copies others again on the host, before they have come
-        return Piece(entries.to("cpu", copy=True, non_blocking=on_gpu), self.offset, self.shape)
 
     @classmethod
     def whole(cls, tensor: Tensor) -> Piece:
@@ -57,16 +45,21 @@ class Piece:
         _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         return cls(tensor.to_local(), torch.Size(offset), tensor.shape)
 
-    def of(self, split: Split, rank: int) -> Piece:
-        """This piece of the part that tensor rank `rank` holds, as a piece of the whole tensor, without padding."""
-        dim, shape = split.dim, list(self.shape)
+    def of(self, split: Split, rank: int) -> list[Piece]:
+        """This piece of the part that tensor rank `rank` holds, as pieces of the whole tensor, without padding: one for
+        each block of a packed weight.
+        """
+        dim, length, shape = split.dim, self.shape[split.dim], list(self.shape)
         shape[dim] = split.size
-        if split.blocks:
-            pieces = [self._cut(dim, *place, shape) for place in _blocks(split, rank, self.shape[dim])]
-            blocks = tuple(piece for piece in pieces if piece.tensor.shape[dim])
-            return Piece(self.tensor, self.offset, torch.Size(shape), blocks)
-        start = min(rank * self.shape[dim], split.size)
-        return self._cut(dim, 0, min(self.shape[dim], split.size - start), start, shape)
+        if not split.blocks:
+            start = min(rank * length, split.size)
+            return [self._cut(dim, 0, min(length, split.size - start), start, shape)]
+        sizes = [block // (split.size // length) for block in split.blocks]  # of the part's blocks
+        begins, starts = (accumulate(each, initial=0) for each in (sizes, split.blocks))
+        return [
+            self._cut(dim, begin, size, start + rank * size, shape)
+            for begin, size, start in zip(begins, sizes, starts, strict=False)
+        ]
 
     def _cut(self, dim: int, begin: int, length: int, start: int, shape: Sequence[int]) -> Piece:
         """The part of this piece in `length` entries along `dim` from `begin` on, the whole's from `start` on."""
@@ -77,26 +70,13 @@ class Piece:
         return Piece(self.tensor.narrow(dim, first - here, end - first), torch.Size(offset), torch.Size(shape))
 
 
-def _blocks(split: Split, rank: int, length: int) -> Iterator[tuple[int, int, int]]:
-    """The blocks of a rank's part of `length` entries: begin and length in the part, and start in the whole."""
-    ranks, begin, start = split.size // length, 0, 0
-    for size in split.blocks:
-        yield begin, size // ranks, start + rank * (size // ranks)
-        begin, start = begin + size // ranks, start + size
+Pieces = Mapping[str, Sequence[Piece]]
+"""This rank's pieces of tensors, by the names of these."""
 
 
-def apart(pieces: Mapping[str, Piece]) -> dict[str, Piece]:
-    """The pieces, with those made of blocks replaced by their blocks, each under its own name."""
-    found: dict[str, Piece] = {}
-    for name, piece in pieces.items():
-        blocks = {f"{name}{_BLOCK}{index}": block for index, block in enumerate(piece.blocks)}
-        found |= blocks or {name: piece}
-    return found
-
-
-def name_of_whole(name: str) -> str:
-    """The name of a piece's tensor, from the piece's name in the result of `apart`."""
-    return name.partition(_BLOCK)[0]
+def wholes(tensors: Mapping[str, Tensor]) -> Pieces:
+    """The pieces of tensors that this rank has whole."""
+    return {name: [Piece.whole(tensor)] for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +95,29 @@ class LocalTensor:
         return isinstance(self.tensor, nn.Parameter)
 
     @property
-    def piece(self) -> Piece:
-        return self.piece_of(self.tensor)
+    def shape(self) -> torch.Size:
+        """The shape of the whole tensor."""
+        shape = list(self.tensor.shape)
+        if self.split is not None:
+            shape[self.split.dim] = self.split.size
+        return torch.Size(shape)
 
-    def piece_of(self, tensor: Tensor) -> Piece:
-        """The piece for another tensor of the same shape that is split in the same way."""
+    @property
+    def pieces(self) -> list[Piece]:
+        return self.pieces_of(self.tensor)
+
+    def pieces_of(self, tensor: Tensor) -> list[Piece]:
+        """The pieces of another tensor of the same shape that is split in the same way; those without entries are left
+        out, unless the whole has none.
+        """
         tensor = tensor.detach()
         part = Piece.distributed(tensor) if isinstance(tensor, DTensor) else Piece.whole(tensor)
-        return part if self.split is None else part.of(self.split, self.rank)
+        pieces = [part] if self.split is None else part.of(self.split, self.rank)
+        return [each for each in pieces if each.tensor.numel() or not each.shape.numel()]
 
     @property
     def spec(self) -> TensorSpec:
-        return TensorSpec(self.name, self.stage, tuple(self.piece.shape), self.tied)
+        return TensorSpec(self.name, self.stage, tuple(self.shape), self.tied)
 
 
 class TensorSpec(NamedTuple):
@@ -201,7 +192,10 @@ def _collision(name: str, stage: int, other: int) -> UsageError:
     )
 
 
-def require_same_model(path: object, model: Mapping[str, Sizes], saved: Mapping[str, Sizes]) -> None:
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def require_same_model(path: object, model: Shapes, saved: Shapes) -> None:
     """Raises UsageError that names the first tensors whose name or shape differs from the saved ones."""
     differences = [
         *(f"it has no {name!r}" for name in model if name not in saved),
@@ -217,26 +211,18 @@ def require_same_model(path: object, model: Mapping[str, Sizes], saved: Mapping[
         raise UsageError(f"{path} is a checkpoint of another model: {'; '.join(differences[:5])}{more}")
 
 
-def state_piece(local: LocalTensor, key: str, tensor: Tensor, alike: Collection[str] | None = None) -> Piece:
-    """The piece for an optimizer's state of a parameter. A state of the parameter's shape is split like the parameter;
+def state_pieces(local: LocalTensor, key: str, tensor: Tensor, alike: Collection[str] | None = None) -> list[Piece]:
+    """The pieces of an optimizer's state of a parameter. A state of the parameter's shape is split like the parameter;
     any other is whole on every rank. With `alike`, only states of these names are split.
 
     Raises UsageError for a state of another shape if the parameter is split, unless `alike` says that it is whole.
     """
     is_whole = alike is not None and key not in alike
     if tensor.shape == local.tensor.shape and not is_whole:
-        return local.piece_of(tensor)
+        return local.pieces_of(tensor)
     if local.split is not None and tensor.numel() != 1 and alike is None:
         raise UsageError(
             f"the optimizer's state {key!r} of {local.name!r} has shape {tuple(tensor.shape)}, and the parameter is "
             "split over tensor ranks: use an optimizer whose states have the parameter's shape"
         )
-    return Piece.whole(tensor.detach())
-
-
-def grouped(tensors: Sequence[LocalTensor]) -> dict[int, list[LocalTensor]]:
-    """The tensors grouped by id, so that all names of a tied one are together."""
-    groups: dict[int, list[LocalTensor]] = defaultdict(list)
-    for each in tensors:
-        groups[id(each.tensor)].append(each)
-    return groups
+    return [Piece.whole(tensor.detach())]

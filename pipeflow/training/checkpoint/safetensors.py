@@ -23,7 +23,7 @@ from pipeflow.training.checkpoint.task import Task
 from pipeflow.training.checkpoint.tensor_files import (
     OutputTensor,
     TensorFiles,
-    fill_piece,
+    fill_pieces,
     parts_together,
     write_together,
 )
@@ -169,7 +169,7 @@ def load_safetensors(
 
 
 def _require_shape(entry: _Entry, shape: Sequence[int], path: StrPath) -> None:
-    wanted = entry.local.piece.shape
+    wanted = entry.local.shape
     found = None
     with suppress(RuntimeError):  # from a transform that cannot be applied
         found = entry.transform.to_ours(torch.empty(shape, device="meta")).shape
@@ -183,7 +183,7 @@ def _require_shape(entry: _Entry, shape: Sequence[int], path: StrPath) -> None:
 def _fill_all(entries: Sequence[_Entry], files: TensorFiles) -> None:
     for entry in entries:
         stored = files[entry.theirs]
-        fill_piece(entry.local.piece, stored if entry.transform is AS_IT_IS else entry.transform.to_ours(stored[...]))
+        fill_pieces(entry.local.pieces, stored if entry.transform is AS_IT_IS else entry.transform.to_ours(stored[...]))
 
 
 def save_safetensors(

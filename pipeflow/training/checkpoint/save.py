@@ -10,8 +10,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +23,28 @@ from pipeflow.engine.parallel.layout import WorldLayout
 from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_object
 from pipeflow.training.checkpoint import folders, state
 from pipeflow.training.checkpoint.folders import INDEX, TORCHS, Hold, data_file, part_file
-from pipeflow.training.checkpoint.manifest import Digest, Manifest, Where, read_json
+from pipeflow.training.checkpoint.manifest import Digest, Manifest, read_json
 from pipeflow.training.checkpoint.newest import keep_newest, next_sequence
 from pipeflow.training.checkpoint.pieces import (
     LocalTensor,
     Names,
     TensorSpec,
-    apart,
     context_of,
     local_tensors,
     whole_model,
+    wholes,
 )
-from pipeflow.training.checkpoint.storage import Division, RankContent, to_bytes, write, write_items
+from pipeflow.training.checkpoint.storage import (
+    Part,
+    WriteItem,
+    divided,
+    index_for_torch,
+    index_of,
+    parts_in,
+    to_bytes,
+    write,
+    write_items,
+)
 from pipeflow.training.checkpoint.task import Task, require_same
 from pipeflow.training.optim.optimizer import by_name
 from pipeflow.training.optim.rates import Scheduler
@@ -44,7 +53,7 @@ from pipeflow.training.optim.rates import Scheduler
 #
 # A checkpoint is a folder that is whole or not there. Ranks write into a hidden folder, and a rename makes it visible.
 # They agree once, before anything is written: on the name of the hidden folder, on the sequence number, and on who
-# writes which part (`Division`). After that they need no messages, so the writing can run on threads during training,
+# writes which part (`divided`). After that they need no messages, so the writing can run on threads during training,
 # whose collectives must keep their order.
 #
 # Each rank writes its data, then `part-N` with the places and digests, atomically. Whoever sees all parts after its own
@@ -55,7 +64,7 @@ from pipeflow.training.optim.rates import Scheduler
 # A process may be killed at any moment. Until the last rename the old checkpoint is untouched, or waits under the name
 # `previous`. The next save finds leftovers by their names, and removes or restores them (`folders.clean`).
 #
-# Other processes may save into the same folder. Ranks hold locks on the hidden folder that they write (`owners.Hold`),
+# Other processes may save into the same folder. Ranks hold locks on the hidden folder that they write (`folders.Hold`),
 # and a folder that is held is nobody else's to remove. Where locks do not work, a folder may be taken from its writer,
 # but only whole, by a rename: then nobody can claim it, and the save fails.
 
@@ -83,8 +92,7 @@ class Job:
     step: int | None
     sequence: int
     keep: int | None
-    division: Division
-    content: RankContent
+    content: list[WriteItem]
     published: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
@@ -92,7 +100,7 @@ class Job:
         cls,
         context: Context,
         path: StrPath,
-        content: RankContent,
+        content: list[WriteItem],
         specs: list[TensorSpec],
         *,
         step: int | None,
@@ -109,14 +117,13 @@ class Job:
         require_same(context, {"path": str(path), "step": step, "keep": keep})
         begun = _begin(path) if context.rank == 0 else None
         try:
-            told = write_items(content), list(map(tuple, specs)), begun and (begun[0].name, begun[2])
+            told = [tuple(item.part) for item in content], list(map(tuple, specs)), begun and (begun[0].name, begun[2])
             everyone: list[Any] = all_gather_object(context.world, told)
-            items, all_specs, begins = zip(*everyone, strict=True)
+            everyones, all_specs, begins = zip(*everyone, strict=True)
             whole_model(all_specs)
-            division = Division.of(items)
-            division.require_whole()
-            share = division.share(context.rank, content)
-            share = share.copied() if copying else share
+            shares = divided([[Part(*each) for each in one] for one in everyones])
+            own = [item for item in content if item.part.key in shares[context.rank]]
+            share = [item.copied() for item in own] if copying else own
             name, sequence = begins[0]
             temporary = path.with_name(name)
             hold = begun[1] if begun else _held(path, temporary)
@@ -125,7 +132,7 @@ class Job:
                 begun[1].release()
                 folders.discard(begun[0])
             raise
-        return cls(path, temporary, hold, context.rank, context.layout, step, sequence, keep, division, share)
+        return cls(path, temporary, hold, context.rank, context.layout, step, sequence, keep, share)
 
     def run(self) -> None:
         """Writes this rank's part; the last rank completes the checkpoint. Raises UsageError that names the path."""
@@ -158,8 +165,8 @@ class Job:
 
     def _write(self) -> None:
         file = self.temporary / data_file(self.rank)
-        places, digest = write(file, self.content)
-        part = {"digest": asdict(digest), "places": {name: astuple(where)[1:] for name, where in places.items()}}
+        parts, digest = write(file, self.content)
+        part = {"digest": asdict(digest), "index": index_of(parts)}
         folders.write_durably(self.temporary / part_file(self.rank), json.dumps(part).encode())
 
     def _complete(self) -> None:
@@ -168,15 +175,15 @@ class Job:
         if folder is None:
             return
         files: dict[str, Digest] = {}
-        places = []
+        parts: list[Part] = []
         for rank in range(self.layout.world_size):
             part, file = folder / part_file(rank), data_file(rank)
-            files[file], written = read_json(part, part.read_bytes, partial(_read_part, file))
-            places.append(written)
+            told = read_json(part, part.read_bytes, lambda told: told)
+            files[file] = Digest.read(told["digest"])
+            parts += parts_in(told["index"], files)
             part.unlink()
-        index = self.division.index(places)
-        index.write_for_torch(folder)
-        folders.write_durably(folder / INDEX, json.dumps(index.content()).encode())
+        folders.write_durably(folder / TORCHS, index_for_torch(parts))
+        folders.write_durably(folder / INDEX, json.dumps(index_of(parts)).encode())
         files |= {name: Digest.of(folder / name) for name in (INDEX, TORCHS)}
         manifest = Manifest(self.step, self.sequence, self.layout, files)
         manifest.write(folder)
@@ -225,12 +232,6 @@ def _held(path: Path, temporary: Path) -> Hold:
 
 def _failed(path: Path, reason: object) -> UsageError:
     return UsageError(f"checkpoint {path} could not be written: {reason}; nothing was saved")
-
-
-def _read_part(file: str, content: Any) -> tuple[Digest, dict[str, Where]]:
-    digest = Digest.read(content["digest"])
-    places = {name: Where.read([file, *place], {file: digest}) for name, place in content["places"].items()}
-    return digest, places
 
 
 class Saving:
@@ -363,13 +364,13 @@ def _content(
     tensors: list[LocalTensor],
     optimizer: Optimizer | None,
     run: dict[str, Any],
-) -> RankContent:
+) -> list[WriteItem]:
     first_replica = context.data_rank == 0 and context.tensor_rank == 0
     pieces = state.weight_pieces([each for each in tensors if each.is_parameter or first_replica])
     values: dict[str, bytes] = {}
     if optimizer is not None:
         states, values, run["optimizer"] = state.optimizer_content(by_name(optimizer, model), tensors)
-        pieces |= states
+        pieces.update(states)
     if context.rank == 0:
         values[state.RUN] = to_bytes("data, extra or the scheduler", run)
-    return RankContent(apart(pieces | state.random_pieces(context)), values)
+    return write_items({**pieces, **wholes(state.random_states(context))}, values)

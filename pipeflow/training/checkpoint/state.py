@@ -11,10 +11,10 @@ from __future__ import annotations
 import random
 import struct
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,8 @@ from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.runtime.original import plain_name
 from pipeflow.engine.tensor.random import current_tracker
 from pipeflow.engine.torch_private.generators import default_states, set_default_states
-from pipeflow.training.checkpoint.pieces import LocalTensor, Piece, grouped, state_piece
-from pipeflow.training.checkpoint.storage import CheckpointStorage, to_bytes
+from pipeflow.training.checkpoint.pieces import LocalTensor, Piece, Pieces, state_pieces
+from pipeflow.training.checkpoint.storage import CheckpointStorage, dtype_named, to_bytes
 from pipeflow.training.optim.optimizer import Wrapper, names_by_group, options_of, states_alike
 
 _MERSENNE = "MT19937"  # the only bit generator of numpy's that np.random.seed makes
@@ -40,12 +40,12 @@ def generator_states(*, load_numpy: bool = False) -> dict[str, Tensor]:
     if load_numpy:
         import numpy.random  # noqa: F401  # only then, because it loads slowly
     version, numbers, spare = random.getstate()
-    states = {"python": _TwisterState([version, *numbers], spare is not None, spare or 0.0).packed()}
+    states = {"python": _packed([version, *numbers], spare)}
     if (of_numpy := sys.modules.get("numpy.random")) is not None:
         told = of_numpy.get_state(legacy=False)
         if told["bit_generator"] == _MERSENNE:
             numbers = [*told["state"]["key"].tolist(), told["state"]["pos"]]
-            states["numpy"] = _TwisterState(numbers, bool(told["has_gauss"]), told["gauss"]).packed()
+            states["numpy"] = _packed(numbers, told["gauss"] if told["has_gauss"] else None)
     return states
 
 
@@ -53,32 +53,27 @@ def set_generator(name: str, state: Tensor, *, only_try: bool = False) -> None:
     """Sets the generator `name` to a state of `generator_states`, or only tries it on another generator. Raises
     ValueError for a state that it does not accept.
     """
-    numbers, has_spare, spare = _TwisterState.unpacked(state)
+    numbers, spare = _unpacked(state)
     if name == "python":
         target = random.Random() if only_try else random
-        target.setstate((numbers[0], tuple(numbers[1:]), spare if has_spare else None))
+        target.setstate((numbers[0], tuple(numbers[1:]), spare))
     else:
         of_numpy: Any = sys.modules["numpy.random"]
         generator = of_numpy.RandomState() if only_try else of_numpy
         key = {"key": numbers[:-1], "pos": numbers[-1]}
-        generator.set_state({"bit_generator": _MERSENNE, "state": key, "has_gauss": has_spare, "gauss": spare})
+        gauss = {"has_gauss": spare is not None, "gauss": spare or 0.0}
+        generator.set_state({"bit_generator": _MERSENNE, "state": key, **gauss})
 
 
-class _TwisterState(NamedTuple):
+def _packed(numbers: Sequence[int], spare: float | None) -> Tensor:
     """The numbers of a Mersenne Twister, and the second of two normal numbers if it has drawn only the first."""
+    bits = struct.unpack("<q", struct.pack("<d", spare or 0.0))[0]
+    return torch.tensor([*numbers, int(spare is not None), bits], dtype=torch.int64, device="cpu")
 
-    numbers: list[int]
-    has_spare: bool
-    spare: float
 
-    def packed(self) -> Tensor:
-        bits = struct.unpack("<q", struct.pack("<d", self.spare))[0]
-        return torch.tensor([*self.numbers, int(self.has_spare), bits], dtype=torch.int64, device="cpu")
-
-    @classmethod
-    def unpacked(cls, state: Tensor) -> _TwisterState:
-        *numbers, has_spare, bits = state.tolist()
-        return cls(numbers, bool(has_spare), struct.unpack("<d", struct.pack("<q", bits))[0])
+def _unpacked(state: Tensor) -> tuple[list[int], float | None]:
+    *numbers, has_spare, bits = state.tolist()
+    return numbers, struct.unpack("<d", struct.pack("<q", bits))[0] if has_spare else None
 
 
 T = TypeVar("T")
@@ -86,24 +81,24 @@ MODEL, OPTIMIZER, OPTIONS, RUN = "model.", "optimizer.", "options.", "run"
 _OUTSIDE = {"python", "numpy"}  # the generators that are not torch's
 
 
-def weight_pieces(tensors: Sequence[LocalTensor]) -> dict[str, Piece]:
+def weight_pieces(tensors: Sequence[LocalTensor]) -> dict[str, Sequence[Piece]]:
     """The pieces of all weights and buffers."""
-    return {MODEL + each.name: each.piece for each in tensors}
+    return {MODEL + each.name: each.pieces for each in tensors}
 
 
 def weight_shapes(storage: CheckpointStorage) -> dict[str, tuple[int, ...]]:
     """The shapes of the saved weights, by name in the whole model."""
-    return {name.removeprefix(MODEL): each.shape for name, each in storage.tensors.items() if name.startswith(MODEL)}
+    return {name.removeprefix(MODEL): each[0].shape for name, each in storage.tensors.items() if name.startswith(MODEL)}
 
 
 def optimizer_content(
     optimizer: Wrapper, tensors: Sequence[LocalTensor]
-) -> tuple[dict[str, Piece], dict[str, bytes], dict[str, Any]]:
+) -> tuple[Pieces, dict[str, bytes], dict[str, Any]]:
     """An optimizer's state on this rank: tensors, plain values (options of groups and states that are not tensors), and
     further entries of its `state_dict`.
     """
     told = optimizer.state_dict()
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, Sequence[Piece]] = {}
     values: dict[str, bytes] = {}
     all_names, alike = _all_names(optimizer.model, tensors), states_alike(optimizer)
     for group, names in zip(optimizer.param_groups, names_by_group(optimizer), strict=True):
@@ -119,13 +114,15 @@ def optimizer_content(
             for each in all_names[own]:
                 values[OPTIONS + each.name] = stored
                 for key in keys:
-                    pieces[f"{OPTIMIZER}{key}.{each.name}"] = state_piece(each, key, state[key], alike.get(own))
+                    pieces[f"{OPTIMIZER}{key}.{each.name}"] = state_pieces(each, key, state[key], alike.get(own))
     return pieces, values, {key: value for key, value in told.items() if key not in ("state", "param_groups")}
 
 
 def _all_names(model: nn.Module, tensors: Sequence[LocalTensor]) -> dict[str, list[LocalTensor]]:
     """All names in the whole model of each parameter of `model`, by its name in `model`."""
-    groups = grouped(tensors)
+    groups: dict[int, list[LocalTensor]] = defaultdict(list)
+    for each in tensors:
+        groups[id(each.tensor)].append(each)
     return {plain_name(name): groups[id(parameter)] for name, parameter in model.named_parameters()}
 
 
@@ -136,7 +133,7 @@ class OptimizerLoad:
     """
 
     def __init__(self, optimizer: Wrapper, tensors: Sequence[LocalTensor], storage: CheckpointStorage) -> None:
-        self.pieces: dict[str, Piece] = {}
+        self.pieces: dict[str, Sequence[Piece]] = {}
         self._optimizer = optimizer
         groups, all_names = names_by_group(optimizer), _all_names(optimizer.model, tensors)
         owned = {own: all_names[own][0] for names in groups for own in names}
@@ -149,7 +146,7 @@ class OptimizerLoad:
         for own, each in owned.items():
             found = {key: _room(each, key, storage, alike.get(own)) for key in plain[own]["tensors"]}
             self.pieces |= {
-                f"{OPTIMIZER}{key}.{each.name}": state_piece(each, key, state, alike.get(own))
+                f"{OPTIMIZER}{key}.{each.name}": state_pieces(each, key, state, alike.get(own))
                 for key, state in found.items()
             }
             self._states[own] = {**found, **plain[own]["values"]}
@@ -198,16 +195,10 @@ def _plain_states(name: str, storage: CheckpointStorage) -> dict[str, Any]:
         OPTIONS + name,
         read,
         lambda: (
-            _is_dict(read)
-            and _is_dict(read["options"])
-            and _is_dict(read["values"])
+            all(isinstance(each, dict) for each in (read, read["options"], read["values"]))
             and all(f"{OPTIMIZER}{key}.{name}" in storage.tensors for key in read["tensors"])
         ),
     )
-
-
-def _is_dict(value: object) -> bool:
-    return isinstance(value, dict)
 
 
 def _checked(name: str, read: T, fits: Callable[[], bool]) -> T:
@@ -215,15 +206,20 @@ def _checked(name: str, read: T, fits: Callable[[], bool]) -> T:
     with suppress(LookupError, TypeError, AttributeError):
         if fits():
             return read
-    raise UsageError(f"{name!r} is not the value that was saved: the checkpoint is damaged; load an earlier one")
+    raise _damaged(name)
+
+
+def _damaged(name: str) -> UsageError:
+    return UsageError(f"{name!r} is not the value that was saved: the checkpoint is damaged; load an earlier one")
 
 
 def _room(local: LocalTensor, key: str, storage: CheckpointStorage, alike: Collection[str] | None) -> Tensor:
     """An empty tensor for this rank's part of a state."""
-    stored = storage.tensors[f"{OPTIMIZER}{key}.{local.name}"]
-    if stored.shape == local.piece.shape and (alike is None or key in alike):
-        return torch.zeros_like(local.tensor, dtype=stored.dtype, requires_grad=False)
-    return torch.zeros(stored.shape, dtype=stored.dtype)
+    stored = storage.tensors[f"{OPTIMIZER}{key}.{local.name}"][0]
+    dtype = dtype_named(stored.dtype)
+    if stored.shape == local.shape and (alike is None or key in alike):
+        return torch.zeros_like(local.tensor, dtype=dtype, requires_grad=False)
+    return torch.zeros(stored.shape, dtype=dtype)
 
 
 def read_run(storage: CheckpointStorage) -> dict[str, Any]:
@@ -241,7 +237,7 @@ def read_run(storage: CheckpointStorage) -> dict[str, Any]:
     )
 
 
-def random_pieces(context: Context, saved: Collection[str] = ()) -> dict[str, Piece]:
+def random_states(context: Context, saved: Collection[str] = ()) -> dict[str, Tensor]:
     """The states of this rank's generators: torch's default ones, those of tensor-parallel layers, Python's, and
     numpy's if numpy is loaded or its state is among the names in `saved`.
     """
@@ -250,32 +246,29 @@ def random_pieces(context: Context, saved: Collection[str] = ()) -> dict[str, Pi
     states |= generator_states(load_numpy=f"random.{context.rank}.numpy" in saved)
     if tracker := current_tracker():
         states |= {f"tracker.{name}": state for name, state in tracker.get_state().items()}
-    return {f"random.{context.rank}.{name}": Piece.whole(state) for name, state in states.items()}
+    return {f"random.{context.rank}.{name}": state for name, state in states.items()}
 
 
-def saved_random(pieces: Mapping[str, Piece], storage: CheckpointStorage) -> dict[str, Piece]:
-    """The `pieces` that were saved: always the CPU's generator, others if the rank had them then. Raises UsageError if
+def saved_random(states: Mapping[str, Tensor], storage: CheckpointStorage) -> dict[str, Tensor]:
+    """The `states` that were saved: always the CPU's generator, others if the rank had them then. Raises UsageError if
     one is missing or has another size.
     """
-    found = {name: piece for name, piece in pieces.items() if name in storage.tensors or name.endswith(".cpu")}
-    for name, piece in found.items():
-        _checked(name, piece, partial(_has_shape, storage, name, piece))
+    found = {name: state for name, state in states.items() if name in storage.tensors or name.endswith(".cpu")}
+    for name, state in found.items():
+        if name not in storage.tensors or storage.tensors[name][0].shape != state.shape:
+            raise _damaged(name)
     return found
 
 
-def _has_shape(storage: CheckpointStorage, name: str, piece: Piece) -> bool:
-    return storage.tensors[name].shape == piece.shape
-
-
-def require_random(pieces: Mapping[str, Piece]) -> None:
+def require_random(states: Mapping[str, Tensor]) -> None:
     """Raises UsageError for a state that generators do not accept."""
-    for name, piece in pieces.items():
+    for name, state in states.items():
         generator = _generator(name)
         try:
             if generator in _OUTSIDE:
-                set_generator(generator, piece.tensor, only_try=True)
+                set_generator(generator, state, only_try=True)
             else:
-                torch.Generator("cuda" if generator == "cuda" else "cpu").set_state(piece.tensor)
+                torch.Generator("cuda" if generator == "cuda" else "cpu").set_state(state)
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise UsageError(
                 f"{name!r} is not the state of a random generator: the checkpoint is damaged; load another"
@@ -287,9 +280,9 @@ def _generator(name: str) -> str:
     return name.split(".", 2)[2]
 
 
-def restore_random(context: Context, pieces: Mapping[str, Piece]) -> None:
-    """Sets the generators to the states that were read into their pieces, if there are any."""
-    states = {_generator(name): piece.tensor for name, piece in pieces.items()}
+def restore_random(context: Context, saved: Mapping[str, Tensor]) -> None:
+    """Sets the generators to the states of `saved_random`, once they were read, if there are any."""
+    states = {_generator(name): state for name, state in saved.items()}
     if "cpu" in states:
         defaults = [states[name] for name in ("cpu", "cuda") if name in states]
         set_default_states(defaults, [context.device] * (len(defaults) - 1))

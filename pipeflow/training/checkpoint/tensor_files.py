@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,14 +107,13 @@ def package() -> Any:
 
 
 @torch.no_grad()
-def fill_piece(piece: Piece, whole: Any) -> None:
-    """Fills a piece from the whole: a tensor, or an object that reads one by slices."""
-    if not piece.tensor.numel():
-        return
-    for block in piece.blocks or (piece,):
-        begins = zip(block.offset, block.tensor.shape, strict=True)
-        where = tuple(slice(start, start + length) for start, length in begins)
-        block.tensor.copy_(whole[where or ...])
+def fill_pieces(pieces: Iterable[Piece], whole: Any) -> None:
+    """Fills pieces of a tensor from the whole: a tensor, or an object that reads one by slices."""
+    for piece in pieces:
+        if piece.tensor.numel():
+            begins = zip(piece.offset, piece.tensor.shape, strict=True)
+            where = tuple(slice(start, start + length) for start, length in begins)
+            piece.tensor.copy_(whole[where or ...])
 
 
 _WRITER = {"writer": "pipeflow"}
@@ -190,46 +189,35 @@ def parts_together(
         for output in outputs
         if context.rank in context.layout.tensor_ranks(writers[output.names]) or is_distributed(output.local.tensor)
     ]
-    folder = PartsFolder(path, context)
     written: list[OutputFile] = []
-    try:
-        Task(context, lambda: written.extend(_write(folder.path, mine, writers, context, shard_bytes))).wait()
+    with parts_folder(path, context) as folder:
+        Task(context, lambda: written.extend(_write(folder, mine, writers, context, shard_bytes))).wait()
         everyones: list[Any] = all_gather_object(context.world, written)
         yield [OutputFile(*part) for one in everyones for part in one] if context.rank == 0 else []
-    finally:
-        folder.remove()
 
 
-class PartsFolder:
-    """A hidden folder beside `path`, into which all ranks write files that are then joined or renamed. They make it
-    together, and each calls `remove`.
-
-    Args:
-        path: the path for which the files are written.
-        context: this rank's context.
-
-    Attributes:
-        path: the hidden folder.
+@contextmanager
+def parts_folder(path: Path, context: Context) -> Iterator[Path]:
+    """Context manager that yields a hidden folder beside `path`, into which all ranks write files that are then joined
+    or renamed. They enter and leave it together; the last one removes the folder.
 
     Raises UsageError on a rank that cannot make it.
     """
-
-    def __init__(self, path: Path, context: Context) -> None:
-        begun = None
-        try:
-            if context.rank == 0:
-                begun = folders.begin(path)
-                folders.clean(path.parent, begun[0].stat().st_mtime)
-            names: list[Any] = all_gather_object(context.world, begun and begun[0].name)
-            self.path = path.with_name(names[0])
-            self._hold = begun[1] if begun else folders.join(self.path)
-        except OSError as error:
-            raise UsageError(f"{path} could not be written: {error}") from error
-
-    def remove(self) -> None:
-        """Removes the folder, unless another rank still writes to it: then the last rank does."""
-        self._hold.release()
-        folders.discard(self.path)
+    begun = None
+    try:
+        if context.rank == 0:
+            begun = folders.begin(path)
+            folders.clean(path.parent, begun[0].stat().st_mtime)
+        names: list[Any] = all_gather_object(context.world, begun and begun[0].name)
+        folder = path.with_name(names[0])
+        hold = begun[1] if begun else folders.join(folder)
+    except OSError as error:
+        raise UsageError(f"{path} could not be written: {error}") from error
+    try:
+        yield folder
+    finally:
+        hold.release()
+        folders.discard(folder)
 
 
 def _writers(everyone: Sequence[Sequence[tuple[tuple[str, ...], str, TensorSpec]]]) -> dict[tuple[str, ...], int]:
@@ -249,7 +237,7 @@ def _writers(everyone: Sequence[Sequence[tuple[tuple[str, ...], str, TensorSpec]
 
 
 class OutputFile(NamedTuple):
-    """The path of a file in a PartsFolder, the names of its tensors, and their size in bytes."""
+    """The path of a file in the hidden folder, the names of its tensors, and their size in bytes."""
 
     file: str
     names: tuple[str, ...]
