@@ -81,8 +81,7 @@ def _contenders(width: int, heads: int) -> dict[str, Any]:
 
     import pipeflow
     from benchmarks.task import Contender
-    from pipeflow.training.models.gpt import GPTLMLoss
-    from pipeflow.training.models.gpt_stages import build_gpt_pipeline
+    from pipeflow.training.models import GPTLMLoss, build_gpt_pipeline
 
     whole, rank = _gpt2(width, heads), int(os.environ["RANK"])
     words = torch.randint(0, WORDS, (SAMPLES * MICROBATCHES, LENGTH), generator=torch.Generator().manual_seed(1))

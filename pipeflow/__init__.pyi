@@ -99,8 +99,8 @@ from pipeflow.tools.traces.explanation import Explanation as Explanation
 from pipeflow.tools.traces.explanation import explain as explain
 from pipeflow.training.build import build_stages as build_stages
 from pipeflow.training.build import measure_layers as measure_layers
-from pipeflow.training.data.loader import ByLength as ByLength
-from pipeflow.training.data.loader import get_dataloader as get_dataloader
+from pipeflow.training.data import ByLength as ByLength
+from pipeflow.training.data import get_dataloader as get_dataloader
 
 __version__: str
 __all__: list[str]

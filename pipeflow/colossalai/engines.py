@@ -20,8 +20,7 @@ from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.runtime.step import Output
 from pipeflow.schedules import make_schedule
 from pipeflow.training.config import Config
-from pipeflow.training.data.loader import DataParallelLoader
-from pipeflow.training.data.mixup import MixupLoss, mixed
+from pipeflow.training.data import DataParallelLoader, MixupLoss, mixed
 from pipeflow.training.launch import current_config, make_engine
 from pipeflow.training.logging import get_dist_logger
 from pipeflow.training.optim.rates import Scheduler

@@ -25,7 +25,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.engine.parallel.context import Context
 from pipeflow.schedules import make_schedule
-from pipeflow.training.data.loader import DataParallelLoader, get_dataloader
+from pipeflow.training.data import DataParallelLoader, get_dataloader
 from pipeflow.training.optim.precision import HalfPrecision, require_dtype
 
 

@@ -30,8 +30,7 @@ from pipeflow.training.checkpoint import state
 from pipeflow.training.checkpoint.load import load_checkpoint
 from pipeflow.training.checkpoint.pieces import Names
 from pipeflow.training.checkpoint.save import save_checkpoint
-from pipeflow.training.models.gpt import GPTBlock, GPTStage
-from pipeflow.training.models.gpt_stages import begin, tie
+from pipeflow.training.models import GPTBlock, GPTStage, begin, tie
 
 
 class ShardedStateDict(dict[str, Tensor]):

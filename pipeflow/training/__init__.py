@@ -7,8 +7,15 @@ from __future__ import annotations
 from pipeflow.core.errors import NonFiniteGradientError
 from pipeflow.training.build import build_stages, cut_layers, measure_layers
 from pipeflow.training.config import Config, read_config
-from pipeflow.training.data.loader import DataParallelLoader, endless, get_dataloader
-from pipeflow.training.data.mixup import MixedLabels, Mixup, MixupAccuracy, MixupLoss
+from pipeflow.training.data import (
+    DataParallelLoader,
+    MixedLabels,
+    Mixup,
+    MixupAccuracy,
+    MixupLoss,
+    endless,
+    get_dataloader,
+)
 from pipeflow.training.engine import Engine, NonFiniteLossError, Step
 from pipeflow.training.hooks import (
     AccuracyHook,

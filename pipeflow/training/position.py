@@ -19,7 +19,7 @@ from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.transport.agreement import all_gather_object
 from pipeflow.engine.torch_private.generators import default_states, set_default_states
 from pipeflow.training.checkpoint.storage import to_bytes
-from pipeflow.training.data.loader import DataParallelLoader
+from pipeflow.training.data import DataParallelLoader
 
 LOG = logging.getLogger("pipeflow")
 

@@ -14,7 +14,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.transport.agreement import all_gather
 from pipeflow.engine.runtime.microbatch import Divided, merge
 from pipeflow.engine.runtime.step import Output
-from pipeflow.training.data.loader import DataParallelLoader
+from pipeflow.training.data import DataParallelLoader
 from pipeflow.training.engine import Engine, Step
 from pipeflow.training.optim.rates import Scheduler
 from pipeflow.training.position import Position, length_of, require_batches

@@ -14,8 +14,7 @@ from pipeflow import Pipeline, UsageError, execute_pipeline, make_schedule
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.tensor import Dropout, checkpoint, manual_seed
 from pipeflow.testing import run_threads
-from pipeflow.training.models.gpt import GPTLMLoss
-from pipeflow.training.models.gpt_stages import build_gpt_pipeline
+from pipeflow.training.models import GPTLMLoss, build_gpt_pipeline
 from tests.compiling import COMPILED
 
 WORDS = torch.randint(32, (8, 9), generator=torch.Generator().manual_seed(1))

@@ -16,8 +16,7 @@ from pipeflow import Pipeline, execute_pipeline, make_schedule
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.tensor import manual_seed
 from pipeflow.testing import run_processes, run_threads
-from pipeflow.training.models.gpt import GPTLMLoss
-from pipeflow.training.models.gpt_stages import build_gpt_pipeline
+from pipeflow.training.models import GPTLMLoss, build_gpt_pipeline
 from tests.huggingface import trainers
 from tests.runtime import kinds
 from tests.runtime.kinds import Gradients, differing, gradients_of, uses_of

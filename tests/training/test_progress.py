@@ -28,7 +28,7 @@ from pipeflow.training import (
     ThroughputHook,
     Trainer,
 )
-from pipeflow.training.hooks.display import Lines, Metrics, TrainingProgress
+from pipeflow.training.hooks.progress import Lines, Metrics, TrainingProgress
 from tests.runtime.work import build
 
 MODEL = PlainModel()

@@ -30,9 +30,8 @@ from pipeflow.training import (
     Trainer,
     timer,
 )
-from pipeflow.training.hooks import memory
-from pipeflow.training.hooks.bubble import planned
-from pipeflow.training.hooks.throughput import peak_of
+from pipeflow.training.hooks import measures
+from pipeflow.training.hooks.measures import peak_of, planned
 from tests.runtime.work import build
 
 MODEL = PlainModel()
@@ -172,7 +171,7 @@ def remembered() -> tuple[Seen, list[float]]:
 
 
 def test_memory_is_the_most_of_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "memory_of", lambda _: (1 + current_context().rank) % 4 * 2**29)
+    monkeypatch.setattr(measures, "memory_of", lambda _: (1 + current_context().rank) % 4 * 2**29)
     for seen, by_rank in run_threads(remembered, 4, data=2):
         assert by_rank == [0.5, 1.0, 1.5, 0.0]
         assert [step.get("memory GiB") for step in seen.steps] == [None, 1.5, 1.5]
@@ -180,9 +179,9 @@ def test_memory_is_the_most_of_any_rank(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_memory_of_this_process() -> None:
-    before = memory.memory_of(torch.device("cpu"))
+    before = measures.memory_of(torch.device("cpu"))
     held = torch.ones(2**26, dtype=torch.uint8)
-    assert 2**25 < memory.memory_of(torch.device("cpu")) - before < 2**28
+    assert 2**25 < measures.memory_of(torch.device("cpu")) - before < 2**28
     assert len(held) == 2**26
 
 
@@ -284,8 +283,8 @@ def test_logs_of_steps_alone() -> None:
         (lambda: ThroughputHook(flops_per_sample=float("nan")), "flops_per_sample must be positive"),
         (lambda: ThroughputHook(peak=0.0), "peak must be positive"),
         (lambda: ThroughputHook(window=0), "window at least 1"),
-        (lambda: MemoryHook(every=0), "every must be at least 1"),
-        (lambda: BubbleHook(every=0), "every must be at least 1"),
+        (lambda: MemoryHook(every=0), "every must be an integer of at least 1"),
+        (lambda: BubbleHook(every=0), "every must be an integer of at least 1"),
         (lambda: LogHook(-1), "every must be positive"),
     ],
     ids=["tokens", "flops", "peak", "window", "memory", "bubble", "log"],

@@ -19,8 +19,7 @@ from pipeflow.planning.work import ATTENTION_AGAIN, MatrixProduct, layer_work
 from pipeflow.schedules import make_schedule
 from pipeflow.tools.calibration.machine import DTYPES, Stopwatch, Work, products_in
 from pipeflow.tools.calibration.machine_times import LayerTime, ProductTime, SizeTime, StepTime
-from pipeflow.training.models.gpt import GPTBlock, GPTLMLoss
-from pipeflow.training.models.gpt_stages import build_gpt_pipeline
+from pipeflow.training.models import GPTBlock, GPTLMLoss, build_gpt_pipeline
 
 ROWS = (32, 128, 512, 2048, 8192)
 DIMENSIONS = (128, 512, 2048, 8192)

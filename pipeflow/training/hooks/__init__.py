@@ -1,15 +1,12 @@
-"""Hooks: what a `Trainer` does besides training. Each hook has its own file; `Hook` is their base class."""
+"""Hooks: what a `Trainer` does besides training. `Hook` is their base class."""
 
 from __future__ import annotations
 
-from pipeflow.training.hooks.bubble import BubbleHook
 from pipeflow.training.hooks.checkpoints import CheckpointHook
 from pipeflow.training.hooks.logs import LoggerHook, LogHook, MetricLogger, TensorBoardHook
-from pipeflow.training.hooks.memory import MemoryHook
+from pipeflow.training.hooks.measures import BubbleHook, MemoryHook, RateHook, ThroughputHook, TimingHook
 from pipeflow.training.hooks.metrics import AccuracyHook, MetricHook
 from pipeflow.training.hooks.progress import ProgressHook
-from pipeflow.training.hooks.rates import RateHook
-from pipeflow.training.hooks.throughput import ThroughputHook, TimingHook
 from pipeflow.training.trainer import Hook, Trainer
 
 __all__ = [

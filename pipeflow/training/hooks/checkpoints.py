@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import require_positive
 from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.transport.agreement import all_gather_object
 from pipeflow.training.checkpoint.load import Loaded, load_checkpoint
@@ -77,8 +78,7 @@ class CheckpointHook(Hook):
         resume: bool = True,
         names: Names | None = None,
     ) -> None:
-        if every < 1:
-            raise UsageError(f"every must be at least 1, got {every}")
+        require_positive(every=every)
         if unit not in ("epoch", "step"):
             raise UsageError(f"unit must be 'epoch' or 'step', got {unit!r}")
         if keep is not None and keep < 1:

@@ -15,7 +15,7 @@ from pipeflow.core.errors import UsageError, unknown
 from pipeflow.core.extras import install
 from pipeflow.draw.files.image import pixels
 from pipeflow.training.engine import Step
-from pipeflow.training.hooks.bubble import planned
+from pipeflow.training.hooks.measures import planned
 from pipeflow.training.logging import DistributedLogger, get_dist_logger
 from pipeflow.training.trainer import Hook, Trainer
 

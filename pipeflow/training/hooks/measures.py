@@ -1,20 +1,72 @@
-"""How fast training is: samples, tokens and operations per second, and the times of its phases."""
+"""Hooks that measure training: rates of learning, speed, times, memory and the bubble. They write metrics, which other
+hooks show.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 
+from pipeflow.core.analysis.measured_step import executed_schedule, measured_costs
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import require_positive
+from pipeflow.core.timeline import Timeline
+from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_object
 from pipeflow.engine.runtime.pipeline import Pipeline
 from pipeflow.planning.device import DEVICES, Device
 from pipeflow.training.engine import Step
+from pipeflow.training.optim.rates import Scheduler
 from pipeflow.training.timer import MultiTimer
 from pipeflow.training.trainer import Hook, Trainer
+
+
+class RateHook(Hook):
+    """Reports the metric "learning rate", the rate of the first parameter group of rank 0's optimizer; also steps a
+    scheduler.
+
+    Args:
+        scheduler: learning-rate scheduler to step. One that steps with the optimizer can also be passed to the Engine.
+        by_epoch: True steps the scheduler after each epoch, False after each optimizer step that was not skipped.
+    """
+
+    priority = 10
+
+    def __init__(self, scheduler: Scheduler | None = None, *, by_epoch: bool = True) -> None:
+        self.scheduler = scheduler
+        self.by_epoch = by_epoch
+        self._differs = False  # whether ranks have other groups, as with rates that differ between layers
+
+    def before_fit(self, trainer: Trainer) -> None:
+        rates = [float(group["lr"]) for group in trainer.engine.optimizer.param_groups]
+        everyones = all_gather_object(trainer.engine.model.context.world, rates)
+        self._differs = any(each != everyones[0] for each in everyones)
+        if self.scheduler is not None and self.scheduler not in trainer.schedulers:
+            trainer.schedulers.append(self.scheduler)
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        trainer.step_metrics["learning rate"] = self._rate(trainer)
+        if self.scheduler is not None and not self.by_epoch and step.is_taken:
+            self.scheduler.step()
+
+    def after_training(self, trainer: Trainer) -> None:
+        trainer.metrics["train"]["learning rate"] = self._rate(trainer)
+        if self.scheduler is not None and self.by_epoch:
+            self.scheduler.step()
+
+    def _rate(self, trainer: Trainer) -> Any:
+        """The rate on rank 0; all ranks call it together."""
+        rate = trainer.engine.optimizer.param_groups[0]["lr"]
+        return all_gather(trainer.engine.model.context.world, [float(rate)])[0][0] if self._differs else rate
+
 
 _SLOWER = {"laptop", "ti", "super", "d", "mig", "max"}  # names of other devices contain these words
 
@@ -171,3 +223,102 @@ class TimingHook(Hook):
 
     def after_evaluation(self, trainer: Trainer) -> None:
         trainer.metrics["test"]["evaluation seconds"] = self.timers.stop("evaluation", keep_in_history=True) or 0.0
+
+
+_GIB = 2**30
+_STATM = Path("/proc/self/statm")
+
+
+class MemoryHook(Hook):
+    """Reports the metric "memory GiB", the memory of the rank that uses most. On an accelerator it is the peak that
+    torch allocated since the epoch began, on CPUs the process's current resident memory. It is measured after each
+    epoch and every `every`-th step.
+
+    Args:
+        every: number of steps between two measurements.
+
+    Attributes:
+        by_rank: GiB of each rank at the last measurement.
+
+    Raises UsageError if `every` is less than 1.
+    """
+
+    priority = 15
+
+    def __init__(self, every: int = 100) -> None:
+        require_positive(every=every)
+        self.every = every
+        self.by_rank: list[float] = []
+
+    def before_epoch(self, trainer: Trainer) -> None:
+        device = trainer.engine.model.context.device
+        if _is_accelerator(device):
+            torch.accelerator.reset_peak_memory_stats(device)
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        if (trainer.step_in_epoch - 2) % self.every == 0:
+            trainer.step_metrics["memory GiB"] = self._largest(trainer)
+
+    def after_training(self, trainer: Trainer) -> None:
+        trainer.metrics["train"]["memory GiB"] = self._largest(trainer)
+
+    def _largest(self, trainer: Trainer) -> float:
+        context = trainer.engine.model.context
+        with context.alarm.raised_everywhere():
+            rows = all_gather(context.world, [memory_of(context.device)])
+        self.by_rank = [held / _GIB for [held] in rows]
+        return max(self.by_rank)
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes in use: on an accelerator the peak that torch allocated; elsewhere the resident memory of this process, or
+    its peak on systems that report only that.
+    """
+    if _is_accelerator(device):
+        return int(torch.accelerator.max_memory_allocated(device))
+    if _STATM.exists():
+        return int(_STATM.read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    import resource  # not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _is_accelerator(device: torch.device) -> bool:
+    return device.type not in ("cpu", "meta")
+
+
+class BubbleHook(Hook):
+    """Reports the metric "bubble", the fraction of a step in which the busiest rank is idle. Also reports "planned
+    bubble", the bubble if every action took the mean time of its kind. It traces the second step, then every `every`-th
+    step; steps that another hook traces are reported too.
+
+    Args:
+        every: number of steps between two traced steps.
+
+    Raises UsageError if `every` is less than 1.
+    """
+
+    priority = 15
+
+    def __init__(self, every: int = 100) -> None:
+        require_positive(every=every)
+        self.every = every
+        self._steps = 0
+
+    def before_fit(self, trainer: Trainer) -> None:
+        self._steps = 0
+
+    def before_step(self, trainer: Trainer) -> None:
+        if (self._steps - 1) % self.every == 0:  # the first step compiles
+            trainer.trace_next_step()
+        self._steps += 1
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        if step.timeline is not None:
+            trainer.step_metrics["bubble"] = step.timeline.makespan_bubble_ratio
+            trainer.step_metrics["planned bubble"] = planned(step.timeline).makespan_bubble_ratio
+
+
+def planned(timeline: Timeline) -> Timeline:
+    """The timeline that simulation gives for the executed schedule, under the mean costs measured in `timeline`."""
+    return simulate(executed_schedule(timeline), measured_costs(timeline))

@@ -1,1 +1,0 @@
-"""Data for training: each replica's part of it, and mixup."""
