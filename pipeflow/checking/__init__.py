@@ -3,8 +3,8 @@ does not. The modules, in the order of the work:
 
 - what a rank writes down: `sketches`, `parts`, `watching`, `recorder`
 - both runs of a script: `scripts`, `scripted`
-- recordings against each other: `files`, `rows`, `two_runs`, `fits`, `differences`; `limits` has every threshold
-- which fault explains the first difference: `causes`, `gradient_causes`, `output_causes`
+- recordings against each other: `files`, `runs`, `two_runs`, `differences`; `limits` has every threshold
+- which fault explains the first difference: `fits`, `causes`, `output_causes`, `gradient_causes`
 - what is told: `findings`
 """
 

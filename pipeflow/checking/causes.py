@@ -1,21 +1,32 @@
-"""Why two recorded runs differ: the cause of the first difference."""
+"""Why two recorded runs differ: the cause of the first difference, of batches, of weights as a run begins, of losses,
+and of updates. Those of outputs and gradients have files of their own.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import log
 from pathlib import Path
 
-from pipeflow.checking.differences import disagreeing, first_differences, values_of, ways
-from pipeflow.checking.files import RecordedRun, load
-from pipeflow.checking.findings import Cause, Difference, Result
-from pipeflow.checking.fits import as_times, fit, wrong_elements, wrong_entries
-from pipeflow.checking.gradient_causes import StepGradients, norms, precision
-from pipeflow.checking.limits import ABSENT, CLEAR, COARSE_UPDATE, NEAR_LOGARITHM, SAME_RULE, SAME_VALUES, TINY
+from pipeflow.checking.differences import disagreeing, first_differences, ways
+from pipeflow.checking.findings import Cause, Difference, Result, explained
+from pipeflow.checking.fits import DTYPES, as_times, fit, root_named, spread_of, wrong_elements, wrong_entries
+from pipeflow.checking.gradient_causes import MEANS, NORM, Gradients
+from pipeflow.checking.limits import (
+    ABSENT,
+    CLEAR,
+    COARSE_UPDATE,
+    DISAGREES,
+    NEAR_LOGARITHM,
+    SAME_RULE,
+    SAME_VALUES,
+    TINY,
+)
 from pipeflow.checking.output_causes import Outputs
-from pipeflow.checking.two_runs import TwoRuns, norm
+from pipeflow.checking.runs import RecordedRun, load, norm
+from pipeflow.checking.two_runs import TwoRuns
 
 
 def check(
@@ -50,8 +61,7 @@ def _in_detail(both: TwoRuns, first: Difference, cause: Cause) -> Cause:
         return cause
     kinds = ("before",) if first.what == "weight" else ("unclipped", "gradient")
     for kind in kinds:
-        mine = both.mine(first.step, kind).get(first.parameter)
-        theirs = both.theirs(first.step, kind).get(first.parameter)
+        mine, theirs = (run.tensors(first.step, kind).get(first.parameter) for run in both.runs)
         if mine is None or theirs is None or (values := mine.values) is None or (others := theirs.values) is None:
             continue
         told, moved = wrong_elements(values, others, first.allowed * mine.norm)
@@ -63,7 +73,7 @@ def _in_detail(both: TwoRuns, first: Difference, cause: Cause) -> Cause:
 
 
 def _output_in_detail(both: TwoRuns, first: Difference, cause: Cause) -> Cause:
-    mine, theirs = (both.outputs(run, first.step) for run in (both.reference, both.candidate))
+    mine, theirs = (run.outputs(first.step) for run in both.runs)
     for key, calls in mine.items():
         is_it = key[0] == first.module and key in theirs
         if is_it and (told := wrong_entries(calls, theirs[key], first.allowed)):
@@ -75,109 +85,131 @@ def _output_in_detail(both: TwoRuns, first: Difference, cause: Cause) -> Cause:
 
 def _cause(both: TwoRuns, found: Sequence[Difference]) -> Cause:
     first = found[0]
-    match first.what:
-        case "batch":
-            return of_batch(first, both)
-        case "weight":
-            return of_weight(first, both, "before")
-        case "buffer":
-            return Cause("stale", f"the buffer {first.parameter} has other values", "who updates this buffer, and when")
-        case "output":
-            return Outputs(both, first).cause()
-        case "norm":
-            return norms(both, first)
-        case "update":
-            return _of_update(both, first)
-        case _:
-            return _of_gradients(both, found)
+    what, name = first.what, first.parameter or first.module
+    if what == "batch":
+        return _of_batch(first)
+    if what == "weight":
+        return _of_weight(both, first)
+    if what == "buffer":
+        return Cause("stale", f"the buffer {name} has other values", "who updates this buffer, and when")
+    if what == "norm":
+        return _of_norm(both, first)
+    if what == "update":
+        return _of_update(both, first)
+    if what == "output":
+        evidence = f"the output of {name} is {first.error:.1%} off; its inputs are right"
+        look = f"the forward of {name}, and what its parallel form does otherwise"
+        return explained(Outputs(both, first)) or Cause("unknown", evidence, look)
+    cause = (_of_loss(both, first) if what == "loss" else None) or explained(Gradients(both, found))
+    if cause is not None:
+        return cause
+    if what == "loss":
+        evidence, look = f"the loss is {first.error:.2%} off", "the loss: what it sums over, and over which ranks"
+        return Cause("unknown", f"all outputs are right, and {evidence}", look)
+    evidence = f"the gradient of {name} is {first.error:.1%} off, and all outputs are right"
+    return Cause("unknown", evidence, f"the backward from the loss to {name}")
 
 
-def _of_gradients(both: TwoRuns, found: Sequence[Difference]) -> Cause:
-    of_loss_alone = of_loss(both, found[0]) if found[0].what == "loss" else None
-    explained = of_loss_alone or StepGradients(both, found).cause()
-    if explained is not None:
-        return explained
-    if found[0].what == "loss":
-        what, look = f"the loss is {found[0].error:.2%} off", "the loss: what it sums over, and over which ranks"
-        return Cause("unknown", f"all outputs are right, and {what}", look)
-    name = found[0].parameter
-    what = f"the gradient of {name} is {found[0].error:.1%} off, and all outputs are right"
-    return Cause("unknown", what, f"the backward from the loss to {name}")
+def _of_norm(both: TwoRuns, first: Difference) -> Cause:
+    """The cause of a wrong norm, of gradients that are right."""
+    values = [event["value"] for _, event in both.reference.events(first.step, "norm")]
+    others = {rank: event["value"] for rank, event in both.candidate.events(first.step, "norm")}
+    factor = others[first.ranks[0]] / values[0]
+    why = root_named(factor, both.counts(first.step))
+    apart = " and differs between ranks" if spread_of([*others.values()]) > DISAGREES else ""
+    how = f"{as_times(factor)} the reference's{f', {why}' if why else ''}{apart}"
+    return Cause("norm", f"the gradients are right, and their norm is {how}", NORM, round(factor, 6))
 
 
 def _of_update(both: TwoRuns, first: Difference) -> Cause:
     """Why an optimizer changed weights otherwise, although the gradients are right."""
-    whole, moved = both.changes(both.candidate, first.step)[first.parameter]
-    _, change = both.changes(both.reference, first.step)[first.parameter]
-    if (rule := of_rule(both, first)) is not None:
+    name = first.parameter
+    (_, change), (whole, moved) = (run.changes(first.step)[name] for run in both.runs)
+    if (rule := _other_rule(both, first)) is not None:
         return rule
     if norm(moved) < ABSENT * norm(change):
-        return Cause("stale", f"the step does not change {first.parameter}", "which parameters the optimizer has")
+        return Cause("stale", f"the step does not change {name}", "which parameters the optimizer has")
     if whole.spread > ABSENT * norm(change):
-        listed = ", ".join(map(str, whole.ranks))
-        what = f"after the step, {first.parameter} differs between ranks {listed}, which hold the same part"
-        return Cause("stale", what, "who gathers the new weights, and when")
+        what = f"{name} differs between ranks {', '.join(map(str, whole.ranks))}, which hold the same part"
+        return Cause("stale", f"after the step, {what}", "who gathers the new weights, and when")
     if {copy.dtype for copy in whole.copies} != {"torch.float32"} and first.error < COARSE_UPDATE:
-        return precision(f"the new {first.parameter} is {first.error:.1%} of its change off")
+        return Cause("precision", f"the new {name} is {first.error:.1%} of its change off", DTYPES)
     times, decay = fit(change, moved), fit(whole.sketch - moved, moved - change)
     if decay.error < CLEAR:
-        what = f"the step takes {-decay.factor:.3g} times the weight itself off {first.parameter} more than it must"
-        return Cause("optimizer", what, "weight decay: its size, and the groups of parameters that have it", None)
+        what = f"the step takes {-decay.factor:.3g} times the weight itself off {name} more than it must"
+        return Cause("optimizer", what, "weight decay: its size, and the groups of parameters that have it")
+    factor = times.factor if times.error < CLEAR else norm(moved) / norm(change)
+    what = f"the gradients are right, and the step changes {name} by {as_times(factor)} as much"
     if times.error < CLEAR:
-        what = f"the gradients are right, and the step changes {first.parameter} by {as_times(times.factor)} as much"
-        return Cause("optimizer", what, "the learning rate, and who steps its schedule", round(times.factor, 6))
-    factor = norm(moved) / norm(change)
-    what = f"the gradients are right, and the step changes {first.parameter} by {as_times(factor)} as much"
+        return Cause("optimizer", what, "the learning rate, and who steps its schedule", round(factor, 6))
     return Cause("unknown", what, "the learning rate, weight decay and the optimizer's state")
 
 
-def of_batch(first: Difference, both: TwoRuns) -> Cause:
+def _of_batch(first: Difference) -> Cause:
     """The cause of batches that differ."""
-    ranks = ", ".join(map(str, first.ranks))
     if first.lacking:
-        return Cause(
-            "missing_microbatch",
-            "all samples that are read are of the reference's batch, and some of these are not read",
-            "whether the last microbatch or a part of it is dropped, and how a batch is split over replicas",
-        )
-    return Cause(
-        "order",
-        f"the samples that ranks {ranks} read are not those of the reference's batch",
-        "samplers, seeds of shuffling, and how a batch is split over replicas and microbatches",
-    )
+        what = "all samples that are read are of the reference's batch, and some of these are not read"
+        look = "whether the last microbatch or a part of it is dropped, and how a batch is split over replicas"
+        return Cause("missing_microbatch", what, look)
+    what = f"the samples that ranks {', '.join(map(str, first.ranks))} read are not those of the reference's batch"
+    look = "samplers, seeds of shuffling, and how a batch is split over replicas and microbatches"
+    return Cause("order", what, look)
 
 
-def of_weight(first: Difference, both: TwoRuns, when: str) -> Cause:
+def _of_weight(both: TwoRuns, first: Difference) -> Cause:
     """The cause of weights that differ as the runs begin."""
-    mine = both.mine(first.step, when)[first.parameter]
-    theirs = both.theirs(first.step, when)[first.parameter]
-    listed: Sequence[int] = first.ranks
-    if theirs.spread > max(first.allowed * mine.norm, CLEAR * mine.norm):
-        tied = len({copy.name for copy in theirs.copies}) > 1
-        return Cause(
-            "missing_tie" if tied else "sharding",
-            f"{first.parameter} differs between ranks {', '.join(map(str, listed))}, which hold the same part",
-            "the broadcast of initial weights, and the seeds of ranks",
-        )
+    name, others = first.parameter, both.reference.tensors(first.step, "before")
+    mine, theirs = others[name], both.candidate.tensors(first.step, "before")[name]
+    if theirs.spread > max(first.allowed, CLEAR) * mine.norm:
+        cause = "missing_tie" if len({copy.name for copy in theirs.copies}) > 1 else "sharding"
+        what = f"{name} differs between ranks {', '.join(map(str, first.ranks))}, which hold the same part"
+        return Cause(cause, what, "the broadcast of initial weights, and the seeds of ranks")
     if abs(theirs.square / max(mine.square, TINY) - 1.0) < SAME_VALUES:
-        return Cause(
-            "sharding",
-            f"{first.parameter} has the reference's values, but at other places",
-            "how parts are cut from the whole: along which dimension, in which order of ranks, and in which blocks",
-        )
-    others = both.mine(first.step, when)
-    same = [name for name, each in others.items() if norm(each.sketch - theirs.sketch) <= first.allowed * theirs.norm]
+        look = "how parts are cut from the whole: along which dimension, in which order of ranks, and in which blocks"
+        return Cause("sharding", f"{name} has the reference's values, but at other places", look)
+    limit = first.allowed * theirs.norm
+    same = [other for other, each in others.items() if norm(each.sketch - theirs.sketch) <= limit]
     if same and mine.copies[0].blocks == others[same[0]].copies[0].blocks:
-        return Cause(
-            "sharding",
-            f"{first.parameter} has the values that {same[0]} has in the reference",
-            "which layers, stages or experts a rank takes for its own, and the order in which they are counted",
+        look = "which layers, stages or experts a rank takes for its own, and the order in which they are counted"
+        return Cause("sharding", f"{name} has the values that {same[0]} has in the reference", look)
+    cause = "sharding" if both.stages or theirs.kinds > 1 else "unknown"
+    look = "which layers and parts a rank takes, the seeds, and the checkpoint that is loaded"
+    return Cause(cause, f"{name} has other values than in the reference as the run begins", look)
+
+
+def _of_loss(both: TwoRuns, first: Difference) -> Cause | None:
+    """The cause that the loss alone tells; None if the gradients must say more."""
+    mine, theirs = (run.losses(first.step) for run in both.runs)
+    if ranks := disagreeing(both, first.step, theirs):
+        values = ", ".join(f"{sum(theirs[rank]):.5g}" for rank in ranks)
+        what = f"ranks {', '.join(map(str, ranks))} read the same samples and have the losses {values}"
+        look = (
+            "what the loss sums or averages over: parts of a vocabulary or sequence need a reduction over their ranks"
         )
-    return Cause(
-        "sharding" if both.stages or theirs.kinds > 1 else "unknown",
-        f"{first.parameter} has other values than in the reference as the run begins",
-        "which layers and parts a rank takes, the seeds, and the checkpoint that is loaded",
-    )
+        return Cause("missing_reduction", what, look)
+    for name, size in both.counts(first.step).items():
+        for apart in (value - wanted for value in ways(theirs) for wanted in ways(mine)):
+            if abs(abs(apart) / log(size) - 1.0) < NEAR_LOGARITHM:
+                more = f"log({size:g}) {'more' if apart > 0 else 'less'} than the reference's"
+                what = f"the loss is {more}, {size:g} being the number of {name}"
+                look = "whether whole logits are taken for parts of the vocabulary, or parts for the whole"
+                return Cause("sharding", what, look)
+    if (labels := _other_labels(both, first.step)) is not None:
+        return Cause("order", labels, "how labels are shifted, masked and split, and which sampler they come from")
+    means = _own_means(both, first.step)
+    return None if means is None else Cause("masked_tokens", means, MEANS)
+
+
+def _other_labels(both: TwoRuns, step: int) -> str | None:
+    """Labels that do not add up to the reference's, or to a multiple, as those of ranks that read the same do."""
+    mine, theirs = (_labels(run, step) for run in both.runs)
+    if not mine or not theirs:
+        return None
+    (many, total), (others, added) = (tuple(map(sum, zip(*each, strict=True))) for each in (mine, theirs))
+    times = others / many if many else 0.0
+    if times >= 1 and times == round(times) and added == times * total:
+        return None
+    return f"the labels are others: {others:g} count, where {many:g} do in the reference, and their sums differ"
 
 
 def _labels(run: RecordedRun, step: int) -> list[tuple[float, float]]:
@@ -185,28 +217,12 @@ def _labels(run: RecordedRun, step: int) -> list[tuple[float, float]]:
     return [(event["valid"], float(event["rows"][0])) for _, event in run.events(step, "labels")]
 
 
-def _other_labels(both: TwoRuns, step: int) -> Cause | None:
-    """Labels that do not add up to the reference's, or to a multiple, as those of ranks that read the same do."""
-    mine, theirs = (_labels(run, step) for run in (both.reference, both.candidate))
-    if not mine or not theirs:
-        return None
-    (many, total), (others, added) = (tuple(map(sum, zip(*each, strict=True))) for each in (mine, theirs))
-    times = others / many if many else 0.0
-    if times >= 1 and times == round(times) and added == times * total:
-        return None
-    return Cause(
-        "order",
-        f"the labels are others: {others:g} count, where {many:g} do in the reference, and their sums differ",
-        "how labels are shifted, masked and split, and which sampler they come from",
-    )
-
-
-def _own_means(both: TwoRuns, step: int) -> Cause | None:
+def _own_means(both: TwoRuns, step: int) -> str | None:
     """Means over own tokens: the losses, weighed by the tokens that each counted, make up the reference's."""
-    wanted = ways(values_of(both.reference, step))
+    wanted, theirs = ways(both.reference.losses(step)), both.candidate.losses(step)
     losses: list[float] = []
     weights: list[float] = []
-    for rank, values in values_of(both.candidate, step).items():
+    for rank, values in theirs.items():
         counts_of_rank = [event["valid"] for own, event in both.candidate.events(step, "labels") if own == rank]
         if len(counts_of_rank) != len(values):
             return None
@@ -214,65 +230,37 @@ def _own_means(both: TwoRuns, step: int) -> Cause | None:
     if len({*weights}) < 2:
         return None
     mean = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / sum(weights)
-    calls = max(map(len, values_of(both.candidate, step).values()))
+    calls = max(map(len, theirs.values()))
     for size in {1, calls, len(losses), len(losses) // calls}:
         if any(abs(mean * size / value - 1.0) < NEAR_LOGARITHM for value in wanted):
-            return Cause(
-                "masked_tokens",
+            return (
                 f"the losses of {len(losses)} calls, weighed by their {min(weights):g} to {max(weights):g} tokens, "
-                "make up the reference's: each is a mean over its own tokens",
-                "whether the mean over tokens is that of the batch, or one of each microbatch, replica or sequence",
+                "make up the reference's: each is a mean over its own tokens"
             )
     return None
 
 
-def of_loss(both: TwoRuns, first: Difference) -> Cause | None:
-    """The cause that the loss alone tells; None if the gradients must say more."""
-    mine, theirs = (values_of(run, first.step) for run in (both.reference, both.candidate))
-    if ranks := disagreeing(both, first.step, theirs):
-        values = ", ".join(f"{sum(theirs[rank]):.5g}" for rank in ranks)
-        return Cause(
-            "missing_reduction",
-            f"ranks {', '.join(map(str, ranks))} read the same samples and have the losses {values}",
-            "what the loss sums or averages over: parts of a vocabulary or sequence need a reduction over their ranks",
-        )
-    for name, size in both.counts(first.step).items():
-        for apart in (value - wanted for value in ways(theirs) for wanted in ways(mine)):
-            if abs(abs(apart) / log(size) - 1.0) < NEAR_LOGARITHM:
-                more = "more" if apart > 0 else "less"
-                return Cause(
-                    "sharding",
-                    f"the loss is log({size:g}) {more} than the reference's, {size:g} being the number of {name}",
-                    "whether whole logits are taken for parts of the vocabulary, or parts for the whole",
-                )
-    return _other_labels(both, first.step) or _own_means(both, first.step)
+RULE = (  # the numbers of a rule: what they are, and what to look at
+    ("the learning rate", "who steps the schedule of the rate, and on which ranks"),
+    ("the weight decay", "the groups of parameters that have a weight decay"),
+    ("the number of steps before", "whether the optimizer has lost its state, or steps twice"),
+)
 
 
-KEYS = ("lr", "weight_decay", "step")
-WORDS = {
-    "lr": ("the learning rate", "who steps the schedule of the rate, and on which ranks"),
-    "weight_decay": ("the weight decay", "the groups of parameters that have a weight decay"),
-    "step": ("the number of steps before", "whether the optimizer has lost its state, or steps twice"),
-}
-Rule = Mapping[str, float]
-
-
-def of_rule(both: TwoRuns, first: Difference) -> Cause | None:
+def _other_rule(both: TwoRuns, first: Difference) -> Cause | None:
     """The rule of a weight's step that is another in the candidate, of any rank; None if they are alike or unknown."""
-    mine = [rule for _, rule in _rules(both.reference, first)]
-    for rank, rule in _rules(both.candidate, first, both):
-        for key in KEYS if mine else ():
-            if key in rule and key in mine[0] and abs(rule[key] - mine[0][key]) > SAME_RULE * abs(mine[0][key]):
-                what, look = WORDS[key]
-                told = f"{what} of {first.parameter} is {rule[key]:.6g} on rank {rank}, and {mine[0][key]:.6g} in the "
-                return Cause("optimizer", f"the gradients are right, and {told}reference", look)
+    mine, theirs = (list(_rules(run, first)) for run in both.runs)
+    for rank, rule in theirs if mine else ():
+        for (what, look), value, wanted in zip(RULE, rule, mine[0][1], strict=True):
+            if abs(value - wanted) > SAME_RULE * abs(wanted):
+                told = f"{what} of {first.parameter} is {value:.6g} on rank {rank}, and {wanted:.6g} in the reference"
+                return Cause("optimizer", f"the gradients are right, and {told}", look)
     return None
 
 
-def _rules(run: RecordedRun, first: Difference, both: TwoRuns | None = None) -> Iterable[tuple[int, Rule]]:
-    """The rules of the first difference's parameter, by rank; `both` has the names of the candidate."""
+def _rules(run: RecordedRun, first: Difference) -> Iterator[tuple[int, list[float]]]:
+    """The rules of the first difference's parameter, by rank."""
     for rank, event in run.events(first.step, "rules"):
         for name, rule in event["rules"].items():
-            known = name if both is None else both.names.tensors.get((rank, name))
-            if known == first.parameter:
-                yield rank, dict(zip(KEYS, rule, strict=True))
+            if run.ranks[rank].names.get(name) == first.parameter:
+                yield rank, rule

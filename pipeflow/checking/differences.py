@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from math import inf, isfinite, prod, sqrt
+from math import inf, prod, sqrt
 
 import numpy as np
 
-from pipeflow.checking.files import MOST_TENSORS, Array, Blocks, RecordedRun
+from pipeflow.checking.files import MOST_TENSORS, Array, Blocks
 from pipeflow.checking.findings import Difference
 from pipeflow.checking.fits import fit
 from pipeflow.checking.limits import (
@@ -24,19 +24,31 @@ from pipeflow.checking.limits import (
     SKETCH,
     SUMMED,
     TINY,
-    masses,
     unit,
 )
-from pipeflow.checking.rows import Called, OutputRows, by_group, joined, numel, square, summed, tail_of, unmatched
-from pipeflow.checking.two_runs import Key, TwoRuns, WholeTensor, norm
+from pipeflow.checking.runs import (
+    Called,
+    Key,
+    OutputRows,
+    WholeTensor,
+    by_group,
+    joined,
+    norm,
+    numel,
+    owner,
+    square,
+    summed,
+    tail_of,
+    unmatched,
+)
+from pipeflow.checking.two_runs import TwoRuns
 
 
 def batches(both: TwoRuns, step: int) -> Iterator[Difference]:
     """Batches whose samples are not the same, in any order."""
     for place in range(MOST_TENSORS):
         mine, theirs = (
-            [(rank, event) for rank, event in run.events(step, "batch") if event["place"] == place]
-            for run in (both.reference, both.candidate)
+            [(rank, event) for rank, event in run.events(step, "batch") if event["place"] == place] for run in both.runs
         )
         if not mine or not theirs or {tail_of(each) for _, each in mine} != {tail_of(each) for _, each in theirs}:
             continue
@@ -53,7 +65,7 @@ def batches(both: TwoRuns, step: int) -> Iterator[Difference]:
 
 def weights(both: TwoRuns) -> Iterator[Difference]:
     """Weights and buffers that differ as a run begins."""
-    mine, theirs = both.mine(0, "before"), both.theirs(0, "before")
+    mine, theirs = (run.tensors(0, "before") for run in both.runs)
     for name, whole in mine.items():
         other = theirs.get(name)
         if other is None or not other.covered:
@@ -70,7 +82,7 @@ def outputs(both: TwoRuns, step: int) -> Iterator[Difference]:
     """Outputs that differ, in the order of the forward. Those of a module of which a rank has a part count only if
     later ones are wrong, too: they may be terms of a sum, or those of a stage.
     """
-    mine, theirs = both.outputs(both.reference, step), both.outputs(both.candidate, step)
+    mine, theirs = (run.outputs(step) for run in both.runs)
     partial: Difference | None = None
     of_parts: list[Difference] = []
     for key, events in mine.items():
@@ -142,7 +154,7 @@ def _adds_up(both: TwoRuns, module: str, rows: OutputRows, theirs: Sequence[Call
     shifted = OutputRows(total.values - np.append(np.median(apart, axis=0), 0.0), total.ranks, total.calls, rows.tail)
     alike = unmatched(rows, total, SUMMED * allowed)
     biased = unmatched(rows, shifted, SUMMED * allowed)
-    return not alike.reference or (not biased.reference and f"{module}.bias" in both.names.first)
+    return not alike.reference or (not biased.reference and f"{module}.bias" in both.reference.first)
 
 
 def _ranks_disagree(both: TwoRuns, theirs: Sequence[Called], places: dict[int, Blocks]) -> bool:
@@ -159,7 +171,7 @@ def _ranks_disagree(both: TwoRuns, theirs: Sequence[Called], places: dict[int, B
 
 def losses(both: TwoRuns, step: int) -> Iterator[Difference]:
     """The loss, if no way of adding up those of microbatches and ranks gives the reference's."""
-    mine, theirs = (values_of(run, step) for run in (both.reference, both.candidate))
+    mine, theirs = (run.losses(step) for run in both.runs)
     if not mine or not theirs:
         return
     both.compared["losses"] += 1
@@ -195,14 +207,6 @@ def disagreeing(both: TwoRuns, step: int, losses: dict[int, list[float]]) -> tup
     return ()
 
 
-def values_of(run: RecordedRun, step: int) -> dict[int, list[float]]:
-    """The losses of each rank that has any."""
-    found: defaultdict[int, list[float]] = defaultdict(list)
-    for rank, event in run.events(step, "loss"):
-        found[rank].append(event["value"])
-    return {rank: values for rank, values in found.items() if all(map(isfinite, values))}
-
-
 def ways(losses: dict[int, list[float]]) -> set[float]:
     """A step's loss as loops may mean it: each rank's losses added up or their mean, over ranks the mean or the sum."""
     sums = [sum(values) for values in losses.values()]
@@ -212,7 +216,7 @@ def ways(losses: dict[int, list[float]]) -> set[float]:
 
 def gradients(both: TwoRuns, step: int) -> Iterator[Difference]:
     """Gradients that differ, before they are clipped and after, and their norm."""
-    both_clip = all(any(run.events(step, "unclipped")) for run in (both.reference, both.candidate))
+    both_clip = all(any(run.events(step, "unclipped")) for run in both.runs)
     for kind in ("unclipped", "gradient") if both_clip else ("gradient",):
         found = [*_gradients_of(both, step, kind)]
         yield from found
@@ -223,12 +227,12 @@ def gradients(both: TwoRuns, step: int) -> Iterator[Difference]:
 
 
 def _gradients_of(both: TwoRuns, step: int, kind: str) -> Iterator[Difference]:
-    mine, theirs = both.mine(step, kind), both.theirs(step, kind)
-    sizes = masses(both.reference, step, both.names.first)
+    mine, theirs = (run.tensors(step, kind) for run in both.runs)
+    sizes = both.reference.masses(step)
     total = sqrt(sum(whole.square for whole in mine.values()))
     for name in sorted(mine, key=lambda name: _backward_order(both, name)):
         whole, other = mine[name], theirs.get(name)
-        if name in both.names.lacking:
+        if name in both.lacking:
             continue
         both.compared["gradients"] += 1
         terms = max(whole.norm, sizes.get(name, 0.0), NO_GRADIENT * total)
@@ -251,14 +255,14 @@ def _gradients_of(both: TwoRuns, step: int, kind: str) -> Iterator[Difference]:
 
 def _backward_order(both: TwoRuns, parameter: str) -> tuple[int, str]:
     """Gradients of late modules come first."""
-    module = both.owner(parameter)
+    module = owner(parameter)
     while module and module not in both.rounding.order:
-        module = both.owner(module)
+        module = owner(module)
     return -both.rounding.order.get(module, -1), parameter
 
 
 def _norms(both: TwoRuns, step: int) -> Iterator[Difference]:
-    mine, theirs = ([*run.events(step, "norm")] for run in (both.reference, both.candidate))
+    mine, theirs = ([*run.events(step, "norm")] for run in both.runs)
     if not mine or not theirs:
         return
     both.compared["norms"] += 1
@@ -272,8 +276,8 @@ def _norms(both: TwoRuns, step: int) -> Iterator[Difference]:
 
 def updates(both: TwoRuns, step: int) -> Iterator[Difference]:
     """Weights and buffers that a step changed otherwise."""
-    mine, theirs = both.changes(both.reference, step), both.changes(both.candidate, step)
-    sizes, gradients = masses(both.reference, step, both.names.first), both.mine(step, "gradient")
+    mine, theirs = (run.changes(step) for run in both.runs)
+    sizes, gradients = both.reference.masses(step), both.reference.tensors(step, "gradient")
     total = sqrt(sum(whole.square for whole in gradients.values()))
     for name, (whole, change) in mine.items():
         if name not in theirs or not theirs[name][0].covered:
@@ -294,8 +298,9 @@ def updates(both: TwoRuns, step: int) -> Iterator[Difference]:
 
 def _were_equal(both: TwoRuns, step: int, name: str) -> bool:
     """Whether the ranks' copies of a weight, and of its gradient, are equal to the last bit before a step."""
-    before = both.theirs(step - 1, "after") if step else both.theirs(0, "before")
-    found = before.get(name), both.theirs(step, "gradient").get(name)
+    run = both.candidate
+    before = run.tensors(step - 1, "after") if step else run.tensors(0, "before")
+    found = before.get(name), run.tensors(step, "gradient").get(name)
     return all(each is not None and not each.spread for each in found)
 
 
@@ -322,7 +327,7 @@ def _allowed_of_update(
     rounded = (8 * max(unit(copy.dtype) for copy in whole.copies) + 4 * SKETCH) * whole.norm
     if both.rounding.given:
         return both.rounding.given * norm(change) + rounded
-    if not both.is_parameter(name):
+    if name not in both.reference.parameters:
         return both.rounding.whole * max(norm(change), whole.norm) + rounded
     if gradient is None or not gradient.norm:
         return rounded
@@ -335,10 +340,10 @@ def _allowed_of_update(
 
 def drift(both: TwoRuns, step: int) -> float:
     """What the weights may differ by after a step, relative to their size."""
-    changes = both.changes(both.reference, step)
+    changes = both.reference.changes(step)
     gradient = min(LARGEST, 2.0 * sqrt(both.rounding.gradient()))
-    moved = sum(norm(change) ** 2 for name, (_, change) in changes.items() if both.is_parameter(name))
-    size = sum(whole.square for name, (whole, _) in changes.items() if both.is_parameter(name))
+    moved = sum(norm(change) ** 2 for name, (_, change) in changes.items() if name in both.reference.parameters)
+    size = sum(whole.square for name, (whole, _) in changes.items() if name in both.reference.parameters)
     return 4.0 * gradient * sqrt(moved / size) if size else 0.0
 
 

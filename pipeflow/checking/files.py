@@ -10,8 +10,6 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -164,7 +162,6 @@ class Info(NamedTuple):
         name: the tensor's name.
         shape: of the whole tensor.
         blocks: (offset, shape) of each block that the rank holds.
-        dtype: of the weight, as torch calls it.
         stage: its pipeline stage, if the engine said so.
         same: equal for the names of one tied tensor.
         parameter: whether it is trained, rather than a buffer.
@@ -174,97 +171,39 @@ class Info(NamedTuple):
     name: str
     shape: tuple[int, ...]
     blocks: Blocks
-    dtype: str
     stage: int | None
     same: int
     parameter: bool
     chunk: int
 
 
-@dataclass
-class Rank:
-    """What one rank recorded: the events of each step, by kind."""
-
-    rank: int
-    start: Event
-    steps: list[dict[str, list[Event]]]
-    tensors: dict[str, Info] = field(default_factory=dict)
+Start = tuple[Event, dict[str, Info], list[dict[str, list[Event]]]]
 
 
-@dataclass
-class RecordedRun:
-    """A recording of all ranks."""
+def read_rank(path: Path, rank: int) -> Start:
+    """The first event of a rank's file, its tensors by name, and the events of each step by kind.
 
-    folder: Path
-    ranks: list[Rank]
-
-    @property
-    def world(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def num_steps(self) -> int:
-        return len(self.ranks[0].steps)
-
-    def events(self, step: int, *kinds: str) -> Iterator[tuple[int, Event]]:
-        """The events of a step with the ranks that recorded them, in order."""
-        for each in self.ranks:
-            if step < len(each.steps):
-                for kind in kinds:
-                    yield from ((each.rank, event) for event in each.steps[step].get(kind, ()))
-
-    @cached_property
-    def types(self) -> dict[str, dict[str, Any]]:
-        """The modules by name: type, whether they have no children, and whether they drop values."""
-        return {each["name"]: each for rank in self.ranks for each in rank.start["modules"]}
-
-    @cached_property
-    def sizes(self) -> dict[str, int]:
-        """The sizes of groups of ranks by name."""
-        return {name: size for rank in self.ranks for name, size in rank.start.get("groups", {}).items()}
-
-
-def load(folder: Path) -> RecordedRun:
-    """Reads a recording.
-
-    Raises UsageError for files that are missing, damaged or cut off, and for ranks that recorded different steps.
+    Raises UsageError for a file that is missing, damaged or cut off.
     """
-    ranks = [_rank(path, rank) for rank, path in rank_files(folder)]
-    worlds = {each.start["world"] for each in ranks}
-    world = max(worlds)
-    if missing := sorted(set(range(world)) - {each.rank for each in ranks}):
-        raise UsageError(
-            f"{folder} lacks the files of ranks {', '.join(map(str, missing))} of {world}: copy them there"
-        )
-    if len(worlds) > 1 or len(ranks) != world:
-        raise UsageError(f"{folder} has files of several recordings: record into an empty folder")
-    if len({len(each.steps) for each in ranks}) > 1:
-        counts = ", ".join(f"{len(each.steps)} on rank {each.rank}" for each in ranks)
-        raise UsageError(f"the ranks of {folder} recorded different numbers of steps: {counts}; record the same on all")
-    return RecordedRun(folder, ranks)
-
-
-def _rank(path: Path, rank: int) -> Rank:
     first, *events = read_events(path)
     if first.get("rank") != rank or type(first.get("world")) is not int or not rank < first["world"] <= 10**6:
         misread(path, first, "is not that of this rank")
     tensors = {each.name: each for each in _infos(path, first)}
-    modules = first.get("modules")
+    modules, groups = first.get("modules"), first.get("groups")
     if not isinstance(modules, list) or not all(map(_is_module, modules)):
         misread(path, first, "has no list of modules")
-    groups = first.get("groups")
     if not isinstance(groups, dict) or not all(type(size) is int for size in groups.values()):
         misread(path, first, "has no sizes of groups")
-    found = Rank(rank, first, [], tensors)
+    steps: list[dict[str, list[Event]]] = []
     step: defaultdict[str, list[Event]] = defaultdict(list)
     for event in events[:-1]:
         _check(path, event, tensors)
         event |= {name: float(event[name].reshape(-1)[0]) for name in NUMBERS if name in KINDS[event["kind"]]}
         step[event["kind"]].append(event)
         if event["kind"] == "stepped":
-            found.steps.append(dict(step))
+            steps.append(dict(step))
             step = defaultdict(list)
-    return found
+    return first, tensors, steps
 
 
 def _is_module(value: object) -> bool:
@@ -279,7 +218,7 @@ def _infos(path: Path, first: Event) -> Iterator[Info]:
             if not isinstance(each["name"], str) or not (stage is None or type(stage) is int):
                 raise TypeError("a name or a stage")
             same, chunk = int(each["same"]), int(each.get("chunk", 0))
-            yield Info(each["name"], shape, blocks, str(each["dtype"]), stage, same, bool(each["parameter"]), chunk)
+            yield Info(each["name"], shape, blocks, stage, same, bool(each["parameter"]), chunk)
     except (KeyError, TypeError, ValueError) as error:
         misread(path, first, f"has a tensor that cannot be read ({error!r})")
 

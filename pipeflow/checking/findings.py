@@ -5,10 +5,10 @@ a tree, which runs no script. Must not contain: how it is found.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeflow.core.text import printable
 
@@ -72,6 +72,37 @@ class Cause:
     evidence: str
     look: str
     factor: float | None = None
+
+
+Evidence = str | tuple[str, float] | Cause | None  # in words, with the factor if there is one; or another cause
+Method = TypeVar("Method", bound=Callable[[Any], Evidence])
+
+
+def explains(cause: str, look: str) -> Callable[[Method], Method]:
+    """A decorator of methods that return evidence of a cause, if there is any.
+
+    Args:
+        cause: its name.
+        look: what to look at in the code, with attributes of the object in braces.
+    """
+
+    def marked(method: Method) -> Method:
+        method.explains = cause, look  # type: ignore[attr-defined]  # for `explained`
+        return method
+
+    return marked
+
+
+def explained(case: object) -> Cause | None:
+    """The first cause of which there is evidence: methods are tried in the order in which their class has them."""
+    for method in vars(type(case)).values():
+        if (known := getattr(method, "explains", None)) is None or (evidence := method(case)) is None:
+            continue
+        if isinstance(evidence, Cause):
+            return evidence
+        text, factor = (evidence, None) if isinstance(evidence, str) else (evidence[0], round(evidence[1], 6))
+        return Cause(known[0], text, known[1].format(self=case), factor)
+    return None
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Fits: what recorded numbers of the candidate are in terms of the reference's: a multiple, a sum of its samples, or
-the same values but for some elements.
+"""Fits: what recorded numbers of the candidate are in terms of the reference's: a multiple, or the same values but for
+some elements.
 """
 
 from __future__ import annotations
@@ -11,52 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeflow.checking.files import Array
-from pipeflow.checking.findings import Cause
-from pipeflow.checking.limits import CLEAR, COUNTS, EXPLAINED, FAR, NEAR, TINY, UNEVEN, WHOLE_COUNT
-from pipeflow.checking.rows import Called, joined, tail_of, unmatched
-from pipeflow.checking.two_runs import norm
+from pipeflow.checking.limits import FAR, NEAR, TINY
+from pipeflow.checking.runs import Called, joined, tail_of, unmatched
 
-
-def weights_of(rows: Array, values: Array) -> list[float] | None:
-    """How often each sample counts in a gradient: w with rows w = values. Neighbours are taken together if there are
-    more samples than numbers. None if no w explains the gradient.
-    """
-    many = rows.shape[1]
-    for group in (size for size in (1, 2, 4, 8, 16, 32, 64, 128) if many % size == 0):
-        added = rows.reshape(len(rows), many // group, group).sum(axis=2)
-        if added.shape[1] * 1.3 > len(rows) and added.shape[1] > 1:
-            continue
-        found, *_ = np.linalg.lstsq(added, values, rcond=1e-6)
-        left = norm(values - added @ found)
-        if left < CLEAR * norm(values) and left <= EXPLAINED * norm(values - rows.sum(axis=1)):
-            return [float(weight) for weight in np.repeat(found, group)]
-    return None
-
-
-def cause_of(weights: Sequence[float], name: str) -> Cause | None:
-    """The cause of samples that count this often in a gradient; None if all count alike."""
-    base = float(np.median([weight for weight in weights if weight > COUNTS] or [1.0]))
-    shares = [weight / base for weight in weights]
-    none = [index for index, share in enumerate(shares) if abs(share) < WHOLE_COUNT]
-    twice = [index for index, share in enumerate(shares) if abs(share - 2.0) < WHOLE_COUNT]
-    ones = sum(abs(share - 1.0) < WHOLE_COUNT for share in shares)
-    look = "which microbatches the schedule runs, and where gradients are added up"
-    if none and len(none) + ones == len(shares):
-        return Cause(
-            "missing_microbatch", f"samples {listed(none)} add nothing to the gradients, from {name} on", look, None
-        )
-    if twice and len(twice) + ones == len(shares):
-        return Cause(
-            "missing_microbatch", f"samples {listed(twice)} count twice in the gradients, from {name} on", look, 2.0
-        )
-    low, high = min(shares), max(shares)
-    if high - low < UNEVEN:
-        return None
-    return Cause(
-        "masked_tokens",
-        f"samples count differently in the gradients: {low * base:.3g} to {high * base:.3g} times as in the reference",
-        "whether the mean over tokens is that of the whole batch, or one of each microbatch, replica or sequence",
-    )
+DTYPES = "casts, autocast, and the dtype in which sums are kept"  # what to look at where an error is that of a dtype
 
 
 def listed(indices: Sequence[int]) -> str:

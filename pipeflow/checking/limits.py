@@ -14,11 +14,12 @@ is relative to the terms of this sum, whose root of summed squares the plain run
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod, sqrt
+from typing import TYPE_CHECKING
 
-from pipeflow.checking.files import RecordedRun
+if TYPE_CHECKING:
+    from pipeflow.checking.runs import RecordedRun
 
 # What rounding explains. All are relative, unless their line says of what they are a share or a multiple.
 UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -131,11 +132,3 @@ def _lengths(run: RecordedRun) -> dict[str, int]:
         for info in rank.tensors.values():
             lengths[info.name.rpartition(".")[0]] += prod(info.shape[1:])
     return lengths
-
-
-def masses(run: RecordedRun, step: int, first: Mapping[str, str]) -> dict[str, float]:
-    """For each weight, the root of the summed squares of the terms that its gradient adds up."""
-    squares: defaultdict[str, float] = defaultdict(float)
-    for _, event in run.events(step, "samples", "mass"):
-        squares[first.get(event["name"], event["name"])] += event["mass"]
-    return {name: sqrt(value) for name, value in squares.items()}

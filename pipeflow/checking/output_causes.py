@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import cached_property
 from math import prod
 
 import numpy as np
 
 from pipeflow.checking.differences import output
 from pipeflow.checking.files import Array
-from pipeflow.checking.findings import Cause, Difference
-from pipeflow.checking.fits import as_times, fit, named, spread_of
-from pipeflow.checking.gradient_causes import precision
+from pipeflow.checking.findings import Difference, Evidence, explains
+from pipeflow.checking.fits import DTYPES, as_times, fit, named, spread_of
 from pipeflow.checking.limits import CLEAR, COARSE, NEAR, SAME_ROWS, SUMMED, TINY, unit
-from pipeflow.checking.rows import OutputRows, joined, unmatched
-from pipeflow.checking.two_runs import Key, TwoRuns, norm
+from pipeflow.checking.runs import OutputRows, Unmatched, joined, norm, owner, unmatched
+from pipeflow.checking.two_runs import TwoRuns
 
 
 class Outputs:
@@ -26,132 +26,49 @@ class Outputs:
     """
 
     def __init__(self, both: TwoRuns, first: Difference) -> None:
-        self.both, self.first = both, first
-        mine = both.outputs(both.reference, first.step)
-        theirs = both.outputs(both.candidate, first.step)
-        keys = [key for key in mine if key[0] == first.module and key in theirs]
-        wrong = (key for key in keys if output(both, first.step, key, mine[key], theirs[key]) is not None)
-        self.key: Key = next(wrong, keys[0])
+        self.both, self.first, self.name, self.step = both, first, first.module, first.step
+        mine, theirs = (run.outputs(self.step) for run in both.runs)
+        keys = [key for key in mine if key[0] == self.name and key in theirs]
+        wrong = (key for key in keys if output(both, self.step, key, mine[key], theirs[key]) is not None)
+        self.key = next(wrong, keys[0])
         self.mine, self.theirs = mine[self.key], theirs[self.key]
-        self.sizes = both.counts(first.step)
         self.tail = max((tuple(event["shape"][1:]) for _, event in self.mine), key=prod)
+        self.rows, self.others = joined(self.mine, self.tail), joined(self.theirs, self.tail)
 
-    def cause(self) -> Cause:
-        """The first explanation that holds."""
-        rows, others = joined(self.mine, self.tail), joined(self.theirs, self.tail)
-        found = self._dropped() or self._partial() or self._statistics()
-        if found is None and rows is not None and others is not None:
-            found = self._rows(rows, others)
-        return (
-            found
-            or self._coarse(others is not None)
-            or self._split()
-            or self._divided()
-            or Cause(
-                "unknown",
-                f"the output of {self.first.module} is {self.first.error:.1%} off; its inputs are right",
-                f"the forward of {self.first.module}, and what its parallel form does otherwise",
-            )
-        )
-
-    def _dropped(self) -> Cause | None:
-        runs = (self.both.reference, self.both.candidate)
-        if not any(run.types.get(self.first.module, {}).get("drops") for run in runs):
+    @cached_property
+    def apart(self) -> Unmatched | None:
+        """The rows without a like; None if it is not known how the parts of rows lie."""
+        if self.rows is None or self.others is None:
             return None
-        states = [run.ranks[0].start.get("random") for run in runs]
-        seeds = "; the random states differ as the runs begin" if states[0] != states[1] else ""
-        return Cause(
-            "dropout",
-            f"{self.first.module} drops values at random, and is the first whose outputs differ{seeds}",
-            "seeds and generators of ranks and microbatches; compare without dropout first",
-        )
+        return unmatched(self.rows, self.others, self.first.allowed)
 
-    def _partial(self) -> Cause | None:
-        """Ranks whose outputs add up to the reference's."""
-        module = self.first.module
-        if not self.first.partial and not self._sums(module):
-            return None
-        ranks = sorted({rank for rank, _ in self.theirs})
-        return Cause(
-            "missing_reduction",
-            f"the outputs of {module} on ranks {', '.join(map(str, ranks))} are terms that add up to the reference's",
-            f"the all-reduce after {module}",
-        )
-
-    def _sums(self, module: str) -> bool:
-        by_call: defaultdict[int, list[Array]] = defaultdict(list)
-        for _, event in self.theirs:
-            by_call[event["call"]].append(event["rows"])
-        groups = [*by_call.values()]
-        if any(len(each) < 2 or len({one.shape for one in each}) > 1 for each in groups):
-            return False
-        rows = joined(self.mine, self.tail)
-        total = OutputRows(np.concatenate([np.sum(each, axis=0) for each in groups]), [], [], self.tail)
-        return rows is not None and not unmatched(rows, total, SUMMED * self.first.allowed).reference
-
-    def _rows(self, rows: OutputRows, others: OutputRows) -> Cause | None:
-        return (
-            self._repeated(rows, others)
-            or self._earlier(others)
-            or self._multiples(rows, others)
-            or self._added(rows, others)
-            or self._elsewhere(rows, others)
-        )
-
-    def _repeated(self, rows: OutputRows, others: OutputRows) -> Cause | None:
-        """Rows of the reference that are missing, while no row is unknown."""
-        apart = unmatched(rows, others, self.first.allowed)
-        if apart.candidate:
-            return None
-        return Cause(
-            "missing_microbatch",
-            f"{len(apart.reference)} of {len(rows.values)} rows of the outputs of {self.first.module} never come",
-            "which microbatches the schedule runs, and what is received for each",
-        )
-
-    def _earlier(self, others: OutputRows) -> Cause | None:
-        """Rows of the step before."""
-        if not self.first.step:
-            return None
-        before = self.both.outputs(self.both.reference, self.first.step - 1).get(self.key, [])
-        old = joined(before, self.tail)
-        if old is None or unmatched(old, others, self.first.allowed).candidate:
-            return None
-        step = self.first.step - 1
-        return Cause(
-            "stale",
-            f"the outputs of {self.first.module} are those of step {step}",
-            "buffers and weights that are read before they are new",
-        )
-
-    def _pairs(self, rows: OutputRows, others: OutputRows) -> list[tuple[Array, Array]]:
+    @cached_property
+    def pairs(self) -> list[tuple[Array, Array]]:
         """Rows of the reference beside those of the candidate: by what the rows of earlier modules say, or in order."""
+        if self.rows is None or self.others is None:
+            return []
         known = self._places()
-        mine = rows.values[:, :8]
+        mine = self.rows.values[:, :8]
         seen: defaultdict[tuple[tuple[int, ...], int], int] = defaultdict(int)
         taken: defaultdict[tuple[int, ...], int] = defaultdict(int)
         found = []
-        for index, (ranks, call) in enumerate(zip(others.ranks, others.calls, strict=True)):
+        for index, (ranks, call) in enumerate(zip(self.others.ranks, self.others.calls, strict=True)):
             place = known.get((ranks[0], call, seen[ranks, call]), taken[ranks] % len(mine))
             seen[ranks, call] += 1
             taken[ranks] += 1
-            found.append((mine[place], others.values[index, :8]))
+            found.append((mine[place], self.others.values[index, :8]))
         return found
 
     def _places(self) -> dict[tuple[int, int, int], int]:
         """For rank, call and row of the candidate, the row of the reference: from the last output that is alike."""
-        step, both = self.first.step, self.both
-        theirs = both.outputs(both.candidate, step)
+        theirs = self.both.candidate.outputs(self.step)
+        samples = sum(event["shape"][0] for _, event in self.mine)
         found: dict[tuple[int, int, int], int] = {}
-        for key, events in both.outputs(both.reference, step).items():
+        for key, events in self.both.reference.outputs(self.step).items():
             if key == self.key:
                 break
             rows = joined(events, max((tuple(event["shape"][1:]) for _, event in events), key=prod))
-            if (
-                rows is None
-                or key not in theirs
-                or len(rows.values) != sum(event["shape"][0] for _, event in self.mine)
-            ):
+            if rows is None or key not in theirs or len(rows.values) != samples:
                 continue
             for rank, event in theirs[key]:
                 if event["rows"].shape[1:] == rows.values.shape[1:] and tuple(event["shape"][1:]) == rows.tail:
@@ -160,112 +77,142 @@ class Outputs:
                         found[rank, event["call"], index] = int(apart.argmin())
         return found
 
-    def _multiples(self, rows: OutputRows, others: OutputRows) -> Cause | None:
+    @explains("dropout", "seeds and generators of ranks and microbatches; compare without dropout first")
+    def _dropped(self) -> Evidence:
+        runs = self.both.runs
+        if not any(run.types.get(self.name, {}).get("drops") for run in runs):
+            return None
+        states = [run.ranks[0].start.get("random") for run in runs]
+        seeds = "; the random states differ as the runs begin" if states[0] != states[1] else ""
+        return f"{self.name} drops values at random, and is the first whose outputs differ{seeds}"
+
+    @explains("missing_reduction", "the all-reduce after {self.name}")
+    def _partial(self) -> Evidence:
+        """Ranks whose outputs add up to the reference's."""
+        if not self.first.partial and not self._add_up():
+            return None
+        ranks = ", ".join(map(str, sorted({rank for rank, _ in self.theirs})))
+        return f"the outputs of {self.name} on ranks {ranks} are terms that add up to the reference's"
+
+    def _add_up(self) -> bool:
+        by_call: defaultdict[int, list[Array]] = defaultdict(list)
+        for _, event in self.theirs:
+            by_call[event["call"]].append(event["rows"])
+        groups = [*by_call.values()]
+        if self.rows is None or any(len(each) < 2 or len({one.shape for one in each}) > 1 for each in groups):
+            return False
+        total = OutputRows(np.concatenate([np.sum(each, axis=0) for each in groups]), [], [], self.tail)
+        return not unmatched(self.rows, total, SUMMED * self.first.allowed).reference
+
+    @explains(
+        "missing_reduction",
+        "batch norms: each replica and microbatch has its own mean and variance unless they are synchronized",
+    )
+    def _statistics(self) -> Evidence:
+        """A norm over samples whose ranks or microbatches have statistics of their own."""
+        if f"{self.name}.running_mean" not in self.both.reference.first or len(self.theirs) <= len(self.mine):
+            return None
+        calls = f"those of {len(self.theirs)} calls instead of {len(self.mine)}"
+        return f"{self.name} normalizes over samples, whose statistics are {calls}"
+
+    @explains("missing_microbatch", "which microbatches the schedule runs, and what is received for each")
+    def _repeated(self) -> Evidence:
+        """Rows of the reference that are missing, while no row is unknown."""
+        if self.rows is None or self.apart is None or self.apart.candidate:
+            return None
+        return f"{len(self.apart.reference)} of {len(self.rows.values)} rows of the outputs of {self.name} never come"
+
+    @explains("stale", "buffers and weights that are read before they are new")
+    def _earlier(self) -> Evidence:
+        """Rows of the step before."""
+        if not self.step or self.apart is None or self.others is None:
+            return None
+        old = joined(self.both.reference.outputs(self.step - 1).get(self.key, []), self.tail)
+        if old is None or unmatched(old, self.others, self.first.allowed).candidate:
+            return None
+        return f"the outputs of {self.name} are those of step {self.step - 1}"
+
+    @explains(
+        "scale",
+        "what is divided or multiplied by a number of ranks or microbatches there, and a sum that must be a mean",
+    )
+    def _multiples(self) -> Evidence:
         """Rows that are multiples of what they must be."""
-        fits = [fit(mine, row) for mine, row in self._pairs(rows, others)]
+        fits = [fit(mine, row) for mine, row in self.pairs]
         wrong = [each for each in fits if abs(each.factor - 1.0) > max(NEAR, 2 * self.first.allowed)]
         if not wrong or any(each.error > max(CLEAR, 3 * self.first.allowed) for each in wrong):
             return None
         factors = [each.factor for each in wrong]
         if spread_of(factors) > NEAR:
             return None
-        why = named(factors[0], self.sizes)
-        times = f"{as_times(factors[0])} the reference's{f', {why}' if why else ''}"
+        why = named(factors[0], self.both.counts(self.step))
         some = "" if len(wrong) == len(fits) else f"{len(wrong)} of {len(fits)} rows of "
-        return Cause(
-            "scale",
-            f"{some}the outputs of {self.first.module} are {times}",
-            "what is divided or multiplied by a number of ranks or microbatches there, and a sum that must be a mean",
-            round(factors[0], 6),
-        )
+        times = f"{as_times(factors[0])} the reference's{f', {why}' if why else ''}"
+        return f"{some}the outputs of {self.name} are {times}", factors[0]
 
-    def _added(self, rows: OutputRows, others: OutputRows) -> Cause | None:
+    @explains("scale", "on which ranks the bias is added: before or after the sum over ranks")
+    def _added(self) -> Evidence:
         """Rows that are off by one and the same: a bias that is added several times, or never."""
-        apart = np.array([row - mine for mine, row in self._pairs(rows, others)])
+        if not self.pairs or f"{self.name}.bias" not in self.both.reference.first:
+            return None
+        apart = np.array([row - mine for mine, row in self.pairs])
         common = np.median(apart, axis=0)
-        if f"{self.first.module}.bias" not in self.both.names.first or norm(apart - common) > CLEAR * norm(common):
+        if norm(apart - common) > CLEAR * norm(common):
             return None
-        return Cause(
-            "scale",
-            f"every row of {self.first.module} is off by the same values: its bias counts too often, or never",
-            "on which ranks the bias is added: before or after the sum over ranks",
-        )
+        return f"every row of {self.name} is off by the same values: its bias counts too often, or never"
 
-    def _elsewhere(self, rows: OutputRows, others: OutputRows) -> Cause | None:
+    @explains("sharding", "how parts are gathered: along which dimension, and in which order of ranks")
+    def _elsewhere(self) -> Evidence:
         """Rows with the right values at other places."""
-        if self.first.error < COARSE:
+        if self.rows is None or self.others is None or self.first.error < COARSE:
             return None
-        mine, theirs = (np.sort(each.values[:, 8]) for each in (rows, others))
+        mine, theirs = (np.sort(each.values[:, 8]) for each in (self.rows, self.others))
         many = len(theirs) // len(mine)
         if many * len(mine) != len(theirs) or np.max(np.abs(theirs[::many] / np.maximum(mine, TINY) - 1.0)) > SAME_ROWS:
             return None
-        return Cause(
-            "sharding",
-            f"the outputs of {self.first.module} have the reference's values, but at other places of their rows",
-            "how parts are gathered: along which dimension, and in which order of ranks",
+        return f"the outputs of {self.name} have the reference's values, but at other places of their rows"
+
+    @explains("precision", DTYPES)
+    def _coarse_dtype(self) -> Evidence:
+        dtypes = {event["dtype"] for _, event in self.theirs}
+        if max(map(unit, dtypes)) <= max(unit(event["dtype"]) for _, event in self.mine):
+            return None
+        names = ", ".join(each.removeprefix("torch.") for each in sorted(dtypes))
+        return f"the outputs of {self.name} are {names} in the candidate, and {self.first.error:.2%} off"
+
+    @explains(
+        "stale",
+        "copies of the weight that are not made again: caches, casts, and gathers that came before the step",
+    )
+    def _used_before(self) -> Evidence:
+        """A layer that was right in the step before, with the same inputs and weights."""
+        if not self.step or not any(owner(name) == self.name for name in self.both.reference.first):
+            return None
+        return (
+            f"{self.name} has the right weights and inputs, was right in step {self.step - 1}, and is "
+            f"{self.first.error:.2%} off now, after its weights changed"
         )
 
-    def _split(self) -> Cause | None:
+    @explains("precision", DTYPES)
+    def _coarse_values(self) -> Evidence:
+        if self.first.error >= COARSE or self.others is None:
+            return None
+        return f"the outputs of {self.name} are {self.first.error:.2%} off, as in a coarser dtype"
+
+    @explains("sharding", "which part of its weight each rank takes for its own, and masks for what is on other ranks")
+    def _split(self) -> Evidence:
         """A layer with parts on several ranks, whose inputs are right."""
-        ranks = self.both.places(self.first.module)
+        ranks = self.both.places(self.name)
         if len(set(ranks.values())) < 2:
             return None
         listed = ", ".join(map(str, sorted(ranks)))
-        return Cause(
-            "sharding",
-            f"{self.first.module} is split over ranks {listed}, its inputs are right, and its outputs are not",
-            "which part of its weight each rank takes for its own, and masks for what is on other ranks",
-        )
+        return f"{self.name} is split over ranks {listed}, its inputs are right, and its outputs are not"
 
-    def _divided(self) -> Cause | None:
+    @explains("sharding", "positions and masks of each part, and what it needs of the parts of other ranks")
+    def _divided(self) -> Evidence:
         """Ranks that compute a part of each row, such as some of its tokens, from inputs that are right."""
         shapes = {tuple(event["shape"][1:]) for _, event in self.theirs}
         if self.tail in shapes:
             return None
         listed = " and ".join(str(list(shape)) for shape in sorted(shapes))
-        return Cause(
-            "sharding",
-            f"ranks have parts {listed} of the rows {list(self.tail)} of {self.first.module}, whose norm is wrong",
-            "positions and masks of each part, and what it needs of the parts of other ranks",
-        )
-
-    def _statistics(self) -> Cause | None:
-        """A norm over samples whose ranks or microbatches have statistics of their own."""
-        module = self.first.module
-        if f"{module}.running_mean" not in self.both.names.first or len(self.theirs) <= len(self.mine):
-            return None
-        return Cause(
-            "missing_reduction",
-            f"{module} normalizes over samples, whose statistics are those of {len(self.theirs)} calls instead of "
-            f"{len(self.mine)}",
-            "batch norms: each replica and microbatch has its own mean and variance unless they are synchronized",
-        )
-
-    def _used_before(self) -> Cause | None:
-        """A layer that was right in the step before, with the same inputs and weights."""
-        weights = [name for name in self.both.names.first if self.both.owner(name) == self.first.module]
-        if not self.first.step or not weights:
-            return None
-        return Cause(
-            "stale",
-            f"{self.first.module} has the right weights and inputs, was right in step {self.first.step - 1}, and is "
-            f"{self.first.error:.2%} off now, after its weights changed",
-            "copies of the weight that are not made again: caches, casts, and gathers that came before the step",
-        )
-
-    def _coarse(self, has_rows: bool) -> Cause | None:
-        """Errors like those of a dtype with fewer bits."""
-        dtypes = {event["dtype"] for _, event in self.theirs}
-        coarse = max(map(unit, dtypes)) > max(unit(event["dtype"]) for _, event in self.mine)
-        if coarse:
-            names = ", ".join(each.removeprefix("torch.") for each in sorted(dtypes))
-            return precision(
-                f"the outputs of {self.first.module} are {names} in the candidate, and {self.first.error:.2%} off"
-            )
-        if stale := self._used_before():
-            return stale
-        if self.first.error < COARSE and has_rows:
-            return precision(
-                f"the outputs of {self.first.module} are {self.first.error:.2%} off, as in a coarser dtype"
-            )
-        return None
+        return f"ranks have parts {listed} of the rows {list(self.tail)} of {self.name}, whose norm is wrong"

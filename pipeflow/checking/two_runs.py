@@ -1,178 +1,51 @@
-"""Two runs beside each other: the names of both, their tensors put together from the ranks' parts, the stages of the
-candidate, and how far rounding explains differences. Must not contain: what differs.
+"""Two runs beside each other: the candidate's names matched to those of the reference, its stages, what both count, and
+how far rounding explains differences. Must not contain: what differs.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf, prod, sqrt
+from math import inf, sqrt
 
 import numpy as np
 
-from pipeflow.checking.files import Array, Blocks, Info, RecordedRun
+from pipeflow.checking.files import Array, Blocks, Info
 from pipeflow.checking.findings import Difference
 from pipeflow.checking.limits import FLOAT32, SAFETY, SAME_START, SKETCH, TINY, Rounding, rounding_of, unit
-from pipeflow.checking.rows import Called, joined, tail_of, unmatched
+from pipeflow.checking.runs import Called, RecordedRun, joined, norm, owner, tail_of, unmatched
 from pipeflow.core.errors import UsageError
 
 
-@dataclass(frozen=True)
-class PartRecord:
-    """What a rank recorded of a tensor: a sketch of its part, the part's squared norm, and its values if asked."""
-
-    rank: int
-    name: str
-    blocks: Blocks
-    sketch: Array
-    square: float
-    dtype: str
-    values: Array | None = None
-
-
-@dataclass(frozen=True)
-class WholeTensor:
-    """A tensor of the whole model, from the parts of all ranks.
-
-    Attributes:
-        copies: what each rank recorded.
-        sketch: of the whole; parts that several ranks hold count once, with their mean.
-        square: its squared norm.
-        spread: the largest distance of a copy from the mean of its kind.
-        covered: whether the parts make up the whole.
-        shape: of the whole.
+def match(reference: RecordedRun, candidate: RecordedRun) -> set[str]:
+    """Gives the candidate's ranks the names of the reference for their tensors and modules. Returns the names of those
+    tensors that the reference lacks.
     """
-
-    copies: Sequence[PartRecord]
-    sketch: Array
-    square: float
-    spread: float
-    covered: bool
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, copies: Sequence[PartRecord], shape: Sequence[int]) -> WholeTensor:
-        kinds: defaultdict[Blocks, list[PartRecord]] = defaultdict(list)
-        for copy in copies:
-            kinds[copy.blocks].append(copy)
-        means = {blocks: np.mean([each.sketch for each in mine], axis=0) for blocks, mine in kinds.items()}
-        squares = [float(np.mean([each.square for each in mine])) for mine in kinds.values()]
-        spread = max(norm(each.sketch - means[each.blocks]) for each in copies)
-        volume = sum(prod(size) for blocks in kinds for _, size in blocks)
-        return cls(
-            copies, np.sum(list(means.values()), axis=0), sum(squares), spread, volume == prod(shape), tuple(shape)
-        )
-
-    @property
-    def norm(self) -> float:
-        return float(np.sqrt(self.square))
-
-    @property
-    def values(self) -> Array | None:
-        """The values, if all ranks recorded them; of parts that several ranks hold, those of the last."""
-        if not self.covered or any(copy.values is None for copy in self.copies):
-            return None
-        found = np.zeros(self.shape)
-        for copy in self.copies:
-            start = 0
-            assert copy.values is not None
-            for offset, shape in copy.blocks:
-                where = tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
-                found[where] = copy.values[start : start + prod(shape)].reshape(shape)
-                start += prod(shape)
-        return found
-
-    @property
-    def ranks(self) -> list[int]:
-        """The ranks that hold copies."""
-        return [copy.rank for copy in self.copies]
-
-    @property
-    def kinds(self) -> int:
-        """How many different parts there are."""
-        return len({copy.blocks for copy in self.copies})
-
-
-def norm(sketch: Array) -> float:
-    """The estimated norm of what a sketch, or each row of sketches, stands for."""
-    return float(np.sqrt(np.mean(np.square(sketch))))
-
-
-@dataclass
-class Matching:
-    """What the names of the candidate's ranks mean.
-
-    Attributes:
-        first: for each name of a tensor in the reference, the first name of the same tensor.
-        tensors: for each rank and name of the candidate, the name in the reference.
-        prefixes: for each rank, the prefixes that it writes for others.
-        unmatched: names of the candidate that the reference lacks.
-        lacking: names of the reference that the candidate lacks.
-        ties: names in the reference of tensors with several names.
-    """
-
-    first: dict[str, str]
-    tensors: dict[tuple[int, str], str] = field(default_factory=dict)
-    prefixes: dict[int, dict[str, str]] = field(default_factory=dict)
-    unmatched: list[str] = field(default_factory=list)
-    lacking: list[str] = field(default_factory=list)
-    ties: dict[str, list[str]] = field(default_factory=dict)
-
-    def module(self, rank: int, name: str) -> str:
-        """The name in the reference of a module that a rank calls `name`."""
-        for own, theirs in self.prefixes.get(rank, {}).items():
-            if name == own or name.startswith(f"{own}."):
-                return theirs + name[len(own) :]
-            if not own:
-                return f"{theirs}.{name}" if name else theirs
-        return name
-
-
-def match(reference: RecordedRun, candidate: RecordedRun) -> Matching:
-    """Matches the candidate's names to those of the reference."""
-    found = Matching(_first_names(reference))
     known = {info.name: info for rank in reference.ranks for info in rank.tensors.values()}
-    values = {name: whole.sketch for name, whole in wholes(reference, 0, "before", None).items()}
+    values = {name: whole.sketch for name, whole in reference.tensors(0, "before").items()}
     held = {name for rank in candidate.ranks for name in rank.tensors}
+    lacking = set()
+    candidate.modules = reference.types
     for rank in candidate.ranks:
         before = rank.steps[0].get("before", ()) if rank.steps else ()
         own = {event["name"]: event["sketch"][:8] for event in before}
-        prefixes = found.prefixes.setdefault(rank.rank, {})
+        rank.names = {}
         for info in rank.tensors.values():
             is_whole = info.blocks == (((0,) * len(info.shape), info.shape),)
             value = own.get(info.name) if is_whole else None
-            name = _renamed(info, known, prefixes) or _by_value(info, value, known, values, held, found.first)
+            name = _renamed(info, known, rank.prefixes) or _by_value(info, value, known, values, held, reference.first)
             if name is not None:
-                _learn(prefixes, info.name, name)
+                _learn(rank.prefixes, info.name, name)
         for info in rank.tensors.values():
-            name = _renamed(info, known, prefixes) or (info.name if _fits(info, known.get(info.name)) else None)
+            name = _renamed(info, known, rank.prefixes) or (info.name if _fits(info, known.get(info.name)) else None)
             if name is None:
                 name = _by_suffix(info, known)
             if name is None:
-                found.unmatched.append(info.name)
+                lacking.add(info.name)
             else:
-                found.tensors[rank.rank, info.name] = found.first[name]
-    met = set(found.tensors.values())
-    found.lacking = sorted(set(found.first.values()) - met)
-    found.unmatched = sorted(set(found.unmatched))
-    groups: defaultdict[str, list[str]] = defaultdict(list)
-    for name, first in found.first.items():
-        groups[first].append(name)
-    found.ties = {first: names for first, names in groups.items() if len(names) > 1}
-    return found
-
-
-def _first_names(run: RecordedRun) -> dict[str, str]:
-    """For each name, the first name of the same tensor; ranks that share one of the names share all."""
-    first: dict[str, str] = {}
-    for rank in run.ranks:
-        mine: dict[int, str] = {}
-        for info in rank.tensors.values():
-            known = first.get(info.name, info.name)
-            first.setdefault(info.name, mine.setdefault(info.same, known))
-    return first
+                rank.names[info.name] = reference.first[name]
+    return lacking
 
 
 def _fits(info: Info, other: Info | None) -> bool:
@@ -241,35 +114,13 @@ def _by_suffix(info: Info, known: Mapping[str, Info]) -> str | None:
     return near[0] if len(near) == 1 else None
 
 
-def wholes(run: RecordedRun, step: int, kind: str, matching: Matching | None) -> dict[str, WholeTensor]:
-    """The tensors of the whole model that events of this kind tell of, by name in the reference."""
-    copies: defaultdict[str, list[PartRecord]] = defaultdict(list)
-    shapes: dict[str, tuple[int, ...]] = {}
-    first = _first_names(run) if matching is None else {}
-    for rank in run.ranks:
-        done: set[tuple[str, int]] = set()
-        for event in rank.steps[step].get(kind, ()) if step < len(rank.steps) else ():
-            info = rank.tensors[event["name"]]
-            name = first[info.name] if matching is None else matching.tensors.get((rank.rank, info.name))
-            if name is None or (name, info.same) in done:
-                continue
-            done.add((name, info.same))
-            shapes[name] = info.shape
-            sketch = event["sketch"]
-            told = PartRecord(
-                rank.rank, info.name, info.blocks, sketch[:8], float(sketch[8]), event["dtype"], event.get("values")
-            )
-            copies[name].append(told)
-    return {name: WholeTensor.of(mine, shapes[name]) for name, mine in copies.items()}
-
-
 def measure(rounding: Rounding, reference: RecordedRun, exact: RecordedRun) -> None:
     """Lowers the tolerances of a run to SAFETY times its distance from the exact run, in their first steps.
 
     Raises UsageError if the exact run is of another model, or no finer.
     """
-    mine, theirs = (_calls(run) for run in (reference, exact))
-    gradients, others = (wholes(run, 0, "gradient", None) for run in (reference, exact))
+    mine, theirs = (run.outputs(0) for run in (reference, exact))
+    gradients, others = (run.tensors(0, "gradient") for run in (reference, exact))
     if mine.keys() != theirs.keys() or gradients.keys() != others.keys():
         raise UsageError(f"{exact.folder} is a run of another model than {reference.folder}: record the same job")
     if not _coarsest(exact) < _coarsest(reference):
@@ -287,18 +138,8 @@ def measure(rounding: Rounding, reference: RecordedRun, exact: RecordedRun) -> N
         rounding.gradients[name] = SAFETY * max(errors[name], total * whole.norm) + SKETCH * whole.norm
 
 
-def _calls(run: RecordedRun) -> dict[tuple[str, int], list[Called]]:
-    found: defaultdict[tuple[str, int], list[Called]] = defaultdict(list)
-    for rank, event in run.events(0, "output"):
-        found[event["module"], event["place"]].append((rank, event))
-    return dict(found)
-
-
 def _coarsest(run: RecordedRun) -> float:
     return max((unit(event["dtype"]) for _, event in run.events(0, "output")), default=FLOAT32)
-
-
-Key = tuple[str, int]  # a module and which of its outputs
 
 
 class TwoRuns:
@@ -310,6 +151,11 @@ class TwoRuns:
         tolerance: relative; None derives one for each value.
         exact: the plain run in a finer dtype, to measure how far rounding goes.
 
+    Attributes:
+        lacking: names of tensors of the reference that the candidate lacks.
+        notes: what could not be compared, in sentences.
+        compared: how many outputs, gradients and so on were compared.
+
     Raises UsageError if the runs are of different models or numbers of steps.
     """
 
@@ -320,32 +166,32 @@ class TwoRuns:
         tolerance: float | None = None,
         exact: RecordedRun | None = None,
     ) -> None:
-        self.reference, self.candidate = reference, candidate
+        self.reference, self.candidate = self.runs = reference, candidate
         _require_same_steps(reference, candidate)
-        self.names: Matching = match(reference, candidate)
-        self._require_same_model()
+        self.notes: list[str] = []
+        self.compared: defaultdict[str, int] = defaultdict(int)
+        self._match_names()
         self.rounding: Rounding = rounding_of(reference, tolerance)
         if exact is not None:
             measure(self.rounding, reference, exact)
-        self.notes: list[str] = []
-        self.compared: defaultdict[str, int] = defaultdict(int)
-        self._note_names()
 
-    def _require_same_model(self) -> None:
-        met = len({*self.names.tensors.values()})
-        if not met or met < len(self.names.lacking) / 4:
-            theirs = ", ".join(self.names.unmatched[:3]) or "none"
+    def _match_names(self) -> None:
+        """Matches the names, and notes those without a match."""
+        unmatched = sorted(match(self.reference, self.candidate))
+        met = {name for names in self.held.values() for name in names}
+        self.lacking = lacking = sorted({*self.reference.first.values()} - met)
+        if not met or len(met) < len(lacking) / 4:
+            theirs = ", ".join(unmatched[:3]) or "none"
             raise UsageError(
                 f"{self.candidate.folder} is a recording of another model than {self.reference.folder}: they share "
-                f"{met} tensors, and the candidate's {theirs} have no like; pass names to record if only names differ"
+                f"{len(met)} tensors, and the candidate's {theirs} have no like; pass names to record if only names "
+                "differ"
             )
-
-    def _note_names(self) -> None:
-        if self.names.lacking:
-            self.notes.append(f"the candidate has no {_listed(self.names.lacking)}")
-        if self.names.unmatched:
-            self.notes.append(f"the reference has no {_listed(self.names.unmatched)}")
-        if shapes := [name for name in self.names.unmatched if name in self.names.first]:
+        if lacking:
+            self.notes.append(f"the candidate has no {_listed(lacking)}")
+        if unmatched:
+            self.notes.append(f"the reference has no {_listed(unmatched)}")
+        if shapes := [name for name in unmatched if name in self.reference.first]:
             self.notes.append(f"{_listed(shapes)} have other shapes: pass parts to record if ranks have parts of them")
 
     @cached_property
@@ -355,15 +201,14 @@ class TwoRuns:
         """
         by_place: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
         for rank in self.candidate.ranks:
-            for info in rank.tensors.values():
-                if (rank.rank, info.name) in self.names.tensors:
-                    by_place[rank.rank, info.chunk].add(self.names.tensors[rank.rank, info.name])
+            for own, name in rank.names.items():
+                by_place[rank.rank, rank.tensors[own].chunk].add(name)
         held: defaultdict[frozenset[str], list[tuple[int, int]]] = defaultdict(list)
         for where, names in by_place.items():
             held[frozenset(names)].append(where)
         if len(held) < 2 or any(len(one & other) * 2 > len(one) for one in held for other in held if one != other):
             return {}
-        place = {name: index for index, name in enumerate(self.names.first.values())}
+        place = {name: index for index, name in enumerate(self.reference.first.values())}
         ordered = sorted(held, key=lambda names: sum(place[name] for name in names) / max(1, len(names)))
         return {where: stage for stage, names in enumerate(ordered) for where in held[names]}
 
@@ -373,11 +218,11 @@ class TwoRuns:
         """
         while name:
             for rank in ranks:
-                for info in self.candidate.ranks[rank].tensors.values():
-                    known = self.names.tensors.get((rank, info.name), "")
+                for own, known in self.candidate.ranks[rank].names.items():
                     if known == name or known.startswith(f"{name}."):
+                        info = self.candidate.ranks[rank].tensors[own]
                         return self.stages.get((rank, info.chunk)) if info.stage is None else info.stage
-            name = self.owner(name)
+            name = owner(name)
         return max((stage for (rank, _), stage in self.stages.items() if rank in ranks), default=None)
 
     def difference(
@@ -385,75 +230,37 @@ class TwoRuns:
     ) -> Difference:
         """The difference of a module or a parameter, or of neither, if `name` is empty."""
         places = tuple(sorted({*ranks}))
-        module, parameter = (self.owner(name), name) if what in ("weight", "gradient", "update") else (name, "")
-        if parameter and not self.is_parameter(name):
+        module, parameter = (owner(name), name) if what in ("weight", "gradient", "update") else (name, "")
+        if parameter and name not in self.reference.parameters:
             what = "buffer"
         stage = self.stage_of(places, name)
         return Difference(step, what, module, parameter, stage, places, error, allowed, **more)
 
-    def is_parameter(self, name: str) -> bool:
-        """Whether a tensor of the reference is trained."""
-        return any(
-            info.parameter for rank in self.reference.ranks for info in rank.tensors.values() if info.name == name
-        )
-
-    def owner(self, parameter: str) -> str:
-        """The module that owns a parameter."""
-        return parameter.rpartition(".")[0]
-
-    def mine(self, step: int, kind: str) -> dict[str, WholeTensor]:
-        """The reference's tensors by name."""
-        return wholes(self.reference, step, kind, None)
-
-    def theirs(self, step: int, kind: str) -> dict[str, WholeTensor]:
-        """The candidate's tensors by name in the reference."""
-        return wholes(self.candidate, step, kind, self.names)
-
-    def outputs(self, run: RecordedRun, step: int) -> dict[Key, list[Called]]:
-        """The calls of each module, by name in the reference."""
-        found: defaultdict[Key, list[Called]] = defaultdict(list)
-        for rank, event in run.events(step, "output"):
-            name = event["module"] if run is self.reference else self.names.module(rank, event["module"])
-            if run is self.reference or name in self.reference.types:
-                found[name, event["place"]].append((rank, event))
-        return dict(found)
+    @cached_property
+    def held(self) -> dict[int, set[str]]:
+        """For each rank of the candidate, the names of the tensors of which it has a part."""
+        return {rank.rank: {*rank.names.values()} for rank in self.candidate.ranks}
 
     def is_whole(self, module: str, calls: Sequence[Called]) -> bool:
         """Whether the ranks of these calls have all of a module, and not a stage of it, or some of its experts."""
-        return all(self._holds_all(rank, module) for rank in {rank for rank, _ in calls})
-
-    @cached_property
-    def held(self) -> dict[int, set[str]]:
-        found: defaultdict[int, set[str]] = defaultdict(set)
-        for (rank, _), name in self.names.tensors.items():
-            found[rank].add(name)
-        return dict(found)
-
-    def _holds_all(self, rank: int, module: str) -> bool:
-        """Whether a rank has all of a module, and not a stage of it."""
         start = f"{module}." if module else ""
-        inside = {name for name in self.names.first.values() if name.startswith(start)}
-        is_leaf = bool(self.reference.types[module].get("leaf"))
-        return inside <= self.held.get(rank, set()) and (bool(inside) or is_leaf)
+        inside = {name for name in self.reference.first.values() if name.startswith(start)}
+        if not inside and not self.reference.types[module].get("leaf"):
+            return False
+        return all(inside <= self.held[rank] for rank, _ in calls)
 
     def places(self, module: str) -> dict[int, Blocks]:
         """For each rank of the candidate, the part that it holds of a module's weight."""
-        found = {}
-        for (rank, own), name in self.names.tensors.items():
-            if self.owner(name) == module and name.endswith("weight"):
-                found[rank] = self.candidate.ranks[rank].tensors[own].blocks
-        return found
-
-    def changes(self, run: RecordedRun, step: int) -> dict[str, tuple[WholeTensor, Array]]:
-        """For each parameter, the weight after a step, and the sketch of how the step changed it."""
-        names = None if run is self.reference else self.names
-        after = wholes(run, step, "after", names)
-        before = wholes(run, step - 1, "after", names) if step else wholes(run, 0, "before", names)
-        return {name: (whole, whole.sketch - before[name].sketch) for name, whole in after.items() if name in before}
+        return {
+            rank.rank: rank.tensors[own].blocks
+            for rank in self.candidate.ranks
+            for own, name in rank.names.items()
+            if owner(name) == module and name.endswith("weight")
+        }
 
     def counts(self, step: int) -> dict[str, float]:
         """What the jobs count, by name: things by which a gradient may be multiplied by mistake."""
-        mine, theirs = self.outputs(self.reference, step), self.outputs(self.candidate, step)
+        mine, theirs = (run.outputs(step) for run in self.runs)
         found: dict[str, float] = {}
         if theirs:
             key, events = next(iter(theirs.items()))
@@ -462,7 +269,7 @@ class TwoRuns:
         groups = {size: name for name, size in self.candidate.sizes.items() if size > 1}
         found |= {f"ranks of the group {name}": size for size, name in groups.items()}
         found["ranks"] = self.candidate.world
-        after = self.theirs(step, "after").values()
+        after = self.candidate.tensors(step, "after").values()
         for count in {whole.kinds for whole in after}:
             found[f"ranks that share a tensor ({count})"] = count
         for count in {len(whole.copies) // max(1, whole.kinds) for whole in after}:

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from pipeflow.checking import check, record
-from pipeflow.checking.files import file_of, load
+from pipeflow.checking.files import file_of
 from pipeflow.checking.findings import Result, page
+from pipeflow.checking.runs import load
 from pipeflow.core.errors import UsageError
 from tests.checking.jobs import GPT, train
 

@@ -82,6 +82,6 @@ def test_a_factor_that_clipping_hides(tmp_path: Path) -> None:
 
 def _norm_of(folder: Path) -> float:
     """The norm of all gradients in the first step, before clipping."""
-    from pipeflow.checking.files import load
+    from pipeflow.checking.runs import load
 
     return next(float(event["value"]) for _, event in load(folder).events(0, "norm"))
