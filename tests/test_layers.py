@@ -105,7 +105,7 @@ LAYERS: dict[str, set[str]] = {
         "torch",
         "lightning itself",
     },
-    "colossalai": {"core", "adapters", "schedules", "torch", "safetensors", "peft", "huggingface", *ENGINE},
+    "colossalai": {"core", "adapters", "schedules", "torch", "safetensors", "peft", *ENGINE},
     "megatron": {"core", "adapters", "schedules", "models", "torch", *ENGINE},
     "pipelining": {"core", "adapters", "schedules", "parallel", "deferral", "runtime", "torch"},
     "testing": {"pipeflow", "torch", *PLANS, *ENGINE},
@@ -450,9 +450,9 @@ def function():
     assert list(foreign_imports(Source("never/module.py", ""))) == [(1, "the new folder never needs its layer")]
 
 
-BY_TEXT = {  # names of a package, subcommands, those of a table (whose stubs are guarded), of a script, and of policies
+BY_TEXT = {  # names of a package, subcommands, those of a table (whose stubs are guarded), and of a script
     *("__init__.py", "draw/__init__.py", "core/face.py", "tools/cli/command.py"),
-    *("colossalai/__main__.py", "colossalai/policies.py"),
+    "colossalai/__main__.py",
 }
 
 

@@ -65,9 +65,8 @@ def empty_docstrings(source: Source) -> Iterator[Fault]:
                 yield each.lineno, f"the docstring of {each.name} has fewer than 4 words"
 
 
-STATE = {  # what this process has saved, to notice others; a table that users fill, as in ColossalAI; the context
+STATE = {  # what this process has saved, to notice others; the context
     ("training/checkpoint/save.py", "_ISSUED: dict[Path, int] = {}"),
-    ("colossalai/policies.py", "_POLICY_LIST: dict[str, PolicyLocation] = {}"),
     ("engine/parallel/context.py", "ContextVar"),
 }
 

@@ -18,10 +18,8 @@ from torch.optim import Optimizer
 from pipeflow.adapters.batches import samples_of
 from pipeflow.adapters.cut_model import CutModel, WholeOutputs
 from pipeflow.colossalai.gemini import spread
-from pipeflow.colossalai.lazy_init import copy_of_lazy, fill_owned
 from pipeflow.colossalai.plugins import HybridParallelPlugin
-from pipeflow.colossalai.policies import Policy, listed_policy
-from pipeflow.colossalai.shard_config import require_whole
+from pipeflow.colossalai.policies import Policy, require_whole
 from pipeflow.colossalai.sharders import ModelSharder, optimize
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
@@ -154,8 +152,7 @@ def make_whole(module: nn.Module, plugin: HybridParallelPlugin, loss: Loss, batc
     """Makes a Pipeline with one stage, the module itself. With zero_stage=2 its parameters are whole from a forward to
     its backward, and their gradients and optimizer states distributed over the replicas.
     """
-    whole = copy_of_lazy(module)
-    policy = policy_of(module, plugin)
+    policy = policy_of(plugin)
     if policy is None:
         shard(module, group=plugin.context.tensor)
     else:
@@ -163,20 +160,15 @@ def make_whole(module: nn.Module, plugin: HybridParallelPlugin, loss: Loss, batc
         sharder.shard()
         module = sharder.model
     if plugin.settings.zero_stage == 2 and plugin.dp_size > 1:
-        if whole is not module:
-            raise UsageError("zero_stage=2 shards parameters that have values: make the model without LazyInitContext")
         spread(module, plugin.context.mesh["data"], reshard_after_forward=False)
     made = Pipeline(module, plugin.schedule(1), criterion=loss)
     made.runner.read = batches.read
-    fill_owned(made, whole)
     return _compiled(made, plugin)
 
 
-def policy_of(module: nn.Module, plugin: HybridParallelPlugin) -> Policy | None:
-    """The plugin's policy, else the one listed for the module's class, else None. Raises UsageError if the plugin needs
-    one.
-    """
-    policy = plugin.settings.custom_policy or listed_policy(module)
+def policy_of(plugin: HybridParallelPlugin) -> Policy | None:
+    """The plugin's policy, if it has one. Raises UsageError if it needs one."""
+    policy = plugin.settings.custom_policy
     if policy is None:
         require_whole(plugin.shard_config.sequence_parallelism_mode)
     return policy
@@ -189,14 +181,12 @@ def make_stages(
 
     Raises UsageError as `Pipeline.from_module` does, and if the policy replaces a layer that stages share.
     """
-    policy = policy_of(module, plugin)
+    policy = policy_of(plugin)
     schedule, (example, _) = plugin.schedule(samples_in(first)), batches.read(first)
-    whole = copy_of_lazy(module)
     cuts = (None if policy is None else held_cuts(policy, module, plugin)) or plugin.cuts
     with torch.enable_grad():
         rules = DEFAULT_RULES if policy is None else ()
         made = Pipeline.from_module(module, schedule, example, cuts=cuts, rules=rules)
-    fill_owned(made, whole)
     if policy is not None:
         with plugin.context.alarm.raised_everywhere():
             _carry_out(policy, made, plugin)
@@ -263,13 +253,6 @@ class BoostedModel(CutModel):
     def whole_outputs(self, outputs: Any, batch: object, schedule: Schedule) -> Any:
         """The outputs of a batch that `schedule` ran, from those of its microbatches."""
         return outputs if self._merging is None else self._merging.of(outputs, batch, schedule)
-
-    def when_real(self, action: Callable[[], None]) -> None:
-        """Calls `action` now, or if parameters are on the meta device until the Pipeline is made, as soon as it is."""
-        if any(each.is_meta for each in self.parameters()):
-            self.when_made(lambda _: action())
-        else:
-            action()
 
     def forward(self, *arguments: Any, **entries: Any) -> Any:
         """Calls the module. Raises UsageError with several pipeline ranks."""

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from threading import RLock, get_ident
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from pipeflow.colossalai.lazy_init import OfThisThread
-from pipeflow.colossalai.tensor_specs import ColoTensorSpec, ProcessGroup, ReplicaSpec, ShardSpec
-from pipeflow.colossalai.tensors import ColoParameter, ColoTensor, is_split
+from pipeflow.colossalai.tensors import ColoParameter, ColoTensor, ColoTensorSpec, ProcessGroup, is_split
 from pipeflow.core.errors import UsageError
 
+_ONE_AT_A_TIME = RLock()  # all threads share torch's hooks
 
-class ColoInitContext(OfThisThread):
-    """Inside the `with` block, every parameter that a module registers becomes a ColoParameter on `device`. A parameter
-    that several modules share stays one parameter. One on the meta device is left as it is: `from_pretrained` of
-    transformers registers the loaded one in its place.
+
+class ColoInitContext:
+    """Inside the `with` block, every parameter that a module of this thread registers becomes a ColoParameter on
+    `device`. A parameter that several modules share stays one parameter. One on the meta device is left as it is:
+    `from_pretrained` of transformers registers the loaded one in its place.
 
     Args:
         device: device of the parameters.
         dtype: dtype of floating-point parameters; by default they keep their own.
         default_pg: the ProcessGroup of all parameters; by default one without tensor ranks.
-        default_dist_spec: must be ReplicaSpec(), the default. Split parameters later with `set_tensor_spec`.
 
-    Raises UsageError for another default_dist_spec, and before `launch`.
+    Raises UsageError before `launch`.
     """
 
     def __init__(
@@ -35,28 +36,32 @@ class ColoInitContext(OfThisThread):
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         default_pg: ProcessGroup | None = None,
-        default_dist_spec: ReplicaSpec | ShardSpec | None = None,
     ) -> None:
-        if isinstance(default_dist_spec, ShardSpec):
-            raise UsageError("default_dist_spec must be ReplicaSpec(): split parameters with their set_tensor_spec")
         self.device, self.dtype = torch.device(device), dtype
         self._group = ProcessGroup() if default_pg is None else default_pg
         self._made: dict[int, tuple[nn.Parameter, ColoParameter]] = {}
 
+    def __enter__(self) -> Self:
+        _ONE_AT_A_TIME.acquire()
+        self._thread = get_ident()
+        self._handle = register_module_parameter_registration_hook(self._registered)  # type: ignore[arg-type]  # it may return
+        return self
+
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
+        self._handle.remove()
         self._made.clear()
+        _ONE_AT_A_TIME.release()
 
     def _registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> ColoParameter | None:
-        if parameter is None or isinstance(parameter, ColoParameter):
+        """Called for what any thread registers. Returns what takes its place, or None."""
+        if get_ident() != self._thread or parameter is None or isinstance(parameter, ColoParameter):
             return None
         if parameter.is_meta and self.device.type != "meta":
             return None
         if id(parameter) not in self._made:  # the dict keeps it alive, so its id stays unique
             dtype = self.dtype if parameter.is_floating_point() else None
             data = parameter.data.to(self.device, dtype or parameter.dtype)
-            spec = ColoTensorSpec(self._group, ReplicaSpec(), None)
-            made = ColoParameter(data, parameter.requires_grad, spec)
+            made = ColoParameter(data, parameter.requires_grad, ColoTensorSpec(self._group))
             vars(made).update(vars(parameter))  # marks, such as transformers' for a weight that is loaded
             self._made[id(parameter)] = parameter, made
         return self._made[id(parameter)][1]

@@ -16,7 +16,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.engine.runtime.pipeline import Pipeline
 from pipeflow.engine.runtime.step import Output
 from pipeflow.engine.torch_private.trees import tree_map
-from pipeflow.training import DistributedLogger, Hook, MultiTimer, Step
+from pipeflow.training import DistributedLogger, Hook, Step
 from pipeflow.training.optim.rates import Scheduler
 
 
@@ -140,29 +140,6 @@ def _names_collide(model: Pipeline) -> bool:
     return max(Counter(name for _, name in told).values(), default=0) > 1
 
 
-class ByEpoch(BaseHook):
-    """Logs a line on rank 0 after each epoch whose number is a multiple of `interval`, and after its evaluation. Raises
-    UsageError if the interval is less than 1.
-    """
-
-    def __init__(self, logger: DistributedLogger, interval: int, priority: int) -> None:
-        super().__init__(priority)
-        self.logger = logger
-        self.interval = at_least_one(interval)
-
-    def log(self, trainer: Trainer, when: str, said: list[str]) -> None:
-        """Logs the parts of a line, unless the epoch is not one to log."""
-        if trainer.cur_epoch % self.interval == 0:
-            self.logger.info(f"[Epoch {trainer.cur_epoch} / {when}]: {' | '.join(said)}", ranks=[0])
-
-
-def at_least_one(interval: int) -> int:
-    """Returns the interval. Raises UsageError if it is less than 1."""
-    if interval < 1:
-        raise UsageError(f"interval must be at least 1, got {interval}")
-    return interval
-
-
 class LogMetricByStepHook(Hook):
     """Does nothing: a trainer stores the metrics of steps itself, and `display_progress` shows them."""
 
@@ -170,8 +147,8 @@ class LogMetricByStepHook(Hook):
         self.priority = priority
 
 
-class LogMetricByEpochHook(ByEpoch):
-    """Logs the metrics of epochs and evaluations::
+class LogMetricByEpochHook(BaseHook):
+    """Logs the metrics of epochs and evaluations on rank 0, after each epoch whose number is a multiple of `interval`::
 
         [Epoch 0 / Train]: Loss = 0.45114 | LR = 0.001
         [Epoch 0 / Test]: Loss = 0.47021 | Accuracy = 0.8531
@@ -180,7 +157,11 @@ class LogMetricByEpochHook(ByEpoch):
     """
 
     def __init__(self, logger: DistributedLogger, interval: int = 1, priority: int = native.LogHook.priority) -> None:
-        super().__init__(logger, interval, priority)
+        super().__init__(priority)
+        if interval < 1:
+            raise UsageError(f"interval must be at least 1, got {interval}")
+        self.logger = logger
+        self.interval = interval
 
     def after_train_epoch(self, trainer: Trainer) -> None:
         self._log_metrics(trainer, "Train")
@@ -189,77 +170,7 @@ class LogMetricByEpochHook(ByEpoch):
         self._log_metrics(trainer, "Test")
 
     def _log_metrics(self, trainer: Trainer, when: str) -> None:
-        metrics = trainer.states["metrics"][when.lower()]
-        self.log(trainer, when, [f"{name} = {value:.5g}" for name, value in metrics.items()])
-
-
-class LogMemoryByEpochHook(native.MemoryHook):
-    """pipeflow's MemoryHook; logs the memory of each rank after every `interval` epochs: that of the accelerator, or
-    without one that of the process. Raises UsageError if the interval is less than 1.
-    """
-
-    def __init__(self, logger: DistributedLogger, interval: int = 1, priority: int = 10, **options: Any) -> None:
-        if unknown := options.keys() - {"log_eval", "report_cpu"}:
-            raise UsageError(f"LogMemoryByEpochHook has no option {unknown.pop()!r}: it has log_eval and report_cpu")
-        super().__init__()
-        self.logger = logger
-        self.interval = at_least_one(interval)
-        self.priority = priority
-
-    def after_training(self, trainer: native.Trainer) -> None:
-        super().after_training(trainer)
-        if trainer.epoch % self.interval == 0:
-            held = ", ".join(f"{each:.3f}" for each in self.by_rank)
-            self.logger.info(f"[Epoch {trainer.epoch} / Train]: GiB of each rank: {held}", ranks=[0])
-
-
-class LogTimingByEpochHook(ByEpoch):
-    """Logs the times of epochs, steps and evaluations::
-
-        [Epoch 0 / Train]: Train-epoch: last = 2.5 s, mean = 2.5 s | Train-step: last = 0.02 s, mean = 0.025 s
-        [Epoch 0 / Test]: Test-epoch: last = 0.5 s, mean = 0.5 s | Test-step: last = 0.01 s, mean = 0.01 s
-
-    Args:
-        timer: the timer of the Trainer.
-        logger: where to log.
-        interval: number of epochs between two lines.
-        priority: as in BaseHook.
-        log_eval: log evaluations.
-        ignore_num_train_steps: number of steps at the start that means leave out.
-
-    Raises UsageError if the interval is less than 1, and when training starts if the Trainer has another timer.
-    """
-
-    def __init__(
-        self,
-        timer: MultiTimer,
-        logger: DistributedLogger,
-        interval: int = 1,
-        priority: int = 10,
-        log_eval: bool = True,
-        ignore_num_train_steps: int = 0,
-    ) -> None:
-        super().__init__(logger, interval, priority)
-        self.timer = timer
-        self.log_eval = log_eval
-        self.ignored = {"Train-step": ignore_num_train_steps}
-
-    def after_hook_is_attached(self, trainer: Trainer) -> None:
-        if trainer.timer is not self.timer:
-            raise UsageError("LogTimingByEpochHook logs what a Trainer measures: pass its timer to Trainer(timer=...)")
-
-    def after_train_epoch(self, trainer: Trainer) -> None:
-        self._log_times(trainer, "Train")
-
-    def after_test_epoch(self, trainer: Trainer) -> None:
-        if self.log_eval:
-            self._log_times(trainer, "Test")
-
-    def _log_times(self, trainer: Trainer, when: str) -> None:
-        said = []
-        for name, timer in self.timer:
-            if name.startswith(when):
-                counted = timer.history[self.ignored.get(name, 0) :]
-                mean = sum(counted) / max(1, len(counted))
-                said.append(f"{name}: last = {timer.elapsed:.5g} s, mean = {mean:.5g} s")
-        self.log(trainer, when, said)
+        if trainer.cur_epoch % self.interval == 0:
+            metrics = trainer.states["metrics"][when.lower()].items()
+            said = " | ".join(f"{name} = {value:.5g}" for name, value in metrics)
+            self.logger.info(f"[Epoch {trainer.cur_epoch} / {when}]: {said}", ranks=[0])

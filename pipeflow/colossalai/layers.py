@@ -1,37 +1,43 @@
-"""ColossalAI's `colossalai.nn`, in tutorials `from colossalai import nn as col_nn`, and its precisions. The layer that
-a name stands for depends only on its arguments, never on layers made before.
+"""ColossalAI's `colossalai.nn`, in tutorials `from colossalai import nn as col_nn`, whose layers depend only on their
+arguments, never on layers made before; its precisions; the layers of `colossalai.shardformer.layer`, which can be made
+from torch's; and its `colossalai.builder` of models from lists of layers, with the registries that name these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Adam, AdamW, Optimizer, lr_scheduler
+from torch.optim import Adam, AdamW
 
+import pipeflow.engine.tensor as ours
+from pipeflow.colossalai.policies import mode_of
+from pipeflow.colossalai.processes import tensor_group
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.tensor.cross_entropy import CrossEntropy
-from pipeflow.engine.tensor.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
-from pipeflow.engine.tensor.linear import Classifier as RowClassifier
-from pipeflow.engine.tensor.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelClassifier
-from pipeflow.training.optim.rates import PolynomialWarmupLR
+from pipeflow.core.partition import partition_uniform
+from pipeflow.core.placement import Placement
+from pipeflow.engine.parallel.context import context_if_launched
+from pipeflow.engine.tensor.regions import gather_from_sequence_region, scatter_to_sequence_region
+from pipeflow.training.build import build_stages, cut_layers
+from pipeflow.training.layers import Layers, Registry, makers, named_layers
+from pipeflow.training.logging import get_dist_logger
 
 VOCAB_PARALLEL_LIMIT = 2048  # a vocabulary with up to this number of embeddings or classes is not split
 
 
 def Linear(  # noqa: N802  # its name there
     in_features: int, out_features: int, bias: bool = True, *, input_is_parallel: bool = False, **options: Any
-) -> ColumnParallelLinear | RowParallelLinear:
+) -> ours.ColumnParallelLinear | ours.RowParallelLinear:
     """Makes a ColumnParallelLinear, which splits its output unless `gather_output=True`; or, with
     `input_is_parallel=True`, a RowParallelLinear, whose input is split, as after a Linear. `options` are that layer's.
     """
     if not input_is_parallel:
-        return ColumnParallelLinear(in_features, out_features, bias, **options)
+        return ours.ColumnParallelLinear(in_features, out_features, bias, **options)
     if options.pop("gather_output", False):
         raise UsageError("Linear with input_is_parallel=True already returns a whole output: remove gather_output")
-    return RowParallelLinear(in_features, out_features, bias, **options)
+    return ours.RowParallelLinear(in_features, out_features, bias, **options)
 
 
 def Embedding(  # noqa: N802  # its name there
@@ -41,9 +47,9 @@ def Embedding(  # noqa: N802  # its name there
     *,
     vocab_parallel_limit: int = VOCAB_PARALLEL_LIMIT,
     **options: Any,
-) -> VocabParallelEmbedding | HiddenParallelEmbedding:
+) -> ours.VocabParallelEmbedding | ours.HiddenParallelEmbedding:
     """Makes a VocabParallelEmbedding for more embeddings than the limit, else a HiddenParallelEmbedding."""
-    layer = VocabParallelEmbedding if num_embeddings > vocab_parallel_limit else HiddenParallelEmbedding
+    layer = ours.VocabParallelEmbedding if num_embeddings > vocab_parallel_limit else ours.HiddenParallelEmbedding
     return layer(num_embeddings, embedding_dim, padding_idx, **options)
 
 
@@ -54,17 +60,17 @@ def Classifier(  # noqa: N802  # its name there
     *,
     vocab_parallel_limit: int = VOCAB_PARALLEL_LIMIT,
     **options: Any,
-) -> VocabParallelClassifier | RowClassifier:
+) -> ours.VocabParallelClassifier | ours.Classifier:
     """Makes a VocabParallelClassifier for more classes than the limit, with split logits unless `gather_output=True`;
     else a Classifier, with whole logits.
     """
-    layer = VocabParallelClassifier if num_classes > vocab_parallel_limit else RowClassifier
+    layer = ours.VocabParallelClassifier if num_classes > vocab_parallel_limit else ours.Classifier
     return layer(in_features, num_classes, bias, **options)
 
 
-def CrossEntropyLoss(*, num_classes: int | None = None, **options: Any) -> CrossEntropy:  # noqa: N802  # its name there
+def CrossEntropyLoss(*, num_classes: int | None = None, **options: Any) -> ours.CrossEntropy:  # noqa: N802  # its name there
     """Makes a CrossEntropy of logits that are whole, or split over `num_classes`. `options` are that layer's."""
-    return CrossEntropy(vocab_size=num_classes, **options)
+    return ours.CrossEntropy(vocab_size=num_classes, **options)
 
 
 class Accuracy(nn.Module):
@@ -90,58 +96,115 @@ def HybridAdam(  # noqa: N802  # its name there
     return (AdamW if adamw_mode else Adam)(model_params, lr=lr, weight_decay=weight_decay, **options)
 
 
-Factor = Callable[[int], float]
+_OURS = {"parallel_input": "input_is_parallel", "sp_partial_derived": "sequence_parallel"}
 
 
-def CosineAnnealingLR(  # noqa: N802  # its name there
-    optimizer: Optimizer, total_steps: int, eta_min: float = 0.0, last_epoch: int = -1
-) -> lr_scheduler.CosineAnnealingLR:
-    """Makes torch's CosineAnnealingLR with T_max=total_steps."""
-    return lr_scheduler.CosineAnnealingLR(optimizer, total_steps, eta_min, last_epoch)
+def _named(name: str, kind: Any) -> Any:
+    """A class of `pipeflow.tensor` under ColossalAI's name, whose `from_native_module` takes ColossalAI's arguments:
+    `process_group` is a group of torch.distributed or of pipeflow, by default the context's tensor group;
+    `seq_parallel_mode="split_gather"`, and `sp_partial_derived=True` of a norm, mean `sequence_parallel=True`.
+    """
+
+    def from_native_module(
+        cls: Any, /, module: nn.Module, group: Any = None, *, process_group: Any = None, **options: Any
+    ) -> Any:
+        if (mode := options.pop("seq_parallel_mode", None)) is not None:
+            options["sequence_parallel"] = mode_of(mode, is_enabled=True, overlaps=False) is not None
+        given = process_group if group is None else group
+        own = None if given is None else tensor_group(given)
+        options = {_OURS.get(option, option): value for option, value in options.items()}
+        return kind.from_native_module.__func__(cls, module, own, **options)
+
+    its = {"from_native_module": classmethod(from_native_module), "__module__": __name__, "__doc__": kind.__doc__}
+    return type(name, (kind,), its)
 
 
-def PolynomialLR(  # noqa: N802  # its name there
-    optimizer: Optimizer, total_steps: int, end_lr: float = 0.0001, power: float = 1.0, last_epoch: int = -1
-) -> PolynomialWarmupLR:
-    """Makes a PolynomialWarmupLR without a warm-up, since torch's PolynomialLR has no `end_lr`."""
-    return PolynomialWarmupLR(optimizer, total_steps, 0, end_lr, power, last_epoch)
+Linear1D_Col = _named("Linear1D_Col", ours.ColumnParallelLinear)
+Linear1D_Row = _named("Linear1D_Row", ours.RowParallelLinear)
+Classifier1D = _named("Classifier1D", ours.Classifier)
+VocabParallelClassifier1D = _named("VocabParallelClassifier1D", ours.VocabParallelClassifier)
+VocabParallelEmbedding1D = _named("VocabParallelEmbedding1D", ours.VocabParallelEmbedding)
+Embedding1D = _named("Embedding1D", ours.HiddenParallelEmbedding)
+PatchEmbedding1D = _named("PatchEmbedding1D", ours.PatchEmbedding)
+LayerNorm1D = _named("LayerNorm1D", ours.LayerNorm)
+Dropout1D = _named("Dropout1D", ours.Dropout)
+VocabParallelCrossEntropyLoss1D = _named("VocabParallelCrossEntropyLoss1D", ours.VocabParallelCrossEntropy)
 
 
-def OneCycleLR(optimizer: Optimizer, total_steps: int, **options: Any) -> lr_scheduler.OneCycleLR:  # noqa: N802  # its name there
-    """Makes torch's OneCycleLR with the groups' rates as `max_lr`."""
-    return lr_scheduler.OneCycleLR(optimizer, [group["lr"] for group in optimizer.param_groups], total_steps, **options)
+def split_forward_gather_backward(input_: Tensor, dim: int, process_group: Any = None) -> Tensor:
+    """Returns this rank's piece of the sequence of `input_` (batch, sequence, hidden), which is the same on all ranks;
+    gradients are gathered. Raises UsageError for a `dim` other than 1, and if the sequence cannot be split evenly.
+    """
+    _require_sequence(dim)
+    return scatter_to_sequence_region(input_, tensor_group(process_group))
 
 
-def MultiStepLR(  # noqa: N802  # its name there
-    optimizer: Optimizer, total_steps: int, milestones: Sequence[int], gamma: float = 0.1, last_epoch: int = -1
-) -> lr_scheduler.MultiStepLR:
-    """torch's: it needs no `total_steps`."""
-    return lr_scheduler.MultiStepLR(optimizer, milestones, gamma, last_epoch)
+def gather_forward_split_backward(input_: Tensor, dim: int, process_group: Any = None) -> Tensor:
+    """Returns the whole sequence from each rank's piece `input_` (batch, sequence / ranks, hidden); each rank takes its
+    piece of the gradient. Raises UsageError for a `dim` other than 1.
+    """
+    _require_sequence(dim)
+    return gather_from_sequence_region(input_, tensor_group(process_group))
 
 
-def StepLR(  # noqa: N802  # its name there
-    optimizer: Optimizer, total_steps: int, step_size: int = 1, gamma: float = 0.1, last_epoch: int = -1
-) -> lr_scheduler.StepLR:
-    """torch's: it needs no `total_steps`."""
-    return lr_scheduler.StepLR(optimizer, step_size, gamma, last_epoch)
+def _require_sequence(dim: int) -> None:
+    if dim != 1:
+        raise UsageError(
+            f"dim must be 1, the dimension of the sequence, got {dim}; pipeflow.tensor has the other mappings"
+        )
 
 
-def ExponentialLR(  # noqa: N802  # its name there
-    optimizer: Optimizer, total_steps: int, gamma: float = 1.0, last_epoch: int = -1
-) -> lr_scheduler.ExponentialLR:
-    """torch's: it needs no `total_steps`."""
-    return lr_scheduler.ExponentialLR(optimizer, gamma, last_epoch)
+LAYERS = Registry("LAYERS", [nn])
+MODELS = Registry("MODELS")
 
 
-def LambdaLR(  # noqa: N802  # its name there
-    optimizer: Optimizer, total_steps: int, lr_lambda: Factor | list[Factor], last_epoch: int = -1
-) -> lr_scheduler.LambdaLR:
-    """torch's: it needs no `total_steps`."""
-    return lr_scheduler.LambdaLR(optimizer, lr_lambda, last_epoch)
+def build_pipeline_model(layers: Layers, num_chunks: int = 1, verbose: bool = False) -> nn.Module:
+    """Makes this rank's part of a model given as a list of layers, cut by `partition_uniform`. Returns a module, or an
+    nn.ModuleList if there are several chunks.
+
+    Args:
+        layers: as in `pipeflow.training.build_stages`.
+        num_chunks: number of stages per rank.
+        verbose: if True, rank 0 logs how the layers are cut.
+
+    Raises UsageError as partition_uniform and build_stages do.
+    """
+    return _built(layers, num_chunks, "layer", verbose)
 
 
-def MultiplicativeLR(  # noqa: N802  # its name there
-    optimizer: Optimizer, total_steps: int, lr_lambda: Factor | list[Factor], last_epoch: int = -1
-) -> lr_scheduler.MultiplicativeLR:
-    """torch's: it needs no `total_steps`."""
-    return lr_scheduler.MultiplicativeLR(optimizer, lr_lambda, last_epoch)
+def build_pipeline_model_from_cfg(
+    config: Sequence[Mapping[str, Any]],
+    num_chunks: int = 1,
+    partition_method: str = "parameter",
+    verbose: bool = False,
+) -> nn.Module:
+    """Like `build_pipeline_model`, from a list with one dict per layer. A rank creates only the layers of its own
+    stages.
+
+    Args:
+        config: dicts; "type" is a name in LAYERS (which has torch.nn's classes) or MODELS, the other entries are the
+            arguments.
+        num_chunks, verbose: as in `build_pipeline_model`.
+        partition_method: "layer" cuts by partition_uniform, "parameter" by the number of parameters.
+
+    Raises UsageError for another method or an invalid dict, and as `build_pipeline_model` does.
+    """
+    return _built(makers(config, LAYERS, MODELS), num_chunks, partition_method, verbose)
+
+
+def _built(layers: Layers, num_chunks: int, method: str, verbose: bool) -> nn.Module:
+    context = context_if_launched()
+    size = 1 if context is None else context.pipeline_size
+    placement = Placement.looped(size, num_chunks)
+    if method == "layer":
+        dealt = partition_uniform(len(named_layers(layers)), size, num_chunks)
+        parts = [part for chunk in zip(*dealt, strict=True) for part in chunk]
+    elif method == "parameter":
+        parts = cut_layers(layers, placement.num_stages, "parameters")
+    else:
+        raise UsageError(f'partition_method must be "layer" or "parameter", got {method!r}')
+    if verbose:
+        listed = (f"{stage} on rank {placement.rank_of(stage)}: {part}" for stage, part in enumerate(parts))
+        get_dist_logger().info(f"the layers (start, end) of each stage: {'; '.join(listed)}", ranks=[0])
+    chunks = build_stages(layers, placement, partition=parts)
+    return chunks[0] if len(chunks) == 1 else chunks

@@ -6,126 +6,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from inspect import signature
 from itertools import accumulate
 from math import lcm
-from typing import Any, Literal, get_args
+from types import SimpleNamespace
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from pipeflow.colossalai.policies import Policy
-from pipeflow.colossalai.processes import ProcessGroupMesh, lay_out
-from pipeflow.colossalai.shard_config import ELSEWHERE as OF_SHARDS
-from pipeflow.colossalai.shard_config import Elsewhere, ShardConfig, require_nothing_else
+from pipeflow.colossalai.policies import ELSEWHERE as OF_SHARDS
+from pipeflow.colossalai.policies import Elsewhere, Policy, ShardConfig, require_nothing_else
+from pipeflow.colossalai.processes import lay_out
 from pipeflow.core.errors import UsageError
-from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.engine.parallel.context import Context
 from pipeflow.schedules import make_schedule
 from pipeflow.training.data import DataParallelLoader, get_dataloader
 from pipeflow.training.optim.precision import HalfPrecision, require_dtype
-
-
-class Groups:
-    """The ranks of `context`, and the stages of `placement` on them."""
-
-    context: Context
-    placement: Placement
-    num_layers_per_stage: Sequence[int] | None = None
-
-    @property
-    def tp_size(self) -> int:
-        return self.context.tensor_size
-
-    @property
-    def pp_size(self) -> int:
-        return self.context.pipeline_size
-
-    @property
-    def dp_size(self) -> int:
-        return self.context.data_size
-
-    @property
-    def tp_group(self) -> dist.ProcessGroup:
-        """torch.distributed's group of the tensor ranks. All ranks get it together; likewise the groups below."""
-        return self.context.mesh.get_group("tensor")
-
-    @property
-    def pp_group(self) -> dist.ProcessGroup:
-        return self.context.mesh.get_group("pipeline")
-
-    @property
-    def dp_group(self) -> dist.ProcessGroup:
-        return self.context.mesh.get_group("data")
-
-    @cached_property
-    def pg_mesh(self) -> ProcessGroupMesh:
-        """The processes as a grid of replicas, pipeline ranks and tensor ranks, which keeps the groups that it made."""
-        return ProcessGroupMesh(self.dp_size, self.pp_size, self.tp_size)
-
-    @property
-    def stage_manager(self) -> StageManager:
-        return StageManager(self, self.num_layers_per_stage)
-
-
-class StageManager:
-    """The place of this rank in the pipeline, and the layers of its stages. In ColossalAI, a stage is a pipeline rank.
-
-    Attributes:
-        num_stages: number of pipeline ranks.
-        stage: index of this rank.
-        num_model_chunks: number of stages per rank.
-        num_layers_per_stage: number of layers of each stage, if the plugin has it.
-    """
-
-    def __init__(self, groups: Groups, num_layers_per_stage: Sequence[int] | None = None) -> None:
-        self._placement = groups.placement
-        self.num_stages = groups.pp_size
-        self.stage = groups.context.pipeline_rank
-        self.num_model_chunks = self._placement.num_stages // self.num_stages
-        self.num_layers_per_stage = num_layers_per_stage
-
-    def is_first_stage(self, ignore_chunk: bool = True) -> bool:
-        """True if this rank has the model's first block."""
-        return self.stage in self._placement.ranks_of(0)
-
-    def is_last_stage(self, ignore_chunk: bool = True) -> bool:
-        """True if this rank has the loss and the outputs."""
-        return self.stage in self._placement.ranks_of(self._placement.num_stages - 1)
-
-    def distribute_layers(self, num_layers: int) -> list[int]:
-        """Returns the number of layers of each stage, in the order of stages: `num_layers_per_stage`, else equal
-        numbers, where stages in the middle get one more if there is a remainder. Raises UsageError for another number
-        of layers.
-        """
-        if self.num_layers_per_stage is not None:
-            if sum(self.num_layers_per_stage) != num_layers:
-                raise UsageError(
-                    f"num_layers_per_stage is for {sum(self.num_layers_per_stage)} layers, not {num_layers}"
-                )
-            return list(self.num_layers_per_stage)
-        stages = self._placement.num_stages
-        each, more = divmod(num_layers, stages)
-        start = stages // 2 - more // 2
-        return [each + (start <= stage < start + more) for stage in range(stages)]
-
-    def get_stage_index(
-        self, layers_per_stage: Sequence[int], stage: int | None = None
-    ) -> tuple[int, int] | list[tuple[int, int]]:
-        """Returns the first layer of a rank's stage and the one after its last; a list of them for several stages.
-
-        Args:
-            layers_per_stage: as `distribute_layers` returns it.
-            stage: index of the rank; by default this one.
-        """
-        ends = [0, *accumulate(layers_per_stage)]
-        own = self._placement.stages_of(self.stage if stage is None else stage)
-        found = [(ends[each], ends[each + 1]) for each in own]
-        return found[0] if len(found) == 1 else found
-
 
 Style = Literal["1f1b", "interleaved", "zbv"]
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": None}
@@ -259,12 +159,12 @@ _BUCKETS = "bucket sizes do not change results; remove it"
 ELSEWHERE = {
     "sp_size": Elsewhere(1, "sequences are split only over the tensor ranks, by layers of pipeflow.tensor"),
     "broadcast_buffers": Elsewhere(True, "buffers are made equal when a Pipeline is made; remove it"),
-    "ddp_bucket_cap_mb": Elsewhere(25, _BUCKETS),
+    **dict.fromkeys(("bucket_cap_mb", "ddp_bucket_cap_mb"), Elsewhere(25, _BUCKETS)),
     "find_unused_parameters": Elsewhere(False, "parameters without a gradient are found automatically; remove it"),
     "check_reduction": Elsewhere(False, "every step checks it; remove it"),
     "gradient_as_bucket_view": Elsewhere(False, "leave it out"),
     "static_graph": Elsewhere(False, "leave it out"),
-    "zero_bucket_size_in_m": Elsewhere(12, _BUCKETS),
+    **dict.fromkeys(("reduce_bucket_size_in_m", "zero_bucket_size_in_m"), Elsewhere(12, _BUCKETS)),
     "communication_dtype": Elsewhere(None, "gradients are summed in their own dtype; remove it"),
     "overlap_communication": Elsewhere(True, "reductions always overlap computations; remove it"),
     "scheduler_nodes": Elsewhere(None, "pp_style='zbv' takes its order from pipeflow.make_schedule; remove it"),
@@ -273,14 +173,19 @@ ELSEWHERE = {
     "fp8_communication": Elsewhere(False, "tensors are sent in their own dtype; remove it"),
     "use_fp8": Elsewhere(False, "use precision='bf16'"),
     "inner_ring_size": Elsewhere(None, "there is no ring attention; remove it"),
+    "norm_type": Elsewhere(2.0, "max_norm is a norm of order 2; use pipeflow.clip_grad_norm_"),
+    "master_weights": Elsewhere(True, "16-bit parameters always have float32 masters; use precision='fp32'"),
+    "cast_inputs": Elsewhere(True, "inputs are always converted to the model's dtype; remove it"),
+    "verbose": Elsewhere(False, "leave it out"),
+    "extra_dp_size": Elsewhere(1, "states are distributed over all replicas; remove it"),
 }
-"""Each with the value that has no effect, and what to do instead of another value."""
+"""Options of plugins: each with the value that has no effect, and what to do instead of another value."""
 
 
 _OF_SHARDS = {*signature(ShardConfig).parameters, *OF_SHARDS} - {"others", "tensor_parallel_process_group", *ELSEWHERE}
 
 
-class HybridParallelPlugin(Groups):
+class HybridParallelPlugin:
     """Arranges the processes as `tp_size` x `pp_size` x replicas, and says how a Booster trains. All ranks make one
     together, after `colossalai.launch_from_torch()`.
 
@@ -293,6 +198,7 @@ class HybridParallelPlugin(Groups):
         settings: the Settings from the options.
         shard_config: the ShardConfig from the options.
         context: this process's context.
+        placement: the stages of each rank.
 
     Raises UsageError for an unknown option, for invalid values, and if the sizes do not fit the world.
     """
@@ -302,7 +208,7 @@ class HybridParallelPlugin(Groups):
             del options["sp_size"]
         own = {name: options.pop(name) for name in signature(Settings).parameters if name in options}
         of_shards = {name: options.pop(name) for name in _OF_SHARDS if name in options}
-        require_nothing_else(HybridParallelPlugin, options, ELSEWHERE, {*signature(Settings).parameters, *_OF_SHARDS})
+        require_nothing_else(type(self), options, ELSEWHERE, {*signature(Settings).parameters, *_OF_SHARDS})
         self.settings = Settings(tp_size, pp_size, **own)
         config = ShardConfig(**{"enable_tensor_parallelism": tp_size > 1} | of_shards)
         self.context = lay_out(pp_size, tp_size if config.enable_tensor_parallelism else 1)
@@ -314,7 +220,6 @@ class HybridParallelPlugin(Groups):
         self.shard_config = config
         self.schedule_of = cache(self._schedule_of)
         self.placement = self.schedule_of(1).placement
-        self.num_layers_per_stage = self.settings.num_layers_per_stage
         config.pipeline_stage_manager = self.stage_manager if pp_size > 1 else None
 
     def schedule(self, samples: int) -> Schedule:
@@ -337,6 +242,40 @@ class HybridParallelPlugin(Groups):
         return make_schedule("interleaved-1f1b", **options, chunks=given.num_model_chunks)
 
     @property
+    def tp_size(self) -> int:
+        return self.context.tensor_size
+
+    @property
+    def pp_size(self) -> int:
+        return self.context.pipeline_size
+
+    @property
+    def dp_size(self) -> int:
+        return self.context.data_size
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        """torch.distributed's group of the tensor ranks. All ranks get it together; likewise the groups below."""
+        return self.context.mesh.get_group("tensor")
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        return self.context.mesh.get_group("pipeline")
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup:
+        return self.context.mesh.get_group("data")
+
+    @property
+    def pg_mesh(self) -> SimpleNamespace:
+        """An object whose method `get_ranks_in_group` returns the ranks in the world of a group's members."""
+        return SimpleNamespace(get_ranks_in_group=dist.get_process_group_ranks)
+
+    @property
+    def stage_manager(self) -> StageManager:
+        return StageManager(self)
+
+    @property
     def cuts(self) -> list[float] | None:
         """Costs of blocks that make stages get `num_layers_per_stage` blocks; None without that option."""
         layers = self.settings.num_layers_per_stage
@@ -355,26 +294,13 @@ class HybridParallelPlugin(Groups):
         return get_dataloader(dataset, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, **options)
 
 
-_OF_ZERO = {
-    "norm_type": Elsewhere(2.0, "max_norm is a norm of order 2; use pipeflow.clip_grad_norm_"),
-    "reduce_bucket_size_in_m": Elsewhere(12, "bucket sizes do not change results; remove it"),
-    "master_weights": Elsewhere(True, "16-bit parameters always have float32 masters; use precision='fp32'"),
-    "cast_inputs": Elsewhere(True, "inputs are always converted to the model's dtype; remove it"),
-    "verbose": Elsewhere(False, "leave it out"),
-    "extra_dp_size": Elsewhere(1, "states are distributed over all replicas; remove it"),
-}
-
-
 class TorchDDPPlugin(HybridParallelPlugin):
-    """Replicas of the model. `Booster(mixed_precision=...)` sets their precision.
-
-    Args:
-        bucket_cap_mb: must be 25, the default.
-        options: those of HybridParallelPlugin; `precision` is "fp32" by default.
+    """Replicas of the model. `Booster(mixed_precision=...)` sets their precision. `options` are those of
+    HybridParallelPlugin; `precision` is "fp32" by default.
     """
 
-    def __init__(self, *, bucket_cap_mb: int = 25, **options: Any) -> None:
-        super().__init__(1, 1, **{"precision": "fp32", "ddp_bucket_cap_mb": bucket_cap_mb, **options})
+    def __init__(self, **options: Any) -> None:
+        super().__init__(1, 1, **{"precision": "fp32", **options})
 
 
 class LowLevelZeroPlugin(HybridParallelPlugin):
@@ -382,7 +308,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
 
     Args:
         stage: 1 or 2.
-        options: those of HybridParallelPlugin, and options in `_OF_ZERO` with the value that has no effect.
+        options: those of HybridParallelPlugin.
 
     Raises UsageError for another stage, and as HybridParallelPlugin does.
     """
@@ -390,16 +316,68 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
     def __init__(self, stage: int = 1, **options: Any) -> None:
         if stage not in (1, 2):
             raise UsageError(f"stage must be 1 or 2, got {stage}: use TorchDDPPlugin for 0, GeminiDDP for 3")
-        given = {name: options.pop(name) for name in _OF_ZERO if name in options}
-        require_nothing_else(LowLevelZeroPlugin, given, _OF_ZERO, ())
         super().__init__(1, 1, zero_stage=stage, **options)
 
 
-class GeminiPlugin:
-    """This plugin is not supported: its constructor raises UsageError."""
+def GeminiPlugin(**options: Any) -> NoReturn:  # noqa: N802  # its name there
+    """Raises UsageError: this plugin is not supported."""
+    raise UsageError(
+        "GeminiPlugin is not supported: wrap the model with colossalai.nn.parallel.GeminiDDP, without a Booster, "
+        "or use LowLevelZeroPlugin(stage=2)"
+    )
 
-    def __init__(self, **options: Any) -> None:
-        raise UsageError(
-            "GeminiPlugin is not supported: wrap the model with colossalai.nn.parallel.GeminiDDP, without a Booster, "
-            "or use LowLevelZeroPlugin(stage=2)"
-        )
+
+class StageManager:
+    """The place of this rank in the pipeline, and the layers of its stages. In ColossalAI, a stage is a pipeline rank.
+
+    Attributes:
+        num_stages: number of pipeline ranks.
+        stage: index of this rank.
+        num_model_chunks: number of stages per rank.
+        num_layers_per_stage: number of layers of each stage, if the plugin has it.
+    """
+
+    def __init__(self, plugin: HybridParallelPlugin) -> None:
+        self._placement = plugin.placement
+        self.num_stages = plugin.pp_size
+        self.stage = plugin.context.pipeline_rank
+        self.num_model_chunks = self._placement.num_stages // self.num_stages
+        self.num_layers_per_stage = plugin.settings.num_layers_per_stage
+
+    def is_first_stage(self, ignore_chunk: bool = True) -> bool:
+        """True if this rank has the model's first block."""
+        return self.stage in self._placement.ranks_of(0)
+
+    def is_last_stage(self, ignore_chunk: bool = True) -> bool:
+        """True if this rank has the loss and the outputs."""
+        return self.stage in self._placement.ranks_of(self._placement.num_stages - 1)
+
+    def distribute_layers(self, num_layers: int) -> list[int]:
+        """Returns the number of layers of each stage, in the order of stages: `num_layers_per_stage`, else equal
+        numbers, where stages in the middle get one more if there is a remainder. Raises UsageError for another number
+        of layers.
+        """
+        if self.num_layers_per_stage is not None:
+            if sum(self.num_layers_per_stage) != num_layers:
+                raise UsageError(
+                    f"num_layers_per_stage is for {sum(self.num_layers_per_stage)} layers, not {num_layers}"
+                )
+            return list(self.num_layers_per_stage)
+        stages = self._placement.num_stages
+        each, more = divmod(num_layers, stages)
+        start = stages // 2 - more // 2
+        return [each + (start <= stage < start + more) for stage in range(stages)]
+
+    def get_stage_index(
+        self, layers_per_stage: Sequence[int], stage: int | None = None
+    ) -> tuple[int, int] | list[tuple[int, int]]:
+        """Returns the first layer of a rank's stage and the one after its last; a list of them for several stages.
+
+        Args:
+            layers_per_stage: as `distribute_layers` returns it.
+            stage: index of the rank; by default this one.
+        """
+        ends = [0, *accumulate(layers_per_stage)]
+        own = self._placement.stages_of(self.stage if stage is None else stage)
+        found = [(ends[each], ends[each + 1]) for each in own]
+        return found[0] if len(found) == 1 else found

@@ -1,16 +1,162 @@
-"""ColossalAI's policies: what is replaced in a model, as values. Must not contain: how it is carried out."""
+"""ColossalAI's ShardConfig and policies: settings for sharding a model, and what is replaced in it, as values. Options
+that have no effect here are accepted with their defaults only. Must not contain: how a policy is carried out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
+from inspect import signature
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from pipeflow.colossalai.shard_config import ShardConfig
-from pipeflow.core.errors import UsageError
+from pipeflow.core.errors import UsageError, unknown
+from pipeflow.engine.parallel.context import current_context, is_launched
+
+
+class Elsewhere(NamedTuple):
+    """An option without effect.
+
+    Attributes:
+        default: the value that has no effect, and is accepted.
+        instead: what to do instead of another value.
+    """
+
+    default: Any
+    instead: str
+
+
+def require_nothing_else(
+    owner: type, others: Mapping[str, Any], elsewhere: Mapping[str, Elsewhere], own: Collection[str]
+) -> dict[str, Any]:
+    """Checks the options `others` that the class `owner` got besides its `own`. Returns the values of all options in
+    `elsewhere`, which are their defaults.
+
+    Raises UsageError for an unknown option (with the nearest name), and for a value that is not the default.
+    """
+    for name, value in others.items():
+        if name not in elsewhere:
+            raise unknown(f"option of {owner.__name__}", name, [*own, *elsewhere])
+        if value != elsewhere[name].default:
+            raise UsageError(f"{owner.__name__} does not support {name}={value!r}: {elsewhere[name].instead}")
+    return {name: each.default for name, each in elsewhere.items()}
+
+
+MODE = "split_gather"
+_CONTEXTS = "it splits the context of an attention, which is always whole here"
+_OTHERS = {"all_to_all": "tensor ranks have no all-to-all", "ring": _CONTEXTS, "ring_attn": _CONTEXTS}
+
+
+def mode_of(mode: str | None, *, is_enabled: bool, overlaps: bool) -> str | None:
+    """Returns the mode of a ShardConfig: "split_gather", or None if sequences stay whole.
+
+    Raises UsageError for another mode, and for a mode or an overlap if it is not enabled.
+    """
+    if mode in _OTHERS:
+        raise UsageError(f"sequence_parallelism_mode={mode!r} is not supported: {_OTHERS[mode]}; use {MODE!r}")
+    if mode not in (None, MODE):
+        raise UsageError(f"sequence_parallelism_mode must be {MODE!r}, got {mode!r}")
+    if not is_enabled and (mode or overlaps):
+        raise UsageError("sequence_parallelism_mode and enable_sequence_overlap need enable_sequence_parallelism=True")
+    return MODE if is_enabled else None
+
+
+def require_whole(mode: str | None) -> None:
+    """Raises UsageError if sequences should be split, for models without a policy."""
+    if mode is not None:
+        raise UsageError(
+            "enable_sequence_parallelism=True needs a policy: a model's own attention computes with the length of its "
+            "input, so rules cannot split sequences without changing results. Let a policy replace layers by those of "
+            f"shardformer.layer with seq_parallel_mode={MODE!r}"
+        )
+
+
+_SEQUENCES = "sequences are split over the tensor ranks, with enable_sequence_parallelism=True; remove it"
+ELSEWHERE = {
+    "pipeline_stage_manager": Elsewhere(None, "for a pipeline use Booster with HybridParallelPlugin(pp_size=...)"),
+    "sequence_parallel_process_group": Elsewhere(None, _SEQUENCES),
+    "gradient_checkpoint_config": Elsewhere(None, "call model.gradient_checkpointing_enable()"),
+    "sp_axis": Elsewhere(None, _SEQUENCES),
+    "pg_mesh": Elsewhere(None, "pass tensor_parallel_process_group"),
+    "inner_ring_size": Elsewhere(None, "there is no ring attention; remove it"),
+    "moe_dp_group": Elsewhere(None, "experts are not distributed over ranks; remove it"),
+    "ep_group": Elsewhere(None, "experts are not distributed over ranks; remove it"),
+    "fp8_communication": Elsewhere(False, "tensors are sent in their own dtype; remove it"),
+    "extra_kwargs": Elsewhere({}, "leave it out"),
+}
+"""Options that have no effect here; only these values are accepted."""
+
+
+class ShardConfig:
+    """Settings for sharding a model.
+
+    Args:
+        tensor_parallel_process_group: the ranks that share layers: a group of torch.distributed with neighbouring
+            ranks, or a group of pipeflow. By default the launch's tensor ranks, or all ranks if it has none.
+        enable_tensor_parallelism: split layers over these ranks.
+        enable_all_optimization: fused normalization, and flash attention if the model supports it; no compilation.
+        enable_fused_normalization: RMS norms use torch's own function. torch's layer norms are always fused.
+        enable_flash_attention: attention uses torch's scaled_dot_product_attention.
+        enable_jit_fused: compile the model's blocks with torch.compile.
+        parallel_output: has no effect; logits are always whole.
+        enable_sequence_parallelism: the policy's layers split sequences over the tensor ranks, which halves activations
+            between layers on two ranks. Needs a policy; rules keep sequences whole.
+        sequence_parallelism_mode: must be "split_gather", the default.
+        enable_sequence_overlap: has no effect: a layer's collectives always overlap its products.
+        make_vocab_size_divisible_by: has no effect: a vocabulary of any size is split without padding.
+        others: options in `ELSEWHERE` with the value that has no effect.
+
+    Raises UsageError for an unknown option, for an option in `ELSEWHERE` with another value, and for a number below 1.
+    """
+
+    pipeline_stage_manager: Any  # a plugin sets it, for policies
+
+    def __init__(
+        self,
+        tensor_parallel_process_group: Any = None,
+        enable_tensor_parallelism: bool = True,
+        enable_all_optimization: bool = False,
+        enable_fused_normalization: bool = False,
+        enable_flash_attention: bool = False,
+        enable_jit_fused: bool = False,
+        parallel_output: bool = True,
+        enable_sequence_parallelism: bool = False,
+        sequence_parallelism_mode: str | None = None,
+        enable_sequence_overlap: bool = False,
+        make_vocab_size_divisible_by: int = 64,
+        **others: Any,
+    ) -> None:
+        vars(self).update(
+            require_nothing_else(ShardConfig, others, ELSEWHERE, signature(ShardConfig).parameters)
+        )  # policies may ask for them
+        self.tensor_parallel_process_group = tensor_parallel_process_group
+        self.enable_tensor_parallelism = enable_tensor_parallelism
+        self.enable_all_optimization = enable_all_optimization
+        self.enable_fused_normalization = enable_fused_normalization or enable_all_optimization
+        self.enable_flash_attention = enable_flash_attention
+        self.enable_jit_fused = enable_jit_fused
+        self.parallel_output = parallel_output
+        if make_vocab_size_divisible_by < 1:
+            raise UsageError(
+                f"make_vocab_size_divisible_by must be at least 1, got {make_vocab_size_divisible_by}; it has no effect"
+            )
+        self.enable_sequence_parallelism = enable_sequence_parallelism
+        self.enable_sequence_overlap = enable_sequence_overlap
+        self.sequence_parallelism_mode = mode_of(
+            sequence_parallelism_mode, is_enabled=enable_sequence_parallelism, overlaps=enable_sequence_overlap
+        )
+        self.make_vocab_size_divisible_by = make_vocab_size_divisible_by
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Number of ranks that share layers."""
+        group = self.tensor_parallel_process_group
+        if not self.enable_tensor_parallelism:
+            return 1
+        if group is None:
+            return current_context().tensor_size if is_launched() else 1
+        return int(group.size() if callable(group.size) else group.size)
 
 
 @dataclass
@@ -124,57 +270,3 @@ class Policy:
         entry = policy.setdefault(target_key, ModulePolicyDescription())
         entry.method_replacement = {**(entry.method_replacement or {}), **description}
         return policy
-
-
-@dataclass(frozen=True)
-class PolicyLocation:
-    """The place of a policy, whose module is imported when a model of its class is sharded.
-
-    Attributes:
-        file_name: the Python module, such as "my_project.policies".
-        class_name: the policy's class in it.
-    """
-
-    file_name: str
-    class_name: str
-
-
-_POLICY_LIST: dict[str, PolicyLocation] = {}
-"""Policies by the full name of a model's class, such as "transformers.models.bert.modeling_bert.BertModel"."""
-
-
-def import_policy(policy_location: PolicyLocation) -> type[Policy]:
-    """Imports a policy's class. Raises UsageError if it does not exist."""
-    try:
-        found: type[Policy] = getattr(import_module(policy_location.file_name), policy_location.class_name)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(
-            f"there is no policy {policy_location.class_name} in the module {policy_location.file_name}: {error}"
-        ) from error
-    return found
-
-
-def listed_policy(model: nn.Module) -> Policy | None:
-    """Makes the policy listed for the model's class; None if there is none."""
-    location = _POLICY_LIST.get(_full_name(model))
-    return None if location is None else import_policy(location)()
-
-
-def get_autopolicy(model: nn.Module, shard_config: ShardConfig | None = None) -> Policy:
-    """Makes the policy listed for the model's class, for this model and configuration.
-
-    Raises UsageError if there is none.
-    """
-    policy = listed_policy(model)
-    if policy is None:
-        raise UsageError(
-            f"there is no policy for {_full_name(model)}: shard it without one, by rules, or add a PolicyLocation to "
-            f"_POLICY_LIST, which has {', '.join(_POLICY_LIST) or 'no entries'}"
-        )
-    policy.set_model(model)
-    policy.set_shard_config(ShardConfig(enable_tensor_parallelism=False) if shard_config is None else shard_config)
-    return policy
-
-
-def _full_name(model: nn.Module) -> str:
-    return f"{type(model).__module__}.{type(model).__qualname__}"

@@ -1,17 +1,20 @@
-"""The processes of a job: how they are laid out, which ColossalAI's programs choose after their launch, with a
-Booster's plugin or a ShardConfig's group; groups of torch.distributed along the axes of a grid; and what scripts ask
-about a process and its place.
+"""The processes of a job: ColossalAI's launch functions, and the parser of their arguments; how processes are laid out,
+which programs choose after their launch, with a Booster's plugin or a ShardConfig's group; and what scripts ask about a
+process and its place.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import wraps
-from itertools import product
-from math import prod
+from inspect import signature
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,12 +22,150 @@ import torch.distributed as dist
 
 from pipeflow.adapters.ranks import objects_of_all, wait_for_all
 from pipeflow.core.errors import UsageError
+from pipeflow.engine.parallel import launcher
 from pipeflow.engine.parallel.context import Context, current_context, is_launched
-from pipeflow.engine.parallel.launcher import launch
 from pipeflow.engine.parallel.layout import WorldLayout
 from pipeflow.engine.parallel.transport.protocol import Group
 from pipeflow.engine.tensor.random import manual_seed
-from pipeflow.training.launch import current_config, keep_config
+from pipeflow.training.config import Config
+from pipeflow.training.launch import current_config, keep_config, launch_from_config
+
+Source = Config | Mapping[str, Any] | str | Path
+_KINDS = {"TENSOR_SHAPE": (tuple, list), "NUM_CHUNKS": (int,)}
+
+
+def with_variables(config: Source) -> Source:
+    """Returns the configuration; if it is a dict, with TENSOR_SHAPE and NUM_CHUNKS from the script that Python runs,
+    unless the dict has them.
+    """
+    if not isinstance(config, Mapping):
+        return config
+    script, model = vars(sys.modules["__main__"]), config.get("model")
+    known = {*config, *(["NUM_CHUNKS"] if isinstance(model, Mapping) and "num_chunks" in model else [])}
+    found = {
+        name: script[name]
+        for name, kinds in _KINDS.items()
+        if name not in known and isinstance(script.get(name), kinds)
+    }
+    return {**found, **config}
+
+
+BACKENDS = ("nccl", "gloo")
+
+
+def launch_from_torch(
+    config: Source | None = None,
+    backend: str | None = None,
+    seed: int = 1024,
+    verbose: bool = True,
+    *,
+    timeout: float = 60.0,
+) -> Context:
+    """Calls `launch_from_config` in a process that torchrun started.
+
+    Args:
+        config: the configuration; by default empty. If it is a dict without TENSOR_SHAPE or NUM_CHUNKS, these are
+            variables of the script that Python runs, if it has them.
+        backend: "gloo" computes on the CPU, "nccl" on GPUs; by default on GPUs if the machine has any.
+        seed, verbose, timeout: as in `launch_from_config`.
+
+    Raises UsageError for an unknown or missing backend, and as `launch_from_config` does.
+    """
+    device = _device_for(backend)
+    source = with_variables({} if config is None else config)
+    return launch_from_config(source, seed=seed, verbose=verbose, timeout=timeout, device=device)
+
+
+def _after_config(function: Callable[..., Context]) -> Callable[..., Context]:
+    """The function, which may also get `config` before its other arguments, as in older versions of ColossalAI."""
+    places = signature(function)
+
+    @wraps(function)
+    def called(*arguments: Any, **options: Any) -> Context:
+        try:
+            leads = not str(places.bind(*arguments, **options).arguments["port"]).isdecimal()
+        except TypeError:
+            leads = bool(arguments) and not isinstance(arguments[0], int)
+        if leads:
+            config, *others = arguments
+            return function(*others, config=config, **options)
+        return function(*arguments, **options)
+
+    return called
+
+
+@_after_config
+def launch(
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    backend: str | None = None,
+    local_rank: int | None = None,
+    seed: int = 1024,
+    verbose: bool = True,
+    *,
+    config: Source | None = None,
+    timeout: float = 60.0,
+) -> Context:
+    """Like `launch_from_torch`, for processes that torchrun did not start; it first sets torchrun's environment
+    variables. A configuration may also be the first argument: `launch(config, rank, world_size, host, port)`.
+
+    Args:
+        rank: index of this process, from 0.
+        world_size: number of processes.
+        host: host name or address of rank 0's machine.
+        port: a free port on that machine.
+        local_rank: index of this process on its machine; by default the rank modulo the number of GPUs here.
+        config, backend, seed, verbose, timeout: as in `launch_from_torch`.
+    """
+    local = rank % max(1, torch.cuda.device_count()) if local_rank is None else local_rank
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local))
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+    return launch_from_torch(config, backend, seed, verbose, timeout=timeout)
+
+
+@_after_config
+def launch_from_slurm(host: str, port: int, backend: str | None = None, **options: Any) -> Context:
+    """Like `launch`, for processes that srun started. Raises UsageError if Slurm's variables are missing."""
+    rank, world_size, local_rank = _numbers("srun", "SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID")
+    return launch(rank, world_size, host, port, backend, local_rank, **options)
+
+
+@_after_config
+def launch_from_openmpi(host: str, port: int, backend: str | None = None, **options: Any) -> Context:
+    """Like `launch`, for processes that OpenMPI's mpirun started. Raises UsageError if its variables are missing."""
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+    rank, world_size, local_rank = _numbers("mpirun", *names)
+    return launch(rank, world_size, host, port, backend, local_rank, **options)
+
+
+def _numbers(launcher: str, *names: str) -> list[int]:
+    """Numbers that `launcher` put into this process's environment."""
+    if missing := [name for name in names if not os.environ.get(name, "").isdecimal()]:
+        raise UsageError(f"the environment variable {missing[0]} is not a number: start the program with {launcher}")
+    return [int(os.environ[name]) for name in names]
+
+
+def _device_for(backend: str | None) -> str | None:
+    if backend not in (None, *BACKENDS):
+        raise UsageError(f"backend {backend!r} is not supported: use {' or '.join(BACKENDS)}")
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise UsageError("backend 'nccl' needs a GPU: use 'gloo', or remove backend")
+    return "cpu" if backend == "gloo" else None
+
+
+def get_default_parser() -> ArgumentParser:
+    """Returns a parser of the arguments of `launch`; add your own options to it."""
+    parser = ArgumentParser()
+    parser.add_argument("--config", help="a Python file")
+    parser.add_argument("--host", help="host name or address of rank 0's machine")
+    parser.add_argument("--port", type=int, help="a free port on that machine")
+    parser.add_argument("--world_size", type=int, help="number of processes")
+    parser.add_argument("--rank", type=int, help="index of this process, from 0")
+    parser.add_argument("--local_rank", type=int, help="index of this process on its machine, from 0")
+    parser.add_argument("--backend", choices=BACKENDS, help="by default nccl if there is a GPU, else gloo")
+    return parser
 
 
 def lay_out(pipeline: int, tensor: int) -> Context:
@@ -46,7 +187,7 @@ def lay_out(pipeline: int, tensor: int) -> Context:
             raise UsageError(f"the ranks ask for different (pipeline, tensor) sizes: {[each[:2] for each in everyone]}")
     config, timeout, device = current_config(), context.world.timeout, context.device
     context.close()
-    context = launch(pipeline, tensor, timeout=timeout, device=device)
+    context = launcher.launch(pipeline, tensor, timeout=timeout, device=device)
     keep_config(config)
     manual_seed(everyone[0][2])
     return context
@@ -74,110 +215,6 @@ def tensor_group(process_group: Any) -> Group:
     if is_launched() and current_context().layout == WorldLayout(data=current_context().world_size):
         return lay_out(1, current_context().world_size).tensor
     return lay_out(current_context().pipeline_size, current_context().tensor_size).tensor
-
-
-class ProcessGroupMesh:
-    """All processes as a grid, and torch.distributed's groups along its axes. All ranks make the same calls of methods
-    that make groups.
-
-    Args:
-        size: number of ranks along each axis; the ranks along the last axis are neighbours.
-
-    Raises UsageError before `launch`, and if the sizes do not multiply to the number of processes.
-    """
-
-    def __init__(self, *size: int) -> None:
-        context = current_context()
-        if prod(size) != context.world_size:
-            raise UsageError(f"a mesh of {' x '.join(map(str, size))} does not have {context.world_size} processes")
-        self.shape = size
-        self.rank = context.rank
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-    def size(self, dim: int | None = None) -> int | tuple[int, ...]:
-        """Returns the number of ranks along an axis; by default those along each axis."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def coordinate(self, dim: int | None = None) -> int | tuple[int, ...]:
-        """Returns this rank's index along an axis; by default those along each axis."""
-        place = self.unravel(self.rank, self.shape)
-        return place if dim is None else place[dim]
-
-    @staticmethod
-    def unravel(rank: int, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the indices of a rank along each axis."""
-        return tuple(int(index) for index in torch.unravel_index(torch.tensor(rank, device="cpu"), tuple(shape)))
-
-    @staticmethod
-    def ravel(coord: Sequence[int], shape: Sequence[int], mode: str = "raise") -> int:
-        """Returns the rank with these indices.
-
-        Args:
-            coord: index along each axis.
-            shape: number of ranks along each axis.
-            mode: an index that is too large or too small is an error with "raise", counts modulo the axis's length with
-                "wrap", and means the nearest one with "clip".
-
-        Raises UsageError for another mode, and for such an index.
-        """
-        if mode not in ("raise", "wrap", "clip"):
-            raise UsageError(f"mode must be raise, wrap or clip, got {mode!r}")
-        rank = 0
-        for index, length in zip(coord, shape, strict=True):
-            near = index % length if mode == "wrap" else min(max(index, 0), length - 1)
-            if mode == "raise" and near != index:
-                raise UsageError(f"there is no rank at {tuple(coord)} of a mesh of {' x '.join(map(str, shape))}")
-            rank = rank * length + near
-        return rank
-
-    @staticmethod
-    def get_coords_along_axis(
-        base_coord: Sequence[int], axis: int | Sequence[int], indices_at_axis: Sequence[Any]
-    ) -> list[tuple[int, ...]]:
-        """Returns the places that differ from `base_coord` along the axes; there they have the given indices."""
-        chosen = {axis: indices_at_axis} if isinstance(axis, int) else dict(zip(axis, indices_at_axis, strict=True))
-        return list(product(*(chosen.get(each, (index,)) for each, index in enumerate(base_coord))))
-
-    def get_group(self, ranks_in_group: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-        """Returns the group of these ranks, which it makes once."""
-        ranks = tuple(sorted(ranks_in_group))
-        if ranks not in self._groups:
-            self._groups[ranks] = dist.new_group(list(ranks), backend=backend)
-        return self._groups[ranks]
-
-    def get_ranks_in_group(self, group: dist.ProcessGroup) -> list[int]:
-        """Returns the ranks in the world of the group's members."""
-        return dist.get_process_group_ranks(group)
-
-    def get_group_along_axis(
-        self, axis: int | Sequence[int], indices_at_axis: Sequence[Any] | None = None, backend: str | None = None
-    ) -> dist.ProcessGroup | None:
-        """Returns this rank's group of the ranks that differ along the axes. All groups along these axes are made.
-
-        Args:
-            axis: one or several axes.
-            indices_at_axis: indices along the axis, or along each of them; by default all. None is returned on ranks
-                with other indices.
-            backend: torch.distributed's backend.
-        """
-        axes = [axis] if isinstance(axis, int) else list(axis)
-        given = indices_at_axis and ([indices_at_axis] if isinstance(axis, int) else indices_at_axis)
-        chosen = given or [range(self.shape[each]) for each in axes]
-        firsts = product(*(range(1 if each in axes else length) for each, length in enumerate(self.shape)))
-        own = None
-        for first in firsts:
-            ranks = [self.ravel(place, self.shape) for place in self.get_coords_along_axis(first, axes, chosen)]
-            group = self.get_group(ranks, backend)
-            own = group if self.rank in ranks else own
-        return own
-
-    create_group_along_axis = get_group_along_axis
-
-    def destroy_mesh_process_groups(self) -> None:
-        """Destroys the groups that this mesh made."""
-        for group in self._groups.values():
-            dist.destroy_process_group(group)
-        self._groups.clear()
 
 
 class ParallelMode(Enum):
@@ -269,22 +306,14 @@ _RANKS: Mapping[ParallelMode, Callable[[WorldLayout, int], Sequence[int]]] = {
 global_context = GlobalContext()
 
 
-class Accelerator:
-    """The device of this process. Raises UsageError before `launch`."""
-
-    def get_current_device(self) -> torch.device:
-        """Returns this process's device, which may be the CPU."""
-        return current_context().device
-
-
-def get_accelerator() -> Accelerator:
-    """Returns what this process computes on."""
-    return Accelerator()
-
-
 def get_current_device() -> torch.device:
-    """Returns this process's device. Raises UsageError before `launch`."""
+    """Returns this process's device, which may be the CPU. Raises UsageError before `launch`."""
     return current_context().device
+
+
+def get_accelerator() -> SimpleNamespace:
+    """Returns an object whose method `get_current_device` is the function of this name."""
+    return SimpleNamespace(get_current_device=get_current_device)
 
 
 def is_using_pp() -> bool:

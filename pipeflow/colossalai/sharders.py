@@ -17,9 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeflow.colossalai.policies import ModulePolicyDescription, Policy, SubModuleReplacementDescription, listed_policy
+from pipeflow.colossalai.policies import (
+    ModulePolicyDescription,
+    Policy,
+    ShardConfig,
+    SubModuleReplacementDescription,
+    require_whole,
+)
 from pipeflow.colossalai.processes import tensor_group
-from pipeflow.colossalai.shard_config import ShardConfig, require_whole
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.sharding import partial_in
 from pipeflow.engine.parallel.transport.protocol import Alone, Group
@@ -245,15 +250,14 @@ class ShardFormer:
             self._group = tensor_group(shard_config.tensor_parallel_process_group)
 
     def optimize(self, model: nn.Module, policy: Policy | None = None) -> tuple[nn.Module, list[dict[int, Tensor]]]:
-        """Splits the model's layers in place with `pipeflow.tensor.shard`, or replaces them as `policy` says, or the
-        policy listed for the model's class. Returns the model and the policy's shared parameters. Call the model and
-        differentiate its loss as usual, with the same batch on all ranks.
+        """Splits the model's layers in place with `pipeflow.tensor.shard`, or replaces them as `policy` says. Returns
+        the model and the policy's shared parameters. Call the model and differentiate its loss as usual, with the same
+        batch on all ranks.
 
         Raises UsageError as `pipeflow.tensor.shard` and ModelSharder do.
         """
         optimize(model, self.shard_config)
         shared: list[dict[int, Tensor]] = []
-        policy = policy or listed_policy(model)
         if policy is None:
             require_whole(self.shard_config.sequence_parallelism_mode)
             shard(model, group=self._group)

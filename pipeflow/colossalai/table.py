@@ -7,85 +7,66 @@ from pipeflow.core.face import Face
 NAMES = {
     "": {
         "engines": "initialize",
-        "launchers": "get_default_parser, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch",
+        "processes": "get_default_parser, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch",
     },
     "accelerator": {"processes": "get_accelerator"},
     "amp": {"layers": "AMP_TYPE"},
     "booster": {"boosters": "Booster"},
     "booster.booster": {"boosters": "Booster"},
     "booster.plugin": {"plugins": "GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin"},
-    "booster.plugin.dp_plugin_base": {"plugins": "HybridParallelPlugin as DPPluginBase"},
     "booster.plugin.hybrid_parallel_plugin": {"plugins": "HybridParallelPlugin"},
-    "builder": {"builders": "build_pipeline_model, build_pipeline_model_from_cfg"},
+    "builder": {"layers": "build_pipeline_model, build_pipeline_model_from_cfg"},
     "builder.pipeline": {
-        "builders": "build_pipeline_model, build_pipeline_model_from_cfg",
+        "layers": "build_pipeline_model, build_pipeline_model_from_cfg",
         "pipeflow.core.partition": "partition_balanced, partition_uniform",
     },
-    "cluster": {"processes": "DistCoordinator, ProcessGroupMesh"},
+    "cluster": {"processes": "DistCoordinator"},
     "cluster.dist_coordinator": {"processes": "DistCoordinator"},
-    "cluster.process_group_mesh": {"processes": "ProcessGroupMesh"},
     "context": {"processes": "ParallelMode", "pipeflow.training": "Config"},
     "context.parallel_mode": {"processes": "ParallelMode"},
     "core": {"processes": "global_context"},
     "engine": {"engines": "Engine"},
     "engine.schedule": {"engines": "InterleavedPipelineSchedule, NonPipelineSchedule, PipelineSchedule"},
-    "lazy": {"lazy_init": "LazyInitContext"},
-    "lazy.lazy_init": {"lazy_init": "LazyInitContext"},
     "logging": {"pipeflow.training": "DistributedLogger, disable_existing_loggers, get_dist_logger"},
     "nn": {
         "layers": "Classifier, CrossEntropyLoss, Embedding, Linear",
         "pipeflow.engine.tensor": "Dropout, LayerNorm, PatchEmbedding",
         "pipeflow.training.optim": "Lamb",
     },
-    "nn.layer.parallel_1d": {
-        "pipeflow.engine.tensor": "Classifier as Classifier1D, ColumnParallelLinear as Linear1D_Col, "
-        "Dropout as Dropout1D, HiddenParallelEmbedding as Embedding1D, LayerNorm as LayerNorm1D, "
-        "PatchEmbedding as PatchEmbedding1D, "
-        "RowParallelLinear as Linear1D_Row, VocabParallelClassifier as VocabParallelClassifier1D, "
-        "VocabParallelCrossEntropy as VocabParallelCrossEntropyLoss1D, "
-        "VocabParallelEmbedding as VocabParallelEmbedding1D",
-    },
     "nn.layer.wrapper": {"pipeflow.engine.runtime.gradients.ties": "PipelineSharedModuleWrapper"},
     "nn.lr_scheduler": {
-        "layers": "CosineAnnealingLR, ExponentialLR, LambdaLR, MultiStepLR, MultiplicativeLR, OneCycleLR, "
-        "PolynomialLR, StepLR",
         "pipeflow.training.optim": "CosineAnnealingWarmupLR, FlatAnnealingLR, FlatAnnealingWarmupLR, LinearWarmupLR, "
         "MultiStepWarmupLR, PolynomialWarmupLR",
     },
     "nn.metric": {"layers": "Accuracy"},
     "nn.optimizer": {"layers": "HybridAdam", "pipeflow.training.optim": "Lamb"},
     "nn.parallel": {"gemini": "GeminiDDP"},
-    "pipeline.pipelinable": {"builders": "PipelinableContext, PipelinableModel"},
-    "registry": {
-        "builders": "DATASETS, HOOKS, LAYERS, LOSSES, MODELS, OPTIMIZERS",
-        "pipeflow.training": "Registry",
-    },
-    "shardformer": {"shard_config": "ShardConfig", "sharders": "ModelSharder, ShardFormer"},
+    "registry": {"layers": "LAYERS, MODELS", "pipeflow.training": "Registry"},
+    "shardformer": {"policies": "ShardConfig", "sharders": "ModelSharder, ShardFormer"},
     "shardformer.layer": {
-        "shard_layers": "Classifier1D, Dropout1D, Embedding1D, LayerNorm1D, Linear1D_Col, Linear1D_Row, "
-        "PatchEmbedding1D, VocabParallelClassifier1D, VocabParallelCrossEntropyLoss1D, VocabParallelEmbedding1D, "
+        "layers": "Classifier1D, Dropout1D, Embedding1D, LayerNorm1D, Linear1D_Col, Linear1D_Row, PatchEmbedding1D, "
+        "VocabParallelClassifier1D, VocabParallelCrossEntropyLoss1D, VocabParallelEmbedding1D, "
         "gather_forward_split_backward, split_forward_gather_backward",
     },
     "shardformer.modeling.chatglm2_6b.configuration_chatglm": {"chatglm": "ChatGLMConfig"},
     "shardformer.modeling.chatglm2_6b.modeling_chatglm": {"chatglm": "ChatGLMForConditionalGeneration, ChatGLMModel"},
-    "shardformer.policies.auto_policy": {"policies": "PolicyLocation, _POLICY_LIST, get_autopolicy, import_policy"},
     "shardformer.policies.base_policy": {
         "policies": "ModulePolicyDescription, Policy, SubModuleReplacementDescription",
     },
-    "shardformer.shard": {"shard_config": "ShardConfig", "sharders": "ModelSharder, ShardFormer"},
-    "shardformer.shard.shard_config": {"shard_config": "ShardConfig"},
+    "shardformer.shard": {"policies": "ShardConfig", "sharders": "ModelSharder, ShardFormer"},
+    "shardformer.shard.shard_config": {"policies": "ShardConfig"},
     "shardformer.shard.sharder": {"sharders": "ModelSharder"},
     "shardformer.shard.shardformer": {"sharders": "ShardFormer"},
     "tensor": {
-        "tensor_specs": "ColoTensorSpec, ComputePattern, ComputeSpec, ProcessGroup, ReplicaSpec, ShardSpec",
-        "tensors": "ColoParameter, ColoTensor",
+        "tensors": "ColoParameter, ColoTensor, ColoTensorSpec, ComputePattern, ComputeSpec, ProcessGroup, ReplicaSpec, "
+        "ShardSpec",
     },
-    "tensor.process_group": {"tensor_specs": "ProcessGroup"},
+    "tensor.process_group": {"tensors": "ProcessGroup"},
     "trainer": {"trainers": "Trainer", "trainer": "hooks"},
     "trainer.hooks": {
         "trainers": "BaseHook",
-        "hooks": "AccuracyHook, LRSchedulerHook, LogMemoryByEpochHook, LogMetricByEpochHook, LogMetricByStepHook, "
-        "LogTimingByEpochHook, LossHook, SaveCheckpointHook, TensorboardHook, ThroughputHook",
+        "hooks": "AccuracyHook, LRSchedulerHook, LogMetricByEpochHook, LogMetricByStepHook, LossHook, "
+        "SaveCheckpointHook, TensorboardHook, ThroughputHook",
     },
     "utils": {
         "processes": "get_current_device, is_using_pp",
@@ -95,4 +76,22 @@ NAMES = {
     "utils.timer": {"pipeflow.training": "MultiTimer, Timer"},
 }
 
-FACE = Face("pipeflow.colossalai", __file__, NAMES)
+_RATES = "CosineAnnealingLR, ExponentialLR, LambdaLR, MultiStepLR, MultiplicativeLR, OneCycleLR, StepLR"
+_REGISTRY = "pipeflow.training.Registry"
+INSTEAD = {
+    "booster.plugin.dp_plugin_base": "colossalai.booster.plugin.HybridParallelPlugin",
+    "cluster.ProcessGroupMesh": "torch.distributed.device_mesh.init_device_mesh",
+    "cluster.process_group_mesh": "torch.distributed.device_mesh.init_device_mesh",
+    "lazy": "from_config or from_pretrained of pipeflow's huggingface, with which a rank makes only its own parameters",
+    "nn.layer.parallel_1d": "colossalai.shardformer.layer",
+    **{f"nn.lr_scheduler.{name}": f"torch.optim.lr_scheduler.{name}" for name in _RATES.split(", ")},
+    "nn.lr_scheduler.PolynomialLR": "colossalai.nn.lr_scheduler.PolynomialWarmupLR with warmup_steps=0",
+    "pipeline": "pipeflow.build_stages, or pipeflow.Pipeline.from_module with cuts=",
+    **dict.fromkeys((f"registry.{name}" for name in ("DATASETS", "HOOKS", "LOSSES", "OPTIMIZERS")), _REGISTRY),
+    "shardformer.policies.auto_policy": "custom_policy= of HybridParallelPlugin, or policy= of ShardFormer.optimize",
+    "trainer.hooks.LogMemoryByEpochHook": "pipeflow.training.MemoryHook, which a Trainer takes too",
+    "trainer.hooks.LogTimingByEpochHook": "pipeflow.training.TimingHook, which a Trainer takes too",
+}
+"""Names of ColossalAI that no tutorial uses, with what does the same."""
+
+FACE = Face("pipeflow.colossalai", __file__, NAMES, INSTEAD)

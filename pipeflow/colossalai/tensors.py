@@ -1,32 +1,205 @@
-"""ColoTensor and ColoParameter: tensors of which a rank may hold a part. Every function of torch returns the same
-result as with the whole tensor. Products and embeddings compute with the part, as in Megatron-LM (Shoeybi et al., arXiv
-1909.08053, section 3), and so do pointwise functions. All others get the whole tensor.
+"""ColoTensor and ColoParameter: tensors of which a rank may hold a part; and their specs, which say how a tensor is
+split over tensor ranks, and how layers compute with it. Every function of torch returns the same result as with the
+whole tensor. Products and embeddings compute with the part, as in Megatron-LM (Shoeybi et al., arXiv 1909.08053,
+section 3), and so do pointwise functions. All others get the whole tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeflow.colossalai.tensor_specs import (
-    ColoTensorSpec,
-    ComputeSpec,
-    ProcessGroup,
-    ReplicaSpec,
-    ShardSpec,
-    part_of,
-    whole_of,
-)
 from pipeflow.core.errors import UsageError
+from pipeflow.engine.parallel.context import Context, current_context
+from pipeflow.engine.parallel.layout import WorldLayout
+from pipeflow.engine.parallel.transport.protocol import Group
 from pipeflow.engine.tensor.linear import Mode, column_linear, row_linear
-from pipeflow.engine.tensor.regions import reduce_from_tensor_region
+from pipeflow.engine.tensor.regions import (
+    gather_from_tensor_region,
+    reduce_from_tensor_region,
+    scatter_to_tensor_region,
+)
 from pipeflow.engine.torch_private.autograd import without_torch_function
 from pipeflow.engine.torch_private.tensors import make_subclass
 from pipeflow.engine.torch_private.trees import tree_leaves, tree_map
+
+
+class ProcessGroup:
+    """The world as `dp_degree` x `tp_degree` ranks, where tensor ranks are neighbours. Groups of equal degrees are
+    equal.
+
+    Args:
+        tp_degree: number of tensor ranks; by default the world size / `dp_degree`.
+        dp_degree: number of data ranks; by default the world size / `tp_degree`. Without either all are data ranks.
+
+    Raises UsageError before `launch`, if the degrees do not fit the world, and for a world with a pipeline.
+    """
+
+    def __init__(self, *, tp_degree: int | None = None, dp_degree: int | None = None) -> None:
+        context = current_context()
+        world = context.world_size
+        if context.pipeline_size > 1:
+            raise UsageError("a ProcessGroup has only tensor and data ranks: launch without pipeline=")
+        given = {"tp_degree": tp_degree, "dp_degree": dp_degree}
+        for name, degree in given.items():
+            if degree is not None and (degree < 1 or world % degree):
+                sizes = ", ".join(str(size) for size in range(1, world + 1) if world % size == 0)
+                raise UsageError(f"{name}={degree} does not divide the world of {world} ranks: choose one of {sizes}")
+        tensor = tp_degree if tp_degree is not None else 1 if dp_degree is None else world // dp_degree
+        if dp_degree is not None and tensor * dp_degree != world:
+            raise UsageError(f"tp_degree={tp_degree} x dp_degree={dp_degree} is not the world of {world} ranks")
+        self.layout = WorldLayout(pipeline=1, tensor=tensor, data=world // tensor)
+        self._context = context
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ProcessGroup) and (self.layout, self._context) == (other.layout, other._context)
+
+    def __hash__(self) -> int:
+        return hash(self.layout)
+
+    def __repr__(self) -> str:
+        return f"ProcessGroup(tp_degree={self.layout.tensor}, dp_degree={self.layout.data})"
+
+    def __deepcopy__(self, memo: object) -> ProcessGroup:
+        return self  # channels cannot be copied
+
+    @property
+    def context(self) -> Context:
+        """The context of the launch in which it was made."""
+        return self._context
+
+    @cached_property
+    def tensor(self) -> Group:
+        """The ranks that hold the other parts of the same parameters."""
+        return self._group(self.layout.tensor_ranks(self._context.rank), self._context.tensor)
+
+    @cached_property
+    def data(self) -> Group:
+        """The ranks that hold the same parts for other data."""
+        return self._group(self.layout.data_ranks(self._context.rank), self._context.data)
+
+    def tp_world_size(self) -> int:
+        """Returns the number of tensor ranks."""
+        return self.layout.tensor
+
+    def dp_world_size(self) -> int:
+        """Returns the number of data ranks."""
+        return self.layout.data
+
+    def tp_local_rank(self) -> int:
+        """Returns this rank's index among the tensor ranks."""
+        return self.layout.place(self._context.rank).tensor
+
+    def dp_local_rank(self) -> int:
+        """Returns this rank's index among the data ranks."""
+        return self.layout.place(self._context.rank).data
+
+    def tp_rank_list(self) -> list[int]:
+        """Returns the world ranks of the tensor ranks."""
+        return list(self.layout.tensor_ranks(self._context.rank))
+
+    def dp_rank_list(self) -> list[int]:
+        """Returns the world ranks of the data ranks."""
+        return list(self.layout.data_ranks(self._context.rank))
+
+    def _group(self, ranks: tuple[int, ...], known: Group) -> Group:
+        """The context's own group if it has these ranks, else a new one."""
+        here = self._context
+        same = here.layout.tensor_ranks(here.rank) if known is here.tensor else here.layout.data_ranks(here.rank)
+        return known if ranks == same else here.world.group(ranks)
+
+
+@dataclass(frozen=True)
+class ReplicaSpec:
+    """A layout in which every rank has the whole tensor."""
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Every tensor rank has an equal part along one dimension.
+
+    Attributes:
+        dims: list with the dimension.
+        num_partitions: list with the number of parts.
+
+    Raises UsageError for several dimensions.
+    """
+
+    dims: Sequence[int]
+    num_partitions: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if len(self.dims) != 1 or len(self.num_partitions) != 1:
+            raise UsageError(
+                f"{self} splits {len(self.dims)} dimensions: split one, as in ShardSpec([-1], [pg.tp_world_size()])"
+            )
+
+    @property
+    def dim(self) -> int:
+        """The only one of `dims`."""
+        return self.dims[0]
+
+
+class ComputePattern(Enum):
+    """Ways to compute layers. Only TP1D, Megatron-LM's, is supported."""
+
+    TP1D = 0
+    TP2D = 1
+    TP2P5D = 2
+    TP3D = 3
+
+
+@dataclass
+class ComputeSpec:
+    """How layers compute with a tensor. Raises UsageError for another pattern than TP1D.
+
+    Attributes:
+        compute_pattern: must be TP1D.
+        output_replicate: True (the default) if the parts of a layer's output are gathered.
+    """
+
+    compute_pattern: ComputePattern
+    output_replicate: bool = field(default=True, init=False)
+
+    def __post_init__(self) -> None:
+        if self.compute_pattern is not ComputePattern.TP1D:
+            raise UsageError(f"{self.compute_pattern} is not supported: use ComputePattern.TP1D")
+
+    def set_output_replicate(self, flag: bool = True) -> None:
+        """Sets whether the parts of a layer's output are gathered."""
+        self.output_replicate = flag
+
+
+@dataclass
+class ColoTensorSpec:
+    """The complete spec of a tensor: its ranks, how it is split over them, and how layers compute with it."""
+
+    pg: ProcessGroup
+    dist_attr: ReplicaSpec | ShardSpec = field(default_factory=ReplicaSpec)
+    compute_attr: ComputeSpec | None = None
+
+
+def part_of(whole: Tensor, spec: ColoTensorSpec) -> Tensor:
+    """This rank's part of a whole tensor, copied if it is smaller. Its backward gathers the gradients."""
+    if not isinstance(spec.dist_attr, ShardSpec) or spec.pg.tp_world_size() == 1:
+        return whole
+    last = whole.movedim(spec.dist_attr.dim, -1)
+    return scatter_to_tensor_region(last, spec.pg.tensor).movedim(-1, spec.dist_attr.dim).contiguous()
+
+
+def whole_of(part: Tensor, spec: ColoTensorSpec) -> Tensor:
+    """The whole tensor, gathered from all tensor ranks. In its backward every rank takes its part of the gradient."""
+    if not isinstance(spec.dist_attr, ShardSpec) or spec.pg.tp_world_size() == 1:
+        return part
+    last = part.movedim(spec.dist_attr.dim, -1)
+    return gather_from_tensor_region(last, spec.pg.tensor).movedim(-1, spec.dist_attr.dim)
 
 
 class ColoTensor(Tensor):
@@ -92,8 +265,8 @@ class ColoTensor(Tensor):
         whole = whole_of(self.data, self.spec)
         if isinstance(dist_spec, ShardSpec):
             size = self.process_group.tp_world_size()
-            if dist_spec.partitions != size:
-                raise UsageError(f"{dist_spec} has {dist_spec.partitions} parts, but there are {size} tensor ranks")
+            if [*dist_spec.num_partitions] != [size]:
+                raise UsageError(f"{dist_spec} does not have one part for each of {size} tensor ranks")
             if not -whole.dim() <= dist_spec.dim < whole.dim():
                 raise UsageError(f"{dist_spec} splits a dimension that a tensor of shape {tuple(whole.shape)} lacks")
             if whole.shape[dist_spec.dim] % size:
@@ -105,14 +278,6 @@ class ColoTensor(Tensor):
         self.data = part_of(whole, spec)
         self.grad = None
         self.describe(spec)
-
-    def set_dist_spec(self, dist_spec: ReplicaSpec | ShardSpec) -> None:
-        """Like `set_tensor_spec`, but keeps the compute spec."""
-        self.set_tensor_spec(dist_spec, self.compute_spec)
-
-    def set_compute_spec(self, compute_spec: ComputeSpec) -> None:
-        """Sets how layers compute with the tensor."""
-        self.compute_spec = compute_spec
 
     def to_replicate(self) -> Tensor:
         """Returns the whole as a plain tensor. All tensor ranks call it together."""

@@ -35,11 +35,16 @@ class Face(MetaPathFinder, Loader):
         names: by the path of a module in the package ("" is the package itself) and by the module that defines them,
             the names that it has, as in an import statement: "A, B as C". The defining module is one of the package, or
             has its full name. A package of such modules needs no entry of its own.
+        instead: names and modules of the other library that the package does not have, by their paths, each with what
+            to use instead, as in "lazy" or "nn.lr_scheduler.StepLR".
     """
 
-    def __init__(self, package: str, file: str, names: Mapping[str, Mapping[str, str]]) -> None:
+    def __init__(
+        self, package: str, file: str, names: Mapping[str, Mapping[str, str]], instead: Mapping[str, str]
+    ) -> None:
         self.package = package
         self.file = file
+        self.instead = instead
         self._names = {
             path: [name for each in entry.items() for name in self._read(*each)] for path, entry in names.items()
         }
@@ -82,7 +87,7 @@ class Face(MetaPathFinder, Loader):
         """Finds a module of the table or a file of the package; returns None for other packages. Python also calls it
         for `from MODULE import NAME` if the module does not have the name.
 
-        Raises ModuleNotFoundError with the nearest name if there is none.
+        Raises ModuleNotFoundError if there is none, with what to use instead, or with the nearest name.
         """
         parent, _, name = fullname.rpartition(".")
         if not f"{parent}.".startswith(f"{self.package}."):
@@ -93,36 +98,32 @@ class Face(MetaPathFinder, Loader):
             return spec
         found = PathFinder.find_spec(fullname, path)
         if found is None and not name.startswith("__"):
-            of_parent = self._path(parent)
-            known = sorted({*self.public(of_parent), *self.submodules(of_parent)})
-            raise ModuleNotFoundError(f"{parent} has no {name!r}; {nearest(name, known)}")
+            raise ModuleNotFoundError(self._missing(parent, name))
         return found
+
+    def _missing(self, parent: str, name: str) -> str:
+        path = self._path(parent)
+        instead = self.instead.get(f"{path}.{name}".lstrip("."))
+        known = sorted({*self.public(path), *self.submodules(path)})
+        return f"{parent} has no {name!r}; {nearest(name, known) if instead is None else f'use {instead}'}"
 
     def exec_module(self, module: ModuleType) -> None:
         """Imports the names of a module, which then also has its submodules, imported when they are first used."""
         path = self._path(module.__name__)
-        vars(module)["__getattr__"] = partial(self._unlisted, path)
+        vars(module)["__getattr__"] = partial(self._submodule, path)
         for source, name, alias in self.names(path):
             setattr(module, alias, getattr(import_module(source), name))
         vars(module)["__all__"] = self.public(path)
         if module.__doc__ is None:
-            sources = dict.fromkeys([*(each.source for each in self.names(path)), *self._sources(path)])
+            sources = dict.fromkeys(each.source for each in self.names(path))
             module.__doc__ = f"Names that are defined in {', '.join(sources) or 'its submodules'}."
 
-    def _unlisted(self, path: str, name: str) -> Any:
-        """A submodule; or another definition beside those that the table lists."""
+    def _submodule(self, path: str, name: str) -> Any:
+        """A submodule; raises AttributeError if there is none."""
         if (inner := f"{path}.{name}".lstrip(".")) in self._modules:
             return import_module(self.full(inner))
-        for source in [] if name.startswith("__") else self._sources(path):
-            if name in (found := vars(import_module(source))):
-                return found[name]
         module = sys.modules[self.full(path)]
-        raise AttributeError(f"module {self.full(path)!r} has no attribute {name!r}", name=name, obj=module)
-
-    def _sources(self, path: str) -> list[str]:
-        """The files of the package that have the definitions of a module."""
-        own = (each.source for each in self.names(path) if each.source.startswith(f"{self.package}."))
-        return [source for source in dict.fromkeys(own) if self._path(source) not in self._modules]
+        raise AttributeError(self._missing(self.full(path), name), name=name, obj=module)
 
     def _path(self, fullname: str) -> str:
         return fullname.removeprefix(self.package).lstrip(".")

@@ -17,7 +17,6 @@ from pipeflow.core.partition import partition_uniform
 from pipeflow.core.placement import Placement
 from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.tensor.cross_entropy import vocab_parallel_cross_entropy
-from pipeflow.megatron.config import ModuleSpec, TransformerConfig
 from pipeflow.megatron.parallel_state import (
     chunk_of,
     context_here,
@@ -26,6 +25,7 @@ from pipeflow.megatron.parallel_state import (
     is_pipeline_last_stage,
     seed_of_weights,
 )
+from pipeflow.megatron.tensor_parallel import TransformerConfig
 from pipeflow.training.checkpoint import state
 from pipeflow.training.checkpoint.load import load_checkpoint
 from pipeflow.training.checkpoint.pieces import Names
@@ -120,7 +120,7 @@ class GPTModel(GPTStage):
     def __init__(
         self,
         config: TransformerConfig,
-        transformer_layer_spec: ModuleSpec,
+        transformer_layer_spec: type[nn.Module],
         vocab_size: int,
         max_sequence_length: int,
         pre_process: bool | None = None,
@@ -133,7 +133,10 @@ class GPTModel(GPTStage):
         context, chunks = context_here(), get_virtual_pipeline_model_parallel_world_size() or 1
         first, last = is_pipeline_first_stage(vp_stage=vp_stage), is_pipeline_last_stage(vp_stage=vp_stage)
         _require_fits(config, context)
-        _require_known(transformer_layer_spec, position_embedding_type)
+        if transformer_layer_spec is not GPTBlock:
+            raise UsageError(f"the only kind of layer is get_gpt_layer_local_spec(), got {transformer_layer_spec!r}")
+        if position_embedding_type != "learned_absolute":
+            raise UsageError(f"position_embedding_type must be 'learned_absolute', got {position_embedding_type!r}")
         _require_place(first, last, pre_process, post_process)
         placement = Placement.looped(context.pipeline_size, chunks)
         stage = placement.stages_of(context.pipeline_rank)[chunk_of(vp_stage)]
@@ -214,13 +217,6 @@ def _require_fits(config: TransformerConfig, context: Context) -> None:
         )
 
 
-def _require_known(spec: ModuleSpec, position_embedding_type: str) -> None:
-    if spec != ModuleSpec(GPTBlock):
-        raise UsageError(f"the only kind of layer is get_gpt_layer_local_spec(), got {spec!r}")
-    if position_embedding_type != "learned_absolute":
-        raise UsageError(f"position_embedding_type must be 'learned_absolute', got {position_embedding_type!r}")
-
-
 def _require_place(first: bool, last: bool, pre_process: bool | None, post_process: bool | None) -> None:
     said = {"pre_process": (pre_process, first), "post_process": (post_process, last)}
     for name, (value, place) in said.items():
@@ -228,6 +224,6 @@ def _require_place(first: bool, last: bool, pre_process: bool | None, post_proce
             raise UsageError(f"{name} must be {place} for this stage, got {value}: correct or remove it")
 
 
-def get_gpt_layer_local_spec() -> ModuleSpec:
+def get_gpt_layer_local_spec() -> type[GPTBlock]:
     """Returns the only kind of layer, `pipeflow.models.GPTBlock`."""
-    return ModuleSpec(GPTBlock)
+    return GPTBlock

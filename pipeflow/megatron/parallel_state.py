@@ -1,4 +1,6 @@
-"""Megatron-LM's `megatron.core.parallel_state`: the layout of the processes, on `launch` and its Context."""
+"""Megatron-LM's `megatron.core.parallel_state`: the layout of the processes, on `launch` and its Context; and the seed
+of a model's weights and dropout.
+"""
 
 from __future__ import annotations
 
@@ -189,9 +191,14 @@ def chunk_of(vp_stage: int | None) -> int:
     return chunk
 
 
-def keep_seed(seed: int) -> None:
-    """Sets the seed of models' initial weights."""
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seeds dropout on any device (`pipeflow.tensor.manual_seed`): tensor ranks draw the same numbers outside split
+    regions and different numbers inside. Also seeds the initial weights of models made afterwards, and torch's default
+    generator of the GPU, but not that of the CPU, which loaders use for shuffling.
+    """
     _stages().seed = seed
+    manual_seed(seed)
+    torch.cuda.manual_seed(seed)
 
 
 def seed_of_weights() -> int:

@@ -1,12 +1,13 @@
 """Megatron-LM's `megatron.core.pipeline_parallel.schedules`: a step that calls the user's `forward_step_func` for every
-microbatch, with pipeflow's engine.
+microbatch, with pipeflow's engine; and its `megatron.core.distributed`, whose sums every step does itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, tee
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +29,29 @@ Iterators = Iterator[Any] | Sequence[Iterator[Any]] | None
 _KEY = "Megatron-LM's pipelines"
 
 
-class ForwardBackward(Protocol):
+def get_forward_backward_func() -> Callable[..., list[Any]]:
+    """Returns `forward_backward`, which takes a step under any layout. Raises UsageError before
+    `initialize_model_parallel`.
+    """
+    context_here()
+    return forward_backward
+
+
+def forward_backward(
+    *,
+    forward_step_func: ForwardStep,
+    data_iterator: Iterators,
+    model: nn.Module | Sequence[nn.Module],
+    num_microbatches: int,
+    seq_length: int | None = None,
+    micro_batch_size: int | None = None,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+) -> list[Any]:
     """Runs one step: each stage of this rank calls `forward_step_func(data_iterator, model)` once per microbatch, in
     order. The gradients of the mean loss over the microbatches, averaged over the replicas, are added to `.grad`; those
-    of tied weights are summed. finalize_model_grads is not needed.
+    of tied weights are summed. The schedule is 1f1b, or interleaved-1f1b for several stages per rank.
 
     Args:
         forward_step_func: takes a microbatch from the iterator, and returns the model's output and a loss function of
@@ -52,69 +72,6 @@ class ForwardBackward(Protocol):
     Raises UsageError if the iterator has ended. Raises PipelineError on all ranks if one failed, or if the first
     batches of a replica's ranks differ.
     """
-
-    def __call__(
-        self,
-        *,
-        forward_step_func: ForwardStep,
-        data_iterator: Iterators,
-        model: nn.Module | Sequence[nn.Module],
-        num_microbatches: int,
-        seq_length: int | None = None,
-        micro_batch_size: int | None = None,
-        decoder_seq_length: int | None = None,
-        forward_only: bool = False,
-        collect_non_loss_data: bool = False,
-    ) -> list[Any]: ...
-
-
-def get_forward_backward_func() -> ForwardBackward:
-    """Returns the one of the three functions below that is for the layout. Raises UsageError before
-    `initialize_model_parallel`.
-    """
-    if context_here().pipeline_size == 1:
-        return forward_backward_no_pipelining
-    if get_virtual_pipeline_model_parallel_world_size() is None:
-        return forward_backward_pipelining_without_interleaving
-    return forward_backward_pipelining_with_interleaving
-
-
-def forward_backward_no_pipelining(**options: Any) -> list[Any]:
-    """Runs a step on one pipeline rank, one microbatch after another. Arguments and result are those of
-    ForwardBackward. Raises UsageError under another layout; likewise the functions below.
-    """
-    return _forward_backward_for(forward_backward_no_pipelining, options)
-
-
-def forward_backward_pipelining_without_interleaving(**options: Any) -> list[Any]:
-    """Runs a step of a pipeline with one stage per rank, with 1f1b."""
-    return _forward_backward_for(forward_backward_pipelining_without_interleaving, options)
-
-
-def forward_backward_pipelining_with_interleaving(**options: Any) -> list[Any]:
-    """Runs a step of a pipeline with several stages per rank, with interleaved-1f1b."""
-    return _forward_backward_for(forward_backward_pipelining_with_interleaving, options)
-
-
-def _forward_backward_for(function: Callable[..., list[Any]], options: dict[str, Any]) -> list[Any]:
-    if (fitting := get_forward_backward_func()) is not function:
-        name = fitting.__name__  # type: ignore[attr-defined]  # a function
-        raise UsageError(f"{function.__name__} is for another layout: call {name}, or get_forward_backward_func()")
-    return _forward_backward(**options)
-
-
-def _forward_backward(
-    *,
-    forward_step_func: ForwardStep,
-    data_iterator: Iterators,
-    model: nn.Module | Sequence[nn.Module],
-    num_microbatches: int,
-    seq_length: int | None = None,
-    micro_batch_size: int | None = None,
-    decoder_seq_length: int | None = None,
-    forward_only: bool = False,
-    collect_non_loss_data: bool = False,
-) -> list[Any]:
     if collect_non_loss_data and not forward_only:
         raise UsageError("collect_non_loss_data=True computes no loss to train with: pass forward_only=True too")
     prepared = _prepared((model,) if isinstance(model, nn.Module) else tuple(model), num_microbatches)
@@ -245,3 +202,70 @@ def _per_stage(data_iterator: Iterators, stages: int) -> Sequence[Iterator[Any] 
     if not isinstance(data_iterator, Iterator):
         raise UsageError(f"data_iterator must be an iterator, got {type(data_iterator).__name__}: pass iter(loader)")
     return tee(data_iterator, stages) if stages > 1 else [data_iterator]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedDataParallelConfig:
+    """Settings of reductions over replicas. Other options of Megatron-LM's class raise a TypeError that names them.
+
+    Attributes:
+        grad_reduce_in_fp32: must be False: gradients are averaged in their own dtype.
+        overlap_grad_reduce: has no effect: reductions always overlap computations.
+        use_distributed_optimizer: must be False.
+        check_for_nan_in_grad, bucket_size: have no effect.
+
+    Raises UsageError for values that are not supported.
+    """
+
+    grad_reduce_in_fp32: bool = False
+    overlap_grad_reduce: bool = False
+    use_distributed_optimizer: bool = False
+    check_for_nan_in_grad: bool = False
+    bucket_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.grad_reduce_in_fp32:
+            raise UsageError("grad_reduce_in_fp32=True is not supported: gradients are averaged in their own dtype")
+        if self.use_distributed_optimizer:
+            raise UsageError("use_distributed_optimizer=True is not supported: wrap the optimizer with pipeflow.Zero")
+
+
+class DistributedDataParallel(nn.Module):
+    """A stage, which it calls. Every step averages gradients over the replicas without it.
+
+    Args:
+        config: the TransformerConfig of the model.
+        ddp_config: settings of reductions.
+        module: this rank's stage.
+    """
+
+    def __init__(self, config: Any, ddp_config: DistributedDataParallelConfig, module: nn.Module) -> None:
+        super().__init__()
+        self.config, self.ddp_config, self.module = config, ddp_config, module
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        return self.module(*inputs, **options)
+
+    def set_input_tensor(self, input_tensor: Tensor | None) -> None:
+        """Sets the input of the stage's next call."""
+        self.module.set_input_tensor(input_tensor)  # type: ignore[operator]  # a method
+
+    def zero_grad_buffer(self) -> None:
+        """Clears the gradients of all parameters."""
+        self.zero_grad()
+
+
+def finalize_model_grads(model: Sequence[nn.Module], num_tokens: Tensor | None = None) -> None:
+    """Does nothing: every step ends with these sums over replicas, tied weights and tensor ranks.
+
+    Args:
+        model: this rank's stages.
+        num_tokens: must be None; to average over tokens, return their number from the loss function.
+
+    Raises UsageError for `num_tokens`.
+    """
+    if num_tokens is not None:
+        raise UsageError(
+            "finalize_model_grads takes no num_tokens: let the loss function return (sum of losses, number of tokens, "
+            "values to log)"
+        )

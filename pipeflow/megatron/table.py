@@ -10,12 +10,11 @@ NAMES = {
     "core.datasets.gpt_dataset": {"datasets": "GPTDatasetConfig, MockGPTDataset"},
     "core.datasets.utils": {"datasets": "compile_helpers"},
     "core.dist_checkpointing": {"gpt_model": "load, save"},
-    "core.distributed": {"config": "DistributedDataParallel, DistributedDataParallelConfig"},
+    "core.distributed": {"schedules": "DistributedDataParallel, DistributedDataParallelConfig"},
     "core.distributed.distributed_data_parallel": {
-        "config": "DistributedDataParallel, DistributedDataParallelConfig",
+        "schedules": "DistributedDataParallel, DistributedDataParallelConfig",
     },
-    "core.distributed.finalize_model_grads": {"config": "finalize_model_grads"},
-    "core.enums": {"config": "ModelType"},
+    "core.distributed.finalize_model_grads": {"schedules": "finalize_model_grads"},
     "core.models.gpt.gpt_layer_specs": {"gpt_model": "get_gpt_layer_local_spec"},
     "core.models.gpt.gpt_model": {"gpt_model": "GPTModel"},
     "core.parallel_state": {
@@ -29,17 +28,14 @@ NAMES = {
         "model_parallel_is_initialized, set_virtual_pipeline_model_parallel_rank",
     },
     "core.pipeline_parallel": {"schedules": "get_forward_backward_func"},
-    "core.pipeline_parallel.schedules": {
-        "schedules": "forward_backward_no_pipelining, forward_backward_pipelining_with_interleaving, "
-        "forward_backward_pipelining_without_interleaving, get_forward_backward_func",
-    },
+    "core.pipeline_parallel.schedules": {"schedules": "get_forward_backward_func"},
     "core.tensor_parallel": {
         "tensor_parallel": "ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, "
         "copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region, "
         "gather_from_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region, "
         "reduce_scatter_to_sequence_parallel_region, scatter_to_sequence_parallel_region, "
         "scatter_to_tensor_model_parallel_region, vocab_parallel_cross_entropy",
-        "random_states": "CudaRNGStatesTracker, checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed",
+        "parallel_state": "model_parallel_cuda_manual_seed",
     },
     "core.tensor_parallel.cross_entropy": {"tensor_parallel": "vocab_parallel_cross_entropy"},
     "core.tensor_parallel.layers": {
@@ -51,12 +47,26 @@ NAMES = {
         "reduce_scatter_to_sequence_parallel_region, scatter_to_sequence_parallel_region, "
         "scatter_to_tensor_model_parallel_region",
     },
-    "core.tensor_parallel.random": {
-        "random_states": "CudaRNGStatesTracker, checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed",
-    },
-    "core.transformer.spec_utils": {"config": "ModuleSpec"},
-    "core.transformer.transformer_config": {"config": "TransformerConfig"},
+    "core.tensor_parallel.random": {"parallel_state": "model_parallel_cuda_manual_seed"},
+    "core.transformer.transformer_config": {"tensor_parallel": "TransformerConfig"},
     "training.tokenizer.tokenizer": {"datasets": "_NullTokenizer"},
 }
 
-FACE = Face("pipeflow.megatron", __file__, NAMES)
+_RANDOM = {
+    "CudaRNGStatesTracker": "pipeflow.tensor.RandomTracker",
+    "checkpoint": "pipeflow.tensor.checkpoint",
+    "get_cuda_rng_tracker": "pipeflow.tensor.Dropout, which draws its own numbers for split tensors",
+}
+_STEP = "megatron.core.pipeline_parallel.schedules.get_forward_backward_func, which returns the step for the layout"
+INSTEAD = {
+    "core.enums": "a GPTModel without a ModelType: the layout says which stages it has",
+    "core.pipeline_parallel.schedules.forward_backward_no_pipelining": _STEP,
+    "core.pipeline_parallel.schedules.forward_backward_pipelining_with_interleaving": _STEP,
+    "core.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving": _STEP,
+    **{f"core.tensor_parallel.{name}": instead for name, instead in _RANDOM.items()},
+    **{f"core.tensor_parallel.random.{name}": instead for name, instead in _RANDOM.items()},
+    "core.transformer.spec_utils": "get_gpt_layer_local_spec of megatron.core.models.gpt.gpt_layer_specs",
+}
+"""Names of Megatron-LM that no lab uses, with what does the same."""
+
+FACE = Face("pipeflow.megatron", __file__, NAMES, INSTEAD)

@@ -1,21 +1,65 @@
-"""Megatron-LM's `megatron.core.tensor_parallel`: layers of `pipeflow.tensor`, made from a TransformerConfig; functions
-that move tensors into and out of regions that are split over the tensor ranks; and a cross-entropy. Linear layers
-return a pair, whose second entry (a bias that was not added) is None. Sequences are dimension 1 of (batch, sequence,
-hidden).
+"""Megatron-LM's TransformerConfig, and its `megatron.core.tensor_parallel`: layers of `pipeflow.tensor`, made from a
+TransformerConfig; functions that move tensors into and out of regions that are split over the tensor ranks; and a
+cross-entropy. Linear layers return a pair, whose second entry (a bias that was not added) is None. Sequences are
+dimension 1 of (batch, sequence, hidden).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.tensor import cross_entropy, embedding, linear, regions
 from pipeflow.engine.tensor.layer import DeferringTensorLayer
 from pipeflow.engine.tensor.random import draw_part_
-from pipeflow.megatron.config import TransformerConfig
 from pipeflow.megatron.parallel_state import context_here
+
+
+@dataclass(kw_only=True)
+class TransformerConfig:
+    """Sizes and settings of a GPTModel. Other options of Megatron-LM's class raise a TypeError that names them.
+
+    Attributes:
+        num_layers: number of layers of the whole model.
+        hidden_size: width of the hidden states.
+        num_attention_heads: number of heads; must divide `hidden_size`.
+        ffn_hidden_size: width of each layer's MLP, a multiple of hidden_size; by default 4 * hidden_size.
+        hidden_dropout: dropout probability of the outputs of attention and MLP, and of the embedding.
+        attention_dropout: dropout probability of attention scores.
+        layernorm_epsilon: epsilon of the layer norms.
+        activation_func: activation function of the MLPs.
+        init_method_std: standard deviation of initial weights, which never depend on the layout.
+        use_cpu_initialization: make the model on the CPU, to be moved later.
+        params_dtype: dtype of the weights.
+        pipeline_dtype: dtype of tensors between stages; in a pipeline it must be params_dtype.
+        sequence_parallel: split the hidden states over the tensor ranks by length.
+        recompute_granularity: "full": each layer keeps only its input, and is recomputed in its backward.
+        tensor_model_parallel_size, pipeline_model_parallel_size: if not 1, they must be the initialized sizes.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    ffn_hidden_size: int | None = None
+    hidden_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    layernorm_epsilon: float = 1e-5
+    activation_func: Callable[[Tensor], Tensor] = functional.gelu
+    init_method_std: float = 0.02
+    use_cpu_initialization: bool = False
+    params_dtype: torch.dtype = torch.float32
+    pipeline_dtype: torch.dtype | None = None
+    sequence_parallel: bool = False
+    recompute_granularity: Literal["full"] | None = None
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+
 
 InitMethod = Callable[[Tensor], object]
 

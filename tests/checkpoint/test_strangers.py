@@ -15,7 +15,7 @@ from torch import nn
 
 from pipeflow import UsageError, load_safetensors, save_checkpoint, save_safetensors
 from pipeflow.checking import keep_weights, record
-from pipeflow.colossalai import checkpoint_files
+from pipeflow.colossalai.boosters import write_file
 from pipeflow.core.files import replacing
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_threads
@@ -34,7 +34,7 @@ def recorded(folder: Path) -> None:
 
 
 def written(path: Path) -> None:
-    checkpoint_files.write(path, lambda file: torch.save({}, file))
+    write_file(path, lambda file: torch.save({}, file))
 
 
 def other_weights(path: Path) -> None:

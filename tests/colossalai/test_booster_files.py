@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from pipeflow.colossalai.booster import Booster
 from pipeflow.colossalai.booster.plugin import HybridParallelPlugin
-from pipeflow.colossalai.lazy import LazyInitContext
 from pipeflow.core.errors import PipeflowError, UsageError
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
@@ -96,17 +94,15 @@ def test_weights(tmp_path: Path, form: str, first: dict[str, Any], then: dict[st
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("lazily", [False, True], ids=["made", "lazy"])
 @pytest.mark.parametrize("options", [STAGES, PARTS], ids=["stages", "parts"])
-def test_a_folder_of_transformers_is_loaded(tmp_path: Path, options: dict[str, Any], lazily: bool) -> None:
-    """It has a tied weight once; a lazy model is loaded when it has parameters."""
+def test_a_folder_of_transformers_is_loaded(tmp_path: Path, options: dict[str, Any]) -> None:
+    """It has a tied weight once."""
     module, batch = make(transformers, "gpt2")
     module.save_pretrained(tmp_path)  # type: ignore[operator]  # a model of transformers
     expected = causal_loss(module(**batch), batch).detach()
 
     def load() -> Any:
-        with LazyInitContext() if lazily else nullcontext():
-            made = type(module)(module.config)
+        made = type(module)(module.config)
         booster = Booster(plugin=HybridParallelPlugin(**options))
         model, *_ = booster.boost(made.double(), None, causal_loss)
         booster.load_model(model, tmp_path)

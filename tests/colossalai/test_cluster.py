@@ -1,4 +1,4 @@
-"""ColossalAI's cluster: who runs what first, and groups along the axes of a grid of processes."""
+"""ColossalAI's cluster: who runs what first."""
 
 from __future__ import annotations
 
@@ -6,64 +6,11 @@ import time
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from pipeflow.colossalai.cluster import DistCoordinator, ProcessGroupMesh
-from pipeflow.core.errors import UsageError
+from pipeflow.colossalai.cluster import DistCoordinator
 from pipeflow.engine.parallel.context import current_context
-from pipeflow.testing import run_processes, run_threads
+from pipeflow.testing import run_threads
 from pipeflow.testing.ranks import RankError
-
-
-def test_places_in_a_mesh() -> None:
-    def rank() -> Any:
-        mesh = ProcessGroupMesh(1, 2, 2)
-        assert (mesh.shape, mesh.size(), mesh.size(1)) == ((1, 2, 2), (1, 2, 2), 2)
-        return mesh.rank, mesh.coordinate(), mesh.coordinate(-1)
-
-    assert run_threads(rank, 4) == [(0, (0, 0, 0), 0), (1, (0, 0, 1), 1), (2, (0, 1, 0), 0), (3, (0, 1, 1), 1)]
-
-
-def test_places_and_ranks() -> None:
-    shape = (2, 3, 4)
-    for rank in range(24):
-        assert ProcessGroupMesh.ravel(ProcessGroupMesh.unravel(rank, shape), shape) == rank
-    assert ProcessGroupMesh.unravel(17, shape) == (1, 1, 1)
-    assert ProcessGroupMesh.ravel((2, -1, 5), shape, "wrap") == ProcessGroupMesh.ravel((0, 2, 1), shape)
-    assert ProcessGroupMesh.ravel((2, -1, 5), shape, "clip") == ProcessGroupMesh.ravel((1, 0, 3), shape)
-    with pytest.raises(UsageError, match=r"no rank at \(2, 0, 0\) of a mesh of 2 x 3 x 4"):
-        ProcessGroupMesh.ravel((2, 0, 0), shape)
-    with pytest.raises(UsageError, match="mode must be"):
-        ProcessGroupMesh.ravel((0, 0, 0), shape, "round")
-    along = ProcessGroupMesh.get_coords_along_axis
-    assert along((1, 0, 2), 1, [0, 2]) == [(1, 0, 2), (1, 2, 2)]
-    assert along((1, 0, 2), [0, 2], [[0, 1], [3]]) == [(0, 0, 3), (1, 0, 3)]
-
-
-def test_a_mesh_has_every_process() -> None:
-    def rank() -> None:
-        with pytest.raises(UsageError, match="a mesh of 2 x 2 does not have 2 processes"):
-            ProcessGroupMesh(2, 2)
-
-    run_threads(rank, 2)
-
-
-def groups() -> Any:
-    mesh = ProcessGroupMesh(2, 2)
-    found = [mesh.get_group_along_axis(0), mesh.create_group_along_axis(1), mesh.get_group_along_axis([0, 1])]
-    assert mesh.get_group_along_axis(0) is found[0]
-    some = mesh.get_group_along_axis(1, [1])
-    assert (some is None) == (mesh.coordinate(1) == 0)
-    told = [mesh.get_ranks_in_group(group) for group in found if group is not None]
-    total = dist.get_world_size(found[0])
-    mesh.destroy_mesh_process_groups()
-    return told, total
-
-
-@pytest.mark.slow
-def test_groups_along_axes() -> None:
-    lines = [([0, 2], [0, 1]), ([1, 3], [0, 1]), ([0, 2], [2, 3]), ([1, 3], [2, 3])]
-    assert run_processes(groups, 4) == [([*each, [0, 1, 2, 3]], 2) for each in lines]
 
 
 def coordinated() -> Any:

@@ -13,7 +13,7 @@ import pytest
 
 from pipeflow import UsageError
 from pipeflow.colossalai import get_default_parser, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
-from pipeflow.colossalai.launchers import with_variables
+from pipeflow.colossalai.processes import with_variables
 from pipeflow.engine.parallel.context import Context
 from pipeflow.testing.ranks import free_port
 from pipeflow.training import read_config
@@ -110,7 +110,7 @@ def test_without_torchrun(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["old", "places", "names"])
 def test_a_launch_needs_no_configuration(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr("pipeflow.colossalai.launchers.launch_from_torch", lambda *given, **named: told.append(given))
+    monkeypatch.setattr("pipeflow.colossalai.processes.launch_from_torch", lambda *given, **named: told.append(given))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
     if form == "old":
@@ -165,7 +165,7 @@ def test_other_launchers_say_where_a_process_is(
     launcher: Callable[..., Context], names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[Any] = []
-    monkeypatch.setattr("pipeflow.colossalai.launchers.launch", lambda *given, **named: told.append((given, named)))
+    monkeypatch.setattr("pipeflow.colossalai.processes.launch", lambda *given, **named: told.append((given, named)))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     for missing, value in zip(names, ("5", "8", "1"), strict=True):

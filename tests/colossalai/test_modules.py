@@ -1,4 +1,4 @@
-"""Small modules of ColossalAI: questions about a process, precisions, registries."""
+"""Small modules of ColossalAI: questions about a process, and precisions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from pipeflow.colossalai.amp import AMP_TYPE
-from pipeflow.colossalai.registry import DATASETS, HOOKS, LOSSES, OPTIMIZERS
-from pipeflow.colossalai.trainer import hooks
 from pipeflow.colossalai.utils import get_current_device, is_using_pp
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import current_context
@@ -29,19 +27,3 @@ def test_precisions_are_ours_under_their_names() -> None:
     assert read_config({"bf16": {"mode": AMP_TYPE.TORCH}}).precision == HalfPrecision("autocast", torch.bfloat16)
     with pytest.raises(UsageError, match="must be 'parameters' or 'autocast', got"):
         read_config({"fp16": {"mode": AMP_TYPE.APEX}})
-
-
-def test_registries() -> None:
-    """Of classes by name: one's own, and those of the libraries that a registry has."""
-    assert LOSSES.get_module("CrossEntropyLoss") is torch.nn.CrossEntropyLoss
-    assert OPTIMIZERS.get_module("AdamW") is torch.optim.AdamW
-    assert HOOKS.get_module("LossHook") is hooks.LossHook
-    for registry in (DATASETS, HOOKS, LOSSES, OPTIMIZERS):
-
-        @registry.register_module
-        class Own: ...
-
-        assert registry.get_module("Own") is Own
-        with pytest.raises(UsageError, match=rf"{registry.name} has no 'Owm': did you mean 'Own'\?"):
-            registry.get_module("Owm")
-        del registry._modules["Own"]

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 
 from pipeflow.colossalai import nn as col_nn
-from pipeflow.colossalai.nn.layer import parallel_1d as layer
 from pipeflow.core.errors import UsageError
+from pipeflow.engine import tensor
 from tests.tensor.ranks import Place, indices, joined, normal, on_ranks, require_near
 
 TWO: Any = Place(0, 2)
@@ -19,21 +19,21 @@ TWO: Any = Place(0, 2)
 @pytest.mark.parametrize(
     ("made", "kind"),
     [
-        (lambda: col_nn.Linear(4, 8, group=TWO), "Linear1D_Col"),
-        (lambda: col_nn.Linear(4, 8, False, gather_output=True, group=TWO), "Linear1D_Col"),
-        (lambda: col_nn.Linear(4, 8, input_is_parallel=True, group=TWO), "Linear1D_Row"),
-        (lambda: col_nn.Embedding(2048, 4, group=TWO), "Embedding1D"),
-        (lambda: col_nn.Embedding(2049, 4, group=TWO), "VocabParallelEmbedding1D"),
-        (lambda: col_nn.Embedding(9, 4, vocab_parallel_limit=8, group=TWO), "VocabParallelEmbedding1D"),
-        (lambda: col_nn.Classifier(4, 2048, group=TWO), "Classifier1D"),
-        (lambda: col_nn.Classifier(4, 2049, group=TWO), "VocabParallelClassifier1D"),
-        (lambda: col_nn.PatchEmbedding(4, 2, 1, 4), "PatchEmbedding1D"),
-        (lambda: col_nn.LayerNorm(4, eps=1e-6), "LayerNorm1D"),
-        (lambda: col_nn.Dropout(0.1), "Dropout1D"),
+        (lambda: col_nn.Linear(4, 8, group=TWO), "ColumnParallelLinear"),
+        (lambda: col_nn.Linear(4, 8, False, gather_output=True, group=TWO), "ColumnParallelLinear"),
+        (lambda: col_nn.Linear(4, 8, input_is_parallel=True, group=TWO), "RowParallelLinear"),
+        (lambda: col_nn.Embedding(2048, 4, group=TWO), "HiddenParallelEmbedding"),
+        (lambda: col_nn.Embedding(2049, 4, group=TWO), "VocabParallelEmbedding"),
+        (lambda: col_nn.Embedding(9, 4, vocab_parallel_limit=8, group=TWO), "VocabParallelEmbedding"),
+        (lambda: col_nn.Classifier(4, 2048, group=TWO), "Classifier"),
+        (lambda: col_nn.Classifier(4, 2049, group=TWO), "VocabParallelClassifier"),
+        (lambda: col_nn.PatchEmbedding(4, 2, 1, 4), "PatchEmbedding"),
+        (lambda: col_nn.LayerNorm(4, eps=1e-6), "LayerNorm"),
+        (lambda: col_nn.Dropout(0.1), "Dropout"),
     ],
 )
 def test_names(made: Any, kind: str) -> None:
-    assert type(made()) is getattr(layer, kind)
+    assert type(made()) is getattr(tensor, kind)
 
 
 def test_a_contradiction_is_refused() -> None:

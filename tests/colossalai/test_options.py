@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pipeflow.colossalai import plugins, shard_config
+from pipeflow.colossalai import plugins, policies
 from pipeflow.colossalai.booster.plugin import HybridParallelPlugin
-from pipeflow.colossalai.shard_config import Elsewhere
+from pipeflow.colossalai.policies import Elsewhere
 from pipeflow.colossalai.shardformer import ShardConfig
 from pipeflow.core.errors import UsageError
 from pipeflow.testing import run_threads
@@ -26,7 +26,7 @@ def test_the_size_of_sequences_may_be_left_open() -> None:
 
 EACH: list[tuple[Callable[..., Any], str, Elsewhere]] = [
     (make, name, option)
-    for make, options in ((plugin, plugins.ELSEWHERE), (ShardConfig, shard_config.ELSEWHERE))
+    for make, options in ((plugin, plugins.ELSEWHERE), (ShardConfig, policies.ELSEWHERE))
     for name, option in options.items()
 ]
 

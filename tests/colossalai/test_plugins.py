@@ -14,7 +14,6 @@ from torch.optim import AdamW
 from pipeflow.colossalai.accelerator import get_accelerator
 from pipeflow.colossalai.booster import Booster
 from pipeflow.colossalai.booster.plugin import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
-from pipeflow.colossalai.booster.plugin.dp_plugin_base import DPPluginBase
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_threads
@@ -98,7 +97,7 @@ def test_a_precision(precision: Literal["fp16", "bf16"], dtype: torch.dtype, nam
 def test_the_stage_of_zero_is_passed_on() -> None:
     def rank() -> tuple[Any, ...]:
         plugin = LowLevelZeroPlugin(stage=2, initial_scale=2.0**5, max_norm=1.0)
-        assert isinstance(plugin, DPPluginBase)
+        assert isinstance(plugin, HybridParallelPlugin)
         assert get_accelerator().get_current_device() == current_context().device
         given = plugin.settings
         return given.zero_stage, given.precision, given.initial_scale, given.max_norm, plugin.dp_size
@@ -112,9 +111,9 @@ def test_the_stage_of_zero_is_passed_on() -> None:
         (lambda: GeminiPlugin(initial_scale=2**5), r"wrap the model with colossalai\.nn\.parallel\.GeminiDDP"),
         (lambda: LowLevelZeroPlugin(stage=3), "stage must be 1 or 2, got 3"),
         (lambda: LowLevelZeroPlugin(norm_type=1.0), "LowLevelZeroPlugin does not support norm_type=1.0: max_norm is a"),
-        (lambda: LowLevelZeroPlugin(norm_typ=1.0), "unknown option of HybridParallelPlugin 'norm_typ'"),
+        (lambda: LowLevelZeroPlugin(norm_typ=1.0), "unknown option of LowLevelZeroPlugin 'norm_typ'"),
         (lambda: TorchDDPPlugin(static_graph=True), "does not support static_graph=True"),
-        (lambda: TorchDDPPlugin(bucket_cap_mb=50), "does not support ddp_bucket_cap_mb=50: bucket sizes"),
+        (lambda: TorchDDPPlugin(bucket_cap_mb=50), "does not support bucket_cap_mb=50: bucket sizes"),
         (lambda: Booster(device="cuda"), "remove device, since the launch chooses it"),
         (lambda: Booster(plugin=object()), "plugin must be a HybridParallelPlugin, got object"),  # type: ignore[arg-type]  # by mistake
         (

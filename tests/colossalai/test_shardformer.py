@@ -13,8 +13,6 @@ from pipeflow.colossalai.booster import Booster
 from pipeflow.colossalai.booster.plugin import HybridParallelPlugin
 from pipeflow.colossalai.shardformer import ModelSharder, ShardConfig, ShardFormer
 from pipeflow.colossalai.shardformer.layer import Linear1D_Col, Linear1D_Row
-from pipeflow.colossalai.shardformer.policies import auto_policy
-from pipeflow.colossalai.shardformer.policies.auto_policy import PolicyLocation, get_autopolicy, import_policy
 from pipeflow.colossalai.shardformer.policies.base_policy import (
     ModulePolicyDescription,
     Policy,
@@ -320,7 +318,6 @@ def test_shared_parameters_are_asked_for() -> None:
 
 def stage_managers(options: dict[str, Any]) -> Any:
     plugin = HybridParallelPlugin(1, 2, num_microbatches=2, precision="fp32", **options)
-    assert plugin.pg_mesh is plugin.pg_mesh  # it keeps the groups that it made
     manager = plugin.stage_manager
     layers = manager.distribute_layers(10)
     with pytest.raises(UsageError, match="num_layers_per_stage is for 4 layers, not 5"):
@@ -343,26 +340,6 @@ def test_layers_are_dealt_to_stages() -> None:
         [[(0, 2), (8, 10)], [(2, 5), (5, 8)]],
         2,
     )
-
-
-def test_a_policy_is_found_by_the_full_name_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its module is imported when such a model comes."""
-    name, place = f"{Model.__module__}.Model", PolicyLocation("tests.colossalai.test_shardformer", "HeldPolicy")
-    config = ShardConfig(enable_tensor_parallelism=False)
-    with pytest.raises(UsageError, match=rf"there is no policy for {name}: .*, which has no entries"):
-        get_autopolicy(model())
-    monkeypatch.setitem(auto_policy._POLICY_LIST, name, place)
-    monkeypatch.setitem(auto_policy._POLICY_LIST, "some.Other", PolicyLocation("no_such_module", "Policy"))
-    made = get_autopolicy(model(), config)
-    assert type(made).__name__ == "HeldPolicy"
-    assert made.shard_config is config
-    first: Any = ShardFormer(config).optimize(model())[0].layers[0]  # type: ignore[index]  # a list
-    assert first.act.__func__.__name__ == "same_act"
-    assert run_threads(lambda: layers_here(None, {}), 2) == [[0], [1, 2]]  # type: ignore[arg-type]  # as a plugin without
-    with pytest.raises(UsageError, match=r"there is no policy Polic in the module tests\.colossalai"):
-        import_policy(PolicyLocation("tests.colossalai.test_shardformer", "Polic"))
-    with pytest.raises(UsageError, match="No module named 'no_such_module'"):
-        import_policy(auto_policy._POLICY_LIST["some.Other"])
 
 
 @pytest.mark.exhaustive

@@ -186,10 +186,10 @@ def test_a_tensor_is_made_whole_again_and_copied() -> None:
         assert copied.spec == parameter.spec
         assert copied.shape == (4, 3)
         assert torch.equal(parameter.to_replicate(), whole)
-        parameter.set_dist_spec(ShardSpec([0], [2]))
+        parameter.set_tensor_spec(ShardSpec([0], [2]), TP1D)
         assert parameter.shape == (2, 6)
         assert torch.equal(parameter.to_replicate(), whole)
-        parameter.set_dist_spec(ReplicaSpec())
+        parameter.set_tensor_spec(ReplicaSpec(), None)
         assert torch.equal(parameter, whole)
         assert torch.equal(copied.to_replicate(), whole)
 
@@ -270,8 +270,7 @@ def other_ranks() -> None:
         (lambda: ComputeSpec(ComputePattern.TP2D), "TP2D is not supported"),
         (lambda: ProcessGroup(tp_degree=3), "does not divide the world of 2 ranks: choose one of 1, 2"),
         (lambda: ProcessGroup(tp_degree=2, dp_degree=2), "is not the world of 2 ranks"),
-        (lambda: ColoInitContext(default_dist_spec=ShardSpec([0], [2])), r"default_dist_spec must be ReplicaSpec\(\)"),
-        (wrong_parts, "has 3 parts, but there are 1 tensor ranks"),
+        (wrong_parts, "does not have one part for each of 1 tensor ranks"),
         (unequal_parts, r"shape \(5, 2\) does not divide into 2 equal parts"),
         (no_dimension, r"a dimension that a tensor of shape \(4,\) lacks"),
         (other_ranks, "make it whole first"),

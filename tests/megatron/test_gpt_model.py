@@ -13,7 +13,6 @@ from pipeflow.megatron.core import parallel_state
 from pipeflow.megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from pipeflow.megatron.core.models.gpt.gpt_model import GPTModel
 from pipeflow.megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from pipeflow.megatron.core.transformer.spec_utils import ModuleSpec
 from pipeflow.tensor import cut
 from pipeflow.testing import run_threads
 from tests.megatron.small import NAMES, SEQUENCE, WORDS, configuration, loader, models
@@ -110,7 +109,7 @@ def test_a_stage_has_what_belongs_to_its_place() -> None:
         ({"ffn_hidden_size": 40}, {}, "ffn_hidden_size=40 must be a multiple of hidden_size=16"),
         ({"recompute_granularity": "selective"}, {}, "must be None or 'full', got 'selective'"),
         ({}, {"position_embedding_type": "rope"}, "position_embedding_type must be 'learned_absolute', got 'rope'"),
-        ({}, {"transformer_layer_spec": ModuleSpec(torch.nn.Linear)}, "the only kind of layer is"),
+        ({}, {"transformer_layer_spec": torch.nn.Linear}, "the only kind of layer is"),
         ({}, {"pre_process": True, "post_process": True}, "must be (True|False) for this stage, got"),
         ({}, {"vp_stage": 1}, "this rank has no stage 1: it has 1"),
     ],

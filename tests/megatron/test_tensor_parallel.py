@@ -101,25 +101,11 @@ def test_the_seed_is_that_of_dropout_over_the_ranks() -> None:
     assert not shared.equal(changed)
 
 
-def test_checkpointed_layers_drop_alike_again() -> None:
-    def compute() -> None:
-        tensor_parallel.model_parallel_cuda_manual_seed(3)
-        dropout, input = Dropout(0.5), torch.ones(64, requires_grad=True)
-        output = tensor_parallel.checkpoint(lambda given: dropout(given).square(), False, input)
-        output.sum().backward()
-        assert input.grad is not None
-        assert input.grad.equal(2 * output.detach())
-
-    run_threads(compute, 1)
-
-
 def test_what_is_not_there_is_refused() -> None:
     def refused() -> None:
         for layer in (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear):
             with pytest.raises(UsageError, match="adds its bias itself: remove skip_bias_add"):
                 layer(4, 4, config=CONFIG, skip_bias_add=True)
-        with pytest.raises(UsageError, match="distribute_saved_activations=True is not supported"):
-            tensor_parallel.checkpoint(torch.relu, True, torch.ones(1))
         with pytest.raises(UsageError, match="cannot split out_features=5"):
             tensor_parallel.ColumnParallelLinear(4, 5, config=CONFIG)
 

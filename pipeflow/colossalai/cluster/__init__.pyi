@@ -1,4 +1,4 @@
 # Written by `make stubs` from the table of the package.
-from pipeflow.colossalai.processes import DistCoordinator, ProcessGroupMesh
+from pipeflow.colossalai.processes import DistCoordinator
 
-__all__ = ["DistCoordinator", "ProcessGroupMesh"]
+__all__ = ["DistCoordinator"]

@@ -1,5 +1,5 @@
 # Written by `make stubs` from the table of the package.
-from pipeflow.colossalai.shard_config import ShardConfig
+from pipeflow.colossalai.policies import ShardConfig
 from pipeflow.colossalai.sharders import ModelSharder, ShardFormer
 
 __all__ = ["ModelSharder", "ShardConfig", "ShardFormer"]

@@ -1,5 +1,4 @@
 # Written by `make stubs` from the table of the package.
-from pipeflow.colossalai.tensor_specs import ColoTensorSpec, ComputePattern, ComputeSpec, ProcessGroup, ReplicaSpec, ShardSpec
-from pipeflow.colossalai.tensors import ColoParameter, ColoTensor
+from pipeflow.colossalai.tensors import ColoParameter, ColoTensor, ColoTensorSpec, ComputePattern, ComputeSpec, ProcessGroup, ReplicaSpec, ShardSpec
 
 __all__ = ["ColoParameter", "ColoTensor", "ColoTensorSpec", "ComputePattern", "ComputeSpec", "ProcessGroup", "ReplicaSpec", "ShardSpec"]

@@ -1,4 +1,4 @@
 # Written by `make stubs` from the table of the package.
-from pipeflow.colossalai.tensor_specs import ProcessGroup
+from pipeflow.colossalai.tensors import ProcessGroup
 
 __all__ = ["ProcessGroup"]

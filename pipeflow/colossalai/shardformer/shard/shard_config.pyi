@@ -1,4 +1,4 @@
 # Written by `make stubs` from the table of the package.
-from pipeflow.colossalai.shard_config import ShardConfig
+from pipeflow.colossalai.policies import ShardConfig
 
 __all__ = ["ShardConfig"]

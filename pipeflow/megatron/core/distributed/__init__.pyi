@@ -1,4 +1,4 @@
 # Written by `make stubs` from the table of the package.
-from pipeflow.megatron.config import DistributedDataParallel, DistributedDataParallelConfig
+from pipeflow.megatron.schedules import DistributedDataParallel, DistributedDataParallelConfig
 
 __all__ = ["DistributedDataParallel", "DistributedDataParallelConfig"]

@@ -1,4 +1,4 @@
 # Written by `make stubs` from the table of the package.
-from pipeflow.megatron.config import finalize_model_grads
+from pipeflow.megatron.schedules import finalize_model_grads
 
 __all__ = ["finalize_model_grads"]

@@ -1,4 +1,0 @@
-# Written by `make stubs` from the table of the package.
-from pipeflow.megatron.config import ModuleSpec
-
-__all__ = ["ModuleSpec"]
