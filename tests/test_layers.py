@@ -145,8 +145,8 @@ FOREIGN = {
 SPLIT_STAGES = {
     "engine/runtime/from_module.py",
     "engine/runtime/pipeline.py",
+    "engine/runtime/program/ahead.py",
     "engine/runtime/program/memory_actions.py",
-    "engine/runtime/repeatable.py",
 }
 """The files of the engine that know tensor-parallel layers: two make stages, and two replay their random numbers."""
 

@@ -20,6 +20,8 @@ from pipeflow.engine.parallel.control.rescue import aside
 from pipeflow.engine.parallel.transport.agreement import Gathering, all_gather, told_alike
 from pipeflow.engine.parallel.transport.protocol import LinkError
 from pipeflow.engine.runtime.loss import AgreementRow, is_host, require_alike
+from pipeflow.engine.runtime.program.ahead import Ahead
+from pipeflow.engine.runtime.stage import Stage
 
 
 class Clipping:
@@ -184,17 +186,31 @@ class Confirmation:
         self.confirm()
         self.stepper = stepper
 
+    def begin(self, ahead: Ahead, stages: Sequence[Stage]) -> int:
+        """Begins a step that steps the weights. While the last one is not confirmed, runs the operations that run
+        `ahead`, then confirms it. Returns the number of operations that it ran. Raises UsageError if it cannot step.
+        """
+        assert self.stepper is not None  # a schedule with such steps is refused otherwise
+        self.stepper.begin()
+        if self.pending is None:
+            return 0
+        ahead.run(stages, self._context.device, self.confirm_all)
+        return len(ahead.first)
+
     def step(self, stage: int) -> None:
         """Steps the weights of a stage. Programs call it, which may outlive a stepper."""
         assert self.stepper is not None  # a schedule with such steps is refused otherwise
         self.stepper.step(stage)
 
-    def take(self, told: AgreementRow, norms: Tensor, *, waits: bool) -> Taken:
-        """Notes a step that this rank has taken; it is confirmed later, unless it `waits` for all ranks anyway."""
+    def take(self, told: AgreementRow, *, alone: bool) -> Taken:
+        """Notes a step that this rank has taken. It is `pending` if the rank can end the step `alone` and go on before
+        it is confirmed; otherwise all ranks end it together.
+        """
+        assert self.stepper is not None
         number = self._last[-1].number + 1 if self._last else 0
-        taken = Taken(self._context, number, told, norms)
+        taken = Taken(self._context, number, told, self.stepper.norms())
         self._last = [*self._last[-1:], taken]
-        if not waits:
+        if alone and self.stepper.may_run_ahead:
             self.pending = taken
             taken.tell()
         return taken

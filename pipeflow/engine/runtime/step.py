@@ -25,7 +25,6 @@ from pipeflow.engine.runtime.program.compile import Compiled
 from pipeflow.engine.runtime.program.operations import Operation
 from pipeflow.engine.runtime.program.running import run
 from pipeflow.engine.runtime.programs import Programs, RunMode, Runnable
-from pipeflow.engine.runtime.repeatable import Repeatable
 from pipeflow.engine.runtime.trace import StepTrace
 from pipeflow.engine.runtime.weighing import Weigher
 from pipeflow.engine.runtime.whole_loss import require_forwards_first, require_whole_loss
@@ -208,13 +207,12 @@ class Runner:
 
     def _end(self, call: StepCall, runnable: Runnable, batch: Batch) -> Agreed:
         """Ends a step. If it has stepped the optimizer, the other ranks need not have ended it yet."""
-        told, stepper = self._told(call, runnable, batch), self.confirmation.stepper
-        if runnable.compiled.ahead is None or stepper is None:
+        told = self._told(call, runnable, batch)
+        if runnable.compiled.ahead is None:
             return self._agree(told, call, runnable)
-        alone = self.context.data.size == len(self._last_ranks) == 1
-        waits = not (alone and stepper.may_run_ahead) or call.broadcast_loss or call.trace
-        taken = self.confirmation.take(told, stepper.norms(), waits=waits)
-        if not waits:
+        alone = self.context.data.size == len(self._last_ranks) == 1 and not (call.broadcast_loss or call.trace)
+        taken = self.confirmation.take(told, alone=alone)
+        if taken is self.confirmation.pending:
             return told_alone(told, runnable.compiled.results)
         agreed = self._agree(taken.told, call, runnable)
         self.confirmation.judge(agreed.rows)
@@ -275,35 +273,19 @@ class Runner:
         if not runnable.mode.training:
             run(operations)
             return
-        compiled, stepper = runnable.compiled, self.confirmation.stepper
+        compiled, begun = runnable.compiled, 0
         self.gradients.begin(runnable.orders)
-        if compiled.ahead is not None and stepper is not None:
-            stepper.begin()
+        if compiled.ahead is not None:
             if self.gradients.change:
                 raise UsageError(
                     "parameters were frozen, unfrozen, replaced or converted since the last step, of which the ranks "
                     "must hear before a step of the optimizer: run one step of the schedule without such steps"
                 )
-        run(operations[self._run_ahead(compiled, operations) : compiled.closing])
+            begun = self.confirmation.begin(compiled.ahead, [*self.stages.values()])
+        run(operations[begun : compiled.closing])
         batch.backward()
         self.gradients.end(reduce=runnable.mode.reduce)
         run(operations[compiled.closing :])
-
-    def _run_ahead(self, compiled: Compiled, operations: Sequence[Operation]) -> int:
-        """Runs the first operations while the last step of the optimizer is not confirmed, then confirms it. If its
-        weights were wrong, runs them again. Returns their number.
-        """
-        ahead = compiled.ahead
-        if self.confirmation.pending is None or ahead is None:
-            return 0
-        start = Repeatable(self.stages.values(), self.transport.device)
-        run(operations[: ahead.end])
-        start.ran()
-        if not self.confirmation.confirm_all():
-            ahead.take_back()
-            with start.again():
-                run(ahead.again)
-        return ahead.end
 
     def _load(self, compiled: Compiled, batch: Batch, call: StepCall, region: torch.autocast | None) -> None:
         """Splits the batch and puts its microbatches where the operations read them. Stages and criterion run in

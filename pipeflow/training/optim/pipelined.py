@@ -4,8 +4,7 @@ Must not contain: when other ranks confirm a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import Any, Literal
 
@@ -20,9 +19,6 @@ from pipeflow.engine.runtime.pipeline import Pipeline
 from pipeflow.engine.tensor.stepping import needs_closure, plain_step, way_of
 from pipeflow.training.optim.clip import clip_factor, norms_of, require_checks, whole_norm
 from pipeflow.training.optim.optimizer import Wrapper, options_of, require_parameters_of
-
-Options = list[dict[str, Any]]
-"""Per group of an optimizer, its options."""
 
 
 class PipelinedOptimizer:
@@ -81,8 +77,8 @@ class PipelinedOptimizer:
         self.may_run_ahead = True
         self._gradients: dict[nn.Parameter, Tensor] = {}  # of the step that is not confirmed
         self._norms: Tensor | None = None  # of these
-        self._before: dict[nn.Parameter, _BeforeStep] = {}  # what the step has changed
-        self._options: Options = []  # with which it was taken
+        self._undo: list[Callable[[], None]] = []  # what it has changed
+        self._options: list[dict[str, Any]] = []  # of the groups, with which it was taken
         self._is_taken = False
         with model.alarm.raised_everywhere():
             model.runner.confirmation.use(self)
@@ -122,17 +118,16 @@ class PipelinedOptimizer:
         if self._norms is None:
             none = torch.zeros(2, dtype=torch.float64, device=self.model.context.device)
             self._norms = norms_of(self.model, 2.0, {}) if self.can_undo else none
-            self._options = _options(self.optimizer)
+            self._options = [_copied(options_of(group)) for group in self.optimizer.param_groups]
             self._is_taken = self.may_run_ahead
         owned = {id(each) for each in self.model.gradients.parameters_of(stage)}
-        parameters = [each for each in _parameters(self.optimizer) if id(each) in owned and each.grad is not None]
-        for parameter in parameters:
-            assert parameter.grad is not None
-            self._gradients[parameter] = parameter.grad
+        known = [each for group in self.optimizer.param_groups for each in group["params"] if id(each) in owned]
+        gradients = {each: each.grad for each in known if each.grad is not None}
+        self._gradients |= gradients
         if self._is_taken:
             if self.can_undo:
-                self._before |= {each: _BeforeStep(each, self.optimizer) for each in parameters}
-            self._take(parameters)
+                self._undo += [_undoing(each, self.optimizer) for each in gradients]
+            self._take(gradients)
         for parameter in self.model.gradients.parameters_of(stage):
             parameter.grad = None
 
@@ -154,11 +149,15 @@ class PipelinedOptimizer:
             self.undone += 1
             self._restore()
         if not skips and not (was_taken and stands):
-            for gradient in self._gradients.values() if clips else ():
-                assert factor is not None
-                scale_gradient(local_part(gradient), factor)
-            with self._given_gradients(), self._as_then():
-                self._take([*self._gradients])
+            for parameter, gradient in self._gradients.items():
+                if clips and factor is not None:
+                    scale_gradient(local_part(gradient), factor)
+                parameter.grad = gradient
+            try:
+                self._take(self._gradients)
+            finally:
+                for parameter in self._gradients:
+                    parameter.grad = None
         self.may_run_ahead = stands
         if not self.can_undo:
             self.grad_norm = None
@@ -177,19 +176,21 @@ class PipelinedOptimizer:
         self.model.zero_grad()
 
     def _take(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Steps these parameters. Their step's options must not change in it, since a rank steps stage by stage."""
+        """Steps these parameters with the options that the optimizer had at the end of the batch, such as its learning
+        rate. They must not change in it, since a rank steps stage by stage.
+        """
         optimizer, stepped = self.optimizer, {id(each) for each in parameters}
-        groups = [group["params"] for group in optimizer.param_groups]
-        before = _options(optimizer)
+        groups = optimizer.param_groups
+        taken = optimizer.param_groups = [
+            {**_copied(options), "params": [each for each in group["params"] if id(each) in stepped]}
+            for group, options in zip(groups, self._options, strict=True)
+        ]
         try:
-            for group in optimizer.param_groups:
-                group["params"] = [each for each in group["params"] if id(each) in stepped]
             plain_step(optimizer)(optimizer)
         finally:
-            for group, params in zip(optimizer.param_groups, groups, strict=True):
-                group["params"] = params
+            optimizer.param_groups = groups
         optimizer._opt_called = True  # type: ignore[attr-defined]  # for learning-rate schedulers, which warn otherwise
-        for old, group in zip(before, optimizer.param_groups, strict=True):
+        for old, group in zip(self._options, taken, strict=True):
             if changed := [name for name, value in options_of(group).items() if not _is_same(value, old.get(name))]:
                 raise UsageError(
                     f"{type(optimizer).__name__} changes {changed[0]!r} of its groups in a step, which cannot be taken "
@@ -197,73 +198,38 @@ class PipelinedOptimizer:
                 )
 
     def _restore(self) -> None:
-        for kept in self._before.values():
-            kept.restore()
+        for undo in self._undo:
+            undo()
 
     def _forget(self) -> None:
-        self._gradients, self._before, self._options, self._norms, self._is_taken = {}, {}, [], None, False
-
-    @contextmanager
-    def _given_gradients(self) -> Iterator[None]:
-        """A region in which the parameters have the gradients of the step that is not confirmed."""
-        for parameter, gradient in self._gradients.items():
-            parameter.grad = gradient
-        try:
-            yield
-        finally:
-            for parameter in self._gradients:
-                parameter.grad = None
-
-    @contextmanager
-    def _as_then(self) -> Iterator[None]:
-        """A region in which the optimizer has the options of that step, such as its learning rate."""
-        now = _options(self.optimizer)
-        _set(self.optimizer, self._options)
-        try:
-            yield
-        finally:
-            _set(self.optimizer, now)
+        self._gradients, self._undo, self._options, self._norms, self._is_taken = {}, [], [], None, False
 
 
-class _BeforeStep:
-    """The values that a parameter and its states had before a step."""
+def _undoing(parameter: nn.Parameter, optimizer: Optimizer) -> Callable[[], None]:
+    """A function that gives a parameter and its states the values that they have now."""
+    value, state = parameter.detach().clone(), optimizer.state.get(parameter)
+    state = None if state is None else _copied(state)
 
-    def __init__(self, parameter: nn.Parameter, optimizer: Optimizer) -> None:
-        self._parameter, self._optimizer = parameter, optimizer
-        self._value = parameter.detach().clone()
-        state = optimizer.state.get(parameter)
-        self._state = None if state is None else {name: _copied(value) for name, value in state.items()}
-
-    def restore(self) -> None:
-        self._parameter.copy_(self._value)
-        if self._state is None:
-            self._optimizer.state.pop(self._parameter, None)
+    def undo() -> None:
+        parameter.copy_(value)
+        if state is None:
+            optimizer.state.pop(parameter, None)
         else:
-            self._optimizer.state[self._parameter] = self._state
+            optimizer.state[parameter] = state
+
+    return undo
 
 
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)
-
-
-def _options(optimizer: Optimizer) -> Options:
-    return [{name: _copied(value) for name, value in options_of(group).items()} for group in optimizer.param_groups]
-
-
-def _set(optimizer: Optimizer, options: Options) -> None:
-    for group, values in zip(optimizer.param_groups, options, strict=True):
-        group.update(values)
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else deepcopy(value) for name, value in values.items()
+    }
 
 
 def _is_same(value: Any, other: Any) -> bool:
     if isinstance(value, Tensor):
         return isinstance(other, Tensor) and torch.equal(value, other)
     return bool(value == other)
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def _require_fitting(model: Pipeline, optimizer: Optimizer) -> None:

@@ -1,12 +1,14 @@
-"""Ahead: the forwards of a step that may run before the optimizer's step before it is confirmed, and how they are taken
-back. Must not contain: when a step is confirmed.
+"""Ahead: the forwards of a step that may run before the optimizer's step before it is confirmed, and how they run again
+if its weights were wrong. Must not contain: how a step is confirmed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+
+import torch
 
 from pipeflow.core.action import Action, Entry, Kind
 from pipeflow.core.dataflow import Content, Stream, Value, flows, stream_of
@@ -16,6 +18,8 @@ from pipeflow.engine.runtime.program import operations as ops
 from pipeflow.engine.runtime.program import transfers
 from pipeflow.engine.runtime.program.dynamic_shapes import PostDynamic, SendDynamic, WaitDynamic
 from pipeflow.engine.runtime.program.running import run
+from pipeflow.engine.runtime.stage import Stage
+from pipeflow.engine.tensor.random import replay_of
 
 
 def runs_ahead(entry: Entry) -> bool:
@@ -23,58 +27,66 @@ def runs_ahead(entry: Entry) -> bool:
     return isinstance(entry, Action) and (entry.kind is Kind.F or stream_of(entry) is not Stream.COMPUTE)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Ahead:
-    """The first operations of a program, before those of its first backward.
+    """The operations of a program before those of its first backward.
 
     Attributes:
-        end: the number of these operations.
-        again: those that run again if the weights were wrong. The receives of gradients stay posted.
-        rest: the receives of what other ranks send ahead that are not complete at `end`.
-        sent: the sends among them.
-        beside: those among them that started an action beside the computations.
+        first: these operations.
+        rest: the receives of what other ranks send ahead that are not complete after these.
     """
 
-    end: int
-    again: list[ops.Operation]
+    first: Sequence[ops.Operation]
     rest: Sequence[transfers.ChannelOperation]
-    sent: Sequence[transfers.ChannelOperation]
-    beside: Sequence[ops.Beside]
 
-    def take_back(self) -> None:
+    def run(self, stages: Sequence[Stage], device: torch.device, confirm: Callable[[], bool]) -> None:
+        """Runs the first operations, then `confirm`. If it returns False, the weights were wrong: runs them again, on
+        all ranks, from the state that the `stages` and the random generators had.
+        """
+        replayed = replay_of("a stage of this rank", device)
+        states = [stage.state.now() for stage in stages]
+        run(self.first)
+        for stage in stages:
+            stage.state.ran()
+        if confirm():
+            return
+        self._take_back()
+        for stage, state in zip(stages, states, strict=True):
+            state.restore()
+            if stage.deferral.copies is not None:
+                stage.deferral.copies.clear()  # of other weights
+        with replayed():
+            run([each for each in self.first if not isinstance(each, transfers.PostGradient)])  # which stay posted
+
+    def _take_back(self) -> None:
         """Completes all transfers of the forwards that ran on any rank; what was received is replaced by the next
         receives. All ranks call it together.
         """
-        for each in self.beside:
-            each.end()
+        for each in self.first:
+            if isinstance(each, ops.Beside):
+                each.end()
         run(self.rest)
-        for operation in self.sent:
-            operation.link.wait(operation.payload.works)
-            operation.payload.works = []
+        for each in self.first:
+            if isinstance(each, SendDynamic | transfers.SendActivation):
+                each.link.wait(each.payload.works)
+                each.payload.works = []
 
 
 def split_ahead(
     operations: Sequence[ops.Operation], end: int, schedule: Schedule, routes: Routes
 ) -> tuple[list[ops.Operation], Ahead]:
-    """The operations of a rank of `schedule`, and those of them that run ahead: the first `end`. Receives of what no
-    rank sends ahead are posted after these.
+    """The operations of a rank of `schedule`, and those of them that run ahead: some of the first `end`. Receives of
+    what no rank sends ahead are posted after these.
     """
     sent = _sent_ahead(schedule, routes)
     first = [each for each in operations[:end] if not _is_late(each, sent)]
-    late = [each for each in operations[:end] if _is_late(each, sent)]
+    others = [*(each for each in operations[:end] if _is_late(each, sent)), *operations[end:]]
     rest = [
         each
-        for each in (*late, *operations[end:])
+        for each in others
         if isinstance(each, _RECEIVES) and type(each) is not transfers.ReleaseSent and each.value in sent
     ]
-    ahead = Ahead(
-        len(first),
-        [each for each in first if not isinstance(each, transfers.PostGradient)],
-        rest,
-        [each for each in first if isinstance(each, SendDynamic | transfers.SendActivation)],
-        [each for each in first if isinstance(each, ops.Beside)],
-    )
-    return [*first, *late, *operations[end:]], ahead
+    return [*first, *others], Ahead(first, rest)
 
 
 _POSTS = PostDynamic | transfers.PostActivation
