@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeflow.engine.parallel.context import Context
-from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_object, exchange
+from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_object, exchange, gather_rows
 from pipeflow.engine.parallel.transport.protocol import Tag
 from pipeflow.engine.runtime.pipeline import Pipeline
 from pipeflow.engine.torch_private.trees import tree_map_only
@@ -127,18 +127,7 @@ def _together(context: Context) -> AbstractContextManager[None]:
 
 def _gathered(tensor: Tensor, context: Context) -> Tensor:
     part = (tensor if tensor.dim() else tensor[None]).contiguous().to(context.device)
-    size = context.data_size
-    if size == 1:
-        return part
-    lengths = torch.zeros(size, dtype=torch.int64, device=context.device)
-    context.data.all_gather(lengths, torch.tensor([len(part)], device=context.device)).wait()
-    longest = int(lengths.max())
-    own = part.new_zeros(longest, *part.shape[1:])
-    own[: len(part)] = part
-    whole = own.new_empty(size * longest, *part.shape[1:])
-    context.data.all_gather(whole, own).wait()
-    pieces = whole.view(size, longest, *part.shape[1:])
-    return torch.cat([piece[:length] for piece, length in zip(pieces, lengths.tolist(), strict=True)])
+    return part if context.data_size == 1 else torch.cat(gather_rows(context.data, part))
 
 
 def clipped_norm(pipeline: Pipeline, max_norm: float, norm_type: float = 2.0) -> Tensor:

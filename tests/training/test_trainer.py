@@ -11,11 +11,11 @@ from torch.utils.data import TensorDataset
 
 from pipeflow import UsageError, get_dataloader, make_schedule
 from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.transport.agreement import gather_rows
 from pipeflow.engine.runtime.step import Output
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import PlainModel
 from pipeflow.training import AccuracyHook, Engine, Hook, MetricHook, RateHook, Step, Trainer
-from pipeflow.training.hooks.metrics import gathered
 from tests.runtime.work import build
 
 MODEL = PlainModel()
@@ -146,7 +146,7 @@ class Distance:
         self.parts.append((outputs - labels).square().mean(dim=(1, 2)))
 
     def compute(self) -> Tensor:
-        return torch.cat(gathered(torch.cat(self.parts), current_context().data)).mean()
+        return torch.cat(gather_rows(current_context().data, torch.cat(self.parts))).mean()
 
 
 @pytest.mark.parametrize(("ranks", "data"), [(2, 1), (4, 2)])

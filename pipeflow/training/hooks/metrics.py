@@ -6,12 +6,10 @@ import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.parallel.transport.agreement import all_gather
-from pipeflow.engine.parallel.transport.protocol import Group
+from pipeflow.engine.parallel.transport.agreement import all_gather, gather_rows
 from pipeflow.engine.runtime.step import Output
 from pipeflow.training.trainer import Hook, Trainer
 
@@ -56,7 +54,7 @@ class MetricHook(Hook):
         if hasattr(self.metric, "dist_sync_fn"):  # torchmetrics'
             context = trainer.engine.model.context
             self.metric.to(context.device)  # type: ignore[attr-defined]  # it is a module
-            self.metric.dist_sync_fn = lambda tensor, group=None: gathered(tensor, context.data)
+            self.metric.dist_sync_fn = lambda tensor, group=None: gather_rows(context.data, tensor)
             self.metric.distributed_available_fn = lambda: context.data.size > 1  # type: ignore[attr-defined]  # as above
 
     def after_batch(self, trainer: Trainer, output: Output, labels: object) -> None:
@@ -114,22 +112,3 @@ class AccuracyHook(Hook):
 
 def _count_right(outputs: Any, labels: Any) -> Tensor | float:
     return float((outputs.argmax(dim=-1) == labels.to(outputs.device)).sum())
-
-
-def gathered(tensor: Tensor, group: Group) -> list[Tensor]:
-    """The tensors of all ranks, in rank order; sizes may differ in dim 0. All ranks of the group call it together."""
-    length = torch.tensor([len(tensor) if tensor.dim() else 1], device=tensor.device)
-    lengths = length.new_empty(group.size)
-    group.all_gather(lengths, length).wait()
-    counts: list[int] = lengths.tolist()
-    row = tensor.reshape(counts[group.rank], -1)
-    padded = row.new_zeros(max(counts), row.shape[1])
-    padded[: len(row)] = row
-    rows = padded.new_empty(group.size * len(padded), row.shape[1])
-    group.all_gather(rows, padded).wait()
-    shape = tensor.shape[1:]
-    parts = [part[:count] for part, count in zip(rows.split(len(padded)), counts, strict=True)]
-    return [
-        part.reshape(count, *shape) if tensor.dim() else part.reshape(())
-        for part, count in zip(parts, counts, strict=True)
-    ]

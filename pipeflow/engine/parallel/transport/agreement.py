@@ -13,7 +13,7 @@ from torch import Tensor
 from pipeflow.core.bruck import rounds
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.transport.plain import pack, unpack
-from pipeflow.engine.parallel.transport.protocol import Exchange, LinkError, Tag, Transport, Work
+from pipeflow.engine.parallel.transport.protocol import Exchange, Group, LinkError, Tag, Transport, Work
 
 
 def all_gather(transport: Transport, row: Sequence[float]) -> list[list[float]]:
@@ -91,6 +91,22 @@ def all_gather_tensor(transport: Transport, row: Tensor) -> Tensor:
     everyones = row.new_empty(transport.size * len(row))
     transport.group(range(transport.size)).all_gather(everyones, row).wait()
     return everyones.view(transport.size, len(row))
+
+
+def gather_rows(group: Group, tensor: Tensor) -> list[Tensor]:
+    """The tensors of all ranks of a group, in rank order, on its device. Their shapes may differ in dim 0. All ranks of
+    the group call it together.
+    """
+    if not tensor.dim():
+        return [row[0] for row in gather_rows(group, tensor[None])]
+    lengths = torch.empty(group.size, dtype=torch.int64, device=tensor.device)
+    group.all_gather(lengths, torch.tensor([len(tensor)], device=tensor.device)).wait()
+    counts: list[int] = lengths.tolist()
+    padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    rows = padded.new_empty(group.size * len(padded), *tensor.shape[1:])
+    group.all_gather(rows, padded).wait()
+    return [part[:count] for part, count in zip(rows.view(group.size, *padded.shape), counts, strict=True)]
 
 
 def all_gather_object(transport: Transport, value: object) -> list[object]:
