@@ -93,8 +93,8 @@ from pipeflow.schedules import make_schedule as make_schedule
 from pipeflow.schedules.batch_order import order_for as order_for
 from pipeflow.schedules.order_search import exact as exact
 from pipeflow.schedules.order_search import search as search
-from pipeflow.core.soundness.schedule import Violation as Violation
-from pipeflow.core.soundness.schedule import verify as verify
+from pipeflow.core.errors import Violation as Violation
+from pipeflow.core.soundness.verify import verify as verify
 from pipeflow.tools.traces.explanation import Explanation as Explanation
 from pipeflow.tools.traces.explanation import explain as explain
 from pipeflow.training.build import build_stages as build_stages

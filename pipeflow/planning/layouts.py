@@ -15,7 +15,7 @@ from itertools import count
 from typing import NamedTuple
 
 from pipeflow.core.errors import ScheduleError, UsageError, require_type
-from pipeflow.core.soundness.schedule import verify
+from pipeflow.core.soundness.verify import verify
 from pipeflow.planning.estimate import plan
 from pipeflow.planning.layout import Layout, Wanted
 from pipeflow.planning.layout_cells import Cell, heavier, lighter, lightest_cells

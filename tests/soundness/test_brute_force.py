@@ -22,7 +22,7 @@ from pipeflow.core.dataflow import Stream
 from pipeflow.core.placement import Placement
 from pipeflow.core.rows import is_reduction
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.schedule import verify
+from pipeflow.core.soundness.verify import verify
 from pipeflow.core.timeline import Timeline
 
 seeds = pytest.mark.parametrize("seed", range(40))

@@ -11,10 +11,10 @@ from pipeflow.core.action import Action, Entry, Kind, actions_of
 from pipeflow.core.analysis.lowering import lower
 from pipeflow.core.analysis.order import dependency_graph
 from pipeflow.core.analysis.simulation import simulate
-from pipeflow.core.errors import ScheduleError, UsageError
+from pipeflow.core.errors import ScheduleError, UsageError, Violation
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.schedule import Violation, verify
+from pipeflow.core.soundness.verify import verify
 from pipeflow.schedules import SCHEDULES, make_schedule
 from tests.covering import thinned
 from tests.families import make_near

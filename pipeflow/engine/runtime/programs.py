@@ -15,7 +15,7 @@ from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.route import Routes
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.schedule import verify
+from pipeflow.core.soundness.verify import verify
 from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.transport.agreement import all_gather, connect_devices, told_alike
 from pipeflow.engine.runtime.confirmation import Confirmation

@@ -12,7 +12,7 @@ from pipeflow.core.analysis.measured_step import executed_schedule
 from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.schedule import verify
+from pipeflow.core.soundness.verify import verify
 from pipeflow.core.text import percent
 from pipeflow.draw.files.svg_timeline import svg as drawn
 from pipeflow.schedules.order_search import search as searched

@@ -15,11 +15,8 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError, Violation
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.missing_actions import missing
-from pipeflow.core.soundness.missing_values import Wait, waits
-from pipeflow.core.soundness.schedule import verify
-from pipeflow.core.soundness.sentences import sentence_of_wait
-from pipeflow.core.soundness.waiting_cycles import Place
+from pipeflow.core.soundness.deadlocks import Place, Wait, sentence_of_wait, waits
+from pipeflow.core.soundness.verify import missing, verify
 from pipeflow.core.text import percent
 from pipeflow.schedules.orders.lower_bounds import bounds
 from pipeflow.schedules.orders.memory.storage import MemoryKind

@@ -15,7 +15,7 @@ from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError, Violation
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.schedule import verify
+from pipeflow.core.soundness.verify import verify
 from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
 from pipeflow.planning.replanning import Candidate, Replan, replan
