@@ -20,7 +20,7 @@ from typing import Any
 import pipeflow
 from benchmarks.report import Report
 from pipeflow.core.action import Kind
-from pipeflow.core.span import Row
+from pipeflow.core.timeline import Row
 
 RANKS, MICROBATCHES = 64, 512
 OPERATORS = 13  # of each action, so that all files have 200 MB

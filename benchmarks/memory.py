@@ -12,8 +12,8 @@ from typing import NamedTuple
 from benchmarks.report import Report
 from pipeflow import CostModel, Kind, Placement, UsageError, simulate, verify
 from pipeflow.schedules.order_search import search
-from pipeflow.schedules.orders.memory.storage import MemoryKind
 from pipeflow.schedules.orders.search import Found
+from pipeflow.schedules.orders.spilling import MemoryKind
 
 CANDIDATES = 300
 BOTH: tuple[MemoryKind, ...] = ("offload", "recompute")

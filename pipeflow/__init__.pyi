@@ -32,7 +32,7 @@ from pipeflow.core.partition import partition_balanced as partition_balanced
 from pipeflow.core.partition import partition_uniform as partition_uniform
 from pipeflow.core.placement import Placement as Placement
 from pipeflow.core.schedule import Schedule as Schedule
-from pipeflow.core.span import Span as Span
+from pipeflow.core.timeline import Span as Span
 from pipeflow.core.timeline import Timeline as Timeline
 from pipeflow.training.optim.clip import clip_grad_norm_ as clip_grad_norm_
 from pipeflow.training.optim.clip import grad_norm as grad_norm
@@ -41,10 +41,10 @@ from pipeflow.training.optim.precision import LossScaler as LossScaler
 from pipeflow.training.optim.precision import MasterWeights as MasterWeights
 from pipeflow.training.optim.zero import Zero as Zero
 from pipeflow.schedules.orders.batch_order import BatchOrder as BatchOrder
-from pipeflow.schedules.orders.memory.offloading import with_offload as with_offload
-from pipeflow.schedules.orders.memory.recomputation import with_recompute as with_recompute
-from pipeflow.schedules.orders.memory.unsharding import with_unshard as with_unshard
-from pipeflow.schedules.orders.optimizer_steps import with_optimizer_step as with_optimizer_step
+from pipeflow.schedules.orders.offloading import with_offload as with_offload
+from pipeflow.schedules.orders.additions import with_recompute as with_recompute
+from pipeflow.schedules.orders.additions import with_unshard as with_unshard
+from pipeflow.schedules.orders.additions import with_optimizer_step as with_optimizer_step
 from pipeflow.schedules.orders.search import Found as Found
 from pipeflow.engine.parallel.context import Context as Context
 from pipeflow.engine.parallel.context import context_if_launched as context_if_launched
@@ -90,7 +90,7 @@ from pipeflow.engine.runtime.pipeline import Pipeline as Pipeline
 from pipeflow.engine.runtime.step import Output as Output
 from pipeflow.schedules import SCHEDULES as SCHEDULES
 from pipeflow.schedules import make_schedule as make_schedule
-from pipeflow.schedules.batch_order import order_for as order_for
+from pipeflow.schedules.order_search import order_for as order_for
 from pipeflow.schedules.order_search import exact as exact
 from pipeflow.schedules.order_search import search as search
 from pipeflow.core.errors import Violation as Violation

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeflow.core.extras import DISTRIBUTION
+from pipeflow.core.distributions import DISTRIBUTION
 from tests.sources import PACKAGE, Fault, Source, require
 
 ROOT = Path(__file__).parent.parent

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from pipeflow.core.distributions import install
 from pipeflow.core.errors import UsageError
-from pipeflow.core.extras import install
 
 
 @contextmanager

@@ -11,11 +11,10 @@ from typing import Any
 from pipeflow.core.action import Kind
 from pipeflow.core.cost_fields import ARGUMENTS, EVEN_COSTS, NAMED, Link
 from pipeflow.core.dataflow import DATAFLOW, SEVERAL, Content
-from pipeflow.core.errors import UsageError, require_type
+from pipeflow.core.errors import UsageError, numbers_of, require_type
 from pipeflow.core.files import parse
 from pipeflow.core.placement import Placement
 from pipeflow.core.route import Route, routes_among
-from pipeflow.core.several import numbers_of
 
 LARGEST = 1e100  # largest cost: the sum over any number of actions stays finite
 SMALLEST = 1e-100  # smallest cost that is not 0: the quotient of two costs stays finite

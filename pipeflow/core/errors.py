@@ -1,12 +1,15 @@
-"""All errors that pipeflow raises on purpose, and a violation: one thing that is wrong with a schedule or a program.
-Must not contain: code that detects them.
+"""All errors that pipeflow raises on purpose; a violation: one thing that is wrong with a schedule or a program; and
+checks of arguments that all parts share. Must not contain: code that detects other faults.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
+from typing import Any, SupportsIndex
 
 
 class PipeflowError(Exception):
@@ -210,3 +213,26 @@ class Violation:
         where = "" if self.rank is None else f"rank {self.rank}"
         where += "" if self.position is None else f", position {self.position}"
         return f"{where}: {self.sentence}" if where else self.sentence
+
+
+def names_of(what: str, given: object) -> tuple[str, ...]:
+    """The names of an argument called `what`. Raises UsageError for anything but a name, or several of them."""
+    return _several(what, given, str, "names")
+
+
+def paths_of(what: str, given: object) -> tuple[str | os.PathLike[str], ...]:
+    """The paths of an argument called `what`. Raises UsageError for anything but a path, or several of them."""
+    return _several(what, given, (str, os.PathLike), "paths")
+
+
+def numbers_of(what: str, given: object) -> tuple[int, ...]:
+    """The whole numbers of an argument called `what`. Raises UsageError for anything but a number, or several."""
+    return tuple(map(index, _several(what, given, SupportsIndex, "whole numbers")))
+
+
+def _several(what: str, given: Any, kind: type | tuple[type, ...], said: str) -> tuple[Any, ...]:
+    is_several = isinstance(given, Iterable) and not isinstance(given, str | bytes | os.PathLike)
+    values = tuple(given) if is_several else (given,)
+    if wrong := [value for value in values if not isinstance(value, kind) or isinstance(value, bool)]:
+        raise UsageError(f"{what} must be a list of {said}, got {wrong[0]!r}")
+    return values

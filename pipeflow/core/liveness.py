@@ -1,5 +1,5 @@
-"""Liveness: which values a rank keeps, and from when to when. All of it follows from the table of `dataflow`. Must not
-contain: when actions run.
+"""Liveness: which values a rank keeps, and from when to when; and how much it may keep, as users write it. The former
+follows from the table of `dataflow`. Must not contain: when actions run.
 """
 
 from __future__ import annotations
@@ -7,11 +7,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipeflow.core.action import Action
 from pipeflow.core.dataflow import DATAFLOW, KEPT, SEVERAL, Content, DataflowRow
-from pipeflow.core.span import Row
+from pipeflow.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from pipeflow.core.timeline import Row
 
 Curve = tuple[tuple[float, float], ...]  # (time, amount from that time on), in order of time
 
@@ -117,3 +120,21 @@ def _added_up(changes: list[tuple[float, float]]) -> Curve:
         if not curve or curve[-1][1] != amount:
             curve.append((time, amount))
     return tuple(curve)
+
+
+MemoryCap = float | Sequence[float]
+"""The most activations that a rank may keep, in microbatches of its whole share of the model: one number for all ranks,
+or one per rank."""
+
+
+def cap_per_rank(memory_cap: MemoryCap, least: Sequence[float], name: str = "memory_cap") -> list[float]:
+    """The cap of every rank. For errors, `least` is what each rank needs, and `name` that of the cap. Raises UsageError
+    unless `memory_cap` is one number, or one per rank, and all are positive.
+    """
+    caps = list(memory_cap) if isinstance(memory_cap, Sequence) else [memory_cap] * len(least)
+    if len(caps) != len(least):
+        raise UsageError(f"{name} is one number, or one for each of {len(least)} ranks; got {len(caps)} of them")
+    for rank, cap in enumerate(caps):
+        if not cap > 0:
+            raise UsageError(f"{name} must be positive, got {cap} for rank {rank}: it needs {least[rank]:g} there")
+    return caps

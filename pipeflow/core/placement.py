@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pipeflow.core.errors import ScheduleError, UsageError, require_type
-from pipeflow.core.several import numbers_of
+from pipeflow.core.errors import ScheduleError, UsageError, numbers_of, require_type
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,24 +10,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipeflow.draw.files.svg_charts import Bar, bars_svg, scatter_svg
-    from pipeflow.draw.files.svg_timeline import svg
-    from pipeflow.draw.files.trace_events import perfetto
+    from pipeflow.draw.gantt import Comparison, Gantt, picture
     from pipeflow.draw.page.timeline_page import html
+    from pipeflow.draw.path import CriticalPath
     from pipeflow.draw.plane import Axis, Point
-    from pipeflow.draw.terminal.gantt import Comparison, Gantt, picture
-    from pipeflow.draw.terminal.path import CriticalPath
-    from pipeflow.draw.terminal.tables import Scatter, Table
+    from pipeflow.draw.svg_charts import Bar, bars_svg, scatter_svg
+    from pipeflow.draw.svg_timeline import svg
+    from pipeflow.draw.tables import Scatter, Table
+    from pipeflow.draw.trace_events import perfetto
 
 _MODULES = {
-    "files.svg_charts": ("Bar", "bars_svg", "scatter_svg"),
-    "files.svg_timeline": ("svg",),
-    "files.trace_events": ("perfetto",),
+    "gantt": ("Comparison", "Gantt", "picture"),
     "page.timeline_page": ("html",),
+    "path": ("CriticalPath",),
     "plane": ("Axis", "Point"),
-    "terminal.gantt": ("Comparison", "Gantt", "picture"),
-    "terminal.path": ("CriticalPath",),
-    "terminal.tables": ("Scatter", "Table"),
+    "svg_charts": ("Bar", "bars_svg", "scatter_svg"),
+    "svg_timeline": ("svg",),
+    "tables": ("Scatter", "Table"),
+    "trace_events": ("perfetto",),
 }
 
 __all__ = ["Axis", "Bar", "Comparison", "CriticalPath", "Gantt", "Point", "Scatter", "Table"]

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, cast
 
-from pipeflow.core.errors import UsageError, require_type, unknown
+from pipeflow.core.errors import UsageError, names_of, require_type, unknown
 from pipeflow.core.placement import require_positive
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.several import names_of
 from pipeflow.planning.block_sizes import near_divisors
 from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.cluster import Cluster

@@ -29,7 +29,7 @@ from pipeflow.planning.rank_memory import ALLOCATOR, state_bytes
 from pipeflow.planning.schedule_peaks import RankPeaks, peaks
 from pipeflow.planning.setup import Setup
 from pipeflow.schedules import make_schedule, options_of
-from pipeflow.schedules.orders.memory.search import NoOrderError
+from pipeflow.schedules.orders.memory_search import NoOrderError
 
 CHUNKS = (2, 3, 4, 6, 8, 12)  # stages per rank that are tried
 ACTIONS = 2_000_000  # of one schedule at most; larger ones are not tried

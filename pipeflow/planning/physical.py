@@ -39,7 +39,7 @@ from pipeflow.planning.transformer_costs import (
     tokens_of,
 )
 from pipeflow.planning.work import embedding_work, head_work
-from pipeflow.schedules.orders.memory.unsharding import gathering
+from pipeflow.schedules.orders.additions import gathering
 
 FREE_LAUNCHES = {"forward_launch": 0.0, "backward_launch": 0.0, "sync": 0.0}
 

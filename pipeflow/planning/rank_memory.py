@@ -24,7 +24,7 @@ from pipeflow.planning.transformer_costs import (
     shares_of,
     tokens_of,
 )
-from pipeflow.schedules.orders.memory.unsharding import WHOLE
+from pipeflow.schedules.orders.additions import WHOLE
 
 ALLOCATOR = 0.04
 """Memory that torch's caching allocator holds but does not hand out, as a share of what it hands out: the median of 11

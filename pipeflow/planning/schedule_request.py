@@ -16,9 +16,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import SCHEDULES, make_schedule
-from pipeflow.schedules.memory import with_memory_kinds
-from pipeflow.schedules.orders.memory.unsharding import gathering
-from pipeflow.schedules.orders.optimizer_steps import with_optimizer_step
+from pipeflow.schedules.orders.additions import gathering, with_memory_kinds, with_optimizer_step
 from pipeflow.schedules.registry import is_searched
 
 

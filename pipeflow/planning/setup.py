@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from pipeflow.core.errors import UsageError, require_type
+from pipeflow.core.errors import UsageError, names_of, require_type
 from pipeflow.core.placement import require_at_least, require_positive
-from pipeflow.core.several import names_of
 from pipeflow.planning.attention import KERNELS, Kernel
 from pipeflow.planning.block_sizes import near_divisors
 from pipeflow.planning.engines import ENGINES

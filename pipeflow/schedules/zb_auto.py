@@ -12,7 +12,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 
 if TYPE_CHECKING:
-    from pipeflow.schedules.orders.memory.storage import MemoryKind
+    from pipeflow.schedules.orders.spilling import MemoryKind
 
 ACTIONS = 1_800_000  # actions of all candidates together: about 2 s of search, up to 4 for large schedules
 SLOWER = 20  # times as long an order takes if it may be within a cap by kinds that save memory

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
-from pipeflow.core.analysis.memory_cap import MemoryCap
 from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
+from pipeflow.core.liveness import MemoryCap
 from pipeflow.core.schedule import Schedule
 from pipeflow.engine.parallel.context import context_if_launched, current_context
 from pipeflow.engine.runtime.microbatch import Divided
 from pipeflow.engine.torch_private.generators import default_states, set_default_states
-from pipeflow.schedules.batch_order import order_for
 from pipeflow.schedules.families import schedules_on
+from pipeflow.schedules.order_search import order_for
 from pipeflow.training.launch import current_config
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from threading import Lock
 
-from pipeflow.core.several import names_of, numbers_of
+from pipeflow.core.errors import names_of, numbers_of
 from pipeflow.engine.parallel.context import context_if_launched
 
 _SETTING_UP = Lock()  # ranks may be threads

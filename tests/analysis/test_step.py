@@ -10,8 +10,7 @@ from pipeflow.core.bruck import rounds
 from pipeflow.core.cost import CostModel
 from pipeflow.core.cost_fields import Link
 from pipeflow.core.placement import Placement
-from pipeflow.core.span import Span
-from pipeflow.core.timeline import Timeline
+from pipeflow.core.timeline import Span, Timeline
 from pipeflow.schedules import make_schedule
 
 FREE = CostModel((1,) * 4, (0,) * 4, (0,) * 4)

@@ -26,7 +26,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.soundness.verify import verify
 from pipeflow.draw import picture
 from pipeflow.schedules import SCHEDULES, make_schedule
-from pipeflow.schedules.orders.memory.unsharding import with_unshard
+from pipeflow.schedules.orders.additions import with_unshard
 
 pytestmark = pytest.mark.slow  # it takes seconds to load torch's pipelining
 

@@ -14,8 +14,7 @@ from pipeflow.core.cost_fields import Link
 from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
-from pipeflow.core.span import Span
-from pipeflow.core.timeline import Timeline
+from pipeflow.core.timeline import Span, Timeline
 from pipeflow.schedules import make_schedule
 
 

@@ -11,7 +11,7 @@ from pipeflow.core.liveness import kept, memory_changes
 from pipeflow.core.route import Route, routes_among
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.soundness.verify import verify
-from pipeflow.core.span import Row
+from pipeflow.core.timeline import Row
 from pipeflow.schedules import SCHEDULES, make_schedule
 from tests.families import make_near
 

@@ -14,8 +14,7 @@ from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.span import Span
-from pipeflow.core.timeline import Timeline
+from pipeflow.core.timeline import Span, Timeline
 from pipeflow.schedules import SCHEDULES, make_schedule
 
 

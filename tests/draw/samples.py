@@ -9,8 +9,7 @@ from itertools import pairwise
 from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.span import Span
-from pipeflow.core.timeline import Timeline
+from pipeflow.core.timeline import Span, Timeline
 from pipeflow.schedules import make_schedule
 
 HOSTILE = "</script><script>alert(1)</script> & <b>\"'bold'</b> \u2028 ]]> "

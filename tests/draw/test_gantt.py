@@ -12,8 +12,7 @@ from pipeflow.core.action import Kind
 from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.span import Span
-from pipeflow.core.timeline import Timeline
+from pipeflow.core.timeline import Span, Timeline
 from pipeflow.draw import Comparison, CriticalPath, Gantt
 from pipeflow.draw.colours import HUES
 from pipeflow.schedules import make_schedule

@@ -9,7 +9,7 @@ from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import CriticalPath
-from pipeflow.draw.terminal.path import folded, stretches
+from pipeflow.draw.path import folded, stretches
 from pipeflow.schedules import SCHEDULES, make_schedule
 from tests.draw.test_gantt import draw
 

@@ -8,7 +8,7 @@ from pipeflow import CostModel, UsageError, make_schedule, simulate
 from pipeflow.core.action import Kind
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.colours import LIGHT, shade
-from pipeflow.draw.files.image import GAP, Pixels, pixels
+from pipeflow.draw.image import GAP, Pixels, pixels
 from pipeflow.draw.lane_times import heights
 
 

@@ -11,7 +11,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import svg as drawn
 from pipeflow.schedules import SCHEDULES, options_of
-from pipeflow.schedules.options import family_options
+from pipeflow.schedules.registry import family_options
 from pipeflow.tools.cli import main
 from pipeflow.tools.explore.answers import code, csv, json, svg
 from pipeflow.tools.explore.state import State

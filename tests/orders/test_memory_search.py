@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 from pipeflow import CostModel, Kind, Placement, Schedule, UsageError, simulate, verify, with_offload, with_recompute
 from pipeflow.core.timeline import Timeline
-from pipeflow.schedules.families import schedules_on
+from pipeflow.schedules.families import repeated_on, schedules_on
 from pipeflow.schedules.order_search import search
-from pipeflow.schedules.orders.memory.simple_uses import chunk_sets
-from pipeflow.schedules.orders.memory.storage import MemoryKind
+from pipeflow.schedules.orders.memory_search import chunk_sets
 from pipeflow.schedules.orders.problem import Objective
-from pipeflow.schedules.repeated import repeated_on
+from pipeflow.schedules.orders.spilling import MemoryKind
 from tests.covering import some_rows
 
 BOTH: tuple[MemoryKind, ...] = ("offload", "recompute")

@@ -17,7 +17,7 @@ from torch.utils import _pytree
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
-from pipeflow.core.span import Span
+from pipeflow.core.timeline import Span
 from pipeflow.engine.parallel.transport.plain import pack, unpack
 
 

@@ -18,7 +18,7 @@ from pipeflow.planning.rates import RankGroup, Rates
 from pipeflow.planning.sharding import Holders, Sharding, StageLayers, hidden
 from pipeflow.planning.step_plan import Plan
 from pipeflow.planning.transformer_costs import Parameters
-from pipeflow.schedules.orders.memory.unsharding import gathering
+from pipeflow.schedules.orders.additions import gathering
 
 # links of 1e6 bytes/s without latency, so that a gather of b bytes on n ranks takes (n - 1) / n * b / 1e6 seconds
 SIMPLE = replace(

@@ -16,11 +16,9 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.soundness.verify import verify
 from pipeflow.schedules import SCHEDULES, make_schedule
-from pipeflow.schedules.batch_order import order_for
-from pipeflow.schedules.orders.arrangement import Rerun, balanced_groups, padded_groups
-from pipeflow.schedules.orders.batch_order import BatchOrder
+from pipeflow.schedules.order_search import order_for
+from pipeflow.schedules.orders.batch_order import BatchOrder, Rerun, balanced_groups, large_first, padded_groups
 from pipeflow.schedules.orders.lower_bounds import largest_microbatch
-from pipeflow.schedules.orders.overtaking import large_first
 from tests.families import make_near
 
 LINEAR = Placement.linear(4)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from pipeflow.core.action import Action, Entry, Pair
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules import SCHEDULES, make_schedule
-from pipeflow.schedules.registry import is_searched
-from pipeflow.schedules.registry_names import recognised
+from pipeflow.schedules.registry import is_searched, recognised
 from tests.families import make_near
 
 FAMILIES = [name for name in SCHEDULES if not is_searched(name)]

@@ -13,8 +13,7 @@ from pipeflow.core.action import Action, Kind
 from pipeflow.core.analysis.order import Order
 from pipeflow.core.dataflow import Value, makes, needs
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.span import Span
-from pipeflow.core.timeline import Timeline
+from pipeflow.core.timeline import Span, Timeline
 
 TIMES = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 

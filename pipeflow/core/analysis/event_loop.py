@@ -20,7 +20,7 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import COPIES, DATAFLOW, End, Stream
 from pipeflow.core.route import Route
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.span import Row, Span
+from pipeflow.core.timeline import Row, Span
 
 Ran = tuple[Turn, float, float, float]
 """A turn, its start and its end, and the end of its first action, which differs from the end only for pairs."""

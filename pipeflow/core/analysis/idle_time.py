@@ -14,8 +14,7 @@ from typing import NamedTuple
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.dataflow import DATAFLOW, AtStage, Key, Stream, Value, flows, makers
 from pipeflow.core.rows import first_uses
-from pipeflow.core.span import Row, Span
-from pipeflow.core.timeline import Timeline, require_timeline
+from pipeflow.core.timeline import Row, Span, Timeline, require_timeline
 
 SENTENCES = {
     "at_once": "{action} on rank {rank} began at once",

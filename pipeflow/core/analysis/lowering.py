@@ -16,7 +16,7 @@ from pipeflow.core.dataflow import PASSING, Content, End, Stream, Value, flows, 
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.core.route import Routes
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.span import Span
+from pipeflow.core.timeline import Span
 
 # Theory of operation
 #

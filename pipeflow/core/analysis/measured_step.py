@@ -13,8 +13,7 @@ from pipeflow.core.cost import CostModel, costs_of
 from pipeflow.core.dataflow import DATAFLOW, Stream, Value, makes, needs
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.span import Row, Span
-from pipeflow.core.timeline import Timeline, require_timeline
+from pipeflow.core.timeline import Row, Span, Timeline, require_timeline
 
 
 def executed_schedule(timeline: Timeline) -> Schedule:

@@ -20,8 +20,7 @@ from pipeflow.core.dataflow import COPIES, DATAFLOW, Stream
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.route import routes_among
 from pipeflow.core.schedule import Schedule, require_schedule
-from pipeflow.core.span import Row
-from pipeflow.core.timeline import Timeline, require_timeline
+from pipeflow.core.timeline import Row, Timeline, require_timeline
 
 
 def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:

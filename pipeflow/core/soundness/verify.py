@@ -10,11 +10,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Entry, Kind, actions_of
-from pipeflow.core.analysis.memory_cap import MemoryCap, cap_per_rank
 from pipeflow.core.cost import require_factors
 from pipeflow.core.dataflow import DATAFLOW, SEVERAL, WHOLE, Content, Value, makes, needs
 from pipeflow.core.errors import Violation
-from pipeflow.core.liveness import memory_changes
+from pipeflow.core.liveness import MemoryCap, cap_per_rank, memory_changes
 from pipeflow.core.rows import ENDING, HANDLING, MAKING, Last, Lasting, last_made
 from pipeflow.core.schedule import Schedule, require_schedule
 from pipeflow.core.soundness.deadlocks import Place, deadlocks

@@ -16,9 +16,8 @@ from pipeflow.core.analysis.idle_time import IDLE, SENTENCES, Cause, causes, cri
 from pipeflow.core.analysis.measures import utilisations
 from pipeflow.core.dataflow import DATAFLOW, PASSING, SEVERAL, VALUE, Content, Stream
 from pipeflow.core.errors import UsageError
-from pipeflow.core.span import Row, Span
 from pipeflow.core.text import percent
-from pipeflow.core.timeline import Timeline
+from pipeflow.core.timeline import Row, Span, Timeline
 from pipeflow.draw.captions import Unit, amount_text, escaped, heading, peaks, unit_of
 from pipeflow.draw.colours import RGB, between, css, shade
 from pipeflow.draw.lane_times import Lane, all_lanes, heights, kinds, num_chunks, shortest

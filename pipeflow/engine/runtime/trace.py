@@ -17,8 +17,7 @@ import torch
 from pipeflow.core.action import Kind
 from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.span import Span
-from pipeflow.core.timeline import Timeline
+from pipeflow.core.timeline import Span, Timeline
 from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_object
 from pipeflow.engine.parallel.transport.protocol import Transport, Work
 from pipeflow.engine.runtime.program.operations import Await, Beside, ComputeOperation, Operation

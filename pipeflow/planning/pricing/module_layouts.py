@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from pipeflow.core.errors import UsageError
+from pipeflow.core.errors import UsageError, names_of
 from pipeflow.core.placement import require_positive
-from pipeflow.core.several import names_of
 from pipeflow.core.text import bytes_text
 from pipeflow.engine.stages.blocks import Blocks
 from pipeflow.planning.cluster import Cluster

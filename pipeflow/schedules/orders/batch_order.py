@@ -1,24 +1,28 @@
 """Batch orders: the microbatches of a batch whose samples differ, and the schedule that runs them. Must not contain:
-which schedules are tried.
+which named schedules are tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import accumulate
 from math import inf
+from random import Random
 from typing import NamedTuple
 
-from pipeflow.core.analysis.memory_cap import MemoryCap, cap_per_rank
-from pipeflow.core.analysis.simulation import simulate
+from pipeflow.core.action import Action
+from pipeflow.core.analysis.event_loop import transfers
+from pipeflow.core.analysis.order import Order
+from pipeflow.core.analysis.simulation import require_costs, simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
+from pipeflow.core.liveness import ACTIVATIONS, MemoryCap, cap_per_rank
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.schedules.orders.arrangement import Rerun, arrangements, balanced_groups, padded_groups, rearranged
 from pipeflow.schedules.orders.lower_bounds import bounds, largest_microbatch
-from pipeflow.schedules.orders.overtaking import large_first
 from pipeflow.schedules.orders.problem import HALVES, ROUNDING, make_problem
 from pipeflow.schedules.orders.search import improved
 
@@ -186,3 +190,200 @@ def _keeps(choice: _Choice, bytes_cap: MemoryCap | None) -> bool:
     peaks = simulate(choice.schedule, choice.cost).peak_bytes
     caps = cap_per_rank(bytes_cap, peaks, "bytes_cap")
     return all(peak <= cap * (1 + ROUNDING) for peak, cap in zip(peaks, caps, strict=True))
+
+
+def balanced_groups(costs: Sequence[float], groups: int) -> list[list[int]]:
+    """The indices of `costs` in groups of like sums: each index, the largest cost first, goes into the group with the
+    smallest sum so far. The largest sum is at most 4/3 of the least possible one (R. Graham, Bounds on multiprocessing
+    timing anomalies, 1969). With as many costs as groups or more, no group is empty.
+    """
+    found: list[list[int]] = [[] for _ in range(groups)]
+    sums = [(0.0, 0, group) for group in range(groups)]
+    heapify(sums)
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        total, many, group = sums[0]
+        found[group].append(index)
+        heapreplace(sums, (total + costs[index], many + 1, group))
+    return found
+
+
+def padded_groups(costs: Sequence[float], groups: int) -> list[list[int]]:
+    """The indices of `costs` in groups whose largest cost times their size is alike: the least bound on it, found by
+    bisection, under which groups of neighbours in descending order are no more than `groups`.
+    """
+    order = sorted(range(len(costs)), key=lambda index: -costs[index])
+    low, high = 0.0, costs[order[0]] * len(costs)
+    for _ in range(40):
+        middle = (low + high) / 2
+        if len(_within(costs, order, middle, groups)) <= groups:
+            high = middle
+        else:
+            low = middle
+    return _within(costs, order, high, groups)
+
+
+def _within(costs: Sequence[float], order: list[int], bound: float, groups: int) -> list[list[int]]:
+    """Groups within the bound, as few as possible but no fewer than `groups`; a larger cost has one alone."""
+    found: list[list[int]] = []
+    for place, index in enumerate(order):
+        needed = groups - len(found) >= len(order) - place  # each of the rest needs a group of its own
+        if not found or needed or costs[found[-1][0]] * (len(found[-1]) + 1) > bound:
+            found.append([])
+        found[-1].append(index)
+    return found
+
+
+Step = tuple[
+    int,
+    float,
+    int,
+    tuple[tuple[float, int], ...],
+    tuple[int, ...],
+    tuple[tuple[int, int, float, float], ...],
+]
+"""An entry of a row: its rank; the time of its action at factor 1, and its microbatch; the same of the other action of
+a pair; the values that it waits for from other ranks; and those that other ranks wait for, each with its microbatch,
+its latency and its time on the link. Plain tuples of numbers, which the garbage collector need not walk through.
+"""
+
+
+class Rerun:
+    """A schedule without actions beside the computations, whose makespan is asked for under many factors. It is that of
+    `simulate` if no value waits for a link that another one occupies. `kept` is the most activations of stages that a
+    rank keeps. Raises UsageError for costs of another number of stages.
+    """
+
+    def __init__(self, schedule: Schedule, cost: CostModel) -> None:
+        require_costs(schedule, cost)
+        self.schedule, self._overlap = schedule, cost.overlap
+        order = Order(schedule)
+        moved = transfers(schedule, cost, order)
+        passes = [move.link[0] != move.link[1] for move in moved]
+        self._values, many = len(moved), schedule.num_microbatches
+        rows = map(schedule.actions, range(len(schedule.rows)))
+        self.kept = max(max(accumulate(ACTIVATIONS[action.kind] for action in row)) for row in rows)
+        self._steps: list[Step] = [
+            (
+                rank,
+                cost.duration(actions[0].kind, actions[0].stage),
+                actions[0].microbatch,
+                tuple((cost.duration(action.kind, action.stage), action.microbatch) for action in actions[1:]),
+                tuple(value for value in needs if passes[value]),
+                tuple(
+                    (value, value % many, moved[value].latency, moved[value].held) for value in makes if passes[value]
+                ),
+            )
+            for rank, actions, needs, makes in order
+        ]
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def makespan(self, factors: Sequence[float]) -> float:
+        """The makespan if the microbatches have these factors."""
+        there, free = [0.0] * self._values, [0.0] * len(self.schedule.rows)
+        for rank, time, microbatch, others, needs, makes in self._steps:
+            end = free[rank]
+            for value in needs:
+                if there[value] > end:
+                    end = there[value]
+            took = time * factors[microbatch]
+            for other, its in others:
+                took += other * factors[its] - self._overlap * min(took, other * factors[its])
+            free[rank] = end = end + took
+            for value, its, latency, held in makes:
+                there[value] = end + held * factors[its] + latency
+        return max(free)
+
+
+def arrangements(factors: Sequence[float]) -> tuple[list[int], ...]:
+    """Plain ones, as the microbatch at each place: small ones at both ends, where others wait for them; small ones
+    first, and small ones last.
+    """
+    ascending = sorted(range(len(factors)), key=lambda microbatch: factors[microbatch])
+    return ascending[::2] + ascending[1::2][::-1], ascending, ascending[::-1]
+
+
+def rearranged(rerun: Rerun, factors: Sequence[float], order: list[int], tries: int, enough: float) -> list[int]:
+    """`order`, or a better one that `tries` exchanges of two places lead to; it stops at the makespan `enough`."""
+    random, best = Random(0), rerun.makespan([factors[microbatch] for microbatch in order])
+    for _ in range(tries if len(order) > 1 else 0):
+        if best <= enough:
+            break
+        one, other = random.sample(range(len(order)), 2)
+        tried = order.copy()
+        tried[one], tried[other] = order[other], order[one]
+        makespan = rerun.makespan([factors[microbatch] for microbatch in tried])
+        if makespan <= best:
+            order, best = tried, makespan
+    return order
+
+
+# Theory of operation
+#
+# A microbatch that takes much longer than the others passes all stages one after the other, and so does its gradient. A
+# step is short if this begins soon and nothing delays it. So of what a rank could run, it takes what belongs to a large
+# microbatch that has begun. Forwards or input-gradient halves of the others come next, as asked; weight-gradient halves
+# come last. The first stage takes forwards in the order of their numbers: small ones that come before a large one fill
+# the ranks that it has not reached.
+
+LARGE = 0.5  # the share of the largest factor from which a microbatch is large
+
+Job = tuple[int, int, int, int]  # its class, microbatch, half and stage; a rank takes the least
+
+
+def large_first(placement: Placement, cost: CostModel, *, forwards: bool) -> tuple[float, Schedule]:
+    """A schedule for as many microbatches as `cost` has factors, and its makespan if no value waits for a link.
+    `forwards` says whether they go before input-gradient halves where nothing large can run.
+    """
+    factors, ranks = cost.microbatch_factors, range(placement.num_ranks)
+    classes, large = (1, 2, 3) if forwards else (2, 1, 3), LARGE * max(factors)
+    rows: list[list[Action]] = [[] for _ in ranks]
+    free = [0.0 for _ in ranks]
+    arriving: list[list[tuple[float, Job]]] = [[] for _ in ranks]
+    ready: list[list[Job]] = [[] for _ in ranks]
+    for microbatch in range(len(factors)):
+        ready[_rank(placement, 0, microbatch)].append((classes[0], microbatch, 0, 0))
+    events = [(0.0, rank) for rank in ranks]
+    while events:
+        now, rank = heappop(events)
+        if now < free[rank]:
+            continue
+        while arriving[rank] and arriving[rank][0][0] <= now:
+            heappush(ready[rank], heappop(arriving[rank])[1])
+        if not ready[rank]:
+            continue
+        _, microbatch, half, stage = heappop(ready[rank])
+        rows[rank].append(Action(HALVES[half], stage, microbatch))
+        free[rank] = end = now + cost.duration(HALVES[half], stage, microbatch)
+        heappush(events, (end, rank))
+        for later, its in _users(half, stage, placement.num_stages):
+            user = _rank(placement, its, microbatch)
+            arrival = end + _delay(cost, min(stage, its), rank, user, factors[microbatch])
+            first = later < 2 and factors[microbatch] >= large
+            heappush(arriving[user], (arrival, (0 if first else classes[later], microbatch, later, its)))
+            heappush(events, (arrival, user))
+    return max(free), Schedule("for lengths", placement, len(factors), tuple(map(tuple, rows)))
+
+
+def _rank(placement: Placement, stage: int, microbatch: int) -> int:
+    return placement.paths[microbatch % len(placement.paths)][stage]
+
+
+def _users(half: int, stage: int, stages: int) -> Iterator[tuple[int, int]]:
+    """The half and the stage of each action that uses what an action makes."""
+    if half == 0:
+        yield (0, stage + 1) if stage + 1 < stages else (1, stage)
+    elif half == 1:
+        yield 2, stage
+        if stage:
+            yield 1, stage - 1
+
+
+def _delay(cost: CostModel, stage: int, sender: int, receiver: int, factor: float) -> float:
+    """The time between the ranks of two neighbours, of which `stage` is the first; a gradient is as large as its
+    activation.
+    """
+    if sender == receiver:
+        return 0.0
+    return cost.link(sender, receiver).latency + factor * cost.holding(stage, sender, receiver)

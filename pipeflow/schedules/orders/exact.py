@@ -11,8 +11,8 @@ from typing import Any
 
 from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
+from pipeflow.core.distributions import install
 from pipeflow.core.errors import UsageError
-from pipeflow.core.extras import install
 from pipeflow.schedules.orders.lower_bounds import Bounds, bounds
 from pipeflow.schedules.orders.neighbours import fits, run_times
 from pipeflow.schedules.orders.problem import Operations, Problem, to_schedule, to_sequences

@@ -12,11 +12,10 @@ from math import floor, inf
 from typing import Literal, get_args
 
 from pipeflow.core.action import Action, Kind
-from pipeflow.core.analysis.memory_cap import MemoryCap, cap_per_rank
 from pipeflow.core.cost import CostModel, require_cost_model, require_factors
 from pipeflow.core.dataflow import DATAFLOW, Content, sources
 from pipeflow.core.errors import UsageError
-from pipeflow.core.liveness import CHANGES
+from pipeflow.core.liveness import CHANGES, MemoryCap, cap_per_rank
 from pipeflow.core.placement import Placement, require_placement, require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline

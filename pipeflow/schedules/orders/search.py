@@ -19,11 +19,10 @@ from pipeflow.core.placement import require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules.orders.filling import Builder
-from pipeflow.schedules.orders.list_scheduling import Rules, ScoredOrder
+from pipeflow.schedules.orders.list_scheduling import Rules, ScoredOrder, plain_rules, varied
 from pipeflow.schedules.orders.lower_bounds import bounds
 from pipeflow.schedules.orders.neighbours import critical_blocks, fits, neighbour, run_times
 from pipeflow.schedules.orders.problem import Objective, Problem, keeps_within, to_schedule, to_sequences, with_hidden
-from pipeflow.schedules.orders.rules import plain_rules, varied
 
 # Theory of operation
 #

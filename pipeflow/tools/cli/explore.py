@@ -10,9 +10,8 @@ from urllib.parse import parse_qsl, urlencode
 from pipeflow.core.cost_fields import EVEN_NAMES
 from pipeflow.core.errors import UsageError, unknown
 from pipeflow.schedules import SCHEDULES
-from pipeflow.schedules.memory import STAGE_OPTIONS
-from pipeflow.schedules.options import family_options
-from pipeflow.schedules.registry import OTHER_NAMES
+from pipeflow.schedules.orders.additions import STAGE_OPTIONS
+from pipeflow.schedules.registry import OTHER_NAMES, family_options
 from pipeflow.tools.cli.options import Commands, even_cost_options, schedule_name, size_options
 
 EXAMPLES = """\

@@ -19,7 +19,7 @@ from pipeflow.planning.layouts import TIE, Layouts, Ranked, faster_on_fewer, fin
 from pipeflow.planning.omissions import uncounted, unpriced
 from pipeflow.planning.setup import PRECISIONS, Setup
 from pipeflow.planning.similar import said
-from pipeflow.schedules.options import family_options
+from pipeflow.schedules.registry import family_options
 from pipeflow.tools.cli.options import Parser, flag
 from pipeflow.tools.cli.outputs import STANDARD_OUTPUT, doing, show, wrapped, write
 from pipeflow.tools.cli.plan_options import cluster_of, print_options, require_one_output, said_layout, schedules_of

@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Mapping
 
+from pipeflow.core.distributions import install
 from pipeflow.core.errors import UsageError
-from pipeflow.core.extras import install
 from pipeflow.schedules import SCHEDULES, options_of
 from pipeflow.tools.cli.options import Commands, flag
 

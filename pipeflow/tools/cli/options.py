@@ -17,9 +17,8 @@ from pipeflow.core.cost_fields import EVEN_COSTS
 from pipeflow.core.errors import UsageError, closest, meant_by, nearest
 from pipeflow.core.text import PER_SECOND
 from pipeflow.schedules import SCHEDULES
-from pipeflow.schedules.memory import STAGE_OPTIONS, stages_in
-from pipeflow.schedules.options import Option, family_options
-from pipeflow.schedules.registry import OTHER_NAMES
+from pipeflow.schedules.orders.additions import STAGE_OPTIONS, stages_in
+from pipeflow.schedules.registry import OTHER_NAMES, Option, family_options
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 UNITS = ("unit", "factor")

@@ -38,7 +38,7 @@ from pipeflow.planning.step_plan import TITLES, Plan
 from pipeflow.planning.time_shares import breakdown
 from pipeflow.planning.transformer_costs import stage_costs
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
-from pipeflow.schedules.options import family_options
+from pipeflow.schedules.registry import family_options
 from pipeflow.tools.cli.layouts import add_search, require_search
 from pipeflow.tools.cli.layouts import run as run_search
 from pipeflow.tools.cli.options import Commands, Parser, add_family_options, schedule_name

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, final
 
 from pipeflow.core.analysis.lowering import lower
 from pipeflow.core.analysis.measured_step import measured_costs
-from pipeflow.core.analysis.memory_cap import MemoryCap
 from pipeflow.core.cost import CostModel, even_costs, read_costs
 from pipeflow.core.cost_fields import EVEN_COSTS, without_use
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError, Violation
 from pipeflow.core.files import read_text
+from pipeflow.core.liveness import MemoryCap
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.soundness.programs import verify_programs
@@ -27,8 +27,8 @@ from pipeflow.core.text import listed, printable
 from pipeflow.core.timeline import Timeline
 from pipeflow.planning.schedule_request import ReadSchedule, ScheduleRequest
 from pipeflow.schedules import SCHEDULES, options_of
-from pipeflow.schedules.memory import STAGE_OPTIONS
-from pipeflow.schedules.options import family_options
+from pipeflow.schedules.orders.additions import STAGE_OPTIONS
+from pipeflow.schedules.registry import family_options
 from pipeflow.tools.cli.options import flag
 from pipeflow.tools.cli.outputs import doing
 

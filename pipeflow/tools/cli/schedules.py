@@ -16,7 +16,7 @@ from pipeflow.core.text import bytes_text, number, percent, printable
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.captions import Unit
 from pipeflow.schedules import SCHEDULES, options_of
-from pipeflow.schedules.options import family_options
+from pipeflow.schedules.registry import family_options
 from pipeflow.tools.cli.options import UNITS, Commands, cost_options, schedule_argument, schedule_options, unit_options
 from pipeflow.tools.cli.outputs import FORMATS, STANDARD_OUTPUT, add_outputs, files_named, show, write, write_drawings
 from pipeflow.tools.cli.requests import (

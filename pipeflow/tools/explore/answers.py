@@ -14,10 +14,10 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.soundness.verify import verify
 from pipeflow.core.text import percent
-from pipeflow.draw.files.svg_timeline import svg as drawn
+from pipeflow.draw.svg_timeline import svg as drawn
 from pipeflow.schedules.order_search import search as searched
-from pipeflow.schedules.orders.optimizer_steps import without_optimizer_step
-from pipeflow.schedules.registry_names import recognised
+from pipeflow.schedules.orders.additions import without_optimizer_step
+from pipeflow.schedules.registry import recognised
 from pipeflow.tools.explore.code import command, python
 from pipeflow.tools.explore.fields import CUSTOM, FILE, file_of
 from pipeflow.tools.explore.own_schedule import saving

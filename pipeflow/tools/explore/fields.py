@@ -19,8 +19,8 @@ from pipeflow.planning.catalog import MODELS
 from pipeflow.planning.device import DEVICES
 from pipeflow.planning.setup import CHECKPOINTS, PRECISIONS
 from pipeflow.schedules import SCHEDULES
-from pipeflow.schedules.memory import STAGE_OPTIONS
-from pipeflow.schedules.options import Option, family_options
+from pipeflow.schedules.orders.additions import STAGE_OPTIONS
+from pipeflow.schedules.registry import Option, family_options
 
 FILE = "file"
 

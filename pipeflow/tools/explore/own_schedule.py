@@ -10,18 +10,18 @@ from functools import lru_cache
 from typing import Any
 
 from pipeflow.core.action import Kind, Pair
-from pipeflow.core.analysis.memory_cap import MemoryCap
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError, Violation
+from pipeflow.core.liveness import MemoryCap
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.soundness.deadlocks import Place, Wait, sentence_of_wait, waits
 from pipeflow.core.soundness.verify import missing, verify
 from pipeflow.core.text import percent
 from pipeflow.schedules.orders.lower_bounds import bounds
-from pipeflow.schedules.orders.memory.storage import MemoryKind
 from pipeflow.schedules.orders.problem import make_problem
-from pipeflow.schedules.registry_names import recognised
+from pipeflow.schedules.orders.spilling import MemoryKind
+from pipeflow.schedules.registry import recognised
 from pipeflow.tools.explore.fields import CUSTOM
 from pipeflow.tools.explore.state import State
 

@@ -24,7 +24,7 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.draw.captions import Unit
 from pipeflow.planning.schedule_request import ReadSchedule, ScheduleRequest
 from pipeflow.schedules import SCHEDULES, options_of
-from pipeflow.schedules.memory import STAGE_OPTIONS, stages_in
+from pipeflow.schedules.orders.additions import STAGE_OPTIONS, stages_in
 from pipeflow.schedules.registry import OTHER_NAMES
 from pipeflow.tools.explore.fields import (
     CUSTOM,

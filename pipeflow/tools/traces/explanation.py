@@ -16,12 +16,11 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError, Violation
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.soundness.verify import verify
-from pipeflow.core.span import Span
-from pipeflow.core.timeline import Timeline
+from pipeflow.core.timeline import Span, Timeline
 from pipeflow.planning.replanning import Candidate, Replan, replan
 from pipeflow.planning.step_plan import evened
 from pipeflow.schedules.families import schedules_on
-from pipeflow.schedules.registry_names import recognised
+from pipeflow.schedules.registry import recognised
 from pipeflow.tools.traces.actions import Names
 from pipeflow.tools.traces.events import RankEvents
 from pipeflow.tools.traces.files import Paths, read, trace_files

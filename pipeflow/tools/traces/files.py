@@ -9,9 +9,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from pipeflow.core.errors import UsageError
+from pipeflow.core.errors import UsageError, paths_of
 from pipeflow.core.files import read_text, unreadable
-from pipeflow.core.several import paths_of
 from pipeflow.core.timeline import Timeline
 from pipeflow.tools.traces.chakra import read_chakra, read_chakra_json
 from pipeflow.tools.traces.events import RankEvents

@@ -13,8 +13,7 @@ from typing import NamedTuple
 from pipeflow.core.action import Kind
 from pipeflow.core.analysis.idle_time import LATE, Cause, causes, chain, lower_quartile, transfer_times
 from pipeflow.core.dataflow import Stream
-from pipeflow.core.span import Span
-from pipeflow.core.timeline import Timeline
+from pipeflow.core.timeline import Span, Timeline
 
 SLOW_STAGE = 1.15  # times the median stage
 LATE_ACTION = 1.5  # times the usual time of the action's kind and stage

@@ -14,8 +14,7 @@ from pipeflow.core.dataflow import MAKERS, needs
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.rows import placement_of
-from pipeflow.core.span import Row, Span
-from pipeflow.core.timeline import Timeline
+from pipeflow.core.timeline import Row, Span, Timeline
 from pipeflow.tools.traces.actions import Named, Names, RecordedAction, recorded_actions
 from pipeflow.tools.traces.events import RankEvents
 from pipeflow.tools.traces.steps import Step, give_stages, steps_of

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pipeflow.core.distributions import install
 from pipeflow.core.errors import UsageError, unknown
-from pipeflow.core.extras import install
-from pipeflow.draw.files.image import pixels
+from pipeflow.draw.image import pixels
 from pipeflow.training.engine import Step
 from pipeflow.training.hooks.measures import planned
 from pipeflow.training.logging import DistributedLogger, get_dist_logger

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipeflow.core.errors import UsageError
+from pipeflow.core.errors import UsageError, numbers_of
 from pipeflow.core.placement import require_at_least
-from pipeflow.core.several import numbers_of
 
 Rate = float | Tensor
 

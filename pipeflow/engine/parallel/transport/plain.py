@@ -16,7 +16,7 @@ import torch
 from pipeflow.core.action import Action
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
-from pipeflow.core.span import Span
+from pipeflow.core.timeline import Span
 from pipeflow.engine.torch_private.trees import SUPPORTED_NODES
 
 _SCALARS = frozenset({type(None), bool, int, float, str})

@@ -14,8 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from pipeflow.core.errors import UsageError
-from pipeflow.core.several import numbers_of
+from pipeflow.core.errors import UsageError, numbers_of
 from pipeflow.engine.parallel.context import current_context
 
 LOG = logging.getLogger("pipeflow")

@@ -14,7 +14,6 @@ from rich.text import Text
 from pipeflow.core.text import printable
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.captions import MemoryScale, Unit, axis, heading, memory_of, same_memory, summary
-from pipeflow.draw.files.svg_timeline import svg
 from pipeflow.draw.lane_times import (
     ColumnPiece,
     Mixture,
@@ -28,6 +27,7 @@ from pipeflow.draw.lane_times import (
     shortest,
 )
 from pipeflow.draw.painters import Colours, Letters, Painted, Painter, paint
+from pipeflow.draw.svg_timeline import svg
 
 
 @final

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from pipeflow.core.dataflow import DATAFLOW, Stream, Value, makes, needs
 from pipeflow.core.rows import first_uses
-from pipeflow.core.span import Span
-from pipeflow.core.timeline import Timeline
+from pipeflow.core.timeline import Span, Timeline
 from pipeflow.draw.captions import heading, unit_of
 from pipeflow.draw.colours import hue
 from pipeflow.draw.lane_times import Lane, all_lanes, several

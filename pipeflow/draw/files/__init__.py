@@ -1,1 +1,0 @@
-"""Drawings as files for other programs."""

@@ -1,1 +1,0 @@
-"""Drawings for a terminal, with colours or as plain text."""
