@@ -46,7 +46,7 @@ def search(
 
     It starts from every named schedule of the placement (`schedules.families.schedules_on`). So even with a small
     budget, the result is never worse than any of them that is within the cap. With `kinds` this includes the named
-    schedules in which whole chunks are offloaded or computed again (`orders.memory.simple_uses`). With `candidates` the
+    schedules in which whole chunks are offloaded or computed again (`orders.memory_search`). With `candidates` the
     result is reproducible; otherwise it depends on how fast the machine is. Every stage takes the microbatches in the
     order of their numbers, also if they differ (`CostModel.microbatch_factors`).
 

@@ -63,7 +63,7 @@ def improved_with_memory(
 ) -> Found:
     """The best schedule within the room of `storage` that is found until `deadline`, a time of `perf_counter`, and
     within a number of `candidates`. It is never worse than `known`, than one of `start` within the room, and than one
-    of their simple uses (`simple_uses`) within it.
+    of their simple uses within it.
 
     Raises UsageError for fewer than one candidate, and NoOrderError if nothing keeps within the room, with the least
     that a schedule was found to keep.
