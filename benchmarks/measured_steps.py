@@ -23,9 +23,8 @@ from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import Physical, physical_costs
 from pipeflow.planning.rank_memory import ALLOCATOR, groups_of
 from pipeflow.planning.setup import Checkpoint
-from pipeflow.tools.cli import plan as command
 from pipeflow.tools.cli.command import parser
-from pipeflow.tools.cli.plan_options import cluster_of, cut_of, model_of
+from pipeflow.tools.cli.plan import LAYOUT, cluster_of, cut_of, model_of, setup_of
 
 DATA = Path(__file__).parent / "data" / "measured_steps.csv"
 COMMANDS = DATA.with_name("measured_commands.csv")
@@ -183,13 +182,12 @@ def rows() -> list[Row]:
 def _commanded(each: dict[str, str]) -> Row:
     """A row whose layout is given by the words of the command."""
     words = parser("plan").parse_args(["plan", *each["words"].split()])
-    options = {name: value for name in command.LAYOUT if (value := getattr(words, name)) is not None}
     cluster = cluster_of(words)
     assert cluster is not None  # every row names its device
     return Row(
         each["source"],
         model_of(words),
-        Setup(**options | {"precision": PRECISIONS[words.precision]}),
+        setup_of(words, LAYOUT),
         words.pipeline,
         words.chunks or 1,
         words.microbatches,

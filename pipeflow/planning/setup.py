@@ -4,11 +4,13 @@ that costs.
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from pipeflow.core.errors import UsageError, names_of, require_type
 from pipeflow.core.placement import require_at_least, require_positive
@@ -17,14 +19,9 @@ from pipeflow.planning.block_sizes import near_divisors
 from pipeflow.planning.engines import ENGINES
 
 Checkpoint = Literal["none", "full", "selective", "op"]
-CHECKPOINTS: tuple[Checkpoint, ...] = ("none", "full", "selective", "op")
 ContextKind = Literal["ring", "all-to-all"]
-CONTEXT_KINDS: tuple[ContextKind, ...] = ("ring", "all-to-all")
-ZERO = (0, 1, 2, 3)
 Dispatcher = Literal["all-to-all", "deepep", "hybridep"]
-DISPATCHERS: tuple[Dispatcher, ...] = ("all-to-all", "deepep", "hybridep")
 FEW_BITS = ("fp8", "fp4")  # precisions of products whose operands are scaled and rounded first
-MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """The linears of a layer that may have an adapter, by Megatron-LM's names: those of query, key and value, of the output
 of attention, and the wide and the output linears of MLPs and experts.
@@ -103,51 +100,72 @@ PRECISIONS: Mapping[str, Precision] = MappingProxyType(
 )
 
 
+WORDS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "zero": (0, 1, 2, 3),
+        "engine": tuple(ENGINES),
+        "checkpoint": get_args(Checkpoint),
+        "attention": KERNELS,
+        "context_kind": get_args(ContextKind),
+        "dispatcher": get_args(Dispatcher),
+        "recompute_modules": ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"),
+        "cuda_graphs": tuple(GRAPHS),
+        "lora_targets": LORA_TARGETS,
+    }
+)
+"""The words and numbers that fields of `Setup` take; the last three fields take several."""
+CHOICES = {**WORDS, "precision": tuple(PRECISIONS)}
+"""The same, and the names of precisions."""
+SEVERAL = ("recompute_modules", "cuda_graphs", "lora_targets")
+
+
+# Each entry under "Attributes:" is also the help of an option of `pipeflow plan`, and of a control of the explorer.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """How the work of one pipeline rank is divided among devices, and what is kept for backwards.
 
     Attributes:
-        tensor: devices that share every layer of a stage.
-        data: copies of the pipeline, each with its own part of the batch.
+        tensor: number of tensor ranks, which share every layer of a stage.
+        data: number of replicas of the pipeline, each with its own part of the batch.
         microbatch_size: sequences per microbatch.
         sequence: tokens per sequence; the model's `positions` unless given.
-        precision: of weights, gradients, optimizer and activations.
-        zero: what is divided among the `replicas` (ZeRO, arXiv 1910.02054). 0: nothing; 1: master weights and moments;
-            2: gradients, too; 3: weights, too, gathered for use (FSDP, arXiv 2304.11277). True and False: 1 and 0.
-        shard_ranks: the replicas that together hold what `zero` divides; others hold copies. By default all of them.
+        precision: types of weights, gradients, optimizer states and activations.
+        zero: what is divided among the replicas (ZeRO, arXiv 1910.02054). 0: nothing; 1: master weights and moments;
+            2: gradients, too; 3: weights, too, gathered for use (FSDP, arXiv 2304.11277).
+        shard_ranks: the replicas that together hold what `zero` divides, such as those of a node; all unless given.
         prefetch: with `zero` 3, a backward gathers a layer while another one computes, not after it.
         reduce_once: with `zero` 3, gradients stay whole until the last microbatch has been computed (FSDP's no_sync).
-        engine: the program, of `engines.ENGINES`, whose own buffers memory counts; unless given, only what all keep.
+        engine: the program as which layers compute, and whose own buffers memory counts; none unless given.
         overlap: gradients are reduced, and weights gathered, while layers compute; tensor ranks, too, communicate then
             with `sequence_parallel` and `zero` below 3. By default with `zero` 3, and as in Megatron-Core with fused
-            attention in 8 bits or with gradients in float32.
-        checkpoint: what a backward recomputes. "full" (True): a layer but for its input; "selective": scores (arXiv
-            2205.05198, section 5); "op": all but attention and every other product, as in torchtitan; "none" (False).
-        early_stop: recomputing a whole layer stops before its last product; by default as in the program.
-        sequence_parallel: activations that tensor ranks would have whole are split by the sequence (arXiv 2205.05198).
-        keep_scores: attention writes its scores to memory, as before FlashAttention. See `stores_scores`.
-        attention: the kernel that computes attention, of `attention.KERNELS`; that of `kernel` unless given.
-        context: devices that share the tokens of each sequence; each has all weights of its stage.
-        context_kind: how attention sees the tokens of other context ranks. "ring": keys and values go around, hidden
-            behind attention (arXiv 2310.01889). "all-to-all": a rank has some heads of all tokens (arXiv 2309.14509).
-        expert: ranks among which the experts of a layer are divided. They are some of the `tensor` x `context` x `data`
-            devices of a stage (arXiv 2504.14960), which exchange tokens twice in a forward.
+            attention in 8 bits or with float32 gradients; a search tries it.
+        checkpoint: what a backward recomputes. full: a layer but for its input; selective: scores (arXiv 2205.05198,
+            section 5); op: all but attention and every other product, as in torchtitan.
+        early_stop: recomputing a layer stops before its last product, as in torch since 2.1; by default as in `engine`.
+        sequence_parallel: tensor ranks divide the activations of norms, too (arXiv 2205.05198); a search tries it.
+        keep_scores: attention writes its scores to memory, as without scaled_dot_product_attention.
+        attention: its kernel: unfused stores scores; FlashAttention 1 to 3, or cuDNN as 3; the device's unless given.
+        context: number of context ranks, which share the tokens of each sequence; each has all weights of its stage.
+        context_kind: how attention sees the tokens of other context ranks. ring: keys and values go around, hidden
+            behind attention (arXiv 2310.01889). all-to-all: a rank has some heads of all tokens (arXiv 2309.14509).
+        expert: number of expert ranks, among which the experts of a layer are divided. They are some of the `tensor` x
+            `context` x `data` devices of a stage, which exchange tokens twice in a forward (arXiv 2504.14960).
         expert_tensor: devices that share each expert; as many as `tensor` unless given.
         imbalance: tokens of the fullest expert rank, as a multiple of the mean (arXiv 2408.15664, table 2).
-        dispatcher: how tokens go to experts. "all-to-all": once for each expert. "deepep" and "hybridep": once to each
-            node of these experts, and there over the node's links to each device.
-        overlap_experts: that way is hidden behind another microbatch (arXiv 2412.19437, section 3.2.1).
-        recompute_modules: modules of a layer, of MODULES, that its backward computes again.
+        dispatcher: how tokens go to experts. all-to-all: once for each expert. deepep and hybridep: once to each node
+            of these experts, and there over the node's links to each device.
+        overlap_experts: the exchange between experts is hidden behind another microbatch (arXiv 2412.19437, 3.2.1).
+        recompute_modules: modules of a layer that its backward computes again.
         checkpoint_layers: with a `checkpoint`, how many layers of each stage have it; all unless given.
         offload_layers: how many layers of each stage copy what they keep to the host; two of them are on their way.
-        cuda_graphs: scopes of CUDA graphs, of GRAPHS; what is in them is not launched by the host.
-        frozen: weights do not learn; they have no gradients and no optimizer. Always with `lora_rank`.
+        cuda_graphs: scopes of CUDA graphs; what is in them is not launched by the host.
+        frozen: weights do not learn: no gradients, no optimizer, no inputs of linears. Always with `lora_rank`.
         lora_rank: rank of the adapters that learn beside frozen linears (LoRA, arXiv 2106.09685); 0 for none.
-        lora_targets: the linears with an adapter, of LORA_TARGETS.
+        lora_targets: the linears with an adapter; all unless given.
 
-    Raises UsageError for sizes below 1 or that do not divide, for an unknown `zero`, `checkpoint`, `attention` or
-    `context_kind`, for a fused kernel that should keep or recompute scores, and for `shard_ranks` without `zero`.
+    `zero` and `checkpoint` may also be a bool: True is 1 and "full", False is 0 and "none".
+
+    Raises UsageError for sizes below 1 or that do not divide, words not in WORDS, and settings that exclude each other.
     """
 
     tensor: int = 1
@@ -184,48 +202,74 @@ class Setup:
     def __post_init__(self) -> None:
         require_type("precision", self.precision, Precision, f"PRECISIONS[{self.precision!r}] has one by its name")
         require_type("checkpoint", self.checkpoint, (str, bool))
-        if self.engine is not None:
-            require_type("engine", self.engine, str)
+        if isinstance(self.checkpoint, bool):
+            object.__setattr__(self, "checkpoint", "full" if self.checkpoint else "none")
+        for name in SEVERAL:
+            object.__setattr__(self, name, names_of(name, getattr(self, name)))
+        for name in WORDS:
+            self._require_choice(name)
+        object.__setattr__(self, "zero", int(self.zero))
+        sizes = {"sequence": self.sequence, "shard_ranks": self.shard_ranks}
+        require_positive(**{name: size for name, size in sizes.items() if size is not None})
         require_positive(tensor=self.tensor, data=self.data, microbatch_size=self.microbatch_size)
-        self._freeze()
         require_positive(context=self.context, expert=self.expert, expert_tensor=self.expert_split)
-        if self.context_kind not in CONTEXT_KINDS:
-            raise UsageError(f"context_kind must be one of {', '.join(CONTEXT_KINDS)}; got {self.context_kind!r}")
+        require_at_least(0, lora_rank=self.lora_rank, offload_layers=self.offload_layers)
+        require_at_least(0, checkpoint_layers=self.checkpoint_layers or 0)
+        self._require_experts()
+        self._require_shards()
+        self._require_recomputation()
+        self._require_kernel()
+        self._freeze()
+
+    def _require_choice(self, name: str) -> None:
+        words, given = CHOICES[name], getattr(self, name)
+        for word in given if name in SEVERAL else (given,):
+            if word is not None and word not in words:
+                one = "" if name in SEVERAL else "one "
+                raise UsageError(f"{name} must be {one}of {', '.join(map(str, words))}; got {word!r}")
+
+    def _require_experts(self) -> None:
         require_type("imbalance", self.imbalance, (int, float))
         if not 1 <= self.imbalance <= self.expert:
             raise UsageError(
                 f"imbalance must be between 1 and the number of expert ranks, {self.expert}; got {self.imbalance!r}"
             )
-        self._require_named()
         devices, asked = self.tensor * self.replicas, self.expert * self.expert_split
         if devices % asked:
             raise UsageError(
                 f"{self.expert} expert ranks of {self.expert_split} devices do not divide the {devices} devices of a "
                 f"stage (tensor {self.tensor} x context {self.context} x data {self.data}): use sizes that do"
             )
-        if self.sequence is not None:
-            require_positive(sequence=self.sequence)
-        if self.zero not in ZERO:
-            raise UsageError(f"zero must be one of {', '.join(map(str, ZERO))}; got {self.zero!r}")
-        if self.shard_ranks is not None:
-            require_positive(shard_ranks=self.shard_ranks)
-            self._require_shards(self.shard_ranks)
+
+    def _require_shards(self) -> None:
+        ranks = self.shard_ranks
+        if ranks is not None and not self.zero:
+            raise UsageError(f"shard_ranks={ranks} divides nothing with zero=0: give zero 1, 2 or 3, too")
+        if ranks is not None and self.replicas % ranks:
+            near = near_divisors(self.replicas, ranks)
+            raise UsageError(f"shard_ranks={ranks} does not divide the {self.replicas} replicas: {near}")
         if self.reduce_once and self.zero != 3:
             raise UsageError(f"reduce_once is for zero=3, got zero={self.zero}: zero 0 and 1 always reduce once")
-        if self.engine is not None and self.engine not in ENGINES:
-            raise UsageError(f"engine must be one of {', '.join(ENGINES)}; got {self.engine!r}")
-        if not isinstance(self.checkpoint, bool) and self.checkpoint not in CHECKPOINTS:
-            raise UsageError(f"checkpoint must be one of {', '.join(CHECKPOINTS)}; got {self.checkpoint!r}")
-        self._require_kernel()
-        object.__setattr__(self, "zero", int(self.zero))
-        if isinstance(self.checkpoint, bool):
-            object.__setattr__(self, "checkpoint", "full" if self.checkpoint else "none")
+
+    def _require_recomputation(self) -> None:
+        if self.checkpoint_layers is not None and self.checkpoint == "none":
+            raise UsageError("checkpoint_layers says how many layers have a checkpoint: give checkpoint, too")
+        if self.recompute_modules and self.checkpoint in ("full", "op") and self.checkpoint_layers is None:
+            raise UsageError(
+                f"checkpoint {self.checkpoint!r} recomputes all modules of a layer: leave out recompute_modules"
+            )
+
+    def _require_kernel(self) -> None:
+        if self.checkpoint == "op" and (self.keep_scores or self.attention == "unfused"):
+            raise UsageError("checkpoint 'op' keeps the output of fused attention, which stores no scores: use one")
+        stores = "keep_scores" if self.keep_scores else f"checkpoint {self.checkpoint!r}"
+        if self.attention not in (None, "unfused") and (self.keep_scores or self.checkpoint == "selective"):
+            raise UsageError(
+                f"{stores} is for attention that stores its scores, and {self.attention} does not: use 'unfused'"
+            )
 
     def _freeze(self) -> None:
-        """Frozen weights have no gradients and no states; adapters have those of the precision that was given. Raises
-        UsageError for a negative `lora_rank`, and for `lora_targets` without one.
-        """
-        require_at_least(0, lora_rank=self.lora_rank)
+        """Frozen weights have no gradients and no states; adapters have those of the precision that was given."""
         if self.lora_targets != LORA_TARGETS and not self.lora_rank:
             raise UsageError("lora_targets says which linears have adapters: give lora_rank, too")
         if len({*self.lora_targets}) != len(self.lora_targets):
@@ -236,43 +280,6 @@ class Setup:
             given = self.precision
             frozen = replace(given, gradient=0, master=0, moments=0, input=None, learned=given)
             object.__setattr__(self, "precision", frozen)
-
-    def _require_named(self) -> None:
-        """Raises UsageError for unknown modules, scopes and dispatchers, and for layers of what there is none."""
-        known = {"recompute_modules": MODULES, "cuda_graphs": tuple(GRAPHS), "dispatcher": DISPATCHERS}
-        known["lora_targets"] = LORA_TARGETS
-        for name in ("recompute_modules", "cuda_graphs", "lora_targets"):
-            object.__setattr__(self, name, names_of(name, getattr(self, name)))
-        for name, words in known.items():
-            for word in names_of(name, getattr(self, name)):
-                if word not in words:
-                    raise UsageError(f"{name} must be of {', '.join(words)}; got {word!r}")
-        require_at_least(0, offload_layers=self.offload_layers, checkpoint_layers=self.checkpoint_layers or 0)
-        kind = "full" if self.checkpoint is True else self.checkpoint
-        if self.recompute_modules and kind in ("full", "op") and self.checkpoint_layers is None:
-            raise UsageError(f"checkpoint {kind!r} recomputes all modules of a layer: leave out recompute_modules")
-        if self.checkpoint_layers is not None and self.checkpoint in (False, "none"):
-            raise UsageError("checkpoint_layers says how many layers have a checkpoint: give checkpoint, too")
-
-    def _require_kernel(self) -> None:
-        if self.checkpoint == "op" and (self.keep_scores or self.attention == "unfused"):
-            raise UsageError("checkpoint 'op' keeps the output of fused attention, which stores no scores: use one")
-        if self.attention is None or self.attention == "unfused":
-            return
-        if self.attention not in KERNELS:
-            raise UsageError(f"attention must be one of {', '.join(KERNELS)}; got {self.attention!r}")
-        if self.keep_scores or self.checkpoint == "selective":
-            what = "keep_scores" if self.keep_scores else "checkpoint 'selective'"
-            raise UsageError(
-                f"{what} is for attention that stores its scores, and {self.attention} does not: use 'unfused'"
-            )
-
-    def _require_shards(self, ranks: int) -> None:
-        if not self.zero:
-            raise UsageError(f"shard_ranks={ranks} divides nothing with zero=0: give zero 1, 2 or 3, too")
-        if self.replicas % ranks:
-            near = near_divisors(self.replicas, ranks)
-            raise UsageError(f"shard_ranks={ranks} does not divide the {self.replicas} replicas: {near}")
 
     @property
     def shards(self) -> int:
@@ -328,3 +335,19 @@ class Setup:
     def expert_replicas(self) -> int:
         """The devices that hold the same experts."""
         return self.tensor * self.replicas // (self.expert * self.expert_split)
+
+
+def meanings(kind: type) -> dict[str, str]:
+    """Per field of a class its entry under `Attributes:` in the docstring, without sources.
+
+    >>> meanings(Setup)["zero"][:61]
+    'what is divided among the replicas (ZeRO). 0: nothing; 1: mas'
+    """
+    lines = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^    ([\w, ]+): (.*(?:\n {5,}.*)*)", lines, re.MULTILINE)
+    texts = {names: _without_sources(" ".join(text.split())) for names, text in entries}
+    return {name: text for names, text in texts.items() for name in names.split(", ")}
+
+
+def _without_sources(text: str) -> str:
+    return re.sub(r",? arXiv [^()]*", "", re.sub(r" \(arXiv [^()]*\)", "", text))

@@ -31,7 +31,7 @@ class GPT(Transformer):
     Raises UsageError for sizes below 1 and as `Transformer`.
 
     Attributes:
-        layers: number of layers.
+        layers: number of transformer layers.
         hidden: width of the hidden state.
         heads: attention heads per layer.
         kv_heads: heads of key and value; by default as many as `heads`.
@@ -45,11 +45,17 @@ class GPT(Transformer):
         norm: "layer" (LayerNorm, with a bias) or "rms" (RMSNorm, without).
         head_norms: whether query and key have a norm over `head_size`.
         dropout: whether there is dropout, whose masks are kept in training.
-        kv_rank, q_rank, rope_size, value_size, window, full_every: sizes of latent attention and of windows, as in
-            `linears.py`; by default there are none.
+        kv_rank: width of the latent vector of key and value (MLA); by default heads have their own.
+        q_rank: width of the latent vector of the query (MLA); by default there is none.
+        rope_size: the part of a head that has positions (MLA).
+        value_size: width of a head of value; by default that of a head of query.
+        window: the tokens that a query sees, its own included; by default all before it.
+        full_every: every N-th layer sees all tokens despite `window`; 0 for none.
         parallel_block: whether attention and the MLP of a block read the same norm.
-        dense_layers, dense_ffn: how many of the first layers have one MLP instead of experts, and its width.
-        expert_groups, groups_per_token: groups of experts, of which a token uses some (arXiv 2412.19437, part 2.1.2).
+        dense_layers: how many of the first layers have one MLP instead of experts.
+        dense_ffn: width of that MLP; by default that of all experts that a token uses.
+        expert_groups: equal groups of experts (arXiv 2412.19437, part 2.1.2).
+        groups_per_token: groups whose experts a token uses.
         positions: tokens per sequence; with a position table, the most that there can be.
         vocabulary: number of tokens in the vocabulary.
         mlp_ratio: width of a layer's MLP, as a multiple of `hidden`, unless `ffn` is given.

@@ -14,7 +14,7 @@ from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import physical_costs, rates_of
 from pipeflow.planning.rank_memory import held_by, rank_plan
 from pipeflow.planning.rates import RankGroup, Rates, Seconds
-from pipeflow.planning.setup import DISPATCHERS
+from pipeflow.planning.setup import CHOICES
 from pipeflow.planning.transformer_costs import stage_costs, stage_layers, tokens_of
 from pipeflow.planning.work import layer_work
 
@@ -112,7 +112,7 @@ def test_deepep_sends_a_token_once_to_each_node() -> None:
     start = known.collective + H100.network_latency
     found = rates(Setup()).exchange(RankGroup(8, 4), 15 / 8 * 4e6, 1.5 * 4e6)
     assert found == pytest.approx(start + max(away, near))
-    flat, once, _ = (Setup(data=64, expert=16, dispatcher=each) for each in DISPATCHERS)
+    flat, once, _ = (Setup(data=64, expert=16, dispatcher=each) for each in CHOICES["dispatcher"])
     many = replace(MIXTURE, experts_per_token=8)
     mesh = Mesh.of(flat, 1, 8)
     assert expert_seconds(many, once, mesh, rates(once)) < expert_seconds(many, flat, mesh, rates(flat))

@@ -198,7 +198,7 @@ def test_adapters_take_bytes_and_seconds() -> None:
     [
         ({"recompute_modules": ("mpl",)}, "recompute_modules must be of core_attn, .*; got 'mpl'"),
         ({"cuda_graphs": ("all",)}, "cuda_graphs must be of attn, .*; got 'all'"),
-        ({"dispatcher": "flex"}, "dispatcher must be of all-to-all, deepep, hybridep; got 'flex'"),
+        ({"dispatcher": "flex"}, "dispatcher must be one of all-to-all, deepep, hybridep; got 'flex'"),
         ({"recompute_modules": ("mlp",), "checkpoint": "full"}, "checkpoint 'full' recomputes all modules"),
         ({"checkpoint_layers": 2}, "checkpoint_layers says how many layers have a checkpoint: give checkpoint, too"),
         ({"lora_rank": -1}, "lora_rank must be an integer of at least 0, got -1"),

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from pipeflow.core.analysis.difference import Difference, differences, has_halves, without_halves
 from pipeflow.core.analysis.measures import Measures
 from pipeflow.core.errors import UsageError
+from pipeflow.core.files import is_number, parse, read_text
 from pipeflow.core.schedule import Schedule
+from pipeflow.core.text import bytes_text, number, percent, seconds_text
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import Comparison, Scatter, Table, scatter_svg
 from pipeflow.draw.captions import Unit
-from pipeflow.draw.columns import COLUMNS, Column, changes, columns_in, grouped, plot
+from pipeflow.draw.columns import COLUMNS, Column, changes, columns_in, difference_text, grouped, plot
+from pipeflow.planning.time_shares import MEANINGS, Breakdown
 from pipeflow.schedules import SCHEDULES
 from pipeflow.schedules.registry import COMPARED
 from pipeflow.tools.cli.options import UNITS, Commands, cost_options, schedule_name, schedule_options, unit_options
-from pipeflow.tools.cli.outputs import add_outputs, files_named, show, write, write_drawings
-from pipeflow.tools.cli.plan_results import is_plan, run_plans
+from pipeflow.tools.cli.outputs import add_outputs, files_named, show, wrapped, write, write_drawings
+from pipeflow.tools.cli.plan_reports import breakdowns_svg
 from pipeflow.tools.cli.requests import Compared, ScheduleOptions, refuse, refuse_all_but, refuse_costs
 
 Found = dict[str, Measures]
@@ -196,11 +201,11 @@ def run_diff(arguments: argparse.Namespace) -> int:
     """Prints the differences, then both timelines on one time scale."""
     paths = files_named(arguments, *FORMATS)
     names = [arguments.first, arguments.second]
-    if (plans := [*map(is_plan, names)]) == [True, True]:
+    if (plans := [*map(_is_plan, names)]) == [True, True]:
         if paths:
             raise UsageError(f"--{min(paths)} draws schedules, not two plans: use --svg")
         refuse_all_but(arguments, ("first", "second", "svg"), "with two plans, which are as they were printed")
-        return run_plans(names, arguments.svg)
+        return _diff_plans(names, arguments.svg)
     _require_schedules(names, plans, arguments.svg)
     if paths:
         refuse(arguments, ("memory",), "for files, which always show it")
@@ -246,3 +251,131 @@ def _ratio(timelines: Sequence[Timeline], measured: list[bool]) -> list[str]:
     if not happened.makespan:
         return []
     return ["", f"planned / measured: {planned.makespan / happened.makespan:.3f}"]
+
+
+SIZES = ("pipeline", "tensor", "data", "context", "expert", "microbatch_size", "zero", "checkpoint", "sequence")
+USUAL = {"context": 1, "expert": 1, "zero": 0, "checkpoint": "none"}  # sizes that are not told where neither has others
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPlan:
+    """A plan that was printed as JSON.
+
+    Attributes:
+        name: of its file.
+        words: what is planned, by short names.
+        times: seconds per part of the step.
+        bytes: bytes per part of the fullest device's memory.
+        seconds, speed: of a step, and its tokens per second.
+    """
+
+    name: str
+    words: dict[str, object]
+    times: dict[str, float]
+    bytes: dict[str, float]
+    seconds: float
+    speed: float
+
+    @classmethod
+    def read(cls, path: str) -> SavedPlan:
+        """Reads a plan, or the first layout of a search. Raises UsageError for a file that has none, or no seconds."""
+        found = parse(read_text(path))
+        if not _has_plan(found):
+            raise UsageError(f"{path} has no plan: print one with pipeflow plan MODEL --device DEVICE --json")
+        try:
+            return cls._of(path, found)
+        except (KeyError, TypeError, AttributeError, IndexError):
+            what = "it lacks what such a plan has, or has something else there"
+            raise UsageError(f"{path} is no plan of pipeflow plan --json: {what}; print it again") from None
+
+    @classmethod
+    def _of(cls, path: str, found: Any) -> SavedPlan:
+        """The plan in a JSON value. Raises UsageError for one without seconds, and KeyError, TypeError and such for a
+        value of another shape.
+        """
+        layout = found["layouts"][0] if "layouts" in found else found
+        if not layout["step_seconds"]:
+            raise UsageError(f"{path} has a plan without seconds: plan it again with --device")
+        sizes = {name: value for name, value in {**layout, **layout.get("layout", {})}.items() if name in SIZES}
+        devices, device = found["devices"], found["cluster"]["device"]["name"]
+        words = {"devices": f"{devices} {device}", "schedule": layout["schedule"], **sizes}
+        words["microbatches"] = layout["microbatches"]
+        times = dict((layout.get("breakdown") or {"parts": layout["step_parts"]})["parts"])
+        memory, numbers = dict(layout["peak_parts"]), (layout["step_seconds"], layout["tokens_per_second"])
+        if not all(map(is_number, (*times.values(), *memory.values(), *numbers))):
+            raise TypeError("a number is missing")
+        return cls(path, words, times, memory, *numbers)
+
+
+def _is_plan(path: str) -> bool:
+    """Whether a file has a plan. Raises UsageError for a file that cannot be read or is no JSON."""
+    return path.endswith(".json") and os.path.isfile(path) and _has_plan(parse(read_text(path)))
+
+
+def _has_plan(content: object) -> bool:
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+        return False
+    layouts = content.get("layouts", [content])
+    return isinstance(layouts, list) and bool(layouts) and all(map(_is_planned, layouts))
+
+
+def _is_planned(content: object) -> bool:
+    return isinstance(content, dict) and "peak_parts" in content and "step_seconds" in content
+
+
+def _diff_plans(names: list[str], svg: str | None) -> int:
+    """Prints two plans beside each other, or writes their steps as bars into an SVG file."""
+    first, second = map(SavedPlan.read, names)
+    if svg is not None:
+        write({svg: breakdowns_svg([(each.name, Breakdown(each.times, {}, 0)) for each in (first, second)])})
+        return 0
+    plans = (first, second)
+    times = _plans_table(plans, [{"step": each.seconds, **each.times} for each in plans], MEANINGS, seconds_text)
+    memory = _plans_table(plans, [{"peak": sum(each.bytes.values()), **each.bytes} for each in plans], (), bytes_text)
+    show(*_layouts_table(first, second), "", times, "", memory, "", *wrapped(_summary(first, second)))
+    return 0
+
+
+def _layouts_table(first: SavedPlan, second: SavedPlan) -> Iterator[Table]:
+    """The two layouts in a table, with their differences."""
+    names = [name for name in ("devices", "schedule", *SIZES, "microbatches") if name in first.words | second.words]
+    rows = []
+    for name in names:
+        both = [plan.words.get(name, USUAL.get(name, "-")) for plan in (first, second)]
+        if both != [USUAL.get(name)] * 2:
+            rows.append([name.replace("_", " "), *map(str, both), "" if both[0] == both[1] else "differs"])
+    yield Table(["", first.name, second.name, ""], rows)
+
+
+def _plans_table(
+    plans: Sequence[SavedPlan],
+    parts: Sequence[Mapping[str, float]],
+    order: Iterable[str],
+    text: Callable[[float], str],
+) -> Table:
+    """The parts of both plans and by how much they differ: the first one, which is the whole, then those of `order`."""
+    before, after = parts
+    whole = next(iter(before))
+    names = [name for name in dict.fromkeys([whole, *order, *before, *after]) if before.get(name) or after.get(name)]
+    rows = []
+    for name in names:
+        one, other = before.get(name, 0.0), after.get(name, 0.0)
+        rows.append([name, text(one), text(other), *difference_text(one, other, text)])
+    return Table(["", *(each.name for each in plans), "change", ""], rows)
+
+
+def _summary(first: SavedPlan, second: SavedPlan) -> str:
+    """The change of the step and the parts that have most of it."""
+    more = second.seconds - first.seconds
+    changes: dict[str, Any] = {
+        name: second.times.get(name, 0.0) - first.times.get(name, 0.0) for name in first.times | second.times
+    }
+    same_way = sorted((name for name in changes if changes[name] * more > 0), key=lambda name: -abs(changes[name]))
+    most = ", ".join(
+        f"{name} {'+' if changes[name] > 0 else '-'}{seconds_text(abs(changes[name]))}" for name in same_way[:3]
+    )
+    speed = f"{number(first.speed)} and {number(second.speed)} tokens/s"
+    if not most:
+        return f"Both steps take the same time: {speed}."
+    longer = "longer" if more > 0 else "shorter"
+    return f"The second step is {percent(abs(more) / first.seconds)} {longer}, most of it by {most}; {speed}."

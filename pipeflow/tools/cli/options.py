@@ -7,10 +7,12 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, NoReturn, TypeAlias
+from types import MappingProxyType, NoneType
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from pipeflow.core.cost import LARGEST, SMALLEST
 from pipeflow.core.cost_fields import EVEN_COSTS
@@ -20,6 +22,7 @@ from pipeflow.schedules import SCHEDULES
 from pipeflow.schedules.orders.additions import STAGE_OPTIONS, stages_in
 from pipeflow.schedules.registry import OTHER_NAMES, Option, family_options
 
+Value = TypeVar("Value")
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 UNITS = ("unit", "factor")
 PLACEMENTS = ("linear", "looped", "vee", "bidirectional")
@@ -97,6 +100,72 @@ def add_family_options(group: argparse._ArgumentGroup) -> None:
         group.add_argument(flag(option.name), help=f"{option.meaning} ({whose})" if option.meaning else whose, **takes)
 
 
+def add_fields(
+    group: argparse._ArgumentGroup,
+    kind: type,
+    names: Iterable[str],
+    *,
+    choices: Mapping[str, Sequence[Any]] = MappingProxyType({}),
+    alone: Mapping[str, object] = MappingProxyType({}),
+    switches: Collection[str] = (),
+    usual: object = None,
+) -> None:
+    """Adds an option for each of these fields of a dataclass, which is None unless it is given. What it takes follows
+    from the field's type, and its help is what the docstring of the class says of the field.
+
+    Args:
+        group: where to add them.
+        kind: the dataclass.
+        names: the fields.
+        choices: by field the words or numbers that it takes, where its type does not say them.
+        alone: by field the value of the option without one.
+        switches: those that can only be switched on.
+        usual: an instance whose values are the defaults to tell.
+    """
+    from pipeflow.planning.setup import meanings  # which only plans need
+
+    hints, said = get_type_hints(kind), meanings(kind)
+    for name in names:
+        takes = _takes(hints[name], choices.get(name))
+        if name in switches:
+            takes = {"action": "store_true", "default": None}
+        if name in alone:
+            takes |= {"nargs": "?", "const": alone[name]}
+        notes = [f"{alone[name]} without a value"] if name in alone else []
+        if "choices" not in takes and name in choices:
+            notes.append(f"of {', '.join(choices[name])}")
+        default = getattr(usual, name, None)
+        default = getattr(default, "name", default)
+        if isinstance(default, int | float | str) and not isinstance(default, bool):
+            notes.append(f"default: {default:g}" if isinstance(default, float) else f"default: {default}")
+        help_ = re.sub(r"`(\w+)`", lambda field: flag(field[1]), said[name]).rstrip(".")
+        group.add_argument(flag(name), help=help_ + f" ({'; '.join(notes)})" * bool(notes), **takes)
+
+
+def _takes(hint: Any, choices: Sequence[Any] | None) -> dict[str, Any]:
+    """The arguments of `add_argument` for a field of this type, or None."""
+    kind = next(each for each in get_args(hint) if each is not NoneType) if NoneType in get_args(hint) else hint
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if get_origin(kind) is tuple:
+        return {"type": words, "metavar": "NAME,..."}
+    if choices is None and get_origin(kind) is Literal:
+        choices = get_args(kind)
+    if choices is not None:
+        return {"type": type(choices[0]), "choices": choices}
+    return {"type": kind, "metavar": "X" if kind is float else "N"}
+
+
+def given_fields(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """The values of the options of these names that were given."""
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+
+
+def words(text: str) -> tuple[str, ...]:
+    """The words of a list with commas."""
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
 @cache
 def schedule_argument() -> Parser:
     """The argument that names a schedule."""
@@ -134,7 +203,7 @@ def _add_sizes(group: argparse._ArgumentGroup, microbatches: str) -> None:
     )
     add_family_options(group)
     for option, meaning in STAGE_OPTIONS.items():
-        group.add_argument(flag(option), type=_stages, metavar="STAGES", help=meaning)
+        group.add_argument(flag(option), type=argument(stages_in), metavar="STAGES", help=meaning)
 
 
 @cache
@@ -180,12 +249,16 @@ def unit_options() -> Parser:
     return parser
 
 
-def _stages(text: str) -> bool | tuple[int, ...]:
-    """As `stages_in`, for an argument."""
-    try:
-        return stages_in(text)
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def argument(read: Callable[[str], Value]) -> Callable[[str], Value]:
+    """A function that reads a text and raises UsageError, as a type of arguments."""
+
+    def value(text: str) -> Value:
+        try:
+            return read(text)
+        except UsageError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return value
 
 
 def _whole(text: str) -> int:

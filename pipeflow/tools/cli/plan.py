@@ -1,82 +1,64 @@
-"""`pipeflow plan`: the memory of each rank and the time of a step for a model under a layout."""
+"""`pipeflow plan`: one layout of a model, the best layouts for a number of devices, or what other schedules would gain
+for a measured step. Must not contain: what is printed of them.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import get_type_hints
 
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
-from pipeflow.core.partition import Cut
+from pipeflow.core.files import read_text
+from pipeflow.core.partition import Cut, Part
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.draw import Table
-from pipeflow.planning.attention import KERNELS
+from pipeflow.core.timeline import Timeline
 from pipeflow.planning.catalog import MODELS, Model, model_named
 from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.cut_search import fastest_cut
 from pipeflow.planning.cuts import cut_with_ends
+from pipeflow.planning.device import DEVICES
 from pipeflow.planning.estimate import plan
+from pipeflow.planning.layout import GIVEN, SEARCHED, Wanted
+from pipeflow.planning.layout_string import LayoutString
+from pipeflow.planning.layouts import faster_on_fewer, find_layouts
+from pipeflow.planning.libraries import LIBRARIES, LibraryOptions
 from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.omissions import uncounted, unpriced
 from pipeflow.planning.physical import physical_costs
-from pipeflow.planning.setup import (
-    CHECKPOINTS,
-    CONTEXT_KINDS,
-    DISPATCHERS,
-    GRAPHS,
-    LORA_TARGETS,
-    MODULES,
-    PRECISIONS,
-    Setup,
-)
-from pipeflow.planning.similar import said, similar_values
-from pipeflow.planning.step_plan import TITLES, Plan
-from pipeflow.planning.time_shares import breakdown
+from pipeflow.planning.profiles import cut_by_cost
+from pipeflow.planning.replanning import replan
+from pipeflow.planning.setup import CHOICES, PRECISIONS, Setup
+from pipeflow.planning.step_plan import Plan
+from pipeflow.planning.transformer import GPT
 from pipeflow.planning.transformer_costs import stage_costs
+from pipeflow.planning.vit import ViT
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
 from pipeflow.schedules.registry import family_options
-from pipeflow.tools.cli.layouts import add_search, require_search
-from pipeflow.tools.cli.layouts import run as run_search
-from pipeflow.tools.cli.options import Commands, Parser, add_family_options, schedule_name
-from pipeflow.tools.cli.outputs import STANDARD_OUTPUT, doing, show, wrapped, write
-from pipeflow.tools.cli.plan_options import (
-    add_cluster,
-    add_cut,
-    add_layout_string,
-    add_library,
-    add_sharding,
-    add_sizes,
-    cluster_of,
-    cut_for,
-    cut_of,
-    ends_of,
-    layout_of,
-    model_of,
-    placed,
-    print_options,
-    require_one_output,
-    said_layout,
-    with_chunks,
+from pipeflow.tools.cli import plan_reports as reports
+from pipeflow.tools.cli.options import (
+    Commands,
+    Parser,
+    add_family_options,
+    add_fields,
+    argument,
+    flag,
+    given_fields,
+    schedule_name,
 )
-from pipeflow.tools.cli.plan_results import (
-    add_breakdown,
-    breakdown_svg,
-    breakdown_table,
-    for_programs,
-    require_seconds,
-    run_replan,
-)
+from pipeflow.tools.cli.outputs import STANDARD_OUTPUT, doing, show, write
 from pipeflow.tools.cli.requests import (
     ScheduleOptions,
     is_file,
     refuse,
     refuse_all_but,
-    refuse_without_effect,
-    require_filled,
     require_size,
     sound_schedule,
 )
@@ -102,8 +84,32 @@ examples:
   after a step was measured: what other schedules would gain:
     pipeflow plan --measured run.json
 """
+MOST_LAYERLESS = 1_000  # ranks without layers: of fewer, the plan says more than that there are too many
+MOST_SEQUENCES = 2_000  # of a step, for each device: a search simulates thousands of such steps
 REPLAN = ("measured", "csv", "json")  # what a replan reads
-LAYOUT = tuple(field.name for field in fields(Setup))
+SEARCH = ("batch", "memory", "top")  # what only a search reads
+FIXED = (*GIVEN, "checkpoint", "zero", "sequence_parallel", "overlap", "shard_ranks")  # the same in all its layouts
+REFUSED = {  # options that a search does not take, and why
+    "data": "it follows from the other sizes",
+    "microbatches": "they follow from --batch",
+    "reduce_once": "it is slower or needs more memory than what a search finds with --zero 1 or 3",
+    "flops": "times are those of --device",
+    "cut": "cuts are searched, too",
+    "layout": "cuts are searched, too",
+    "first_stage_layers": "cuts are searched, too",
+    "last_stage_layers": "cuts are searched, too",
+    "imbalance": "it follows from the number of expert ranks",
+    "checkpoint_layers": "layouts recompute all layers or none",
+}
+EXPERTS = ("expert_tensor", "dispatcher", "overlap_experts")
+LAYOUT = tuple(each.name for each in fields(Setup))
+SIZES = {each.name: kind for kind in (ViT, GPT) for each in fields(kind)}
+CLUSTER = {
+    "devices_per_node": "node (default: 72 for gb200 and gb300, else 8)",
+    "link_bandwidth": "inside a node, one way (default: the device's)",
+    "network_bandwidth": "between nodes, one way (default: 25e9)",
+    "devices_per_nic": "network card; a lone sender gets full bandwidth (default: 1)",
+}
 
 
 def add_plan(commands: Commands) -> None:
@@ -115,21 +121,25 @@ def add_plan(commands: Commands) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("model", metavar="MODEL", nargs="?", help=f"one of {', '.join(MODELS)}")
-    add_sizes(command)
+    add = command.add_argument
+    add("model", metavar="MODEL", nargs="?", help=f"one of {', '.join(MODELS)}")
+    group = command.add_argument_group("model", "override sizes of MODEL")
+    for kind in (GPT, ViT):
+        add_fields(group, kind, [name for name, whose in SIZES.items() if whose is kind])
     _add_schedule(command)
     _add_layout(command)
-    add_search(command)
-    add_cluster(command)
-    help_ = "FLOP/s of one device; gives times in seconds without communication"
-    command.add_argument("--flops", type=float, metavar="X", help=help_)
-    command.add_argument("--json", action="store_true", help="print JSON")
-    add_breakdown(command)
-    add_library(command)
-    again = command.add_argument_group("replanning", "instead of MODEL, after a step was measured")
-    help_ = "timeline of a traced step (JSON): compare schedules under its costs"
-    again.add_argument("--measured", metavar="FILE", help=help_)
-    again.add_argument("--csv", metavar="FILE", help="write the fastest schedule within the same memory as CSV")
+    _add_search(command)
+    _add_cluster(command)
+    add("--flops", type=float, metavar="X", help="FLOP/s of one device; gives times in seconds without communication")
+    add("--json", action="store_true", help="print JSON")
+    help_ = "print where the time of a step goes, as a table; with --svg as a picture of stacked bars"
+    add("--breakdown", action="store_true", help=help_)
+    help_ = "print the options of this library for the layout, or for the best layout that it can run; the plan counts "
+    help_ += "what the library keeps, unless --engine says otherwise"
+    add("--for", dest="library", choices=LIBRARIES, help=help_)
+    add = command.add_argument_group("replanning", "instead of MODEL, after a step was measured").add_argument
+    add("--measured", metavar="FILE", help="timeline of a traced step (JSON): compare schedules under its costs")
+    add("--csv", metavar="FILE", help="write the fastest schedule within the same memory as CSV")
     command.set_defaults(run=run)
 
 
@@ -143,70 +153,121 @@ def _add_schedule(command: Parser) -> None:
 
 
 def _add_layout(command: Parser) -> None:
+    """Adds an option for each field of `Setup`, and those that divide the layers."""
     group = command.add_argument_group("layout")
+    switches = {name for name, hint in get_type_hints(Setup).items() if hint is bool} - {*FIXED}
+    alone = {"zero": 1, "checkpoint": "full"}
+    add_fields(group, Setup, LAYOUT, choices=CHOICES, alone=alone, switches=switches, usual=Setup())
     add = group.add_argument
-    add("--tensor", type=int, metavar="T", help="number of tensor ranks (default: 1)")
-    add("--data", type=int, metavar="D", help="number of replicas (default: 1)")
-    add("--microbatch-size", type=int, metavar="B", help="sequences per microbatch (default: 1)")
-    add("--sequence", type=int, metavar="S", help="tokens per sequence (default: the model's positions)")
-    add("--precision", choices=PRECISIONS, default="bf16", help="types of weights and states (default: %(default)s)")
-    add_sharding(group)
-    checkpoint = "full (or no value): keep only each layer's input and recompute the layer; selective: recompute "
-    checkpoint += "scores; op: recompute all but attention and every other product"
-    add("--checkpoint", choices=CHECKPOINTS, nargs="?", const="full", help=checkpoint)
-    stop = "recompute a layer up to its last product, as torch does since 2.1 (default: as --engine does)"
-    add("--early-stop", action=argparse.BooleanOptionalAction, help=stop)
-    split = "also split the activations of norms over the tensor ranks (a search tries it)"
-    add("--sequence-parallel", action=argparse.BooleanOptionalAction, help=split)
-    add("--keep-scores", action="store_true", help="keep attention scores, as without scaled_dot_product_attention")
-    add("--attention", choices=KERNELS, help="its kernel: unfused stores scores; FlashAttention 1 to 3, or cuDNN as 3")
-    add("--context", type=int, metavar="C", help="number of context ranks, which share each sequence (default: 1)")
-    kinds = "how attention sees tokens of other context ranks (default: ring)"
-    add("--context-kind", choices=CONTEXT_KINDS, help=kinds)
-    ranks = "number of expert ranks, among the devices of a stage (default: 1)"
-    add("--expert", type=int, metavar="E", help=ranks)
-    add("--expert-tensor", type=int, metavar="T", help="devices that share each expert (default: as --tensor)")
-    fullest = "tokens of the fullest expert rank, as a multiple of the mean (default: 1)"
-    add("--imbalance", type=float, metavar="X", help=fullest)
-    add("--dispatcher", choices=DISPATCHERS, help="how tokens go to experts (default: all-to-all)")
-    add("--overlap-experts", action="store_true", help="hide the exchange between experts behind another microbatch")
-    modules = f"modules that backwards compute again, of {', '.join(MODULES)}"
-    add("--recompute-modules", type=words, metavar="M,...", help=modules)
-    add("--frozen", action="store_true", help="weights do not learn: no gradients, no optimizer, no inputs of linears")
-    add("--lora-rank", type=int, metavar="R", help="frozen weights with adapters of this rank (LoRA)")
-    targets = f"linears with an adapter, of {', '.join(LORA_TARGETS)} (default: all)"
-    add("--lora-targets", type=words, metavar="L,...", help=targets)
-    add("--checkpoint-layers", type=int, metavar="N", help="layers of each stage that --checkpoint is for")
-    add("--offload-layers", type=int, metavar="N", help="layers of each stage whose activations go to the host")
-    add("--cuda-graphs", type=words, metavar="S,...", help=f"scopes of CUDA graphs, of {', '.join(GRAPHS)}")
-    add_cut(group)
-    add_layout_string(group)
+    help_ = (
+        "layers per stage: even, cost (what makes the step shortest), or numbers such as 13,12,12,11 (default: even)"
+    )
+    add("--cut", type=argument(cut_in), metavar="CUT", help=help_)
+    for end in ("first", "last"):
+        help_ = f"layers of the {end} pipeline rank; the others share the rest evenly"
+        add(f"--{end}-stage-layers", type=int, metavar="N", help=help_)
+    help_ = (
+        "layers per stage as in Megatron-LM's --pipeline-model-parallel-layout, such as 'Et*3|(tt|)*2,tL'; without a "
+    )
+    help_ += "value: print the string of the layout"
+    add("--layout", type=argument(_layout_in), nargs="?", const="", metavar="STRING", help=help_)
 
 
-def words(text: str) -> tuple[str, ...]:
-    """The words of a list with commas."""
-    return tuple(word.strip() for word in text.split(",") if word.strip())
+def _add_search(command: Parser) -> None:
+    add = command.add_argument_group(
+        "search", "the best layouts, ranked; layout options that are given stay fixed"
+    ).add_argument
+    add("--devices", type=int, metavar="N", help="number of devices: search for their best layouts")
+    add("--batch", type=int, metavar="B", help="sequences per step, on all devices together")
+    limit = "memory of a device that may be used, such as 80GiB or 80e9 (default: what the device has for tensors)"
+    add("--memory", type=argument(memory_size), metavar="BYTES", help=limit)
+    add("--top", type=int, metavar="K", help="number of layouts to list (default: 5)")
+    add("--svg", metavar="FILE", help="write a plot of step time against memory as SVG, or with --breakdown bars")
+
+
+def _add_cluster(command: Parser) -> None:
+    """With one of --device and --cluster, times are in seconds."""
+    add = command.add_argument_group("cluster", "gives times in seconds, with all communication").add_argument
+    add("--device", metavar="DEVICE", help=", ".join(DEVICES))
+    add("--cluster", metavar="FILE", help="a cluster file, which `pipeflow calibrate` writes")
+    for name, help_ in CLUSTER.items():
+        if name.endswith("bandwidth"):
+            add(flag(name), type=argument(rate), metavar="X", help=f"bytes/s of a device {help_}")
+        else:
+            add(flag(name), type=int, metavar="N", help=f"devices that share a {help_}")
+
+
+def rate(text: str) -> float:
+    """A number of bytes/s. Raises UsageError for anything else, such as one with a unit."""
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(
+            f"it must be a number in bytes/s, such as 25e9 for 25 GB/s or 200 Gbit/s; got {text!r}"
+        ) from None
+
+
+UNITS = {"": 1, "b": 1} | {
+    prefix + unit: base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for unit, base in (("b", 1000), ("ib", 1024))
+}
+LEAST = 1e6  # bytes of memory: less must be a number of GB without its unit
+
+
+def memory_size(text: str) -> float:
+    """A number of bytes with or without a unit: 80GiB, 80GB, 80e9."""
+    match = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)", text.strip().lower())
+    try:
+        size = float(match[1]) * UNITS[match[2]] if match else float("nan")
+    except (ValueError, KeyError):
+        size = float("nan")
+    if not LEAST <= size < float("inf"):
+        raise UsageError(f"it must be a size such as 80GiB, 80GB or 80e9, got {text!r}")
+    return size
+
+
+def cut_in(text: str) -> str | tuple[int, ...]:
+    """One of "even" and "cost", or the numbers of layers. Raises UsageError for anything else."""
+    if text in ("even", "cost"):
+        return text
+    try:
+        sizes = tuple(map(int, text.split(",")))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 0:
+        raise UsageError(
+            f"it must be even or cost, or one number of layers per stage such as 13,12,12,11; got {text!r}"
+        )
+    return sizes
+
+
+def _layout_in(text: str) -> LayoutString | str:
+    """The layout that a string describes; empty: the plan's own is asked for."""
+    return text and LayoutString.read(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan of one layout, the best layouts, or what other schedules would gain."""
     if arguments.measured is not None:
         refuse_all_but(arguments, REPLAN, "with --measured, which has no model and reads --csv and --json alone")
-        return run_replan(arguments)
+        return _run_replan(arguments)
     refuse(arguments, ("csv",), "without --measured")
     if arguments.model is None:
         raise UsageError(f"say which model: pipeflow plan MODEL, with one of {', '.join(MODELS)}")
     model = model_of(arguments)
-    refuse_without_effect(arguments, model)
-    if arguments.devices is not None:
-        return run_search(arguments, model)
-    require_search(arguments)
-    require_seconds(arguments)
-    require_one_output(arguments)
-    options = {name: value for name in LAYOUT if (value := getattr(arguments, name)) is not None}
-    engine = arguments.engine or arguments.library
-    setup = Setup(**options | {"precision": PRECISIONS[arguments.precision], "engine": engine})
-    cluster = cluster_of(arguments)
+    _refuse_without_effect(arguments, model)
+    _require_one_output(arguments)
+    return _run_one(arguments, model) if arguments.devices is None else _run_search(arguments, model)
+
+
+def _run_one(arguments: argparse.Namespace, model: Model) -> int:
+    names = SEARCH if arguments.breakdown else (*SEARCH, "svg")
+    if given := [*map(flag, given_fields(arguments, names))]:
+        raise UsageError(f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} for a search: give --devices too")
+    if arguments.breakdown and arguments.device is None and arguments.cluster is None:
+        raise UsageError("--breakdown tells where seconds go: say on which device, with --device or --cluster")
+    setup, cluster = setup_of(arguments, LAYOUT), cluster_of(arguments)
     with doing("planning"):
         cut = _cuts(arguments, model, setup, cluster)
         schedule = _schedule(arguments, model, setup, cut, cluster)
@@ -215,48 +276,141 @@ def run(arguments: argparse.Namespace) -> int:
             parts = cut_for(model, schedule, setup, cluster, parts)
         found = plan(model, schedule, setup, flops=arguments.flops, cluster=cluster, cut=parts)
     if arguments.svg is not None:
-        write({arguments.svg: breakdown_svg([(found.schedule.name, breakdown(found))])})
+        write({arguments.svg: reports.plan_svg(found)})
     if arguments.library is not None:
-        print_options(arguments, found)
+        _print_options(arguments.library, found)
     elif arguments.json:
-        print(json.dumps(_for_programs(found)))
+        print(json.dumps(reports.plan_json(found)))
     elif arguments.svg != STANDARD_OUTPUT:
-        heading = [*_heading(arguments.model, found), *said_layout(arguments, found)]
-        told = ["", *breakdown_table(found)] if arguments.breakdown else []
-        show(*heading, "", _table(found), "", *found.totals(), *told, *_notes(found))
+        says_layout = arguments.layout is not None
+        show(*reports.plan_lines(arguments.model, found, says_layout=says_layout, has_parts=arguments.breakdown))
     return 0
 
 
-def _cuts(
-    arguments: argparse.Namespace, model: Model, setup: Setup, cluster: Cluster | None
-) -> Callable[[Placement], Cut]:
-    """The function that gives the cut for the stages of a placement."""
-    layout, ends = layout_of(arguments), ends_of(arguments)
-    if layout is not None:
-        return partial(placed, layout, model)
-    if ends is not None:
-        return lambda placement: cut_with_ends(model.layers, placement, *ends)
-    return lambda placement: cut_of(arguments.cut, model, placement, setup, cluster)
+def _run_search(arguments: argparse.Namespace, model: Model) -> int:
+    top = 5 if arguments.top is None else arguments.top
+    if top < 1:
+        raise UsageError(f"--top must be at least 1, got {top}")
+    wanted = _wanted(arguments, model)
+    with doing("searching for layouts") as progress:
+        found = find_layouts(wanted, top=top, progress=progress)
+    with doing("searching on fewer devices"):
+        fewer = faster_on_fewer(found)
+    if arguments.svg is not None:
+        write({arguments.svg: reports.search_svg(found, has_parts=arguments.breakdown)})
+    if arguments.library is not None:
+        _print_options(arguments.library, *(each.plan for each in found.ranked))
+    elif arguments.json:
+        print(json.dumps(reports.search_json(found, fewer)))
+    elif arguments.svg != STANDARD_OUTPUT:
+        says_layout = arguments.layout is not None
+        lines = reports.search_lines(
+            arguments.model, found, fewer, says_layout=says_layout, has_parts=arguments.breakdown
+        )
+        show(*lines)
+    return 0
+
+
+def _run_replan(arguments: argparse.Namespace) -> int:
+    text = read_text(arguments.measured)
+    try:
+        measured = Timeline.from_json(text)
+    except UsageError as error:
+        raise UsageError(f"{arguments.measured}: {error}") from None
+    with doing("planning"):
+        found = replan(measured)
+    if arguments.csv is not None:
+        write({arguments.csv: found.best.schedule.to_csv()})
+    if arguments.json:
+        print(json.dumps(reports.replan_json(found)))
+    else:
+        show(*reports.replan_lines(found))
+    return 0
+
+
+def _refuse_without_effect(arguments: argparse.Namespace, model: Model) -> None:
+    """Raises UsageError for options about what the plan has not. A search chooses what is not given, so it reads
+    them.
+    """
+    searches = arguments.devices is not None
+    if not (arguments.zero == 3 or (searches and arguments.zero is None)):
+        refuse(arguments, ("prefetch",), "without --zero 3")
+    if not ((arguments.context or 1) > 1 or (searches and arguments.context is None)):
+        refuse(arguments, ("context_kind",), "without --context")
+    recomputes = arguments.checkpoint not in (None, "none") or arguments.recompute_modules
+    if not (recomputes or (searches and arguments.checkpoint is None)):
+        refuse(arguments, ("early_stop",), "without --checkpoint")
+    if model.experts < 2:
+        refuse(arguments, EXPERTS, f"by {arguments.model}, which has no experts")
+
+
+def _require_one_output(arguments: argparse.Namespace) -> None:
+    """Raises UsageError for more than one of --for, --json and a plot for standard output."""
+    given = {"--for": arguments.library, "--json": arguments.json, "--svg": arguments.svg == STANDARD_OUTPUT}
+    names = [name for name, value in given.items() if value]
+    if len(names) > 1:
+        raise UsageError(f"standard output can take one output, not {' and '.join(names)}")
+    if arguments.library is not None and arguments.svg is None:
+        refuse(arguments, ("breakdown",), "with --for")
+
+
+def model_of(arguments: argparse.Namespace) -> Model:
+    """The model with the sizes that were given. Raises UsageError for sizes that it does not have."""
+    given, model = given_fields(arguments, SIZES), model_named(arguments.model)
+    if arguments.layout and arguments.layout.mtp:
+        given = {"mtp": arguments.layout.mtp, **given}
+    own = [each.name for each in fields(model)]
+    if strange := [flag(name) for name in given if name not in own]:
+        raise UsageError(f"{arguments.model} takes no {', '.join(strange)}; its sizes are {', '.join(map(flag, own))}")
+    return replace(model, **given)
+
+
+def setup_of(arguments: argparse.Namespace, names: Sequence[str]) -> Setup:
+    """The setup with those of its fields that are among `names`."""
+    given = given_fields(arguments, names) | {"engine": arguments.engine or arguments.library}
+    if "precision" in given:
+        given["precision"] = PRECISIONS[given["precision"]]
+    return Setup(**given)
+
+
+def cluster_of(arguments: argparse.Namespace) -> Cluster | None:
+    """The cluster that the options describe; None where there are none. Raises UsageError for numbers without a device,
+    and as Cluster.
+    """
+    given = given_fields(arguments, CLUSTER)
+    if arguments.device is not None and arguments.cluster is not None:
+        raise UsageError("--device and --cluster both say what the devices are: give one of them")
+    if arguments.cluster is not None:
+        return replace(Cluster.load(arguments.cluster), **given)
+    if arguments.device is not None:
+        return Cluster.of(arguments.device, **given)
+    if given:
+        verb = "describes" if len(given) == 1 else "describe"
+        raise UsageError(f"{', '.join(map(flag, given))} {verb} a cluster: say of which devices, with --device")
+    return None
 
 
 def _schedule(
     arguments: argparse.Namespace, model: Model, setup: Setup, cut: Callable[[Placement], Cut], cluster: Cluster | None
 ) -> Schedule:
-    options: dict[str, Any] = {
-        option: value for option in family_options() if (value := getattr(arguments, option)) is not None
-    }
+    options, layout = given_fields(arguments, family_options()), arguments.layout
     name, ranks = arguments.schedule, 4 if arguments.pipeline is None else arguments.pipeline
     if name is not None and is_file(name):
         if arguments.pipeline is not None:
             raise UsageError(f"--pipeline is for named schedules; {name} has its own ranks")
         given = ScheduleOptions(microbatches=arguments.microbatches, options=tuple(options.items()))
         return sound_schedule(given.request(name))
-    layout = layout_of(arguments)
-    name, options = with_chunks(layout, name, ranks, options)
+    if layout and ranks > 0:  # without a name, 1F1B, which is interleaved for several stages per rank
+        chunks = layout.chunks(ranks)
+        name = name or ("1f1b" if chunks == 1 else "interleaved-1f1b")
+        if name in SCHEDULES and "chunks" in options_of(name):
+            options = {"chunks": chunks, **options}
+    name = name or "1f1b"
     microbatches = 8 if arguments.microbatches is None else arguments.microbatches
     require_size(ranks, microbatches, options)
-    if layout is None:
-        require_filled(ranks, model.layers + model.further_layers)
+    layers = model.layers + model.further_layers
+    if not layout and ranks > layers + MOST_LAYERLESS:  # before a schedule is made for them
+        raise UsageError(f"{layers:,} layers cannot fill {ranks:,} pipeline ranks: use at most {layers:,}")
     if name in SCHEDULES and "cost" in options_of(name):  # the schedule is made for given costs, which are per stage
         placement = make_schedule(name, ranks=ranks, microbatches=1).placement
         options["cost"] = _costs(model, placement, setup, cluster, cut(placement))
@@ -271,55 +425,125 @@ def _costs(model: Model, placement: Placement, setup: Setup, cluster: Cluster | 
     return physical_costs(model, placement, setup, mesh, cluster, cut=cut).cost
 
 
-def _for_programs(found: Plan) -> dict[str, Any]:
-    derived = ("layers", "optimizer_bytes", "allocator_bytes", "peak_bytes")
-    return {
-        "model": asdict(found.model),
-        "parameters_total": found.parameters_total,
-        "schedule": found.schedule.name,
-        "microbatches": found.schedule.num_microbatches,
-        "layout": asdict(found.setup)
-        | {"pipeline": len(found.ranks), "sequence": found.sequence, "attention": found.attention},
-        "layout_string": found.layout_string,
-        "devices": found.devices,
-        "ranks": [asdict(rank) | {name: getattr(rank, name) for name in derived} for rank in found.ranks],
-        "makespan_bubble_ratio": found.makespan_bubble_ratio,
-        "even_makespan_bubble_ratio": found.even_makespan_bubble_ratio,
-        "bubble_ratio": found.bubble_ratio,
-        "makespan": found.timeline.makespan,
-        "unit": "s" if found.has_seconds else "layer forwards",
-        "step_seconds": found.step_seconds,
-        "step_parts": None if found.step_parts is None else found.step_parts._asdict(),
-        "breakdown": for_programs(found),
-        "peak_bytes": found.peak_bytes,
-        "outside_bytes": found.outside_bytes,
-        "peak_parts": found.peak_parts,
-        "fits": found.fits,
-        "not_counted": uncounted(found.model, found.cluster),
-        "not_priced": unpriced(found.model, found.setup),
-        "similar_error": similar_values(found.model, found.setup, found.cluster),
-        "cluster": None if found.cluster is None else asdict(found.cluster),
-        "tokens": found.tokens,
-        "tokens_per_second": found.tokens_per_second,
-    }
+def _cuts(
+    arguments: argparse.Namespace, model: Model, setup: Setup, cluster: Cluster | None
+) -> Callable[[Placement], Cut]:
+    """The function that gives the cut for the stages of a placement. Raises UsageError for two options that divide the
+    layers.
+    """
+    layout, ends = arguments.layout, (arguments.first_stage_layers, arguments.last_stage_layers)
+    if layout and arguments.cut is not None:
+        raise UsageError("--layout and --cut both divide the layers: give one of them")
+    if ends != (None, None):
+        for name in ("cut", "layout"):
+            if getattr(arguments, name):
+                raise UsageError(f"--first-stage-layers and --last-stage-layers exclude --{name}: give one of them")
+        if min(size for size in ends if size is not None) < 0:
+            raise UsageError("--first-stage-layers and --last-stage-layers must be at least 0")
+        return lambda placement: cut_with_ends(model.layers, placement, *ends)
+    if layout:
+        return partial(placed, layout, model)
+    return lambda placement: cut_of(arguments.cut, model, placement, setup, cluster)
 
 
-def _heading(name: str, found: Plan) -> Iterator[str]:
-    resized = "" if found.model == model_named(name) else ", resized"
-    sizes, *others = found.heading()
-    yield f"{name}{resized}: {sizes}"
-    yield from others
+def placed(layout: LayoutString, model: Model, placement: Placement) -> list[Part]:
+    """The cut of the model. Raises UsageError unless the placement has stage i on rank i modulo its ranks, and as many
+    stages, and as `LayoutString.cut`.
+    """
+    ranks, stages = placement.num_ranks, len(layout.stages)
+    cut = layout.cut(model.layers)
+    if layout.mtp != model.further_layers:
+        raise UsageError(f"the layout has {layout.mtp} MTP layers ('m'), but the model has {model.further_layers}")
+    if stages % ranks or placement != Placement.looped(ranks, stages // ranks):
+        raise UsageError(
+            f"the layout has {stages} stages, each on the rank of its number modulo {ranks}, but the schedule has "
+            f"{placement.num_stages} stages on other ranks: leave out --schedule, or use --cut"
+            if placement.num_stages == stages
+            else f"the layout has {stages} stages, but the schedule has {placement.num_stages} on {ranks} ranks"
+        )
+    return cut
 
 
-def _table(found: Plan) -> Table:
-    return Table(TITLES, found.rows())
+def cut_of(
+    given: str | tuple[int, ...] | None, model: Model, placement: Placement, setup: Setup, cluster: Cluster | None
+) -> Cut:
+    """The cut for the stages of a placement. Raises UsageError for another number of stages or of layers."""
+    if given is None or given == "even":
+        return "uniform"
+    if isinstance(given, str):
+        if placement.num_stages > model.layers:
+            return "uniform"  # whose error says so
+        return cut_by_cost(model, placement, setup, cluster)
+    stages, layers = placement.num_stages, sum(given)
+    if len(given) != stages:
+        ranks = f", on {placement.num_ranks} ranks" if stages != placement.num_ranks else ""
+        raise UsageError(f"--cut has {len(given)} stages, but the schedule has {stages}{ranks}: give {stages} numbers")
+    if layers != model.layers:
+        more = model.layers - layers
+        change = f"add {more} to" if more > 0 else f"take {-more} from"
+        raise UsageError(f"--cut has {layers} layers, but the model has {model.layers}: {change} its numbers")
+    return list(pairwise(accumulate(given, initial=0)))
 
 
-def _notes(found: Plan) -> Iterator[str]:
-    """Notes on what the numbers include and leave out."""
-    if not found.setup.stores_scores:
-        yield "activations: without attention scores (--keep-scores adds them)"
-    yield from wrapped(f"not counted: {'; '.join(uncounted(found.model, found.cluster))}")
-    if missing := unpriced(found.model, found.setup):
-        yield from wrapped(f"not priced: {'; '.join(missing)}")
-    yield from wrapped(said(found.model, found.setup, found.cluster))
+def cut_for(model: Model, schedule: Schedule, setup: Setup, cluster: Cluster, usual: Cut) -> Cut:
+    """The cut with which the step of a schedule is shortest. `usual` stays if the order was made for it, and if there
+    are more stages than layers.
+    """
+    is_made = schedule.name in SCHEDULES and "cost" in options_of(schedule.name)
+    if is_made or schedule.placement.num_stages > model.layers:
+        return usual
+    return fastest_cut(model, schedule, setup, cluster)
+
+
+def _wanted(arguments: argparse.Namespace, model: Model) -> Wanted:
+    if arguments.batch is None:
+        raise UsageError("--devices searches for layouts: say how many sequences a step has, with --batch")
+    most = MOST_SEQUENCES * arguments.devices
+    if 0 < most < arguments.batch:
+        room = f"{MOST_SEQUENCES:,} for each, {most:,} in all"
+        large = f"--batch {arguments.batch:,} is too large for a search on {arguments.devices:,} devices"
+        raise UsageError(f"{large}: at most {room}")
+    for name, why in REFUSED.items():
+        if getattr(arguments, name) not in (None, ""):  # --layout without a value asks for the string
+            raise UsageError(f"{flag(name)} is for one layout, not for a search with --devices: {why}")
+    if given := [flag(name) for name in family_options() if name != "kinds" and getattr(arguments, name)]:
+        raise UsageError(f"{', '.join(given)}: a search with --devices chooses the options of schedules itself")
+    cluster = cluster_of(arguments)
+    if cluster is None:
+        raise UsageError("--devices searches for the fastest layouts: say which device, with --device or --cluster")
+    can_run = SEARCHED if arguments.library is None else LIBRARIES[arguments.library].schedules
+    searched = tuple(name for name in SEARCHED if name in can_run)
+    return Wanted(
+        model,
+        cluster,
+        arguments.devices,
+        arguments.batch,
+        memory=arguments.memory,
+        setup=setup_of(arguments, [name for name in LAYOUT if name not in {*FIXED, *REFUSED}]),
+        schedules=searched if arguments.schedule is None else (arguments.schedule,),
+        kinds=arguments.kinds or "none",
+        **{name: getattr(arguments, name) for name in FIXED},
+    )
+
+
+def _print_options(name: str, *found: Plan) -> None:
+    """Prints the options for the first of these plans that the library can run, and on the error stream what they do
+    not say. Raises UsageError if it can run none.
+    """
+    options, notes = _first_options(name, found)
+    for note in (*notes, *options.notes):
+        print(f"pipeflow: note: {note}", file=sys.stderr)
+    print(options.text)
+
+
+def _first_options(name: str, found: Sequence[Plan]) -> tuple[LibraryOptions, list[str]]:
+    """The options for the first plan that has any, and why the plans before it have none."""
+    library, refused = LIBRARIES[name], list[str]()
+    for place, each in enumerate(found, start=1):
+        try:
+            return library.options(each), refused
+        except UsageError as error:
+            if len(found) == 1:
+                raise
+            refused.append(f"layout {place} is left out: {error}")
+    raise UsageError(f"{library.name} can run none of the {len(found)} best layouts; {refused[0]}")

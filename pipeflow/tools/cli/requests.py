@@ -8,8 +8,7 @@ import argparse
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from pipeflow.core.analysis.lowering import lower
 from pipeflow.core.analysis.measured_step import measured_costs
@@ -32,12 +31,7 @@ from pipeflow.schedules.registry import family_options
 from pipeflow.tools.cli.options import flag
 from pipeflow.tools.cli.outputs import doing
 
-if TYPE_CHECKING:
-    from pipeflow.planning.catalog import Model
-
 LARGEST = 1_000_000  # stages times microbatches: needs a gigabyte of memory, and half a minute
-MOST_LAYERLESS = 1_000  # ranks without layers: of fewer, the plan says more than that there are too many
-MOST_SEQUENCES = 2_000  # of a step, for each device: a search simulates thousands of such steps
 PER_RANK = ("chunks", "waves")  # options that set the number of stages per rank
 
 
@@ -53,19 +47,6 @@ def require_size(ranks: int, microbatches: int, options: Mapping[str, object]) -
     if size > LARGEST:
         asked = " x ".join(f"{number:,} {name}" for name, number in sizes.items())
         raise UsageError(f"{asked} is too large: the product may be at most {LARGEST:,}, got {size:,}")
-
-
-def require_filled(ranks: int, layers: int) -> None:
-    """Raises UsageError for many more pipeline ranks than layers, before a schedule is made for them."""
-    if ranks > layers + MOST_LAYERLESS:
-        raise UsageError(f"{layers:,} layers cannot fill {ranks:,} pipeline ranks: use at most {layers:,}")
-
-
-def require_search_size(devices: int, batch: int) -> None:
-    """Raises UsageError for a batch whose steps are too long to simulate many of them."""
-    if devices > 0 and batch > MOST_SEQUENCES * devices:
-        most = f"{MOST_SEQUENCES:,} for each, {MOST_SEQUENCES * devices:,} in all"
-        raise UsageError(f"--batch {batch:,} is too large for a search on {devices:,} devices: at most {most}")
 
 
 ADDING = ("reduce", "optimizer")  # costs that give a schedule the actions that have them
@@ -84,64 +65,56 @@ class GivenCosts:
 
     Attributes:
         even: even costs, by their names in `EVEN_COSTS`.
-        file: path of a JSON file with per-stage costs.
-        measured: measured costs, used if none are given.
+        per_stage: costs per stage, used instead of even ones; None: none.
+        file: the file that has these; empty: they were measured.
     """
 
     even: Mapping[str, float] = field(default_factory=dict, hash=False)
-    file: str | None = None
-    measured: CostModel | None = None
+    per_stage: CostModel | None = None
+    file: str = ""
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> GivenCosts:
-        """The costs that the arguments give. Raises UsageError for even costs together with a file."""
+        """The costs that the arguments give. Raises UsageError for even costs together with a file, and for a file that
+        is wrong.
+        """
         even = {name: getattr(arguments, name) for name in EVEN_COSTS if getattr(arguments, name) is not None}
-        if even and arguments.costs is not None:
+        if arguments.costs is None:
+            return cls(even)
+        if even:
             raise UsageError(f"{flag(min(even))} and --costs are two ways to give costs: choose one")
-        return cls(even, arguments.costs)
-
-    @cached_property
-    def read(self) -> CostModel | None:
-        """The costs in the file, which is read once; None without a file. Raises UsageError for a wrong one."""
-        if self.file is None:
-            return None
-        text = read_text(self.file)
+        text = read_text(arguments.costs)
         try:
-            return read_costs(text)
+            return cls({}, read_costs(text), arguments.costs)
         except UsageError as error:
-            raise UsageError(f"{self.file}: {error}") from None
+            raise UsageError(f"{arguments.costs}: {error}") from None
 
     @property
     def given(self) -> str | None:
         """An option that gave a cost; None if there is none."""
-        return "--costs" if self.file is not None else next(map(flag, self.even), None)
+        return "--costs" if self.file else next(map(flag, self.even), None)
 
     @property
     def times_only(self) -> str | None:
         """An option that gave a cost and adds no actions; None if there is none."""
-        if self.read is not None:
-            return None if any(map(self.adds, ADDING)) or self.read.microbatch_factors else "--costs"
+        if self.per_stage is not None:
+            return None if any(map(self.adds, ADDING)) or self.per_stage.microbatch_factors else "--costs"
         return next((flag(name) for name in self.even if name not in ADDING), None)
 
     def adds(self, name: str) -> bool:
-        """Whether the costs include those of this name, so that schedules need what has them. Raises UsageError for a
-        wrong file.
-        """
-        return name in self.even if self.read is None else bool(getattr(self.read, name))
+        """Whether costs of this name were given, so that schedules need what has them."""
+        return bool(getattr(self.per_stage, name)) if self.file else name in self.even
 
     def cost_model(self, placement: Placement) -> CostModel:
-        """The costs of `placement`. Raises UsageError for measured costs, or a file, that do not fit it."""
-        stages = placement.num_stages
-        if self.measured is not None:
-            if (measured := len(self.measured.forward)) != stages:
-                fits = f"costs measured on {measured} stages do not fit {stages}"
-                raise UsageError(f"{fits}: give costs, as in --forward 1")
-            return self.measured
-        if self.read is None:
+        """The costs of `placement`. Raises UsageError for costs of another number of stages."""
+        if self.per_stage is None:
             return even_costs(placement, self.even)
-        if (there := len(self.read.forward)) != stages:
+        there, stages = len(self.per_stage.forward), placement.num_stages
+        if there == stages:
+            return self.per_stage
+        if self.file:
             raise UsageError(f"{self.file}: costs are per stage: the file has {there}, not {stages}")
-        return self.read
+        raise UsageError(f"costs measured on {there} stages do not fit {stages}: give costs, as in --forward 1")
 
 
 @final
@@ -220,24 +193,6 @@ class ScheduleOptions:
             raise UsageError(f"{flag(f'{self.stages[0][0]}_stages')} is for schedules; a timeline shows what ran")
         return read
 
-    def among(self, names: list[str]) -> dict[str, ScheduleOptions]:
-        """Per name, the options that apply to it: sizes to named schedules, each with the options that it has, and the
-        placement to files. Raises UsageError for an option that applies to none of them.
-        """
-        files = [name for name in names if is_file(name)]
-        known = [name for name in names if name in SCHEDULES]
-        for option, _ in self.options:
-            if known and not any(option in options_of(name) for name in known):
-                raise UsageError(f"none of {', '.join(known)} takes {flag(option)}")
-        sized = replace(self, placement=None) if files else self
-        placed = self if len(files) == len(names) else replace(self, ranks=None, microbatches=None, options=())
-        return {name: placed if name in files else sized.fitting(name) for name in names}
-
-    def fitting(self, name: str) -> ScheduleOptions:
-        """These without options that the schedule `name` does not have."""
-        known = options_of(name) if name in SCHEDULES else ()
-        return replace(self, options=tuple((option, value) for option, value in self.options if option in known))
-
 
 def is_file(name: str) -> bool:
     """Whether an argument is a file: it looks like a path, or there is a file with this name."""
@@ -267,24 +222,36 @@ def sound_schedule(request: ScheduleRequest) -> Schedule:
     return schedule
 
 
-def ordered_schedule(request: ScheduleRequest, costs: GivenCosts) -> Schedule:
-    """The same as `schedule_of`, for commands that show an order and no times. Raises UsageError for costs that it does
-    not depend on.
+def ordered_schedule(name: str, options: ScheduleOptions) -> Schedule:
+    """The schedule `name`, for commands that show an order and no times. Raises UsageError for costs that it does not
+    depend on.
     """
+    request = options.request(name)
     schedule = schedule_of(request)
-    if request.measured is not None and costs.given is not None:
-        raise UsageError(f"{costs.given} is for schedules; a timeline has its own times")
-    if not request.is_made_for_costs and (unread := costs.times_only):
-        raise UsageError(f"{unread} does not change the order of {request.name}: leave it out")
+    _require_no_costs(request, options.costs)
+    if not request.is_made_for_costs and (unread := options.costs.times_only):
+        raise UsageError(f"{unread} does not change the order of {name}: leave it out")
     return schedule
 
 
-def timeline_of(request: ScheduleRequest, schedule: Schedule, costs: GivenCosts) -> Timeline:
-    """The timeline that is asked for, of the schedule that was made. Raises UsageError for costs beside a measured one,
-    or that do not fit.
+def timeline_of(name: str, options: ScheduleOptions) -> Timeline:
+    """The timeline of the schedule `name`, which is sound, or the one that was measured. Raises UsageError for costs
+    beside a measured one, or that do not fit.
     """
+    request = options.request(name)
+    schedule = sound_schedule(request)
+    _require_no_costs(request, options.costs)
+    timeline = _simulated(request, schedule)
+    refuse_costs(options.costs, schedule)
+    return timeline
+
+
+def _require_no_costs(request: ScheduleRequest, costs: GivenCosts) -> None:
     if request.measured is not None and costs.given is not None:
         raise UsageError(f"{costs.given} is for schedules; a timeline has its own times")
+
+
+def _simulated(request: ScheduleRequest, schedule: Schedule) -> Timeline:
     with doing(f"simulating {printable(schedule.name)}"):
         return request.timeline(schedule)
 
@@ -310,12 +277,12 @@ class Compared:
 
     Attributes:
         files: per name of a file, what is asked for, which is sound.
-        options: per name, the options for it.
+        options: the options for named schedules, of which each takes those that it has.
         reduces: whether named schedules get reductions, because a file has them.
     """
 
     files: Mapping[str, ScheduleRequest]
-    options: Mapping[str, ScheduleOptions]
+    options: ScheduleOptions
     reduces: bool
 
     @classmethod
@@ -323,26 +290,38 @@ class Compared:
         """The schedules with these names. A named schedule takes the sizes of the first file, unless sizes are given,
         and the costs of the first measured file, unless costs are given.
 
-        Raises UsageError for a file that cannot be read or is unsound, and for costs if everything was measured.
+        Raises UsageError for a file that cannot be read or is unsound, for an option that applies to none, and for
+        costs if everything was measured.
         """
-        among = options.among([*names])
-        files = {name: among[name].request(name) for name in names if is_file(name)}
+        known = [name for name in names if name in SCHEDULES]
+        for option, _ in options.options:
+            if known and not any(option in options_of(name) for name in known):
+                raise UsageError(f"none of {', '.join(known)} takes {flag(option)}")
+        paths = list(filter(is_file, names))
+        placed = options if len(paths) == len(names) else replace(options, ranks=None, microbatches=None, options=())
+        files = {path: placed.request(path) for path in paths}
         read = [sound_schedule(each) for each in files.values()]
-        measured = [each.measured for each in files.values() if each.measured is not None]
-        if options.costs.given is not None and len(measured) == len(among):
-            raise UsageError(f"{options.costs.given} is for schedules; a timeline has its own times")
-        costs = options.costs
+        costs, measured = options.costs, [each.measured for each in files.values() if each.measured is not None]
+        if costs.given is not None and len(measured) == len({*names}):
+            raise UsageError(f"{costs.given} is for schedules; a timeline has its own times")
         if measured and costs.given is None:
-            costs = replace(costs, measured=measured_costs(measured[0]))
-        among = {name: replace(_sized(each, read), costs=costs) for name, each in among.items()}
-        files = {name: replace(each, prices=costs) for name, each in files.items()}
-        return cls(files, among, any(Stream.REDUCE in schedule.streams for schedule in read))
+            costs = replace(costs, per_stage=measured_costs(measured[0]))
+        if read:
+            ranks, microbatches = read[0].placement.num_ranks, read[0].num_microbatches
+            ranks = ranks if options.ranks is None else options.ranks
+            microbatches = microbatches if options.microbatches is None else options.microbatches
+            options = replace(options, ranks=ranks, microbatches=microbatches, placement=None)
+        files = {path: replace(each, prices=costs) for path, each in files.items()}
+        reduces = any(Stream.REDUCE in schedule.streams for schedule in read)
+        return cls(files, replace(options, costs=costs), reduces)
 
     def request(self, name: str) -> ScheduleRequest:
         """The request for the schedule with this name. Raises UsageError for options that do not fit it."""
         if name in self.files:
             return self.files[name]
-        request = self.options[name].request(name)
+        known = options_of(name) if name in SCHEDULES else ()
+        fitting = tuple((option, value) for option, value in self.options.options if option in known)
+        request = replace(self.options, options=fitting).request(name)
         return replace(request, reduces=request.reduces or self.reduces)
 
     def both(self, name: str) -> tuple[Schedule, Timeline]:
@@ -351,20 +330,7 @@ class Compared:
         """
         request = self.request(name)
         schedule = schedule_of(request)
-        with doing(f"simulating {printable(schedule.name)}"):
-            return schedule, request.timeline(schedule)
-
-
-def _sized(options: ScheduleOptions, read: Sequence[Schedule]) -> ScheduleOptions:
-    """The options with the sizes of the first file, unless sizes are given."""
-    if not read:
-        return options
-    ranks = read[0].placement.num_ranks if options.ranks is None else options.ranks
-    microbatches = read[0].num_microbatches if options.microbatches is None else options.microbatches
-    return replace(options, ranks=ranks, microbatches=microbatches)
-
-
-EXPERTS = ("expert_tensor", "dispatcher", "overlap_experts")
+        return schedule, _simulated(request, schedule)
 
 
 def refuse(arguments: argparse.Namespace, names: Collection[str], why: str) -> None:
@@ -375,22 +341,6 @@ def refuse(arguments: argparse.Namespace, names: Collection[str], why: str) -> N
 def refuse_all_but(arguments: argparse.Namespace, names: Collection[str], why: str) -> None:
     """Raises UsageError if an option was given that is not among `names`."""
     _refuse([typed for name, typed in arguments.given.items() if name not in names], why)
-
-
-def refuse_without_effect(arguments: argparse.Namespace, model: Model) -> None:
-    """Raises UsageError for options of `pipeflow plan` about what the plan has not. A search chooses what is not given,
-    so it reads them.
-    """
-    searches = arguments.devices is not None
-    if not (arguments.zero == 3 or (searches and arguments.zero is None)):
-        refuse(arguments, ("prefetch",), "without --zero 3")
-    if not ((arguments.context or 1) > 1 or (searches and arguments.context is None)):
-        refuse(arguments, ("context_kind",), "without --context")
-    recomputes = arguments.checkpoint not in (None, "none") or arguments.recompute_modules
-    if not (recomputes or (searches and arguments.checkpoint is None)):
-        refuse(arguments, ("early_stop",), "without --checkpoint")
-    if model.experts < 2:
-        refuse(arguments, EXPERTS, f"by {arguments.model}, which has no experts")
 
 
 def refuse_costs(costs: GivenCosts, *schedules: Schedule) -> None:

@@ -19,15 +19,7 @@ from pipeflow.schedules import SCHEDULES, options_of
 from pipeflow.schedules.registry import family_options
 from pipeflow.tools.cli.options import UNITS, Commands, cost_options, schedule_argument, schedule_options, unit_options
 from pipeflow.tools.cli.outputs import FORMATS, STANDARD_OUTPUT, add_outputs, files_named, show, write, write_drawings
-from pipeflow.tools.cli.requests import (
-    ScheduleOptions,
-    ordered_schedule,
-    refuse,
-    refuse_costs,
-    sound_schedule,
-    timeline_of,
-    violations_of,
-)
+from pipeflow.tools.cli.requests import ScheduleOptions, ordered_schedule, refuse, timeline_of, violations_of
 
 
 def add_draw(commands: Commands) -> None:
@@ -49,11 +41,7 @@ def run_draw(arguments: argparse.Namespace) -> int:
         refuse(arguments, ("memory",), "for files, which always show it")
     if paths.keys() == {"perfetto"} and not arguments.critical_path:
         refuse(arguments, UNITS, "with --perfetto, whose unit of time is the second")
-    options = ScheduleOptions.of(arguments)
-    request = options.request(arguments.schedule)
-    schedule = sound_schedule(request)
-    timeline = timeline_of(request, schedule, options.costs)
-    refuse_costs(options.costs, schedule)
+    timeline = timeline_of(arguments.schedule, ScheduleOptions.of(arguments))
     unit, factor = arguments.unit, arguments.factor
     if paths:
         write_drawings(paths, timeline, unit=unit, factor=factor, critical_path=arguments.critical_path)
@@ -80,11 +68,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     """Prints the makespan, bubble, peaks and transfers of a schedule or a timeline."""
     if arguments.json:
         refuse(arguments, UNITS, "with --json, whose times are in the timeline's own unit")
-    options = ScheduleOptions.of(arguments)
-    request = options.request(arguments.schedule)
-    schedule = sound_schedule(request)
-    timeline = timeline_of(request, schedule, options.costs)
-    refuse_costs(options.costs, schedule)
+    timeline = timeline_of(arguments.schedule, ScheduleOptions.of(arguments))
     if arguments.json:
         print(json.dumps(_measures(timeline)))
     else:
@@ -158,7 +142,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     options = ScheduleOptions.of(arguments)
     if name not in SCHEDULES or "memory_cap" not in options_of(name):
         options = replace(options, options=tuple(each for each in options.options if each[0] != "memory_cap"))
-    schedule = ordered_schedule(options.request(name), options.costs)
+    schedule = ordered_schedule(name, options)
     violations = violations_of(schedule, arguments.memory_cap, options.costs)
     for violation in violations:
         print(printable(str(violation)))
@@ -186,7 +170,6 @@ def add_export(commands: Commands) -> None:
 
 def run_export(arguments: argparse.Namespace) -> int:
     """Writes the schedule as CSV, with one line per rank."""
-    options = ScheduleOptions.of(arguments)
-    schedule = ordered_schedule(options.request(arguments.schedule), options.costs)
+    schedule = ordered_schedule(arguments.schedule, ScheduleOptions.of(arguments))
     write({arguments.csv: lowered_csv(schedule) if arguments.lowered else schedule.to_csv()})
     return 0

@@ -17,7 +17,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.draw.page.data import MODES
 from pipeflow.planning.catalog import MODELS
 from pipeflow.planning.device import DEVICES
-from pipeflow.planning.setup import CHECKPOINTS, PRECISIONS
+from pipeflow.planning.setup import CHOICES, Setup, meanings
 from pipeflow.schedules import SCHEDULES
 from pipeflow.schedules.orders.additions import STAGE_OPTIONS
 from pipeflow.schedules.registry import Option, family_options
@@ -187,6 +187,16 @@ def _choice(name: str, label: str, help_: str, default: str, choices: Iterable[s
     return Field(name, "choice", "Model", label, help_, default, choices=tuple(choices), model=True)
 
 
+def _setup(name: str, label: str, most: float) -> Field:
+    """A field of `Setup`, whose docstring says what it is."""
+    help_, default = meanings(Setup)[name].replace("`", "").rstrip("."), getattr(Setup(), name)
+    if default is False:
+        return Field(name, "flag", "Model", label, help_, model=True)
+    if name in CHOICES:
+        return _choice(name, label, help_, str(getattr(default, "name", default)), map(str, CHOICES[name]))
+    return _size(name, label, help_, str(default), most)
+
+
 def _bandwidth(name: str, label: str, help_: str) -> Field:
     return Field(name, "number", "Model", label, help_, absent="auto", model=True)
 
@@ -213,22 +223,17 @@ MODEL: tuple[Field, ...] = (
         choices=tuple(MODELS),
     ),
     _choice("device", "device", "what one rank computes on", "a100-80gb", DEVICES),
-    _size("tensor", "tensor ranks", "devices that share each layer of a stage", "1", 8),
-    _size("data", "replicas", "copies of the pipeline, each with its own part of the batch", "1", 64),
-    _size("microbatch_size", "microbatch size", "sequences per microbatch", "1", 16),
-    _choice(
-        "precision", "precision", "number format of weights, gradients, optimizer and products", "bf16", PRECISIONS
-    ),
-    _choice("checkpoint", "recompute", "what a layer's backward computes again", "none", CHECKPOINTS),
-    _choice(
-        "zero",
-        "ZeRO",
-        "what replicas share out: 1 the optimizer's state, 2 gradients too, 3 weights too, which stages gather",
-        "0",
-        ("0", "1", "2", "3"),
-    ),
-    Field(
-        "sequence_parallel", "flag", "Model", "sequence parallel", "tensor ranks share what each had whole", model=True
+    *(
+        _setup(name, label, most)
+        for name, label, most in (
+            ("tensor", "tensor ranks", 8),
+            ("data", "replicas", 64),
+            ("microbatch_size", "microbatch size", 16),
+            ("precision", "precision", 0),
+            ("checkpoint", "recompute", 0),
+            ("zero", "ZeRO", 0),
+            ("sequence_parallel", "sequence parallel", 0),
+        )
     ),
     _size("devices_per_node", "devices per node", "devices that share the fast links of a node", "8", 16),
     _bandwidth(
