@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from pipeflow.core.errors import UsageError, closest
-from pipeflow.training.optim.precision import HalfPrecision
+from pipeflow.training.optim.precision import HalfPrecision, LossScaler
 
 
 class Section(Mapping[str, Any]):
@@ -42,6 +43,74 @@ class Section(Mapping[str, Any]):
         return repr(self._entries)
 
 
+def _require_section(key: str, section: Any, known: Collection[str]) -> None:
+    """Raises UsageError unless `section` is a dict of known keys."""
+    if not isinstance(section, Mapping):
+        raise UsageError(f"{key} must be a dict with the keys {', '.join(known)}, got {section!r}")
+    for name in section:
+        if name not in known:
+            near = closest(name, known, cutoff=0.0)
+            raise UsageError(f"{key} has no key {name!r}: did you mean {near!r}? Its keys are {', '.join(known)}")
+
+
+def _checked(kind: str, fits: Callable[[Any], bool], convert: Callable[[Any], Any], key: str, value: Any) -> Any:
+    if not fits(value):
+        raise UsageError(f"{key} must be {kind}, got {value!r}")
+    return convert(value)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_whole(value) and value > 0
+
+
+def _is_shape(value: Any) -> bool:
+    if not isinstance(value, tuple | list | torch.Size) or not value:
+        return False
+    return (value[0] is None or _is_positive(value[0])) and all(map(_is_positive, value[1:]))
+
+
+def _is_norm(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+
+
+_number = partial(_checked, "a positive whole number", _is_positive, int)
+_seed = partial(_checked, "a whole number", _is_whole, int)
+_shape = partial(_checked, "a tuple of positive whole numbers, whose first may be None", _is_shape, tuple)
+_norm = partial(_checked, "a number of at least 0 (0 disables clipping)", _is_norm, float)
+_alpha = partial(_checked, "a number of at least 0 (0 disables Mixup)", _is_norm, float)
+_flag = partial(_checked, "True or False", lambda value: isinstance(value, bool), bool)
+_folder = partial(_checked, "a folder", lambda value: isinstance(value, str | Path), lambda value: value)
+
+
+def _pipeline(key: str, value: Any) -> int | None:
+    if isinstance(value, Mapping):
+        _require_section(key, value, ("size",))
+        key, value = f"{key}.size", value.get("size")
+    return None if value is None else _number(key, value)
+
+
+def _tensor(key: str, value: Any) -> int | None:
+    if isinstance(value, Mapping):
+        _require_section(key, value, ("mode", "size"))
+        mode, size = value.get("mode"), value.get("size")
+        if mode != "1d" and (mode is not None or (size or 1) > 1):
+            raise UsageError(f"tensor mode {mode!r} is not supported: write tensor=dict(mode='1d', size={size})")
+        key, value = f"{key}.size", size
+    return None if value is None else _number(key, value)
+
+
+def _precision(dtype: torch.dtype, scaling: Collection[str], key: str, section: Any) -> HalfPrecision | None:
+    _require_section(key, section, ("mode", *scaling))
+    if not section:
+        return None
+    options = {name: section[name] for name in section if name != "mode"}
+    return HalfPrecision(section.get("mode"), dtype, options)  # it checks the mode
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """A configuration that was read by `read_config`. Every key that was given, including the user's own, is also an
@@ -65,20 +134,28 @@ class Config:
         given: the whole configuration as given.
     """
 
-    pipeline: int = 1
-    tensor: int = 1
-    num_microbatches: int | None = None
-    num_chunks: int | None = None
-    tensor_shape: tuple[int | None, ...] | None = None
-    precision: HalfPrecision | None = None
-    clip_grad_norm: float = 0.0
-    gradient_accumulation: int = 1
-    batch_size: int | None = None
-    num_epochs: int | None = None
-    seed: int | None = None
-    log_path: str | None = None
-    mixup_alpha: float = 0.0
-    gpu_augmentation: bool = False
+    # the metadata of an attribute has the keys that it is read from; a dot in a key stands for a nested dict
+
+    pipeline: int = field(default=1, metadata={"parallel.pipeline": _pipeline})
+    tensor: int = field(default=1, metadata={"parallel.tensor": _tensor})
+    num_microbatches: int | None = field(default=None, metadata={"NUM_MICRO_BATCHES": _number})
+    num_chunks: int | None = field(default=None, metadata={"NUM_CHUNKS": _number, "model.num_chunks": _number})
+    tensor_shape: tuple[int | None, ...] | None = field(default=None, metadata={"TENSOR_SHAPE": _shape})
+    precision: HalfPrecision | None = field(
+        default=None,
+        metadata={
+            "fp16": partial(_precision, torch.float16, signature(LossScaler).parameters),
+            "bf16": partial(_precision, torch.bfloat16, ()),
+        },
+    )
+    clip_grad_norm: float = field(default=0.0, metadata={"clip_grad_norm": _norm})
+    gradient_accumulation: int = field(default=1, metadata={"gradient_accumulation": _number})
+    batch_size: int | None = field(default=None, metadata={"BATCH_SIZE": _number})
+    num_epochs: int | None = field(default=None, metadata={"NUM_EPOCHS": _number})
+    seed: int | None = field(default=None, metadata={"seed": _seed})
+    log_path: str | None = field(default=None, metadata={"LOG_PATH": _folder})
+    mixup_alpha: float = field(default=0.0, metadata={"dali.mixup_alpha": _alpha})
+    gpu_augmentation: bool = field(default=False, metadata={"dali.gpu_aug": _flag})
     given: Section = field(default_factory=lambda: Section({}))
 
     def __getattr__(self, name: str) -> Any:
@@ -94,6 +171,23 @@ class Config:
         ):
             if keys:
                 raise UsageError(f"the configuration {message} {', '.join(sorted(keys))}")
+
+
+KEYS = {key: (attribute.name, read) for attribute in fields(Config) for key, read in attribute.metadata.items()}
+"""The known keys, each with the attribute of Config that it sets, and the function that reads it: `read(key, value)`
+returns the attribute's value, or None for no value, and raises UsageError for an invalid one.
+"""
+
+USERS = frozenset({"PATCH_SIZE"})
+"""The user's own keys that are allowed although they are spelled much like a known one (here BATCH_SIZE)."""
+
+UNREAD: Mapping[str, str] = {
+    "zero": "wrap the optimizer, as in pipeflow.optim.Zero(model, optimizer)",
+    "gradient_handler": "remove it; every step reduces its gradients",
+    "cudnn_benchmark": "set torch.backends.cudnn.benchmark",
+    "cudnn_deterministic": "set torch.backends.cudnn.deterministic",
+}
+"""ColossalAI's keys that change what a program does and are not supported, each with what to do instead."""
 
 
 def read_config(source: Config | Mapping[str, Any] | str | Path) -> Config:
@@ -175,123 +269,3 @@ def _refuse_slip(key: str, known: Collection[str]) -> None:
             f"the configuration's {key!r} is not a known key: did you mean {names[near]!r}? "
             "If it is a key of your own, give it a less similar name"
         )
-
-
-def _require_section(key: str, section: Any, known: Collection[str]) -> None:
-    """Raises UsageError unless `section` is a dict of known keys."""
-    if not isinstance(section, Mapping):
-        raise UsageError(f"{key} must be a dict with the keys {', '.join(known)}, got {section!r}")
-    for name in section:
-        if name not in known:
-            near = closest(name, known, cutoff=0.0)
-            raise UsageError(f"{key} has no key {name!r}: did you mean {near!r}? Its keys are {', '.join(known)}")
-
-
-def _checked(kind: str, fits: Callable[[Any], bool], convert: Callable[[Any], Any], key: str, value: Any) -> Any:
-    if not fits(value):
-        raise UsageError(f"{key} must be {kind}, got {value!r}")
-    return convert(value)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_positive(value: Any) -> bool:
-    return _is_whole(value) and value > 0
-
-
-def _is_shape(value: Any) -> bool:
-    if not isinstance(value, tuple | list | torch.Size) or not value:
-        return False
-    return (value[0] is None or _is_positive(value[0])) and all(map(_is_positive, value[1:]))
-
-
-def _is_norm(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-
-
-_number = partial(_checked, "a positive whole number", _is_positive, int)
-_seed = partial(_checked, "a whole number", _is_whole, int)
-_shape = partial(_checked, "a tuple of positive whole numbers, whose first may be None", _is_shape, tuple)
-_norm = partial(_checked, "a number of at least 0 (0 disables clipping)", _is_norm, float)
-_alpha = partial(_checked, "a number of at least 0 (0 disables Mixup)", _is_norm, float)
-_flag = partial(_checked, "True or False", lambda value: isinstance(value, bool), bool)
-_folder = partial(_checked, "a folder", lambda value: isinstance(value, str | Path), lambda value: value)
-
-
-def _pipeline(key: str, value: Any) -> int | None:
-    if isinstance(value, Mapping):
-        _require_section(key, value, ("size",))
-        key, value = f"{key}.size", value.get("size")
-    return None if value is None else _number(key, value)
-
-
-def _tensor(key: str, value: Any) -> int | None:
-    if isinstance(value, Mapping):
-        _require_section(key, value, ("mode", "size"))
-        mode, size = value.get("mode"), value.get("size")
-        if mode != "1d" and (mode is not None or (size or 1) > 1):
-            raise UsageError(f"tensor mode {mode!r} is not supported: write tensor=dict(mode='1d', size={size})")
-        key, value = f"{key}.size", size
-    return None if value is None else _number(key, value)
-
-
-_SCALING = (
-    "initial_scale",
-    "growth_factor",
-    "growth_interval",
-    "backoff_factor",
-    "hysteresis",
-    "min_scale",
-    "max_scale",
-)
-
-
-def _precision(dtype: torch.dtype, scaling: Collection[str], key: str, section: Any) -> HalfPrecision | None:
-    _require_section(key, section, ("mode", *scaling))
-    if not section:
-        return None
-    options = {name: section[name] for name in section if name != "mode"}
-    return HalfPrecision(section.get("mode"), dtype, options)  # it checks the mode
-
-
-class Key(NamedTuple):
-    """How a key of a configuration is read: the attribute of Config that it sets, and a function `read(key, value)`.
-    The function returns the attribute's value, or None for no value. It raises UsageError for an invalid value.
-    """
-
-    attribute: str
-    read: Callable[[str, Any], Any]
-
-
-KEYS: Mapping[str, Key] = {
-    "parallel.pipeline": Key("pipeline", _pipeline),
-    "parallel.tensor": Key("tensor", _tensor),
-    "NUM_MICRO_BATCHES": Key("num_microbatches", _number),
-    "NUM_CHUNKS": Key("num_chunks", _number),
-    "model.num_chunks": Key("num_chunks", _number),
-    "TENSOR_SHAPE": Key("tensor_shape", _shape),
-    "fp16": Key("precision", partial(_precision, torch.float16, _SCALING)),
-    "bf16": Key("precision", partial(_precision, torch.bfloat16, ())),
-    "clip_grad_norm": Key("clip_grad_norm", _norm),
-    "gradient_accumulation": Key("gradient_accumulation", _number),
-    "BATCH_SIZE": Key("batch_size", _number),
-    "NUM_EPOCHS": Key("num_epochs", _number),
-    "seed": Key("seed", _seed),
-    "LOG_PATH": Key("log_path", _folder),
-    "dali.mixup_alpha": Key("mixup_alpha", _alpha),
-    "dali.gpu_aug": Key("gpu_augmentation", _flag),
-}
-"""The known keys; a dot stands for a nested dict."""
-
-USERS = frozenset({"PATCH_SIZE"})
-"""The user's own keys that are allowed although they are spelled much like a known one (here BATCH_SIZE)."""
-
-UNREAD: Mapping[str, str] = {
-    "zero": "wrap the optimizer, as in pipeflow.optim.Zero(model, optimizer)",
-    "gradient_handler": "remove it; every step reduces its gradients",
-    "cudnn_benchmark": "set torch.backends.cudnn.benchmark",
-    "cudnn_deterministic": "set torch.backends.cudnn.deterministic",
-}
-"""ColossalAI's keys that change what a program does and are not supported, each with what to do instead."""
