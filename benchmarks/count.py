@@ -43,6 +43,7 @@ TORCH_FUNCTIONS = {
     "_wait_batch_p2p": "P2P",
 }
 HAND_FUNCTIONS = {"_forward": "F", "_backward": "B", "_send": "P2P", "post": "P2P", "values": "P2P"}
+PIPEFLOW_METHODS = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W", "recompute": "C"}
 
 
 def of_torch(frame: FrameType) -> str | None:
@@ -60,15 +61,14 @@ def by_hand(frame: FrameType) -> str | None:
 
 
 def of_pipeflow(frame: FrameType) -> str | None:
-    from pipeflow.engine.runtime.program.operations import ComputeOperation
-    from pipeflow.engine.runtime.program.transfers import ChannelOperation
+    from pipeflow.engine.runtime.program.microbatches import Microbatch
+    from pipeflow.engine.runtime.program.wires import Wire
 
-    if frame.f_code.co_name != "__call__" or "/pipeflow/engine/runtime/" not in frame.f_code.co_filename:
-        return None
+    called = frame.f_code.co_name
     match frame.f_locals.get("self"):
-        case ComputeOperation(action=action):
-            return action.kind.value
-        case ChannelOperation():
+        case Microbatch() if called in PIPEFLOW_METHODS:
+            return PIPEFLOW_METHODS[called]
+        case Wire() if called in ("post", "wait", "send", "release"):
             return "P2P"
         case _:
             return None

@@ -34,12 +34,12 @@ def test_an_offload_keeps_its_memory_until_the_next_one(monkeypatch: pytest.Monk
     monkeypatch.setattr(_Stream, "wait_event", lambda _, event: waited.append(event))
     first, second, load = operations = copies("OOL")
     with pretended():
-        first()
+        first.start()
         assert (held(operations), waited) == ([1, 0, 0], [])
-        second()
+        second.start()
         assert (held(operations), len(waited)) == ([0, 1, 0], 1)
         load.after = [second]
-        load()
+        load.start()
         assert (held(operations), len(waited)) == ([0, 1, 1], 2)  # the load alone waits for the offload
         for operation in operations:  # as at the end of the step
             operation.end()
@@ -50,6 +50,6 @@ def test_an_offload_keeps_its_memory_until_the_next_one(monkeypatch: pytest.Monk
 def test_an_offload_that_has_ended_is_freed_by_any_copy() -> None:
     offload, load = operations = copies("OL")
     with pretended():
-        offload()
-        load()
+        offload.start()
+        load.start()
     assert held(operations) == [0, 1]

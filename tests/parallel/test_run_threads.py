@@ -13,7 +13,7 @@ from torch import nn
 
 from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline, make_schedule
 from pipeflow.engine.parallel.context import context_if_launched, current_context, in_this_context
-from pipeflow.engine.runtime.program import payload
+from pipeflow.engine.runtime.program import microbatches
 from pipeflow.tensor import ColumnParallelLinear, RowParallelLinear
 from pipeflow.testing import RankError, run_threads
 
@@ -61,13 +61,13 @@ def step() -> str:
 
 def test_one_autograd_thread_for_all_tensor_ranks_would_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; here a thread stands for autograd's. The first step may take ten times the timeout."""
-    backward: Callable[..., Any] = vars(payload)["run_backward"]
+    backward: Callable[..., Any] = vars(microbatches)["run_backward"]
     assert run_threads(step, 2, tensor=2) == ["", ""]
     with ThreadPoolExecutor(1) as of_the_device:
 
         def elsewhere(*arguments: Any, **options: Any) -> None:
             of_the_device.submit(in_this_context(backward), *arguments, **options).result()
 
-        monkeypatch.setattr(payload, "run_backward", elsewhere)
+        monkeypatch.setattr(microbatches, "run_backward", elsewhere)
         for told in run_threads(step, 2, tensor=2, timeout=0.1):
             assert "in a collective of ranks [0, 1]" in told

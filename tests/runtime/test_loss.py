@@ -16,7 +16,7 @@ from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline, make
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.transport import agreement
 from pipeflow.engine.parallel.transport.plain import pack
-from pipeflow.engine.runtime.program import dynamic_shapes
+from pipeflow.engine.runtime.program import wires
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import PlainModel, TiedModel
 from tests.runtime.work import build, gradients_of, plain, require_near, schedule_of
@@ -196,7 +196,7 @@ def test_ranks_that_return_no_outputs_get_none(monkeypatch: pytest.MonkeyPatch) 
         packed.append(len(body))
         return body
 
-    for module in (agreement, dynamic_shapes):
+    for module in (agreement, wires):
         monkeypatch.setattr(module, "pack", packing)
     found = run_threads(run_returning, 4, "dualpipe")
     assert max(packed) < found[0]["wide"].nbytes / 10

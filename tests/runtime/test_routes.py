@@ -12,13 +12,12 @@ from torch.nn import functional
 from pipeflow import Pipeline, PipelineError, Placement, Schedule, UsageError, execute_pipeline, make_schedule
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.transport.protocol import Tag
-from pipeflow.engine.runtime.program.route_values import FromPayloads, GradientShares, GradientsOfAll, ToPayloads
 from pipeflow.schedules import SCHEDULES
 from pipeflow.testing import run_processes, run_threads
-from pipeflow.testing.models import WIDTH, PlainModel
+from pipeflow.testing.models import WIDTH
 from tests.families import make_near
 from tests.runtime.skips import Given, all_routes, batch_of, counted, modules_of, serial_step, some_routes
-from tests.runtime.work import build, drawn_at_random
+from tests.runtime.work import drawn_at_random
 
 SIZES = [(7, 3), (7, 3), (7, 3), (8, 2), (7, 3)]
 
@@ -208,20 +207,6 @@ def test_what_passes_on_a_route_is_sent_once_and_stays_on_its_rank(path: tuple[i
     else:
         assert [each[:2] for each in results] == [(3 * one, 0), (2 * one, 2 * one), (0, 3 * one)]
         assert results[2][2] == {(Tag.GRADIENT, 0): one, (Tag.GRADIENT, 1): 2 * one}
-
-
-def test_without_routes_a_step_has_no_operation_of_theirs() -> None:
-    schedule = make_schedule("zb-v", ranks=2, microbatches=4)
-
-    def rank() -> list[Any]:
-        model = build(PlainModel(), schedule)
-        execute_pipeline(iter([PlainModel().batch(4)]), model)
-        operations = model.runner.programs._kept[0].compiled.operations
-        return [getattr(each, name, None) for each in operations for name in ("source", "sink")]
-
-    for parts in run_threads(rank, 2):
-        assert any(parts)
-        assert not any(isinstance(part, FromPayloads | ToPayloads | GradientsOfAll | GradientShares) for part in parts)
 
 
 def refused(given: Any, error: Any = UsageError, modules: Any = None, **options: Any) -> list[str]:

@@ -9,7 +9,7 @@ from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.transport.agreement import all_gather
 from pipeflow.engine.parallel.transport.local import LocalTransport
 from pipeflow.engine.parallel.transport.protocol import Tag, Work
-from pipeflow.engine.runtime.program.transfers import PostActivation
+from pipeflow.engine.runtime.program.operations import Doing
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import WIDTH, PlainModel
 from tests.runtime.work import build, gradients_of, require_near
@@ -25,7 +25,7 @@ def posted_first(latency: float) -> int:
     execute_pipeline(iter([batch]), pipeline)
     require_near(gradients_of(pipeline), MODEL.plain_step(batch)[1])
     [kept] = pipeline.runner.programs._kept
-    posts = [isinstance(operation, PostActivation) for operation in kept.compiled.operations]
+    posts = [operation.doing is Doing.POST for operation in kept.compiled.operations]
     return posts.index(False) if current_context().rank else 0
 
 

@@ -8,18 +8,10 @@ from pipeflow.core.dataflow import Content, Value
 from pipeflow.core.placement import Placement
 from pipeflow.engine.parallel.transport.protocol import Transport
 from pipeflow.engine.runtime.microbatch import merge
-from pipeflow.engine.runtime.program.dynamic_shapes import (
-    Arrival,
-    DynamicChannels,
-    PostDynamic,
-    SendDynamic,
-    WaitDynamic,
-)
-from pipeflow.engine.runtime.program.operations import Operation
-from pipeflow.engine.runtime.program.payload import Payload, flatten
+from pipeflow.engine.runtime.program.operations import Doing, Operation, run
 from pipeflow.engine.runtime.program.results import Results
-from pipeflow.engine.runtime.program.running import run
-from pipeflow.engine.runtime.program.transfers import ReleaseSent
+from pipeflow.engine.runtime.program.slots import Slot, flatten
+from pipeflow.engine.runtime.program.wires import LearnedChannels, LearnedWire
 from pipeflow.engine.torch_private.trees import tree_unflatten
 
 
@@ -31,42 +23,29 @@ def merged(results: Results, transport: Transport, placement: Placement) -> obje
         return None
     stage = placement.num_stages - 1
     peers = [rank for rank in placement.ranks_of(stage) if rank != transport.rank]
-    pairs = [_WithPeer(results, transport, peer, placement) for peer in peers]
-    for part in ("posts", "sends", "waits", "releases"):
-        run([operation for pair in pairs for operation in getattr(pair, part)])
-    for pair in pairs:
-        pair.take()
-    return merge(results.outputs, sizes=results.sizes)
-
-
-class _WithPeer:
-    """The exchange of outputs with another rank that holds the last stage."""
-
-    def __init__(self, results: Results, transport: Transport, peer: int, placement: Placement) -> None:
+    posts, sends, waits, releases = [list[Operation]() for _ in range(4)]
+    arriving: dict[int, Slot] = {}
+    for peer in peers:
         ends = (transport.rank, peer), (peer, transport.rank)
-        transport.connect([channel for each in ends for channel in DynamicChannels.between(*each)])
-        sending, receiving = DynamicChannels.sending(transport, peer), DynamicChannels.receiving(transport, peer)
-        link, inbox = transport.link(peer), deque[Arrival]()
-        self.posts, self.sends, self.waits, self.releases = [list[Operation]() for _ in range(4)]
-        self._results = results
-        self._arriving: dict[int, Payload] = {}
-        stage = placement.num_stages - 1
+        transport.connect([channel for each in ends for channel in LearnedChannels.between(*each)])
+        sending, receiving = LearnedChannels.sending(transport, peer), LearnedChannels.receiving(transport, peer)
+        link, device, inbox = transport.link(peer), transport.device, deque[LearnedWire]()
         for microbatch, output in enumerate(results.outputs):
-            value, payload = Value(Content.ACTIVATION, stage, microbatch), Payload()
+            value, slot = Value(Content.ACTIVATION, stage, microbatch), Slot()
             holder = placement.rank_of(stage, microbatch)
             if holder == peer:
-                self._arriving[microbatch] = payload
-                arrival = Arrival(payload, receiving, transport.device)
-                self.posts.append(PostDynamic(value, link, arrival, inbox))
-                self.waits.append(WaitDynamic(value, link, arrival, inbox))
+                arriving[microbatch] = slot
+                wire = LearnedWire(value, slot, link, device, receiving, inbox)
+                posts.append(Operation(wire.post, Doing.POST, value, wire))
+                waits.append(Operation(wire.wait, Doing.WAIT, value, wire))
             elif holder == transport.rank:
-                tensors, payload.spec = flatten(output, transport.device)
-                payload.tensors = [tensor.contiguous() for tensor in tensors]
-                self.sends.append(SendDynamic(value, link, payload, sending, transport.device))
-                self.releases.append(ReleaseSent(value, link, payload))
-
-    def take(self) -> None:
-        """Puts the outputs of the peer into the results."""
-        for microbatch, payload in self._arriving.items():
-            tensors, spec = payload.tensors, payload.spec
-            self._results.outputs[microbatch] = tensors[0] if spec is None else tree_unflatten(tensors, spec)
+                tensors, slot.spec = flatten(output, device)
+                slot.tensors = [tensor.contiguous() for tensor in tensors]
+                wire = LearnedWire(value, slot, link, device, sending, inbox)
+                sends.append(Operation(wire.send, Doing.SEND, value, wire))
+                releases.append(Operation(wire.release, Doing.RELEASE, value, wire))
+    run([*posts, *sends, *waits, *releases])
+    for microbatch, slot in arriving.items():
+        tensors, spec = slot.tensors, slot.spec
+        results.outputs[microbatch] = tensors[0] if spec is None else tree_unflatten(tensors, spec)
+    return merge(results.outputs, sizes=results.sizes)

@@ -23,9 +23,9 @@ from pipeflow.engine.runtime.devices import require_placed
 from pipeflow.engine.runtime.gradients.orders import Orders, orders_of
 from pipeflow.engine.runtime.gradients.step_end import Gradients
 from pipeflow.engine.runtime.program.compile import Compiled, channels_of, compile_program
-from pipeflow.engine.runtime.program.host_memory import HostMemory
 from pipeflow.engine.runtime.program.pairs import Overlap
-from pipeflow.engine.runtime.program.payload import Promise
+from pipeflow.engine.runtime.program.saved import HostMemory
+from pipeflow.engine.runtime.program.slots import Promise
 from pipeflow.engine.runtime.stage import Stage
 
 KEPT = 16  # compiled programs of one pipeline, the most recently used ones

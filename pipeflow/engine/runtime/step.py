@@ -22,8 +22,7 @@ from pipeflow.engine.runtime.original import Original
 from pipeflow.engine.runtime.outputs import merged
 from pipeflow.engine.runtime.pace import Pace
 from pipeflow.engine.runtime.program.compile import Compiled
-from pipeflow.engine.runtime.program.operations import Operation
-from pipeflow.engine.runtime.program.running import run
+from pipeflow.engine.runtime.program.operations import Operation, run
 from pipeflow.engine.runtime.programs import Programs, RunMode, Runnable
 from pipeflow.engine.runtime.trace import StepTrace
 from pipeflow.engine.runtime.weighing import Weigher
@@ -294,7 +293,7 @@ class Runner:
         for stage in self.stages.values():
             stage.load(batch, region)
         if 0 in self.stages and not isinstance(batch.inputs, dict):
-            compiled.positionals[:] = [(part,) for part in batch.split(batch.inputs)]
+            compiled.given[:] = [(part,) for part in batch.split(batch.inputs)]
         if self._last_stage in self.stages:
             results = compiled.results
             results.keep_outputs, results.sizes = call.return_outputs, batch.sizes if batch.has_along else []
@@ -309,6 +308,6 @@ class Runner:
     def _unload(self, compiled: Compiled) -> None:
         """Frees the batch and everything made from it."""
         compiled.results.clear()
-        compiled.positionals[:] = [()] * len(compiled.positionals)
+        compiled.given[:] = [()] * len(compiled.given)
         for stage in self.stages.values():
             stage.unload()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-from pipeflow.core.action import Kind
+from pipeflow.core.action import Action, Kind, Pair
 from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Span, Timeline
 from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_object
 from pipeflow.engine.parallel.transport.protocol import Transport, Work
-from pipeflow.engine.runtime.program.operations import Await, Beside, ComputeOperation, Operation
-from pipeflow.engine.runtime.program.pairs import Both
+from pipeflow.engine.runtime.program.operations import Beside, Doing, Operation
 
 Moment = float | torch.cuda.Event
 """A time of the CPU's clock, or an event in a GPU's stream, whose time is known once the GPU has come to it."""
@@ -36,53 +35,36 @@ def _now(on_gpu: bool) -> Moment:
     return event
 
 
-class TimedCompute(ComputeOperation):
-    """A computation that records its start and end: by the clock on a CPU, by events on a GPU, whose computations
-    continue after the call.
+class Timed:
+    """A call that records its start and end: by the clock on a CPU, by events on a GPU, whose computations continue
+    after the call.
     """
 
-    __slots__ = ("compute", "end", "on_gpu", "start")
-
-    def __init__(self, compute: ComputeOperation, *, on_gpu: bool) -> None:
-        super().__init__(compute.action)
-        self.compute = compute
-        self.on_gpu = on_gpu
-        self.start: Moment = 0.0
-        self.end: Moment = 0.0
-
-    def __call__(self) -> None:
-        self.start = _now(self.on_gpu)
-        self.compute()
-        self.end = _now(self.on_gpu)
-
-
-class TimedBeside(Operation):
-    """An operation beside the computations that records its start and the end of the work it started, for which a
-    thread waits: on a GPU on a stream of its own, since the computations must not wait.
-    """
-
-    __slots__ = ("beside", "device", "end", "start", "thread")
-
-    def __init__(self, beside: Beside, device: torch.device) -> None:
-        self.beside = beside
-        self.device = device
+    def __init__(self, operation: Operation, device: torch.device) -> None:
+        self.operation = operation
+        self.device, self.on_gpu = device, device.type == "cuda"
         self.start: Moment = 0.0
         self.end: Moment = 0.0
         self.thread: Thread | None = None
 
     def __call__(self) -> None:
-        self.start = _now(self.device.type == "cuda")
-        self.beside()
-        self.thread = Thread(target=self._wait, args=(self.beside.works,), daemon=True)
-        self.thread.start()
+        self.start = _now(self.on_gpu)
+        self.operation.call()
+        if isinstance(self.operation.by, Beside):
+            self.thread = Thread(target=self._wait, args=(self.operation.by.works,), daemon=True)
+            self.thread.start()
+        else:
+            self.end = _now(self.on_gpu)
 
     def _wait(self, works: list[Work]) -> None:
-        on_gpu = self.device.type == "cuda"
-        with torch.cuda.stream(torch.cuda.Stream(self.device)) if on_gpu else nullcontext():
+        """Records when the work that was started beside the computations ends. On a GPU it does so on a stream of its
+        own, since the computations must not wait.
+        """
+        with torch.cuda.stream(torch.cuda.Stream(self.device)) if self.on_gpu else nullcontext():
             with suppress(Exception):
                 for work in works:  # the step waits for the same work and raises its error
                     work.wait()
-            self.end = _now(on_gpu)
+            self.end = _now(self.on_gpu)
 
 
 class StepTrace:
@@ -91,7 +73,12 @@ class StepTrace:
     def __init__(self, operations: list[Operation], transport: Transport) -> None:
         on_gpu = transport.device.type == "cuda"
         self.transport = transport
-        self.operations = [_timed(operation, transport.device) for operation in operations]
+        self.operations, self.timed = list[Operation](), list[Timed]()
+        for operation in operations:
+            if operation.doing in (Doing.COMPUTE, Doing.BEGIN):
+                self.timed.append(timed := Timed(operation, transport.device))
+                operation = operation._replace(call=timed)
+            self.operations.append(operation)
         if on_gpu:
             torch.cuda.synchronize(transport.device)
         all_gather(transport, [0.0])
@@ -110,13 +97,12 @@ class StepTrace:
         Ranks on rank 0's machine share its clock; ranks on other machines count from the moment at which all ranks
         started.
         """
-        beside = [operation for operation in self.operations if isinstance(operation, TimedBeside)]
-        for one in beside:
+        for one in self.timed:
             if one.thread is not None:
                 one.thread.join()
         if self.event is not None:
             torch.cuda.synchronize(self.transport.device)
-        spans = self._spans() + self._spans_beside(beside, writing)
+        spans = [*self._spans(), *self._spans_beside(writing)]
         host, mine = socket.gethostname(), sorted(spans, key=attrgetter("start"))
         everyone: list[Any] = all_gather_object(self.transport, (host, self.zero, mine))
         first_host, first_zero, _ = everyone[0]
@@ -124,26 +110,30 @@ class StepTrace:
         rows = [_shifted(spans, shift) for (_, _, spans), shift in zip(everyone, shifts, strict=True)]
         return Timeline(schedule.name, schedule.placement, tuple(rows), unit="s")
 
-    def _spans_beside(self, timed: list[TimedBeside], writing: Callable[[int], float]) -> list[Span]:
-        spans: list[Span] = []
+    def _spans_beside(self, writing: Callable[[int], float]) -> Iterator[Span]:
         free: defaultdict[Stream, float] = defaultdict(float)
         ends: dict[Beside, float] = {}
-        for one in timed:  # one after the other, as in a simulation, although they may overlap in time
-            action = one.beside.action
-            stream = DATAFLOW[action.kind].stream
-            before = (ends[each] for each in one.beside.after)
-            start, end = max(self._since(one.start), free[stream], *before), self._since(one.end)
-            free[stream] = max(start, end) + (writing(action.stage) if action.kind is Kind.R else 0.0)
-            ends[one.beside] = free[stream]
-            spans.append(Span(action, self.transport.rank, start, free[stream]))
-        return spans
+        for one in self.timed:  # one after the other, as in a simulation, although they may overlap in time
+            if isinstance(beside := one.operation.by, Beside):
+                action, stream = beside.action, DATAFLOW[beside.action.kind].stream
+                before = (ends[each] for each in beside.after)
+                start, end = max(self._since(one.start), free[stream], *before), self._since(one.end)
+                free[stream] = max(start, end) + (writing(action.stage) if action.kind is Kind.R else 0.0)
+                ends[beside] = free[stream]
+                yield Span(action, self.transport.rank, start, free[stream])
 
-    def _spans(self) -> list[Span]:
-        timed = [operation for operation in self.operations if isinstance(operation, TimedCompute)]
+    def _spans(self) -> Iterator[Span]:
+        """One for each computation. The halves of a pair cannot be told apart, so each gets half of the time."""
         rank = self.transport.rank
-        return [
-            span for one in timed for span in _spans(one.compute, rank, self._since(one.start), self._since(one.end))
-        ]
+        for one in self.timed:
+            start, end = self._since(one.start), self._since(one.end)
+            match one.operation:
+                case Operation(by=Pair(forward, backward)):
+                    middle = (start + end) / 2
+                    yield Span(forward, rank, start, middle, backward)
+                    yield Span(backward, rank, middle, end, forward)
+                case Operation(doing=Doing.COMPUTE, what=Action() as action):
+                    yield Span(action, rank, start, end)
 
     def _since(self, moment: Moment) -> float:
         if isinstance(moment, float):
@@ -151,26 +141,6 @@ class StepTrace:
         assert self.event is not None
         milliseconds: float = self.event.elapsed_time(moment)
         return milliseconds / 1000
-
-
-def _timed(operation: Operation, device: torch.device) -> Operation:
-    match operation:
-        case Await():
-            return operation
-        case ComputeOperation():
-            return TimedCompute(operation, on_gpu=device.type == "cuda")
-        case Beside():
-            return TimedBeside(operation, device)
-        case _:
-            return operation
-
-
-def _spans(compute: ComputeOperation, rank: int, start: float, end: float) -> list[Span]:
-    """One span, or two for a pair: its halves cannot be told apart, so each gets half of the time."""
-    if not isinstance(compute, Both):
-        return [Span(compute.action, rank, start, end)]
-    forward, backward, middle = compute.forward.action, compute.backward.action, (start + end) / 2
-    return [Span(forward, rank, start, middle, backward), Span(backward, rank, middle, end, forward)]
 
 
 def _shifted(spans: list[Span], by: float) -> tuple[Span, ...]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeflow.core.action import Kind
 from pipeflow.core.errors import UsageError
@@ -16,10 +16,6 @@ from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.runtime.microbatch import Divided, merge
 from pipeflow.engine.stages.loss import own_loss
 from pipeflow.engine.torch_private.trees import tree_flatten, tree_unflatten
-
-if TYPE_CHECKING:
-    from pipeflow.engine.runtime.program.payload import BackwardState
-    from pipeflow.engine.runtime.program.results import Results
 
 
 class WholeLoss:
@@ -35,14 +31,17 @@ class WholeLoss:
         self._outputs: list[object] = [None] * microbatches  # leaves of a new graph
         self._missing = microbatches
 
-    def add(self, results: Results, microbatch: int, output: object, state: BackwardState | None) -> None:
-        """Takes the output of a microbatch. With the last one, computes the loss and the gradients of all outputs."""
+    def add(
+        self, criterion: Callable[..., Tensor], microbatch: int, output: object, *, training: bool
+    ) -> tuple[list[GradientEdge], Tensor | None]:
+        """Takes the output of a microbatch, and returns its edges. With the last one, computes the loss and the
+        gradients of all outputs, and returns the loss, too.
+        """
         leaves, spec = tree_flatten(output)
         wanted = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        if state is not None:
-            state.edges = [get_gradient_edge(leaf) for leaf, wants in zip(leaves, wanted, strict=True) if wants]
+        edges = [get_gradient_edge(leaf) for leaf, wants in zip(leaves, wanted, strict=True) if wants]
         if not self._missing:
-            return  # the stage is computed again
+            return edges, None  # the stage is computed again
         given = [
             leaf.detach().requires_grad_(wants) if isinstance(leaf, Tensor) else leaf
             for leaf, wants in zip(leaves, wanted, strict=True)
@@ -50,12 +49,11 @@ class WholeLoss:
         self._outputs[microbatch] = tree_unflatten(given, spec)
         self._missing -= 1
         if self._missing:
-            return
-        assert results.criterion is not None
-        loss = results.criterion(merge(self._outputs), self._labels)
-        results.losses[microbatch] = loss.detach()
-        if state is not None and loss.requires_grad:
+            return edges, None
+        loss = criterion(merge(self._outputs), self._labels)
+        if training and loss.requires_grad:
             loss.backward()
+        return edges, loss.detach()
 
     def gradients(self, microbatch: int, scale: float) -> list[Tensor]:
         """The gradients of the output of a microbatch."""

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from pipeflow.core.action import Action
 from pipeflow.engine.parallel.sharding import is_distributed
 from pipeflow.engine.parallel.transport.protocol import Work
-from pipeflow.engine.runtime.program.operations import Beside, Operation
+from pipeflow.engine.runtime.program.operations import Beside
 from pipeflow.engine.torch_private.fsdp import drop_gradients
 
 
@@ -46,30 +46,20 @@ def others_in(module: nn.Module) -> Iterator[nn.Module]:
             yield from others_in(child)
 
 
-class Averaging(Operation):
-    """Switches fully_shard's averaging over the replicas off before the first backward of a step, and on before the
-    last backward of a stage. While it is off, fully_shard accumulates gradients. A step begins with sharded weights,
-    also after one that failed while they were whole.
+def average(modules: list[FSDPModule], *, now: bool) -> None:
+    """Switches fully_shard's averaging over the replicas off before the first backward of a step, and on (`now`) before
+    the last backward of a stage. While it is off, fully_shard accumulates gradients. A step begins with sharded
+    weights, also after one that failed while they were whole.
     """
-
-    __slots__ = ("modules", "now")
-
-    def __init__(self, modules: list[FSDPModule], *, now: bool) -> None:
-        self.modules = modules
-        self.now = now
-
-    def __call__(self) -> None:
-        if not self.now:
-            reshard(self.modules)
-        for module in self.modules:
-            module.set_requires_gradient_sync(self.now, recurse=False)
-            module.set_is_last_backward(self.now)
+    if not now:
+        reshard(modules)
+    for module in modules:
+        module.set_requires_gradient_sync(now, recurse=False)
+        module.set_is_last_backward(now)
 
 
 class Unshard(Beside):
     """U: starts to gather the weights of a stage. They stay whole after forwards and backwards, until the reshard."""
-
-    __slots__ = ("handles", "modules")
 
     def __init__(self, action: Action, modules: list[FSDPModule]) -> None:
         super().__init__(action)
@@ -93,8 +83,6 @@ class Unshard(Beside):
 
 class Reshard(Beside):
     """H: frees the whole weights of a stage."""
-
-    __slots__ = ("modules",)
 
     def __init__(self, action: Action, modules: list[FSDPModule]) -> None:
         super().__init__(action)

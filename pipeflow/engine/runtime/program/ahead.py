@@ -14,10 +14,8 @@ from pipeflow.core.action import Action, Entry, Kind
 from pipeflow.core.dataflow import Content, Stream, Value, flows, stream_of
 from pipeflow.core.route import Routes
 from pipeflow.core.schedule import Schedule
-from pipeflow.engine.runtime.program import operations as ops
-from pipeflow.engine.runtime.program import transfers
-from pipeflow.engine.runtime.program.dynamic_shapes import PostDynamic, SendDynamic, WaitDynamic
-from pipeflow.engine.runtime.program.running import run
+from pipeflow.engine.runtime.program.operations import Beside, Doing, Operation, run
+from pipeflow.engine.runtime.program.wires import Wire
 from pipeflow.engine.runtime.stage import Stage
 from pipeflow.engine.tensor.random import replay_of
 
@@ -36,8 +34,8 @@ class Ahead:
         rest: the receives of what other ranks send ahead that are not complete after these.
     """
 
-    first: Sequence[ops.Operation]
-    rest: Sequence[transfers.ChannelOperation]
+    first: Sequence[Operation]
+    rest: Sequence[Operation]
 
     def run(self, stages: Sequence[Stage], device: torch.device, confirm: Callable[[], bool]) -> None:
         """Runs the first operations, then `confirm`. If it returns False, the weights were wrong: runs them again, on
@@ -56,46 +54,43 @@ class Ahead:
             if stage.deferral.copies is not None:
                 stage.deferral.copies.clear()  # of other weights
         with replayed():
-            run([each for each in self.first if not isinstance(each, transfers.PostGradient)])  # which stay posted
+            run(
+                [each for each in self.first if each.doing is not Doing.POST or _is_activation(each)]
+            )  # gradients' stay posted
 
     def _take_back(self) -> None:
         """Completes all transfers of the forwards that ran on any rank; what was received is replaced by the next
         receives. All ranks call it together.
         """
         for each in self.first:
-            if isinstance(each, ops.Beside):
-                each.end()
+            if each.doing is Doing.BEGIN and isinstance(each.by, Beside):
+                each.by.end()
         run(self.rest)
         for each in self.first:
-            if isinstance(each, SendDynamic | transfers.SendActivation):
-                each.link.wait(each.payload.works)
-                each.payload.works = []
+            if each.doing is Doing.SEND and isinstance(each.by, Wire):
+                each.by.release()
 
 
 def split_ahead(
-    operations: Sequence[ops.Operation], end: int, schedule: Schedule, routes: Routes
-) -> tuple[list[ops.Operation], Ahead]:
+    operations: Sequence[Operation], end: int, schedule: Schedule, routes: Routes
+) -> tuple[list[Operation], Ahead]:
     """The operations of a rank of `schedule`, and those of them that run ahead: some of the first `end`. Receives of
     what no rank sends ahead are posted after these.
     """
     sent = _sent_ahead(schedule, routes)
     first = [each for each in operations[:end] if not _is_late(each, sent)]
     others = [*(each for each in operations[:end] if _is_late(each, sent)), *operations[end:]]
-    rest = [
-        each
-        for each in others
-        if isinstance(each, _RECEIVES) and type(each) is not transfers.ReleaseSent and each.value in sent
-    ]
+    rest = [each for each in others if each.doing in (Doing.POST, Doing.WAIT) and each.what in sent]
     return [*first, *others], Ahead(first, rest)
 
 
-_POSTS = PostDynamic | transfers.PostActivation
-_RECEIVES = _POSTS | WaitDynamic | transfers.AwaitReceive
-
-
-def _is_late(operation: ops.Operation, sent: frozenset[Value]) -> bool:
+def _is_late(operation: Operation, sent: frozenset[Value]) -> bool:
     """Whether an operation posts the receive of an activation that is not sent ahead."""
-    return isinstance(operation, _POSTS) and operation.value not in sent
+    return operation.doing is Doing.POST and _is_activation(operation) and operation.what not in sent
+
+
+def _is_activation(operation: Operation) -> bool:
+    return isinstance(operation.what, Value) and operation.what.content is Content.ACTIVATION
 
 
 def _sent_ahead(schedule: Schedule, routes: Routes) -> frozenset[Value]:

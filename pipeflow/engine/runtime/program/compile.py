@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from functools import partial
+from itertools import filterfalse, takewhile
 
 from pipeflow.core.action import Action, Kind, Pair
 from pipeflow.core.dataflow import DATAFLOW, Content, Value, makes, needs
@@ -14,37 +15,29 @@ from pipeflow.core.route import Routes
 from pipeflow.core.rows import first_uses
 from pipeflow.core.schedule import Schedule
 from pipeflow.engine.parallel.transport.protocol import Channel, Tag, Transport
-from pipeflow.engine.runtime.gradients.fully_sharded import Averaging, fully_sharded_in
+from pipeflow.engine.runtime.gradients.fully_sharded import average, fully_sharded_in
 from pipeflow.engine.runtime.gradients.step_end import Gradients
-from pipeflow.engine.runtime.program import operations as ops
-from pipeflow.engine.runtime.program import transfers
 from pipeflow.engine.runtime.program.actions import OPERATIONS, Shared
 from pipeflow.engine.runtime.program.ahead import Ahead, runs_ahead, split_ahead
-from pipeflow.engine.runtime.program.dynamic_shapes import (
-    Arrival,
-    DynamicChannels,
-    PostDynamic,
-    SendDynamic,
-    WaitDynamic,
-)
-from pipeflow.engine.runtime.program.host_memory import HostMemory
+from pipeflow.engine.runtime.program.operations import Beside, Doing, Operation, end
 from pipeflow.engine.runtime.program.pairs import Both, Half, Overlap
-from pipeflow.engine.runtime.program.payload import Payload, Promise
 from pipeflow.engine.runtime.program.results import Results
+from pipeflow.engine.runtime.program.saved import HostMemory
+from pipeflow.engine.runtime.program.slots import Promise
+from pipeflow.engine.runtime.program.wires import GradientWire, KnownWire, LearnedChannels, LearnedWire, Wire
 from pipeflow.engine.runtime.stage import Stage
 
 # Theory of operation
 #
 # A step must not decide anything: all that is known before it is put into the operations. So the program is walked
-# once, and each instruction becomes an object that holds what it needs: its stage, its channel and its payload. A
-# `Payload` is the place of one value in this rank's memory. The operation that makes the value and those that use it
-# are compiled with the same payload, so a step passes nothing from one to the next.
+# once, and each instruction becomes a bound method of an object that holds what it needs: a `Microbatch` computes, a
+# `Wire` transfers. A `Slot` is the place of one value in this rank's memory. What makes the value and what uses it have
+# the same slot, so a step passes nothing from one to the next.
 #
 # `waits` has, per received value, the operation that ends its receive; the action that first uses the value takes it.
 # An action beside the computations (a reduction or a copy) is only started where it stands. Its consumer waits for
-# it: a computation gets an `Await` before it, an action on a third stream gets it in `after`, and the end of the step
-# awaits all of them. Gradients are sent with the shape of the activation that they answer, so a receive of a gradient
-# looks up what was sent.
+# it: a computation gets an `end` before it, an action on a third stream gets it in `after`, and the end of the step
+# ends all of them.
 
 
 @dataclass(slots=True)
@@ -53,20 +46,20 @@ class Compiled:
     operations, from `closing` on, step the optimizer.
     """
 
-    operations: list[ops.Operation]
+    operations: list[Operation]
     closing: int
     ahead: Ahead | None  # if there are any of these
     results: Results
-    positionals: list[tuple[object, ...]]  # arguments of the first stage, by microbatch
+    given: list[tuple[object, ...]]  # arguments of the first stage, by microbatch
     promise: Promise | None
-    promised: list[transfers.PostActivation | transfers.SendActivation]  # the transfers that rely on it
+    promised: list[KnownWire]  # the wires that rely on it
     sizes: list[int] = field(default_factory=list)  # samples per microbatch for which they are prepared
 
     def fit(self, sizes: list[int]) -> None:
         """Prepares the transfers for microbatches of `sizes` samples, which are the same on all ranks."""
         if self.promise is not None and sizes != self.sizes:
-            for transfer in self.promised:
-                transfer.expect(self.promise.of(sizes[transfer.value.microbatch]))
+            for wire in self.promised:
+                wire.metadata = self.promise.of(sizes[wire.value.microbatch])
             self.sizes = sizes
 
 
@@ -100,28 +93,29 @@ def compile_program(
         reduce: True to average gradients over the replicas.
         step: function that steps the optimizer for a stage.
     """
-    num_stages, num_microbatches = schedule.placement.num_stages, schedule.num_microbatches
-    results = Results(num_microbatches)
-    positionals: list[tuple[object, ...]] = [()] * num_microbatches
-    inputs = (action for action in schedule.actions(program.rank) if action.kind is Kind.I)
-    deferring = frozenset((action.stage, action.microbatch) for action in inputs)
-    shared = Shared(
-        stages, num_stages, transport.device, host, training, gradients, step, results, positionals, routes, deferring
-    )
-    if training:
-        shared.remember(schedule.actions(program.rank))
+    results = Results(schedule.num_microbatches)
+    given: list[tuple[object, ...]] = [()] * schedule.num_microbatches
+    kinds = defaultdict[tuple[int, int], frozenset[Kind]](frozenset)
+    for action in schedule.actions(program.rank):
+        kinds[action.stage, action.microbatch] |= {action.kind}
+    num_stages, device = schedule.placement.num_stages, transport.device
+    shared = Shared(stages, num_stages, device, host, training, gradients, step, results, given, routes, kinds)
     compiler = _Compiler(shared, transport, promise is not None, overlap, first_uses(schedule.actions(program.rank)))
     operations, first = compiler.program(program.instructions)
     if training:
         begins, operations = _averaged(operations, stages, reduce)
         operations, first = [*begins, *operations], len(begins) + first
-    steps = [each for each in operations if isinstance(each, ops.StepWeights)]
+    steps = list(filter(_steps, operations))
     ahead = None
     if steps:
         operations, ahead = split_ahead(operations, first, schedule, routes)
-    promised = [each for each in operations if isinstance(each, transfers.PostActivation | transfers.SendActivation)]
-    operations = [*(each for each in operations if not isinstance(each, ops.StepWeights)), *steps]
-    return Compiled(operations, len(operations) - len(steps), ahead, results, positionals, promise, promised)
+    operations = [*filterfalse(_steps, operations), *steps]
+    known = [wire for wire in compiler.wires.values() if isinstance(wire, KnownWire)]
+    return Compiled(operations, len(operations) - len(steps), ahead, results, given, promise, known)
+
+
+def _steps(operation: Operation) -> bool:
+    return isinstance(operation.what, Action) and operation.what.kind is Kind.S
 
 
 def channels_of(program: Program, rank: int, *, known: bool) -> Iterator[Channel]:
@@ -141,28 +135,28 @@ def channels_of(program: Program, rank: int, *, known: bool) -> Iterator[Channel
         elif known:
             yield Channel(source, destination, Tag.ACTIVATION)
         else:
-            yield from DynamicChannels.between(source, destination)
+            yield from LearnedChannels.between(source, destination)
 
 
 def _averaged(
-    operations: Sequence[ops.Operation], stages: Mapping[int, Stage], reduce: bool
-) -> tuple[list[ops.Operation], list[ops.Operation]]:
+    operations: Sequence[Operation], stages: Mapping[int, Stage], reduce: bool
+) -> tuple[list[Operation], list[Operation]]:
     """The operations that begin a step of stages under fully_shard, and `operations` with those that make these stages
     average in their last backward.
     """
-    begins, found = list[ops.Operation](), list(operations)
+    begins, found = list[Operation](), list(operations)
     for index, stage in stages.items():
         if sharded := fully_sharded_in(stage.module):
-            begins.append(Averaging(sharded, now=False))
+            begins.append(Operation(partial(average, sharded, now=False), Doing.SWITCH))
             if reduce:
                 last = max(position for position, each in enumerate(found) if _is_backward_of(index, each))
-                found.insert(last, Averaging(sharded, now=True))
+                found.insert(last, Operation(partial(average, sharded, now=True), Doing.SWITCH))
     return begins, found
 
 
-def _is_backward_of(stage: int, operation: ops.Operation) -> bool:
-    backward = operation.backward if isinstance(operation, Both) else operation
-    return isinstance(backward, ops.Backward | Half) and backward.action.stage == stage
+def _is_backward_of(stage: int, operation: Operation) -> bool:
+    action = operation.by.backward if isinstance(operation.by, Pair) else operation.what
+    return isinstance(action, Action) and action.kind in (Kind.B, Kind.I) and action.stage == stage
 
 
 @dataclass(slots=True)
@@ -172,11 +166,11 @@ class _Compiler:
     known: bool  # True if shapes of activations are known
     overlap: Overlap | None
     lasting: Mapping[Action, Value]  # whole weights, by the action that waits for them
-    sends: dict[Value, transfers.SentActivation] = field(default_factory=dict)
-    inboxes: dict[int, deque[Arrival]] = field(default_factory=lambda: defaultdict(deque))
-    begun: dict[Value, ops.Beside] = field(default_factory=dict)  # by the value that they make
+    wires: dict[Value, Wire] = field(default_factory=dict)
+    inboxes: dict[int, deque[LearnedWire]] = field(default_factory=lambda: defaultdict(deque))
+    begun: dict[Value, Beside] = field(default_factory=dict)  # by the value that they make
 
-    def program(self, instructions: Sequence[Instruction]) -> tuple[list[ops.Operation], int]:
+    def program(self, instructions: Sequence[Instruction]) -> tuple[list[Operation], int]:
         """All operations, and the number of those before the first action that may not run ahead. The last ones wait
         for actions that run beside the computations.
         """
@@ -184,64 +178,60 @@ class _Compiler:
         operations = [operation for instruction in ready for operation in self.lower(instruction)]
         ahead = len(operations)
         operations += [operation for instruction in instructions[len(ready) :] for operation in self.lower(instruction)]
-        return [*operations, *(ops.Await(each) for each in operations if isinstance(each, ops.Beside))], ahead
+        begun = [each.by for each in operations if each.doing is Doing.BEGIN]
+        return [*operations, *(end(each) for each in begun if isinstance(each, Beside))], ahead
 
-    def lower(self, instruction: Instruction) -> list[ops.Operation]:
+    def lower(self, instruction: Instruction) -> list[Operation]:
         match instruction:
             case Recv(value, peer):
-                return [self.post(value, peer)]
+                wire = self.wire(value, peer, receives=True)
+                self.shared.waits[value] = Operation(wire.wait, Doing.WAIT, value, wire)
+                return [Operation(wire.post, Doing.POST, value, wire)]
             case Compute(entry):
                 return self.both(entry) if isinstance(entry, Pair) else self.compute(entry)
             case Send(value, peer):
-                return [self.send(value, peer)]
-            case Release(value, peer):
-                return [transfers.ReleaseSent(value, self.transport.link(peer), self.shared.payloads[value])]
+                wire = self.wire(value, peer, receives=False)
+                return [Operation(wire.send, Doing.SEND, value, wire)]
+            case Release(value, _):
+                wire = self.wires[value]
+                return [Operation(wire.release, Doing.RELEASE, value, wire)]
 
-    def post(self, value: Value, peer: int) -> ops.Operation:
-        payload = self.shared.payloads[value] = Payload()
-        link, device = self.transport.link(peer), self.transport.device
+    def wire(self, value: Value, peer: int, *, receives: bool) -> Wire:
+        """This rank's end of the wire of a value."""
+        transport = self.transport
+        ends = value, self.shared.slots[value], transport.link(peer), transport.device
+        start = transport.receiver if receives else transport.sender
         if value.content is Content.GRADIENT:
-            self.shared.waits[value] = transfers.AwaitGradient(value, link, payload)
-            start = self.transport.receiver(peer, Tag.GRADIENT)
-            sent = self.sends[value.answered]
-            return transfers.PostGradient(value, link, payload, start, sent, device)
-        if self.known:
-            self.shared.waits[value] = transfers.AwaitReceive(value, link, payload)
-            return transfers.PostActivation(value, link, payload, self.transport.receiver(peer, Tag.ACTIVATION), device)
-        arrival = Arrival(payload, DynamicChannels.receiving(self.transport, peer), device)
-        self.shared.waits[value] = WaitDynamic(value, link, arrival, self.inboxes[peer])
-        return PostDynamic(value, link, arrival, self.inboxes[peer])
-
-    def send(self, value: Value, peer: int) -> ops.Operation:
-        payload, link = self.shared.payloads[value], self.transport.link(peer)
-        if value.content is Content.GRADIENT:
-            return transfers.SendGradient(value, link, payload, self.transport.sender(peer, Tag.GRADIENT))
-        send: SendDynamic | transfers.SendActivation
-        if self.known:
-            send = transfers.SendActivation(value, link, payload, self.transport.sender(peer, Tag.ACTIVATION))
+            wire: Wire = GradientWire(*ends, start(peer, Tag.GRADIENT), self.wires[value.answered])
+        elif self.known:
+            wire = KnownWire(*ends, start(peer, Tag.ACTIVATION))
         else:
-            channels = DynamicChannels.sending(self.transport, peer)
-            send = SendDynamic(value, link, payload, channels, self.transport.device)
-        self.sends[value] = send
-        return send
+            channels = LearnedChannels.receiving if receives else LearnedChannels.sending
+            wire = LearnedWire(*ends, channels(transport, peer), self.inboxes[peer])
+        self.wires[value] = wire
+        return wire
 
-    def compute(self, action: Action) -> list[ops.Operation]:
+    def compute(self, action: Action) -> list[Operation]:
         """The operations of an action, after waits for values that other streams of the rank make for it."""
         *before, operation = OPERATIONS[action.kind](self.shared, action)
         stream, stages = DATAFLOW[action.kind].stream, self.shared.num_stages
         values = [*needs(action, stages), *filter(None, [self.lasting.get(action)])]
         begun = [self.begun.pop(value) for value in values if value in self.begun]
         others = [each for each in begun if DATAFLOW[each.action.kind].stream is not stream]
-        if isinstance(operation, ops.Beside):
-            self.begun.update(dict.fromkeys(makes(action, stages), operation))
-            operation.after, others = others, []
-        return [*map(ops.Await, others), *before, operation]
+        if isinstance(operation.by, Beside):
+            self.begun.update(dict.fromkeys(makes(action, stages), operation.by))
+            operation.by.after, others = others, []
+        return [*map(end, others), *before, operation]
 
-    def both(self, pair: Pair) -> list[ops.Operation]:
+    def both(self, pair: Pair) -> list[Operation]:
         """The operations before both halves, then the pair."""
         *before, forward = self.compute(pair.forward)
         *also, backward = self.compute(pair.backward)
-        assert isinstance(forward, ops.Forward)
-        assert isinstance(backward, ops.Backward)
         assert self.overlap is not None
-        return [*before, *also, Both(forward, backward, self.overlap, self.shared.stages[pair.backward.stage])]
+        stages = self.shared.stages
+        first, second = (
+            Half(action, operation.call, stages[action.stage].module)
+            for action, operation in ((pair.forward, forward), (pair.backward, backward))
+        )
+        both = Both(first, second, stages[pair.backward.stage], self.overlap)
+        return [*before, *also, Operation(both, Doing.COMPUTE, pair.forward, pair)]

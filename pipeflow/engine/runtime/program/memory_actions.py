@@ -17,10 +17,9 @@ from torch import Tensor
 from pipeflow.core.action import Action
 from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.engine.parallel.transport.protocol import Work
-from pipeflow.engine.runtime.program.host_memory import HostMemory
-from pipeflow.engine.runtime.program.operations import Beside, ComputeOperation, Forward, Operation
-from pipeflow.engine.runtime.program.payload import BackwardState
-from pipeflow.engine.runtime.program.saved import Holder, Saved, storages
+from pipeflow.engine.runtime.program.microbatches import Microbatch
+from pipeflow.engine.runtime.program.operations import Beside
+from pipeflow.engine.runtime.program.saved import Holder, HostMemory, Saved, storages
 from pipeflow.engine.tensor.random import replay_of
 from pipeflow.engine.torch_private.trees import tree_flatten, tree_leaves, tree_unflatten
 
@@ -39,50 +38,82 @@ from pipeflow.engine.torch_private.trees import tree_flatten, tree_leaves, tree_
 # arranges.
 
 
-class ForwardMemory:
-    """What one forward keeps, if it is computed again or moved to the host before its backward.
+class HeldMicrobatch(Microbatch):
+    """A microbatch whose saved tensors are computed again before its backward, or moved to the host.
 
-    Attributes:
-        state: the state that the forward leaves to its backward.
+    Args:
+        arguments: those of Microbatch.
+        host: takes what is moved there.
         drops: whether the forward keeps its input alone, since it is computed again.
-        saved: what it saved.
-        again: calls the stage again; None before the forward and after the recomputation.
+        options: those of Microbatch.
     """
 
-    def __init__(self, stage: int, state: BackwardState, host: HostMemory, *, drops: bool) -> None:
-        self.state = state
+    def __init__(self, *arguments: Any, host: HostMemory, drops: bool, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.drops = drops
-        self.saved = Saved(stage, host)
-        self.again: Callable[[], None] | None = None
+        self.saved = Saved(self.stage.index, host)
+        self._again: Callable[[], None] | None = None
 
-
-class HeldForward(Forward):
-    """F of a microbatch whose saved tensors are computed again later, or moved to the host."""
-
-    __slots__ = ("device", "memory")
-
-    def __init__(self, forward: Forward, memory: ForwardMemory, device: torch.device) -> None:
-        super().__init__(forward.action, forward.stage, forward.source, forward.sink, defers=forward.defers)
-        self.memory = memory
-        self.device = device
-
-    def __call__(self) -> None:
-        stage, saved, leaves = self.stage, self.memory.saved, self.memory.state
+    def forward(self) -> None:
+        stage, saved = self.stage, self.saved
         stage.deferral.active = self.defers
-        arguments, keywords = self.source(), stage.keywords[self.microbatch]
+        arguments, keywords = self.arguments(), stage.keywords[self.index]
         given = (each for each in tree_leaves((arguments, keywords)) if isinstance(each, Tensor))
         buffers = storages(stage.state.buffers)
-        others = storages(chain(stage.state.parameters, given)) - storages(
-            leaves.leaves
-        )  # of the batch, which the step has anyway
-        arguments = _entered(arguments, leaves)
+        batch = storages(chain(stage.state.parameters, given)) - storages(self.leaves)  # which the step has anyway
+        arguments = self._entered(arguments)
         saved.forget()
-        if self.memory.drops:
-            self.memory.again = _Repeat(self, arguments, others)
-        with saved.catching(others, buffers, drop=self.memory.drops):
+        if self.drops:
+            self._again = self._repetition(arguments, batch)
+        with saved.catching(batch, buffers, drop=self.drops):
             output = stage.call(*arguments, **keywords)
         stage.state.ran()
-        self.sink(output)
+        self.keep(output)
+
+    def recompute(self) -> None:
+        """C: computes the forward again, and keeps what it saved the first time."""
+        assert self._again is not None  # a sound schedule has the forward before
+        self._again()
+        self._again = None
+
+    def _backward(self, *, defers: bool) -> None:
+        self.saved.forget()  # the backward frees them
+        super()._backward(defers=defers)
+
+    def _entered(self, arguments: tuple[object, ...]) -> tuple[object, ...]:
+        """The arguments with inputs that only the graph holds. Leaves, which autograd keeps until the backward, become
+        anchors.
+        """
+        inputs: dict[int, Tensor] = {}
+        for position, leaf in enumerate(self.leaves):
+            if leaf.requires_grad:
+                anchor = leaf.new_zeros(()).expand(leaf.shape).detach().requires_grad_()
+                inputs[id(leaf)] = _Enter.apply(anchor, leaf.detach())  # type: ignore[no-untyped-call]  # as torch has it
+                self.leaves[position] = anchor
+        leaves, spec = tree_flatten(arguments)
+        return tuple(tree_unflatten([inputs.get(id(leaf), leaf) for leaf in leaves], spec))
+
+    def _repetition(self, arguments: tuple[object, ...], batch: frozenset[int]) -> Callable[[], None]:
+        """Calls the stage again with the same input, random numbers and state of its module, which is afterwards as if
+        it had not run. Its input can be moved in the meantime.
+        """
+        stage, saved, before = self.stage, self.saved, self.stage.state.now()
+        replayed = replay_of(f"stage {stage.index}", self.device)
+        leaves, spec = tree_flatten(arguments)
+        held = [Holder(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves]
+        saved.holders += [leaf for leaf in held if isinstance(leaf, Holder)]
+
+        def again() -> None:
+            inputs = [leaf.unpacked().requires_grad_() if isinstance(leaf, Holder) else leaf for leaf in held]
+            arguments, keywords = tree_unflatten(inputs, spec), stage.keywords[self.index]
+            stage.deferral.active = self.defers
+            if saved.dropped:
+                with stage.state.as_it_is(before) as now:
+                    with replayed():
+                        saved.fill(batch, partial(stage.call, *arguments, **keywords))
+                    saved.keep(storages(now.written()))
+
+        return again
 
 
 class _Enter(torch.autograd.Function):
@@ -95,77 +126,6 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(_: Any, *gradients: Any) -> Any:
         return gradients[0], None
-
-
-def _entered(arguments: tuple[object, ...], state: BackwardState) -> tuple[object, ...]:
-    """The arguments with inputs that only the graph holds. Leaves, which autograd keeps until the backward, become
-    anchors.
-    """
-    inputs: dict[int, Tensor] = {}
-    for position, leaf in enumerate(state.leaves):
-        if leaf.requires_grad:
-            anchor = leaf.new_zeros(()).expand(leaf.shape).detach().requires_grad_()
-            inputs[id(leaf)] = _Enter.apply(anchor, leaf.detach())  # type: ignore[no-untyped-call]  # as torch has it
-            state.leaves[position] = anchor
-    leaves, spec = tree_flatten(arguments)
-    return tuple(tree_unflatten([inputs.get(id(leaf), leaf) for leaf in leaves], spec))
-
-
-class _Repeat:
-    """Calls a stage again with the same input, random numbers and state of its module, which is afterwards as if it had
-    not run. Its input can be moved in the meantime.
-    """
-
-    def __init__(self, forward: HeldForward, arguments: tuple[object, ...], others: frozenset[int]) -> None:
-        self._forward, self._others = forward, others
-        self._before = forward.stage.state.now()
-        self._replayed = replay_of(f"stage {forward.action.stage}", forward.device)
-        leaves, self._spec = tree_flatten(arguments)
-        self._leaves = [Holder(leaf) if _wants(leaf) else leaf for leaf in leaves]
-        forward.memory.saved.holders += [leaf for leaf in self._leaves if isinstance(leaf, Holder)]
-
-    def __call__(self) -> None:
-        forward, stage = self._forward, self._forward.stage
-        leaves = [leaf.unpacked().requires_grad_() if isinstance(leaf, Holder) else leaf for leaf in self._leaves]
-        arguments, keywords = tree_unflatten(leaves, self._spec), stage.keywords[forward.microbatch]
-        stage.deferral.active = forward.defers
-        saved = forward.memory.saved
-        if saved.dropped:
-            with stage.state.as_it_is(self._before) as now:
-                with self._replayed():
-                    saved.fill(self._others, partial(stage.call, *arguments, **keywords))
-                saved.keep(storages(now.written()))
-
-
-def _wants(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
-
-
-class Recompute(ComputeOperation):
-    """C: computes the forward again, and keeps what it saved the first time."""
-
-    __slots__ = ("memory",)
-
-    def __init__(self, action: Action, memory: ForwardMemory) -> None:
-        super().__init__(action)
-        self.memory = memory
-
-    def __call__(self) -> None:
-        assert self.memory.again is not None  # a sound schedule has the forward before
-        self.memory.again()
-        self.memory.again = None
-
-
-class Leave(Operation):
-    """Hands saved tensors to the next backward, which frees them."""
-
-    __slots__ = ("memory",)
-
-    def __init__(self, memory: ForwardMemory) -> None:
-        self.memory = memory
-
-    def __call__(self) -> None:
-        self.memory.saved.forget()
 
 
 Move = Callable[[torch.cuda.Stream | None], list[Tensor]]
@@ -188,8 +148,6 @@ class MemoryCopy(Beside):
         thread: thread that copies on a CPU.
         sources: the rank's offloads whose memory is not freed yet, in order.
     """
-
-    __slots__ = ("device", "held", "move", "sources", "thread")
 
     def __init__(
         self, action: Action, move: Move, device: torch.device, thread: ThreadPoolExecutor, sources: deque[MemoryCopy]

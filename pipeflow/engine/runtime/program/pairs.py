@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeflow.core.action import Action
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import in_this_context
 from pipeflow.engine.parallel.failure import ActionError
-from pipeflow.engine.runtime.program.operations import Backward, ComputeOperation, Forward
 from pipeflow.engine.runtime.stage import Stage
 from pipeflow.engine.torch_private.modes import TorchDispatchMode
 
@@ -25,10 +25,10 @@ class Half:
 
     __slots__ = ("_run", "action", "done", "module", "thread", "watch")
 
-    def __init__(self, compute: ComputeOperation, module: nn.Module) -> None:
-        self.action = compute.action
+    def __init__(self, action: Action, call: Callable[[], object], module: nn.Module) -> None:
+        self.action = action
         self.module = module
-        self._run = in_this_context(compute)
+        self._run = in_this_context(call)
         self.done = False
         self.thread = 0  # the last thread on which it ran
         self.watch: Draws | None = None  # watches its draws while it is checked
@@ -64,20 +64,14 @@ class Draws(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class Both(ComputeOperation):
-    """A pair, as one computation. Draws of its backward are checked once, as soon as a forward of its stage has drawn,
-    because a backward draws only when it recomputes a forward.
+class Both:
+    """A pair, as one computation. Draws of its backward are checked once, as soon as a forward of its `stage` has
+    drawn, because a backward draws only when it recomputes a forward.
     """
 
-    __slots__ = ("backward", "forward", "looked", "overlap", "stage")
-
-    def __init__(self, forward: Forward, backward: Backward, overlap: Overlap, stage: Stage) -> None:
-        super().__init__(forward.action)
-        self.forward = Half(forward, forward.stage.module)
-        self.backward = Half(backward, stage.module)
-        self.stage = stage  # of the backward
+    def __init__(self, forward: Half, backward: Half, stage: Stage, overlap: Overlap) -> None:
+        self.forward, self.backward, self.stage, self.overlap = forward, backward, stage, overlap
         self.looked = False
-        self.overlap = overlap
 
     def __call__(self) -> None:
         forward, backward = self.forward, self.backward

@@ -5,7 +5,6 @@ value alone keep `.grad` None. Must not contain: when gradients are sent.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,18 +37,6 @@ class Unused(Tensor):
     def zeros(self) -> Tensor:
         """The zeros as a plain tensor with memory."""
         return self.as_subclass(Tensor).contiguous()
-
-
-class Filled:
-    """The gradients of a source, with zeros in place of those that do not exist."""
-
-    __slots__ = ("source",)
-
-    def __init__(self, source: Callable[[], list[Tensor]]) -> None:
-        self.source = source
-
-    def __call__(self) -> list[Tensor]:
-        return [each.zeros() if isinstance(each, Unused) else each for each in self.source()]
 
 
 def to_message(gradient: Tensor) -> Tensor:

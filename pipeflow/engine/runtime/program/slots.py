@@ -1,23 +1,17 @@
-"""Payloads: the tensors of each value in this rank's memory, and the state that a forward keeps for its backward. Plain
-data that operations of a compiled program share, and fill and empty during a step.
+"""Slots: the place of each value in this rank's memory, which the operations of a compiled program share, and fill and
+empty during a step; and what describes an activation. Must not contain: computations and transfers.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.deferral.products import Products
-from pipeflow.engine.parallel.transport.protocol import Work
-from pipeflow.engine.runtime.program.unused import Unused
-from pipeflow.engine.torch_private.autograd import run_backward
+from pipeflow.engine.parallel.transport.protocol import Connection, Work
 from pipeflow.engine.torch_private.trees import TreeSpec, tree_flatten
-
-if TYPE_CHECKING:
-    from torch.autograd.graph import GradientEdge
 
 
 class Metadata(NamedTuple):
@@ -31,14 +25,15 @@ class Metadata(NamedTuple):
     grads: tuple[bool, ...]
 
     @classmethod
-    def of(cls, tensors: list[Tensor], spec: TreeSpec | None, grads: tuple[bool, ...]) -> Metadata:
-        return cls(spec, tuple(tensor.shape for tensor in tensors), tuple(tensor.dtype for tensor in tensors), grads)
+    def of(cls, slot: Slot) -> Metadata:
+        tensors = slot.tensors
+        return cls(slot.spec, tuple(each.shape for each in tensors), tuple(each.dtype for each in tensors), slot.grads)
 
-    def matches(self, tensors: list[Tensor], spec: TreeSpec | None, grads: tuple[bool, ...]) -> bool:
+    def matches(self, slot: Slot) -> bool:
         """Returns True if the activation fits this description. Called for every send, so it allocates nothing."""
-        if self.grads != grads or self.spec != spec:
+        if self.grads != slot.grads or self.spec != slot.spec:
             return False
-        for tensor, shape, dtype in zip(tensors, self.shapes, self.dtypes, strict=True):
+        for tensor, shape, dtype in zip(slot.tensors, self.shapes, self.dtypes, strict=True):
             if tensor.shape != shape or tensor.dtype != dtype:
                 return False
         return True
@@ -68,9 +63,9 @@ class Promise(NamedTuple):
         return Metadata(None, (shape,), (self.dtype,), (self.dtype.is_floating_point or self.dtype.is_complex,))
 
 
-class Payload:
-    """The tensors of one value in this rank's memory, and their transfers under way. For an activation, `spec` is its
-    tree (None for a bare tensor) and `grads` says which tensors require a gradient.
+class Slot:
+    """The place of one value in this rank's memory: its tensors, and their transfers under way. For an activation,
+    `spec` is its tree (None for a bare tensor) and `grads` says which tensors require a gradient.
     """
 
     __slots__ = ("grads", "spec", "tensors", "works")
@@ -81,34 +76,15 @@ class Payload:
         self.spec: TreeSpec | None = None
         self.grads: tuple[bool, ...] = ()
 
+    def take(self) -> list[Tensor]:
+        """The tensors, which leave the slot."""
+        tensors, self.tensors = self.tensors, []
+        return tensors
 
-class BackwardState:
-    """The state that a forward keeps for its backward, and I for W.
-
-    A forward keeps the leaves of its graph and the gradient edges of its output, but not the output itself, whose
-    memory is freed once it is sent. I keeps the products that are still to be added to the weights' gradients.
-    """
-
-    __slots__ = ("deferred", "edges", "leaves")
-
-    def __init__(self) -> None:
-        self.leaves: list[Tensor] = []
-        self.edges: list[GradientEdge] = []
-        self.deferred: list[Products] = []
-
-    def backward(self, gradients: list[Tensor]) -> None:
-        """torch.autograd.backward without its checks of the arguments, which take as long as a small backward:
-        gradients fit their edges, because each is made for its edge or received with the shape of what was sent.
-        Nothing flows into edges whose gradient is `Unused`.
-        """
-        edges, self.edges = self.edges, []
-        if Unused in map(type, gradients):
-            used = [pair for pair in zip(edges, gradients, strict=True) if not isinstance(pair[1], Unused)]
-            if not used:
-                return
-            edges, gradients = map(list, zip(*used, strict=True))
-        options = {"keep_graph": False, "create_graph": False, "allow_unreachable": True, "accumulate_grad": True}
-        run_backward(tuple(edges), tuple(gradients), inputs=(), **options)
+    def done(self, link: Connection) -> None:
+        """Waits until the transfers are done."""
+        link.wait(self.works)
+        self.works = []
 
 
 def flatten(output: object, device: torch.device) -> tuple[list[Tensor], TreeSpec | None]:

@@ -1,0 +1,178 @@
+"""Microbatches: the computations of one microbatch in one stage, and what each leaves to the next. Each is given all it
+needs when the program is compiled, so that a step looks nothing up. Must not contain: transfers between ranks, and
+what a forward saves, which `memory_actions` moves or computes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from pipeflow.core.errors import UsageError
+from pipeflow.engine.deferral.products import Products
+from pipeflow.engine.runtime.program.results import Results
+from pipeflow.engine.runtime.program.slots import Slot, flatten
+from pipeflow.engine.runtime.program.unused import Unused
+from pipeflow.engine.runtime.snapshots import may_be_overwritten
+from pipeflow.engine.runtime.stage import Stage
+from pipeflow.engine.torch_private.autograd import run_backward
+from pipeflow.engine.torch_private.trees import tree_unflatten
+
+
+class Microbatch:
+    """One microbatch in one stage.
+
+    A forward keeps the leaves of its graph and the gradient edges of its output, but not the output itself, whose
+    memory is freed once it is sent. I keeps the products that are still to be added to the weights' gradients.
+
+    Args:
+        stage: the stage.
+        index: number of the microbatch.
+        inputs: what earlier stages send, in the order of the stage's arguments; none for the first stage.
+        outputs: what later stages take, by stage, in the order in which it is returned; none for the last stage.
+        gradients: of the inputs, and of the outputs.
+        given: arguments of the first stage, by microbatch.
+        results: what the last stage computes from its output.
+        device: device of the rank.
+        training: whether a backward follows.
+        defers: whether layers leave weight gradients for W.
+        fills: whether a backward must begin at each output, with zeros where there is no gradient.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        index: int,
+        inputs: Sequence[Slot],
+        outputs: Mapping[int, Slot],
+        gradients: tuple[Sequence[Slot], Sequence[Slot]],
+        given: list[tuple[object, ...]],
+        results: Results,
+        device: torch.device,
+        *,
+        training: bool,
+        defers: bool,
+        fills: bool,
+    ) -> None:
+        self.stage, self.index = stage, index
+        self.inputs, self.outputs = inputs, outputs
+        self.input_gradients, self.output_gradients = gradients
+        self.given, self.results, self.device = given, results, device
+        self.training, self.defers, self.fills = training, defers, fills
+        self.leaves: list[Tensor] = []
+        self.edges: list[GradientEdge] = []
+        self.deferred: list[Products] = []
+
+    def forward(self) -> None:
+        """F: calls the stage with its input, and keeps the output."""
+        stage = self.stage
+        stage.deferral.active = self.defers
+        self.keep(stage.call(*self.arguments(), **stage.keywords[self.index]))
+
+    def arguments(self) -> tuple[object, ...]:
+        """The stage's input: that of the batch, or what earlier stages sent, as leaves of a new graph."""
+        if not self.inputs:
+            return self.given[self.index]
+        arguments = list[object]()
+        self.leaves = []
+        for slot in self.inputs:
+            tensors = slot.take()
+            if self.training:
+                for tensor, wanted in zip(tensors, slot.grads, strict=True):
+                    if wanted:
+                        tensor.requires_grad_()
+                self.leaves += tensors
+            arguments.append(tensors[0] if slot.spec is None else tree_unflatten(tensors, slot.spec))
+        return tuple(arguments)
+
+    def keep(self, output: object) -> None:
+        """Puts the stage's output where later stages take it, or computes the loss from it; keeps its edges."""
+        if not self.outputs:
+            self.edges = self.results.take(self.index, output, training=self.training)
+            return
+        edges = list[GradientEdge]()
+        for slot, part in zip(self.outputs.values(), self._parts(output), strict=True):
+            tensors, slot.spec = flatten(part, self.device)
+            slot.grads = tuple([tensor.requires_grad for tensor in tensors])
+            slot.tensors = [_to_send(tensor) for tensor in tensors]
+            if self.training:
+                edges += [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
+        self.edges = edges
+
+    def _parts(self, output: object) -> Sequence[object]:
+        """One output, or an entry for each stage that takes one."""
+        if len(self.outputs) == 1:
+            return (output,)
+        if not isinstance(output, tuple | list) or len(output) != len(self.outputs):
+            has = f"{len(output)} entries" if isinstance(output, tuple | list) else f"a {type(output).__name__}"
+            raise UsageError(
+                f"stage {self.stage.index} sends its output to stages {', '.join(map(str, self.outputs))}, so it must "
+                f"return a tuple with an entry for each of them, in this order; it returned {has}"
+            )
+        return output
+
+    def backward(self) -> None:
+        """B: computes gradients of parameters and input from the output's. Layers called again defer as in F."""
+        self._backward(defers=False)
+
+    def backward_input(self) -> None:
+        """I: like B, but layers that can do so keep the products that make weight gradients for W."""
+        deferral = self.stage.deferral
+        deferral.queue = self.deferred
+        try:
+            self._backward(defers=True)
+        finally:
+            deferral.queue = None
+
+    def backward_weight(self) -> None:
+        """W: runs the products that I kept, in the same order."""
+        for product in self.deferred:
+            product()
+        self.deferred = []
+
+    def _backward(self, *, defers: bool) -> None:
+        gradients = self._gradients()
+        self.stage.deferral.active = defers
+        if self.edges:
+            self._run(gradients)
+        wanted = iter([leaf for leaf in self.leaves if leaf.requires_grad])
+        for slot, gradient in zip(self.inputs, self.input_gradients, strict=True):
+            gradient.tensors = [_gradient_of(next(wanted)) for wants in slot.grads if wants]
+        self.leaves = []
+
+    def _gradients(self) -> list[Tensor]:
+        """The gradients with which the backward starts; some may be `Unused`."""
+        if not self.outputs:
+            return self.results.gradients(self.index)
+        gradients = [gradient for slot in self.output_gradients for gradient in slot.take()]
+        return [each.zeros() if isinstance(each, Unused) else each for each in gradients] if self.fills else gradients
+
+    def _run(self, gradients: list[Tensor]) -> None:
+        """torch.autograd.backward without its checks of the arguments, which take as long as a small backward:
+        gradients fit their edges, because each is made for its edge or received with the shape of what was sent.
+        Nothing flows into edges whose gradient is `Unused`.
+        """
+        edges, self.edges = self.edges, []
+        if Unused in map(type, gradients):
+            used = [pair for pair in zip(edges, gradients, strict=True) if not isinstance(pair[1], Unused)]
+            if not used:
+                return
+            edges, gradients = map(list, zip(*used, strict=True))
+        options = {"keep_graph": False, "create_graph": False, "allow_unreachable": True, "accumulate_grad": True}
+        run_backward(tuple(edges), tuple(gradients), inputs=(), **options)
+
+
+def _to_send(tensor: Tensor) -> Tensor:
+    """An output without its graph, as plain memory. Memory that may be overwritten before the next stage reads it, such
+    as a static buffer, is copied.
+    """
+    overwritten = may_be_overwritten(tensor) if tensor.grad_fn is None else tensor._version  # saves a call
+    plain = tensor.detach().clone() if overwritten else tensor.detach()
+    return plain.contiguous().resolve_conj().resolve_neg()
+
+
+def _gradient_of(leaf: Tensor) -> Tensor:
+    return Unused.of(leaf) if leaf.grad is None else leaf.grad.contiguous().resolve_conj().resolve_neg()
