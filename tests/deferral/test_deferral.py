@@ -46,6 +46,7 @@ def test_the_gradients_are_those_of_the_plain_layer(case: Case) -> None:
         assert gradient.stride() == plain[name].stride(), name
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")  # torch says it once a process
 @pytest.mark.some(22)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -75,7 +75,7 @@ def count_messages(microbatches: int) -> tuple[int, int]:
 def test_the_header_of_a_small_activation_is_no_message_of_its_own(
     small: int, headers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeflow.engine.runtime.program.dynamic_shapes._SMALL", small)
+    monkeypatch.setattr("pipeflow.engine.runtime.program.wires._SMALL", small)
     first, _ = run_threads(count_messages, 2, 4)
     assert first == (headers, 4)
 
