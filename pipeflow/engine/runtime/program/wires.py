@@ -48,11 +48,11 @@ class Wire:
         self.metadata: Metadata | None = None
 
     def post(self) -> None:
-        """Posts the receive."""
+        """Posts the receive of the value."""
         raise NotImplementedError
 
     def send(self) -> None:
-        """Starts to send."""
+        """Starts to send the value."""
         raise NotImplementedError
 
     def wait(self) -> None:
