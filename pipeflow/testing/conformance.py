@@ -50,11 +50,7 @@ def connects(transport: Transport) -> None:
             assert channel.tag.on_host, f"{channel} was used before it was connected"
     transport.connect(channels if transport.rank % 2 else reversed(channels))
     transport.connect(channels)
-    sent = [_send(transport, peer, tag, _number(transport, tag, tag)) for tag in _TAGS for peer in _peers(transport)]
-    for tag in _TAGS:
-        for peer in _peers(transport):
-            _expect(transport, peer, tag, _number(transport, tag, tag))
-    _finish(sent)
+    _exchange(transport, _TAGS)
 
 
 def keeps_order(transport: Transport) -> None:
@@ -75,11 +71,7 @@ def keeps_order(transport: Transport) -> None:
 def keeps_tags_apart(transport: Transport) -> None:
     """Tags do not wait for each other: a tensor sent first may be received last if its tag is another."""
     _connect(transport)
-    sent = [_send(transport, peer, tag, _number(transport, tag, tag)) for tag in Tag for peer in _peers(transport)]
-    for tag in reversed(Tag):
-        for peer in _peers(transport):
-            _expect(transport, peer, tag, _number(transport, tag, tag))
-    _finish(sent)
+    _exchange(transport, Tag, expected=reversed(Tag))
 
 
 def receives_ahead(transport: Transport) -> None:
@@ -230,10 +222,7 @@ def starts_afresh(transport: Transport) -> None:
     transport.reopen()
     _connect(transport)
     for tag in Tag:
-        sent = [_send(transport, peer, tag, _number(transport, tag, 3)) for peer in _peers(transport)]
-        for peer in _peers(transport):
-            _expect(transport, peer, tag, _number(transport, tag, 3))
-        _finish(sent)
+        _exchange(transport, [tag], 3)
 
 
 CHECKS = (
@@ -300,6 +289,19 @@ def _expect(transport: Transport, peer: int, tag: Tag, expected: Tensor) -> None
     arrived = torch.empty_like(expected)
     _receive(transport, peer, tag, arrived).wait()
     _require_equal(arrived, expected, f"{tag.name} from rank {peer}")
+
+
+def _exchange(
+    transport: Transport, tags: Iterable[Tag], number: int = 0, expected: Iterable[Tag] | None = None
+) -> None:
+    """Sends every peer a number with each of the tags, and receives theirs, in the order `expected` if there is one."""
+    sent = [
+        _send(transport, peer, tag, _number(transport, tag, number + tag)) for tag in tags for peer in _peers(transport)
+    ]
+    for tag in tags if expected is None else expected:
+        for peer in _peers(transport):
+            _expect(transport, peer, tag, _number(transport, tag, number + tag))
+    _finish(sent)
 
 
 def _require_equal(arrived: Tensor, expected: Tensor, what: str) -> None:

@@ -15,16 +15,14 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 import pipeflow
-from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.device import DEFAULTS
 from pipeflow.engine.parallel.launcher import launch
-from pipeflow.engine.parallel.transport.agreement import all_gather_object
-from pipeflow.testing.machine_checks import Check, checks
+from pipeflow.testing.machine_checks import Check, checks, of_all
 from pipeflow.testing.ranks import run_threads
 
 RANKS = 4  # on a CPU, and of threads
@@ -38,7 +36,6 @@ _NO_GPU = (
 class CheckResult(NamedTuple):
     """The result of a check on one rank: a note, or the text of the error."""
 
-    name: str
     note: str
     error: str
     seconds: float
@@ -74,56 +71,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(device: str, only: str) -> int:
     """Run in every process: runs the checks, one layout after the other; rank 0 prints the report."""
-    world = int(os.environ["WORLD_SIZE"])
-    chosen = [check for check in checks(world) if only in check.name]
+    write = _write if os.environ["RANK"] == "0" else lambda *_: None
+    chosen = [check for check in checks(int(os.environ["WORLD_SIZE"])) if only in check.name]
     before, failed = _environment(), 0
     for number, ((pipeline, tensor), together) in enumerate(groupby(chosen, key=lambda check: check[1:3])):
         context = launch(pipeline, tensor, device=device, timeout=TIMEOUT)
         if number == 0:
-            _print(*_header(_of_all((socket.gethostname(), _device_name(context.device))), context.device, before))
+            write(*_header(of_all((socket.gethostname(), _device_name(context.device))), context.device, before))
         for check in together:
-            told = [CheckResult(*result) for result in _of_all(tuple(_result(check)))]
+            told = [CheckResult(*result) for result in of_all(tuple(_result(check)))]
             failed += any(result.error for result in told)
-            _print(_line(check, told))
+            write(_line(check, told))
         context.close()
-    if int(os.environ["RANK"]) > 0:
-        return 0
-    return _conclude(failed, len(chosen))
+    return _conclude(failed, len(chosen)) if os.environ["RANK"] == "0" else 0
 
 
 def _run_threads(device: str, only: str) -> int:
     """Runs the checks with ranks as threads, without tensor ranks, because threads share autograd's threads."""
     place = torch.device(device)
     chosen = [check for check in checks(RANKS) if only in check.name and check.tensor == 1]
-    sys.stdout.write("\n".join(_header([(socket.gethostname(), _device_name(place))] * RANKS, place, _environment())))
+    _write(*_header([(socket.gethostname(), _device_name(place))] * RANKS, place, _environment()))
     failed = 0
     for check in chosen:
         told = run_threads(_result, RANKS, check, device=device, data=RANKS // check.pipeline)
         failed += any(result.error for result in told)
-        sys.stdout.write(f"\n{_line(check, told)}")
-        sys.stdout.flush()
+        _write(_line(check, told))
     return _conclude(failed, len(chosen))
 
 
 def _conclude(failed: int, count: int) -> int:
     """Writes the last line and returns the exit status."""
     if not count:
-        sys.stdout.write("\nno check has the text of --only in its name: leave it out to see all names\n")
+        _write("", "no check has the text of --only in its name: leave it out to see all names")
         return 1
-    sys.stdout.write(f"\n{count - failed} of {count} checks passed\n")
+    _write(f"{count - failed} of {count} checks passed")
     return min(1, failed)
 
 
-def _of_all(value: tuple[object, ...]) -> list[Any]:
-    context = current_context()
-    with context.alarm.raised_everywhere():  # which opens channels if the check before failed
-        return all_gather_object(context.world, value)
-
-
-def _print(*lines: str) -> None:
-    if current_context().rank == 0:
-        sys.stdout.write("".join(f"{line}\n" for line in lines))
-        sys.stdout.flush()
+def _write(*lines: str) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()
 
 
 def _result(check: Check) -> CheckResult:
@@ -132,7 +119,7 @@ def _result(check: Check) -> CheckResult:
         note = check.run()
     except Exception as caught:
         error = "".join(traceback.format_exception(caught))
-    return CheckResult(check.name, note, error, time.perf_counter() - started)
+    return CheckResult(note, error, time.perf_counter() - started)
 
 
 def _line(check: Check, told: Sequence[CheckResult]) -> str:

@@ -181,7 +181,7 @@ def tell_of_an_error() -> str:
         execute_pipeline(iter([batch]), pipeline)
     except PipelineError as error:
         found = f"rank {error.rank} was named, and as dead {error.died}"
-    seconds = max(_of_all(time.perf_counter() - started))
+    seconds = max(of_all(time.perf_counter() - started))
     for hook in hooks:
         hook.remove()
     execute_pipeline(iter([batch]), pipeline)
@@ -199,8 +199,8 @@ def resume() -> str:
     """A run that is saved and loaded goes on with the same loss."""
     context = current_context()
     with tempfile.TemporaryDirectory() as made:
-        folder = _of_all(made)[0]
-        if not all(_of_all(Path(folder).exists())):
+        folder = of_all(made)[0]
+        if not all(of_all(Path(folder).exists())):
             return "left out: the machines share no temporary folder (set TMPDIR to one)"
         losses = []
         for loads in (False, True):
@@ -214,7 +214,7 @@ def resume() -> str:
                 save_checkpoint(Path(folder, "saved"), pipeline, optimizer)
             _step(pipeline, optimizer, batch)
             losses.append(_step(pipeline, optimizer, batch))
-        _of_all(None)  # before the folder is removed
+        of_all(None)  # before the folder is removed
     _require(losses[0] == losses[1], f"the loss is {losses[1]} after loading, {losses[0]} without")
     return f"{context.world_size} files"
 
@@ -227,21 +227,22 @@ def _step(pipeline: Pipeline, optimizer: torch.optim.Optimizer, batch: tuple[Any
     return float(loss)
 
 
-def _of_all(value: object) -> list[Any]:
+def of_all(value: object) -> list[Any]:
+    """The values of all ranks, also after an error: its alarm opens the channels."""
     context = current_context()
-    with context.alarm.raised_everywhere():  # which opens channels after an error
+    with context.alarm.raised_everywhere():
         return all_gather_object(context.world, value)
 
 
 def _seconds(work: Callable[[], object]) -> float:
     """The time of `work` when it runs for the second time, on the slowest rank."""
     work()
-    _of_all(None)
+    of_all(None)
     _synchronize()
     started = time.perf_counter()
     work()
     _synchronize()
-    slowest: float = max(_of_all(time.perf_counter() - started))
+    slowest: float = max(of_all(time.perf_counter() - started))
     return slowest
 
 
