@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial, wraps
 from types import TracebackType
@@ -32,31 +32,51 @@ from pipeflow.engine.torch_private.trees import tree_leaves
 @contextmanager
 def _replaced(owner: Any, name: str, around: Callable[[Any], Any]) -> Iterator[None]:
     """Puts `around(original)` in the place of a function, while the context lasts."""
-    original = getattr(owner, name)
+    original, is_own = getattr(owner, name), name in vars(owner)
     replacement = wraps(original)(around(original))
     setattr(owner, name, replacement)
     try:
         yield
     finally:
-        if getattr(owner, name) is replacement:
+        if vars(owner).get(name) is not replacement:
+            pass  # somebody else has replaced it since
+        elif is_own:
             setattr(owner, name, original)
+        else:
+            delattr(owner, name)
 
 
-@contextmanager
-def backwards_seen(seen: Callable[[Tensor], None]) -> Iterator[None]:
-    """Calls `seen(loss)` with each scalar at which a backward starts."""
+Watch = AbstractContextManager[None]
+
+
+def _watched(
+    owner: Any, name: str, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
+) -> Watch:
+    """Calls `before(*arguments)` before a function, and `after(result, *arguments)` after it, in the context."""
 
     def around(original: Any) -> Any:
-        def backward(tensors: Any, *arguments: Any, **named: Any) -> Any:
-            for each in [tensors] if isinstance(tensors, Tensor) else list(tensors):
-                if isinstance(each, Tensor) and each.numel() == 1 and each.is_floating_point():
-                    seen(each)
-            return original(tensors, *arguments, **named)
+        def watched(*arguments: Any, **named: Any) -> Any:
+            if before is not None:
+                before(*arguments, **named)
+            result = original(*arguments, **named)
+            if after is not None:
+                after(result, *arguments, **named)
+            return result
 
-        return backward
+        return watched
 
-    with _replaced(torch.autograd, "backward", around):
-        yield
+    return _replaced(owner, name, around)
+
+
+def backwards_seen(seen: Callable[[Tensor], None]) -> Watch:
+    """Calls `seen(loss)` with each scalar at which a backward starts."""
+
+    def before(tensors: Any, *_: Any, **__: Any) -> None:
+        for each in [tensors] if isinstance(tensors, Tensor) else list(tensors):
+            if isinstance(each, Tensor) and each.numel() == 1 and each.is_floating_point():
+                seen(each)
+
+    return _watched(torch.autograd, "backward", before)
 
 
 @contextmanager
@@ -69,64 +89,41 @@ def engine_losses_seen(models: Sequence[Any], seen: Callable[[Tensor], None]) ->
     )
     runners = {id(model.runner) for model in models if hasattr(model, "runner")}
 
-    def around_step(original: Any) -> Any:
-        def step(runner: Any, data_iter: Any, call: Any, *arguments: Any) -> Any:
-            output = original(runner, data_iter, call, *arguments)
-            if id(runner) in runners and call.training and output.loss is not None:
-                seen(output.loss.detach())
-            return output
+    def after_step(output: Any, runner: Any, _: Any, call: Any, *__: Any) -> None:
+        if id(runner) in runners and call.training and output.loss is not None:
+            seen(output.loss.detach())
 
-        return step
-
-    def around_loss(original: Any) -> Any:
-        def compute(*arguments: Any, **named: Any) -> Any:
-            loss = original(*arguments, **named)
-            if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
-                seen(loss)
-            return loss
-
-        return compute
+    def after_loss(loss: Any, *_: Any, **__: Any) -> None:
+        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+            seen(loss)
 
     with ExitStack() as stack:
         if runners and steps is not None:
-            stack.enter_context(_replaced(steps.Runner, "step", around_step))
+            stack.enter_context(_watched(steps.Runner, "step", after=after_step))
         if hasattr(owner := getattr(schedules, "_PipelineSchedule", None), "_compute_loss"):
-            stack.enter_context(_replaced(owner, "_compute_loss", around_loss))
+            stack.enter_context(_watched(owner, "_compute_loss", after=after_loss))
         yield
 
 
-@contextmanager
-def labels_seen(seen: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+def labels_seen(seen: Callable[[Tensor, Tensor], None]) -> Watch:
     """Calls `seen(rows, valid)` for each cross entropy: sketches of the labels, and how many of them count."""
 
-    def around(original: Any) -> Any:
-        def cross_entropy(input: Tensor, target: Tensor, weight: Any, reduction: int, ignored: int, *rest: Any) -> Any:
-            if not target.is_floating_point() and not hasattr(target, "device_mesh"):
-                seen(row_sketches(target, (0,) * (target.dim() - 1)).sum(0), (target != ignored).sum())
-            return original(input, target, weight, reduction, ignored, *rest)
-
-        return cross_entropy
+    def before(input: Tensor, target: Tensor, weight: Any, reduction: int, ignored: int, *_: Any) -> None:
+        if not target.is_floating_point() and not hasattr(target, "device_mesh"):
+            seen(row_sketches(target, (0,) * (target.dim() - 1)).sum(0), (target != ignored).sum())
 
     # not torch.nn.functional itself, which may be a key of other libraries' tables
-    with _replaced(called_by_functional, "cross_entropy_loss", around):
-        yield
+    return _watched(called_by_functional, "cross_entropy_loss", before)
 
 
-@contextmanager
-def scaling_seen(seen: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+def scaling_seen(seen: Callable[[Tensor, Tensor], None]) -> Watch:
     """Calls `seen(loss, scaled loss)` when a GradScaler of torch multiplies a loss."""
 
-    def around(original: Any) -> Any:
-        def scale(scaler: Any, outputs: Any) -> Any:
-            scaled = original(scaler, outputs)
-            if isinstance(outputs, Tensor) and outputs.numel() == 1:
-                seen(outputs, scaled)
-            return scaled
+    def after(scaled: Any, _: Any, outputs: Any) -> None:
+        if isinstance(outputs, Tensor) and outputs.numel() == 1:
+            seen(outputs, scaled)
 
-        return scale
-
-    with _replaced(torch.amp.GradScaler, "scale", around):
-        yield
+    return _watched(torch.amp.GradScaler, "scale", after=after)
 
 
 @contextmanager
@@ -178,36 +175,15 @@ def trials_seen(seen: Callable[[bool], None]) -> Iterator[None]:
 @contextmanager
 def steps_seen(optimizers: Sequence[Any], seen: Callable[[Any], None]) -> Iterator[None]:
     """Calls `seen(optimizer)` before an optimizer steps: one of these, or any of torch's if there are none."""
-
-    def before(optimizer: Any, *_: object) -> None:
-        seen(optimizer)
-
-    removers: list[Callable[[], None]] = []
-    for each in optimizers:
-        if isinstance(each, torch.optim.Optimizer):
-            removers.append(each.register_step_pre_hook(before).remove)
-        else:
-            removers.append(_step_wrapped(each, before))
-    if not optimizers:
-        removers.append(register_optimizer_step_pre_hook(before).remove)
-    try:
+    with ExitStack() as stack:
+        for each in optimizers:
+            if isinstance(each, torch.optim.Optimizer):
+                stack.callback(each.register_step_pre_hook(lambda optimizer, *_: seen(optimizer)).remove)
+            else:
+                stack.enter_context(_watched(each, "step", lambda *_, own=each, **__: seen(own)))
+        if not optimizers:
+            stack.callback(register_optimizer_step_pre_hook(lambda optimizer, *_: seen(optimizer)).remove)
         yield
-    finally:
-        for remove in removers:
-            remove()
-
-
-def _step_wrapped(optimizer: Any, before: Callable[[Any], None]) -> Callable[[], None]:
-    """Lets an object's `step` call `before` first; returns what undoes it."""
-    own = optimizer.step
-
-    @wraps(own)
-    def step(*arguments: Any, **named: Any) -> Any:
-        before(optimizer)
-        return own(*arguments, **named)
-
-    optimizer.step = step
-    return lambda: delattr(optimizer, "step")
 
 
 Note = Callable[..., None]
