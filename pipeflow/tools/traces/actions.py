@@ -52,6 +52,10 @@ class Named(NamedTuple):
     microbatch: int | None = None
     partner: Named | None = None
 
+    def action(self, kind: Kind) -> Action:
+        """The action, of this kind if the name does not say it, and of the first stage and microbatch."""
+        return Action(self.kind or kind, self.stage or 0, self.microbatch or 0)
+
 
 class Names:
     """Reads names of ranges: those of `pattern`, a regular expression with the groups kind, stage and microbatch, each
@@ -136,7 +140,7 @@ class RecordedAction:
     @property
     def action(self) -> Action:
         """The action, whose stage and microbatch are known."""
-        return Action(self.kind, self.named.stage or 0, self.named.microbatch or 0)
+        return self.named.action(self.kind)
 
 
 def recorded_actions(events: RankEvents, names: Names) -> list[RecordedAction]:

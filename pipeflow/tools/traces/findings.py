@@ -19,18 +19,6 @@ SLOW_STAGE = 1.15  # times the median stage
 LATE_ACTION = 1.5  # times the usual time of the action's kind and stage
 
 
-class SlowStage(NamedTuple):
-    """A stage whose actions usually take much longer than those of other stages.
-
-    Attributes:
-        seconds: the time by which it exceeds the median stage, in the whole step.
-        ratio: its time as a multiple of the median stage's.
-    """
-
-    seconds: float
-    ratio: float
-
-
 class Usual:
     """The usual times of a step.
 
@@ -38,7 +26,8 @@ class Usual:
         timeline: the step.
 
     Attributes:
-        slow_stages: the stages that are much slower than the median one.
+        slow_stages: the stages that are much slower than the median one: the seconds by which each exceeds it in the
+            whole step, and its time as a multiple of the median stage's.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -52,7 +41,7 @@ class Usual:
             work[stage] += self._times[kind, stage] * len(found)
         middle = median(work.values()) if work else 0.0
         self.slow_stages = {
-            stage: SlowStage(seconds - middle, seconds / middle)
+            stage: (seconds - middle, seconds / middle)
             for stage, seconds in work.items()
             if seconds > SLOW_STAGE * middle > 0
         }
@@ -97,19 +86,6 @@ def idle_times(timeline: Timeline) -> list[Idle]:
     return [each for each in found if each.end - each.start > least]
 
 
-def _pauses(row: Sequence[Cause]) -> Iterator[tuple[float, Cause]]:
-    """Each action with the time from which its rank was free for it."""
-    free = 0.0
-    for cause in row:
-        yield free, cause
-        free = cause.span.end
-
-
-def _maker(cause: Cause) -> Span | None:
-    """The span on another rank that made the value that an action waited for; None if there is none."""
-    return cause.after if cause.value is not None and cause.after and cause.after.rank != cause.span.rank else None
-
-
 class _Waits:
     """Divides the pauses of ranks by cause."""
 
@@ -125,8 +101,10 @@ class _Waits:
         if not row:
             yield Idle(rank, 0.0, makespan, "drain", f"rank {rank} has nothing to do")
             return
-        for free, cause in _pauses(row):
+        free = 0.0
+        for cause in row:
             yield from self._between(free, cause, is_first=cause is row[0])
+            free = cause.span.end
         last = row[-1].span
         yield Idle(rank, last.end, makespan, "drain", f"the pipeline drains: {last.action} is the last action")
 
@@ -134,16 +112,16 @@ class _Waits:
         """The parts of a pause before an action: until what it needs was made, until that usually arrives, and from
         then on.
         """
-        span, maker, rank = cause.span, _maker(cause), cause.span.rank
+        span, maker, rank = cause.span, cause.after, cause.span.rank
         arrived = free
-        if maker is not None:
+        if cause.value is not None and maker is not None and maker.rank != rank:
             made = min(max(maker.end, free), span.start)
-            arrived = min(max(made, self._arrival(maker, rank)), span.start)
+            usual = maker.end + LATE * self._transfers.get((maker.rank, rank), 0.0)  # the rest, the host held up
+            arrived = min(max(made, usual), span.start)
             if is_first:
                 yield Idle(rank, free, made, "fill", f"the pipeline fills: {span.action} is the first action")
             else:
                 yield from self._waiting(free, made, span, maker)
-            assert cause.value is not None
             came = f"the {cause.value.content} of {maker.action} came from rank {maker.rank}"
             yield Idle(rank, made, arrived, "transfer", came, maker.rank)
         yield Idle(rank, arrived, span.start, "host", f"nothing was missing for {span.action}")
@@ -169,18 +147,14 @@ class _Waits:
             yield Idle(span.rank, start, end, kind, f"{words}, and {what} on rank {worst.rank}", maker.rank)
             start = end
 
-    def _arrival(self, maker: Span, rank: int) -> float:
-        """When a value has usually arrived at the latest: what takes longer was held up by the host."""
-        return maker.end + LATE * self._transfers.get((maker.rank, rank), 0.0)
-
     def _extra(self, span: Span) -> tuple[str, float]:
         """The reason why a span took longer than usual, and by how much."""
         if span.stream is not Stream.COMPUTE:
             return "straggler", 0.0
         if late := self._usual.late(span):
             return "straggler", late
-        slow = self._usual.slow_stages.get(span.action.stage)
-        return "slow stage", 0.0 if slow is None else (span.end - span.start) * (1 - 1 / slow.ratio)
+        _, ratio = self._usual.slow_stages.get(span.action.stage, (0.0, 1.0))
+        return "slow stage", (span.end - span.start) * (1 - 1 / ratio)
 
 
 SLOW_LINK = 2.0  # times the median wait of other links
