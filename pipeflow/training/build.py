@@ -10,12 +10,12 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from math import prod
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -66,19 +66,8 @@ def measure_layers(layers: Layers, example: Any, *, runs: int = 5, clock: Clock 
         context.alarm.expect_slow()
         first = context.pipeline_rank == 0 and context.data_rank == 0  # all tensor ranks of it: they compute together
         costs = _measured(layers, example, runs, context.device, clock) if first else None
-        told: Any = all_gather_object(context.world, None if costs is None else _rows(costs))[0]
-        return _costs(*map(tuple, told), clock=clock)
-
-
-def _rows(costs: LayerCosts) -> list[list[float]]:
-    """The costs as lists, to be sent to other ranks."""
-    return [list(getattr(costs, column.name)) for column in fields(costs) if column.name != "unit"]
-
-
-def _costs(*columns: tuple[float, ...], clock: Clock) -> LayerCosts:
-    forward, backward_input, backward_weight, output_bytes, *memory = columns
-    unit = "s" if clock is time.perf_counter else ""
-    return LayerCosts(forward, backward_input, backward_weight, output_bytes, unit, *memory)
+        told: Any = all_gather_object(context.world, None if costs is None else asdict(costs))[0]
+        return LayerCosts(**told)
 
 
 def _after_work(clock: Clock, device: torch.device) -> float:
@@ -87,19 +76,11 @@ def _after_work(clock: Clock, device: torch.device) -> float:
     return clock()
 
 
-class _LayerTimes(NamedTuple):
-    """Times of one run of one layer."""
-
-    forward: float
-    backward_input: float
-    backward: float  # whole
-
-
 def _measured(layers: Layers, example: Any, runs: int, device: torch.device, clock: Clock) -> LayerCosts:
     now = partial(_after_work, clock, device)
     if any(tensor.is_meta for tensor in _tensors(example)):
         raise UsageError("the example is on the meta device, where nothing is computed: pass one with values")
-    rows: list[tuple[float, ...]] = []
+    rows: list[dict[str, float]] = []
     given = kept = 0.0  # bytes of the layer's input, and those of it that the layer before saves
     value = tree_map_only(Tensor, lambda tensor: tensor.to(device), example)
     with random_state_kept(), torch.enable_grad():
@@ -108,27 +89,28 @@ def _measured(layers: Layers, example: Any, runs: int, device: torch.device, clo
             made.to(device)
             times = [_run(made, value, now) for _ in range(runs + 1)][1:]
             forward, backward_input, backward = map(median, zip(*times, strict=True))
-            value, saved = _saved(made, _given(value))
+            value, own, of_input, of_output = _saved(made, _given(value))
             size = float(sum(tensor.numel() * tensor.element_size() for tensor in _tensors(value)))
-            saves = saved.own + (max(kept, saved.of_input) if rows else 0.0)
-            copy_seconds = _copy_time(int(saves), device, runs, now)
-            rows.append(
-                (forward, backward_input, max(0.0, backward - backward_input), size, saves, given, copy_seconds)
-            )
-            given, kept = size, saved.of_output
-    return _costs(*zip(*rows, strict=True), clock=clock)
+            saves = own + (max(kept, of_input) if rows else 0.0)
+            row = {
+                "forward": forward,
+                "backward_input": backward_input,
+                "backward_weight": max(0.0, backward - backward_input),
+                "output_bytes": size,
+                "saved_bytes": saves,
+                "input_bytes": given,
+                "offload": _copy_time(int(saves), device, runs, now),
+            }
+            rows.append(row)
+            given, kept = size, of_output
+    columns: dict[str, Any] = {name: tuple(row[name] for row in rows) for name in rows[0]}
+    return LayerCosts(**columns, unit="s" if clock is time.perf_counter else "")
 
 
-class _Saved(NamedTuple):
-    """The bytes of the memory that a forward saves: its own, that of its input, and that of its output."""
-
-    own: float
-    of_input: float
-    of_output: float
-
-
-def _saved(layer: nn.Module, given: Any) -> tuple[Any, _Saved]:
-    """The output of a layer, and what it saves for its backward besides weights."""
+def _saved(layer: nn.Module, given: Any) -> tuple[Any, float, float, float]:
+    """The output of a layer, and the bytes of the memory that it saves for its backward besides weights: its own, that
+    of its input, and that of its output.
+    """
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -143,7 +125,7 @@ def _saved(layer: nn.Module, given: Any) -> tuple[Any, _Saved]:
     sizes = {address: tensor.untyped_storage().nbytes() for tensor in saved for address in storages([tensor]) - weights}
     of_input = sum(size for address, size in sizes.items() if address in inputs)
     of_output = sum(size for address, size in sizes.items() if address in outputs - inputs)
-    return output, _Saved(float(sum(sizes.values()) - of_input - of_output), float(of_input), float(of_output))
+    return output, float(sum(sizes.values()) - of_input - of_output), float(of_input), float(of_output)
 
 
 def _copy_time(size: int, device: torch.device, runs: int, now: Clock) -> float:
@@ -158,8 +140,10 @@ def _copy_time(size: int, device: torch.device, runs: int, now: Clock) -> float:
     return median(times[1:])
 
 
-def _run(layer: nn.Module, value: Any, now: Clock) -> _LayerTimes:
-    """Runs the layer as in training, then with frozen weights, whose backward gives only the input's gradient."""
+def _run(layer: nn.Module, value: Any, now: Clock) -> tuple[float, float, float]:
+    """Runs the layer as in training, then with frozen weights, whose backward gives only the input's gradient. Returns
+    the times of the forward, of the second backward, and of the first.
+    """
     weights = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     forward, backward = _forward_and_backward(layer, value, now)
     for parameter in weights:
@@ -168,7 +152,7 @@ def _run(layer: nn.Module, value: Any, now: Clock) -> _LayerTimes:
     _, backward_input = _forward_and_backward(layer, value, now)
     for parameter in weights:
         parameter.requires_grad_(True)
-    return _LayerTimes(forward, backward_input, backward)
+    return forward, backward_input, backward
 
 
 def _forward_and_backward(layer: nn.Module, value: Any, now: Clock) -> tuple[float, float]:

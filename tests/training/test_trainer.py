@@ -272,7 +272,7 @@ def refused() -> list[str]:
         lambda: Trainer(engine).fit([batch], 1, test_loader=[]),
         lambda: Trainer(engine).fit([batch], 1, test_loader=[batch], test_interval=0),
         lambda: Trainer(engine, [AccuracyHook()]).fit([batch], 1, return_outputs=False),
-        lambda: MetricHook("accuracy", right),  # type: ignore[arg-type]  # wrong on purpose
+        lambda: MetricHook("accuracy", right),
     ):
         with pytest.raises(UsageError) as raised:
             attempt()

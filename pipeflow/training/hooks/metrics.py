@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -12,19 +12,6 @@ from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.transport.agreement import all_gather, gather_rows
 from pipeflow.engine.runtime.step import Output
 from pipeflow.training.trainer import Hook, Trainer
-
-
-class Metric(Protocol):
-    """A metric with the methods of torchmetrics' Metric."""
-
-    def update(self, outputs: Any, labels: Any, /) -> None:
-        """Adds the outputs and labels of one batch."""
-
-    def compute(self) -> Any:
-        """Returns the metric of the batches so far, a number or a tensor with one entry."""
-
-    def reset(self) -> None:
-        """Removes all batches that were added."""
 
 
 class MetricHook(Hook):
@@ -41,7 +28,7 @@ class MetricHook(Hook):
     priority = 20
     needs_outputs = frozenset({"test"})
 
-    def __init__(self, name: str, metric: Metric) -> None:
+    def __init__(self, name: str, metric: Any) -> None:
         if missing := [method for method in ("update", "compute", "reset") if not hasattr(metric, method)]:
             raise UsageError(
                 f"metric {name!r} is a {type(metric).__name__} and has no {missing[0]}(): see torchmetrics"
@@ -53,9 +40,9 @@ class MetricHook(Hook):
         self.metric.reset()
         if hasattr(self.metric, "dist_sync_fn"):  # torchmetrics'
             context = trainer.engine.model.context
-            self.metric.to(context.device)  # type: ignore[attr-defined]  # it is a module
+            self.metric.to(context.device)
             self.metric.dist_sync_fn = lambda tensor, group=None: gather_rows(context.data, tensor)
-            self.metric.distributed_available_fn = lambda: context.data.size > 1  # type: ignore[attr-defined]  # as above
+            self.metric.distributed_available_fn = lambda: context.data.size > 1
 
     def after_batch(self, trainer: Trainer, output: Output, labels: object) -> None:
         if output.outputs is not None:

@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -138,14 +137,22 @@ class Lamb(Optimizer):
         """Steps parameters that other ranks hold parts of: computes all updates, sums their squared norms in one
         exchange, then steps.
         """
-        updates = [
-            _Update(parameter, None if parameter.grad is None else self._changes([parameter], group)[0], split)
-            for parameter, group, split in parts
+        changes = [
+            None if parameter.grad is None else self._changes([parameter], group)[0] for parameter, group, _ in parts
         ]
-        for update, trust, (_, group, _) in zip(updates, _trusts(updates), parts, strict=True):
-            if update.change is not None:
-                trusts = None if group["adam"] else [trust.to(update.change.device)]
-                _apply([_entries(update.parameter)], [update.change], trusts, group["lr"])
+        device = _entries(parts[0][0]).device
+        squares = torch.stack(
+            [
+                _squares(parameter, change, split).to(device)
+                for (parameter, _, split), change in zip(parts, changes, strict=True)
+            ]
+        )
+        _sum_over_meshes(squares, [parameter for parameter, _, _ in parts])
+        _sum_over_tensor_ranks(squares, [row for row, (_, _, split) in enumerate(parts) if split is not None])
+        for (parameter, group, _), change, trust in zip(parts, changes, _trust(*squares.sqrt().unbind(1)), strict=True):
+            if change is not None:
+                trusts = None if group["adam"] else [trust.to(change.device)]
+                _apply([_entries(parameter)], [change], trusts, group["lr"])
 
     def _changes(self, parameters: Sequence[nn.Parameter], group: Mapping[str, Any]) -> list[Tensor]:
         """The update u of each parameter, for the entries on this rank."""
@@ -237,35 +244,15 @@ def _trust(norm: Tensor, change: Tensor) -> Tensor:
     return torch.where((norm > 0) & (change > 0), norm / change, 1.0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Update:
-    """The update of one parameter: its u, None without a gradient, and how tensor ranks split it."""
-
-    parameter: nn.Parameter
-    change: Tensor | None
-    split: Split | None
-
-    def squares(self) -> Tensor:
-        """Squared norms of this rank's parts of the weight and of u; zeros without a gradient."""
-        weight = _entries(self.parameter)
-        if self.change is None:
-            return torch.zeros(2, dtype=torch.float64, device=weight.device)
-        return torch.stack(_norms([self._real(each) for each in (weight, self.change)])).square_()
-
-    def _real(self, entries: Tensor) -> Tensor:
-        """The entries without padding. pipeflow's own layers pad with zeros, so their DTensors stay as they are."""
-        if self.split is None or isinstance(self.parameter, DTensor):
-            return entries
-        return self.split.unpadded(entries, current_context().tensor_rank)
-
-
-def _trusts(updates: Sequence[_Update]) -> Tensor:
-    """For each update the norm of the whole weight divided by the norm of the whole u; 1 if either is 0."""
-    device = _entries(updates[0].parameter).device
-    squares = torch.stack([update.squares().to(device) for update in updates])
-    _sum_over_meshes(squares, [update.parameter for update in updates])
-    _sum_over_tensor_ranks(squares, [row for row, update in enumerate(updates) if update.split is not None])
-    return _trust(*squares.sqrt().unbind(1))
+def _squares(parameter: nn.Parameter, change: Tensor | None, split: Split | None) -> Tensor:
+    """Squared norms of this rank's parts of the weight and of its u, without padding; zeros without a gradient."""
+    weight = _entries(parameter)
+    if change is None:
+        return torch.zeros(2, dtype=torch.float64, device=weight.device)
+    both = [weight, change]
+    if split is not None and not isinstance(parameter, DTensor):  # pipeflow's own layers pad those with zeros
+        both = [split.unpadded(each, current_context().tensor_rank) for each in both]
+    return torch.stack(_norms(both)).square_()
 
 
 def _sum_over_meshes(squares: Tensor, parameters: Sequence[nn.Parameter]) -> None:

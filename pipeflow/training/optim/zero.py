@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby, zip_longest
 
 import torch
@@ -77,14 +76,26 @@ class Zero(Wrapper):
     def _exchange(self) -> None:
         if self._group.size == 1:
             return
-        under_way: deque[tuple[_Bucket, Tensor, Work]] = deque()
-        for bucket in self._buckets:
-            values = bucket.packed(self.stepped if bucket.owner == self._group.rank else {})
-            under_way.append((bucket, values, self._group.broadcast(values, bucket.owner)))
+        under_way: deque[tuple[list[tuple[nn.Parameter, Tensor]], Work]] = deque()
+        for owner, parameters in self._buckets:
+            sizes = [parameter.numel() for parameter in parameters]
+            values = torch.empty(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+            parts = [(each, part.view_as(each)) for each, part in zip(parameters, values.split(sizes), strict=True)]
+            if owner == self._group.rank:
+                for parameter, part in parts:
+                    part.copy_(self.stepped[parameter])
+            under_way.append((parts, self._group.broadcast(values, owner)))
             if len(under_way) == _UNDER_WAY:
                 _finish(*under_way.popleft())
         for each in under_way:
             _finish(*each)
+
+
+def _finish(parts: list[tuple[nn.Parameter, Tensor]], work: Work) -> None:
+    """Waits for the new values of parameters and writes them."""
+    work.wait()
+    for parameter, part in parts:
+        parameter.copy_(part)
 
 
 def owners_of(parameters: Sequence[nn.Parameter], ranks: int) -> dict[nn.Parameter, int]:
@@ -98,39 +109,14 @@ def owners_of(parameters: Sequence[nn.Parameter], ranks: int) -> dict[nn.Paramet
     return owners
 
 
-@dataclass(frozen=True, slots=True)
-class _Bucket:
-    """Parameters of one owner and dtype that are sent together."""
-
-    owner: int
-    parameters: list[nn.Parameter]
-
-    def packed(self, stepped: dict[nn.Parameter, nn.Parameter]) -> Tensor:
-        """A flat tensor for their values, in the parameters' dtype, filled with the values of the `stepped` ones."""
-        first, sizes = self.parameters[0], [parameter.numel() for parameter in self.parameters]
-        values = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
-        for parameter, part in zip(self.parameters, values.split(sizes), strict=True):
-            if parameter in stepped:
-                part.copy_(stepped[parameter].flatten())
-        return values
-
-    def unpack(self, values: Tensor) -> None:
-        sizes = [parameter.numel() for parameter in self.parameters]
-        for parameter, part in zip(self.parameters, values.split(sizes), strict=True):
-            parameter.copy_(part.view_as(parameter))
-
-
-def _finish(bucket: _Bucket, values: Tensor, work: Work) -> None:
-    work.wait()
-    bucket.unpack(values)
-
-
-def _buckets(owners: dict[nn.Parameter, int], ranks: int) -> Iterator[_Bucket]:
-    """All parameters in buckets, the owners taking turns, so that all of them send at the same time."""
+def _buckets(owners: dict[nn.Parameter, int], ranks: int) -> Iterator[tuple[int, list[nn.Parameter]]]:
+    """All parameters in buckets of one owner and dtype, each after its owner, who take turns, so that all of them send
+    at the same time.
+    """
     ordered = sorted(owners, key=lambda parameter: str(parameter.dtype))
     of_each = [list(_alike_in_buckets([p for p in ordered if owners[p] == owner])) for owner in range(ranks)]
     for turn in zip_longest(*of_each):
-        yield from (_Bucket(owner, bucket) for owner, bucket in enumerate(turn) if bucket is not None)
+        yield from ((owner, bucket) for owner, bucket in enumerate(turn) if bucket is not None)
 
 
 def _alike_in_buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
