@@ -11,7 +11,9 @@ import pickle
 import pydoc
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from graphlib import TopologicalSorter
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +25,7 @@ import pytest
 import pipeflow.colossalai.booster.plugin
 import pipeflow.megatron.core
 from pipeflow.colossalai.boosters import Booster
-from pipeflow.core.face import Face
+from pipeflow.core.face import _SHORT_PATHS, Face
 from tests.stubs import FACES, ROOT, file_of, stubs
 
 HERE = Path(__file__).parent
@@ -229,3 +231,26 @@ def test_a_short_path_is_another_name_of_the_same_module(short: str, long: str) 
 def test_a_module_that_a_short_path_does_not_have_is_missing() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"pipeflow\.engine\.tensor\.never"):
         importlib.import_module("pipeflow.tensor.never")
+
+
+def test_threads_may_import_a_short_path_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_long_path.py").write_text("import time\ntime.sleep(0.2)\nname = 7\n", encoding="utf-8")
+    stand = "from pipeflow.core.face import stand_for\nstand_for(__name__, 'slow_long_path')\n"
+    (tmp_path / "quick_short_path.py").write_text(stand, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def imported() -> int:
+        from quick_short_path import name  # type: ignore[import-not-found]  # written above
+
+        return int(name)
+
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(imported)
+            while "quick_short_path" not in sys.modules:
+                time.sleep(0.001)
+            assert [pool.submit(imported).result(), first.result()] == [7, 7]
+    finally:
+        for each in ("quick_short_path", "slow_long_path"):
+            sys.modules.pop(each, None)
+        _SHORT_PATHS.long.pop("quick_short_path")

@@ -1,23 +1,87 @@
-"""CutModel: a model that scripts hand over whole, and that is cut when it gets its first batch; and WholeOutputs: what
-it returns for a batch. Must not contain: how it is cut and called.
+"""CutModel: a model that scripts hand over whole, and that is cut when it gets its first batch, as CutSettings say; and
+WholeOutputs: what it returns for a batch. PreparedModel: one of which a call in training runs a whole step of the
+pipeline, whose gradients wait for the backward of its loss. Must not contain: names of a library.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipeflow.adapters.batches import samples_of
+from pipeflow.adapters.libraries import instead
+from pipeflow.adapters.outputs import AskedLoss, LazyOutput, StepOutput
+from pipeflow.adapters.random_states import OwnRandom, random_of_layers
+from pipeflow.adapters.ranks import shared_outputs
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
+from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.runtime.microbatch import Batch, Divided, as_batch
-from pipeflow.engine.runtime.pipeline import Pipeline
+from pipeflow.engine.runtime.other_calls import HeldStep, held_step
+from pipeflow.engine.runtime.pipeline import Pipeline, execute_pipeline
 from pipeflow.engine.runtime.plain_values import PlainValues
+from pipeflow.engine.runtime.step import LossOver
+from pipeflow.engine.runtime.whole_loss import require_whole_loss
+from pipeflow.engine.stages.blocks import Blocks, Cuts
+from pipeflow.engine.stages.entries import Entries
+from pipeflow.engine.stages.loss import own_loss
 from pipeflow.engine.stages.stage import ModuleStage
+from pipeflow.engine.torch_private.trees import tree_leaves
+from pipeflow.schedules.registry import make_schedule
+from pipeflow.training.checkpoint.load import load_checkpoint, load_options
+from pipeflow.training.checkpoint.save import save_checkpoint
 from pipeflow.training.optim.optimizer import WholeGroups, names_of
+
+
+@dataclass(frozen=True)
+class CutSettings:
+    """How a model is cut and run.
+
+    Attributes:
+        schedule: the schedule of its steps.
+        options: further arguments of `Pipeline.from_module`.
+        gradient_scale: function that returns the factor that the library gives to the gradients of a loss: one over the
+            number of accumulated batches.
+    """
+
+    schedule: Schedule
+    options: Mapping[str, Any]
+    gradient_scale: Callable[[], float]
+
+
+def cut_settings(
+    schedule: str,
+    microbatches: int,
+    schedule_options: Mapping[str, Any] | None,
+    cuts: Cuts,
+    blocks: Blocks,
+    weigh: Callable[..., float] | None,
+    loss_over: LossOver,
+    context: Context,
+    autocast: torch.dtype | None,
+    gradient_scale: Callable[[], float] = lambda: 1.0,
+) -> CutSettings:
+    """The settings that a script gives its library.
+
+    Args:
+        schedule: name of the schedule, as in `pipeflow.make_schedule`.
+        microbatches: number of microbatches in a batch.
+        schedule_options: further arguments of `pipeflow.make_schedule`.
+        cuts, blocks, autocast: as in `Pipeline.from_module`.
+        weigh, loss_over: as in `Pipeline`.
+        context: the context, whose pipeline has as many ranks as the schedule.
+        gradient_scale: as in CutSettings.
+    """
+    made = make_schedule(schedule, ranks=context.pipeline_size, microbatches=microbatches, **(schedule_options or {}))
+    options = {"cuts": cuts, "blocks": blocks, "weigh": weigh, "loss_over": loss_over, "autocast": autocast}
+    return CutSettings(made, options, gradient_scale)
 
 
 class CutModel(nn.Module):
@@ -130,12 +194,188 @@ class WholeOutputs:
         return as_batch(batch, schedule.num_microbatches, device, runner.read)
 
 
-@contextmanager
-def with_own_loss(pipeline: Pipeline) -> Iterator[None]:
+def with_own_loss(pipeline: Pipeline) -> AbstractContextManager[None]:
     """Inside the `with` block, evaluations compute the module's own loss although no entry is called labels."""
-    runner, read = pipeline.runner, pipeline.runner.read
-    runner.read = lambda batch: (read(batch)[0], True)
-    try:
-        yield
-    finally:
-        runner.read = read
+    read = pipeline.runner.read
+    return instead(vars(pipeline.runner), read=lambda batch: (read(batch)[0], True))
+
+
+class PreparedModel(CutModel):
+    """A model for loops in which a forward and a backward are two calls. All ranks call it together, those of a
+    pipeline with the same batch.
+
+    Args:
+        module: the whole module, the same on every rank.
+        settings: how it is cut and run.
+        context: the context of this rank.
+
+    Attributes:
+        step: the last step in training; None before there is one, and after a call without gradients.
+    """
+
+    def __init__(self, module: nn.Module, settings: CutSettings, context: Context) -> None:
+        super().__init__(module)
+        self.step: HeldStep | None = None
+        self._layer_random: OwnRandom | None = None
+        self._settings = settings
+        self._context = context
+        self._entries = Entries(module)
+        self._merging: WholeOutputs | None = None
+        self._has_loss = self._is_bare = False  # of the module's output, as found when it is cut
+
+    @contextmanager
+    def layers(self) -> Iterator[None]:
+        """Inside the `with` block, torch's random numbers are those of this rank's layers. Raises UsageError before
+        the model is cut.
+        """
+        random = self._layer_random
+        if random is None:
+            raise UsageError(self.uncut)
+        with random():
+            yield
+
+    @property
+    def is_released(self) -> bool:
+        """True if the gradients of the last step are in `.grad`."""
+        return self.step is not None and self.step.is_released
+
+    def save(self, folder: str | Path, optimizer: Any, *, step: int = 0, extra: object = None) -> None:
+        """Saves the model, its optimizer (or None) and the random states of its layers as a checkpoint of pipeflow. All
+        ranks call it together. Raises UsageError before the model is cut.
+        """
+        with self.layers():
+            save_checkpoint(folder, self.pipeline, optimizer, step=step, extra=extra)
+
+    def load(self, folder: Path, optimizer: Callable[[], Any]) -> None:
+        """Loads what `save` wrote under any layout, when the model is cut. All ranks call it together.
+
+        Args:
+            folder: the folder.
+            optimizer: function that returns the optimizer at that time, or None.
+        """
+
+        def load(made: Pipeline) -> None:
+            with self.layers():
+                load_checkpoint(folder, made, optimizer())
+
+        self.when_made(load)
+
+    def load_options(self, folder: Path, optimizer: Any) -> None:
+        """Loads the options of the groups of its optimizer, which scripts may read before the model is cut."""
+        if self.groups is not None:
+            load_options(folder, optimizer, self.groups.names)
+
+    def forward(self, *arguments: Any, **entries: Any) -> Any:
+        """Runs a batch. In training, returns an object whose `loss` is that of the step, or an output that a function
+        of torch.nn.functional makes a loss of. Otherwise returns the module's output, on every rank.
+
+        Raises UsageError if the last loss is still to be differentiated, and as `Pipeline.from_module` and
+        `execute_pipeline` do.
+        """
+        self.require_released()
+        if arguments:
+            entries = {**self._entries.of((arguments, None))[0], **entries}
+        batch = self._entries.of(entries)
+        self._make(batch[0])
+        self.step = None
+        if not (self.training and torch.is_grad_enabled()):
+            return self._evaluate(batch)
+        if self._has_loss:
+            loss = self._train(batch, None)
+            return loss if self._is_bare else StepOutput(loss)
+        return LazyOutput(
+            lambda asked: self._train((batch[0], asked.labels(samples_of(batch[0]))), asked), self._context.device
+        )
+
+    def require_released(self) -> None:
+        """Raises UsageError if the last loss is still to be differentiated."""
+        if self._has_step_waiting:
+            raise UsageError(
+                "the model was called again before the backward of its last loss: call accelerator.backward(loss), or "
+                "fabric.backward(loss), after each call, and accumulate batches with accelerator.accumulate(model); "
+                "evaluate with model.eval() under torch.no_grad()"
+            )
+
+    @property
+    def _has_step_waiting(self) -> bool:
+        return self.step is not None and not self.step.is_released
+
+    def _make(self, entries: dict[str, Any]) -> None:
+        """Makes the Pipeline with a first batch, unless there is one."""
+        if self.is_cut:
+            return
+        options = dict(self._settings.options)
+        if options.get("loss_over") == "batch":
+            options["criterion"] = _asked_later
+        with torch.enable_grad():
+            made = Pipeline.from_module(self.inner, self._settings.schedule, entries, **options)
+        assert made.cut is not None
+        trace = made.cut.trace
+        if "criterion" in options and trace.loss is not None:
+            require_whole_loss(self._context, own_loss)
+        self._has_loss, self._is_bare = trace.loss is not None, trace.returned.is_bare
+        made.training = self.training
+        made.runner.read = _as_it_is
+        self._merging = WholeOutputs(made)
+        self._layer_random = random_of_layers(self._context)
+        self.become(made)
+
+    def _train(self, batch: tuple[dict[str, Any], object], asked: AskedLoss | None) -> Tensor:
+        pipeline = self.pipeline
+        if self._has_step_waiting:
+            raise UsageError("the output has a loss already: compute one loss of it, and call backward for it")
+        if asked is not None:
+            pipeline.runner.criterion = asked
+        with self.layers():
+            self.step = held_step(iter([batch]), pipeline, gradient_scale=self._settings.gradient_scale())
+        return self.step.loss
+
+    def _evaluate(self, batch: tuple[dict[str, Any], object]) -> Any:
+        pipeline, (entries, labels) = self.pipeline, batch
+        assert self._merging is not None
+        is_unnamed = self._has_loss and labels is None and self._merging.has_loss(batch)
+        makes_loss = is_unnamed or (self._has_loss and labels is not None)
+        with self.layers(), with_own_loss(pipeline) if is_unnamed else nullcontext():
+            told = execute_pipeline(
+                iter([(entries, labels if makes_loss else None)]),
+                pipeline,
+                forward_only=True,
+                return_outputs=True,
+                broadcast_loss=makes_loss,
+            )
+            with pipeline.alarm.raised_everywhere():
+                outputs = _without_caches(self._merging.of(told.outputs, (entries, None)))
+                outputs = shared_outputs(outputs, self._context)
+        return _with_loss(outputs, told.loss) if makes_loss else outputs
+
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """The weights of this rank, by their names in the module."""
+        return self.inner.state_dict(*arguments, **options)
+
+
+def _asked_later(output: Any, labels: Any) -> Tensor:
+    """Takes the place of the loss that the script computes from an output."""
+    raise NotImplementedError
+
+
+def _as_it_is(batch: Any) -> tuple[object, object]:
+    return batch  # type: ignore[no-any-return]  # a pair, as `Entries.of` makes
+
+
+def _without_caches(outputs: Any) -> Any:
+    """Outputs with None for each part that is not made of tensors, such as a cache for generating text."""
+    for name, part in [*outputs.items()] if isinstance(outputs, Mapping) else []:
+        if not all(isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in tree_leaves(part)):
+            outputs[name] = None
+    return outputs
+
+
+def _with_loss(outputs: Any, loss: Tensor | None) -> Any:
+    """Outputs of a batch, of which `loss` is the mean; the module's own are those of its microbatches."""
+    if isinstance(outputs, Tensor):
+        return loss
+    if isinstance(outputs, Mapping) and "loss" in outputs:
+        outputs["loss"] = loss  # type: ignore[index]  # a dict, or a ModelOutput
+    elif isinstance(outputs, tuple | list) and outputs:
+        return type(outputs)([loss, *outputs[1:]])
+    return outputs

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
+from torch import Tensor
 
 from pipeflow.engine.parallel.context import Context
-
-
-class _Generator(NamedTuple):
-    """How a random generator of this process is read, set and seeded."""
-
-    state: Callable[[], Any]
-    restore: Callable[[Any], object]
-    seed: Callable[[int], object]
-
-
-_PYTHON = _Generator(random.getstate, random.setstate, random.seed)
-_NUMPY = _Generator(numpy.random.get_state, numpy.random.set_state, lambda seed: numpy.random.seed(seed % 2**32))
-_TORCH = _Generator(torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed)
-_CUDA = _Generator(torch.cuda.get_rng_state, torch.cuda.set_rng_state, torch.cuda.manual_seed)
+from pipeflow.engine.torch_private.generators import default_states, set_default_states
 
 
 class OwnRandom:
@@ -32,34 +20,41 @@ class OwnRandom:
 
     Args:
         seed: seed of these states.
-        generators: the generators.
+        gpus: GPUs whose generators draw beside torch's on the CPU.
+        is_of_data: whether those of Python and numpy draw, too.
     """
 
-    def __init__(self, seed: int, *generators: _Generator) -> None:
-        self._generators = generators
+    def __init__(self, seed: int, gpus: Sequence[torch.device] = (), *, is_of_data: bool = False) -> None:
+        self._gpus, self._is_of_data = gpus, is_of_data
         outside = self._states()
-        for each in generators:
-            each.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        if gpus:
+            torch.cuda.manual_seed(seed)
+        if is_of_data:
+            random.seed(seed)
+            numpy.random.seed(seed % 2**32)
         self._inside = self._states()
-        self._restore(outside)
+        self._restore(*outside)
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Inside the `with` block, random numbers come from these states."""
         outside = self._states()
-        self._restore(self._inside)
+        self._restore(*self._inside)
         try:
             yield
         finally:
             self._inside = self._states()
-            self._restore(outside)
+            self._restore(*outside)
 
-    def _states(self) -> list[Any]:
-        return [each.state() for each in self._generators]
+    def _states(self) -> tuple[Any, ...]:
+        others = (random.getstate(), numpy.random.get_state()) if self._is_of_data else ()
+        return default_states(self._gpus), *others
 
-    def _restore(self, states: list[Any]) -> None:
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.restore(state)
+    def _restore(self, of_torch: list[Tensor], *others: Any) -> None:
+        set_default_states(of_torch, self._gpus)
+        for restore, state in zip((random.setstate, numpy.random.set_state), others, strict=False):
+            restore(state)
 
 
 class RandomLoader:
@@ -89,15 +84,15 @@ def random_of_data(seed: int) -> OwnRandom:
     """States of Python, numpy and torch's CPU generator used only for reading data (samplers, data sets, collators). So
     ranks with the same seed read the same batches although their dropout draws other numbers.
     """
-    return OwnRandom(seed, _PYTHON, _NUMPY, _TORCH)
+    return OwnRandom(seed, is_of_data=True)
 
 
 def random_of_layers(context: Context) -> OwnRandom:
     """States of torch's generators for the layers of this rank. They begin with the seed of the script, whose own
     random numbers stay the same on all ranks, so that all ranks of a pipeline read the same batches.
     """
-    on_gpu = [_CUDA] if context.device.type == "cuda" else []
-    return OwnRandom(seed_of_layers(torch.initial_seed(), context), _TORCH, *on_gpu)
+    gpus = [context.device] if context.device.type == "cuda" else []
+    return OwnRandom(seed_of_layers(torch.initial_seed(), context), gpus)
 
 
 def seed_of_layers(seed: int, context: Context) -> int:

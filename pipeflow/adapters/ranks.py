@@ -1,26 +1,55 @@
-"""What ranks tell each other: barriers and decisions of all ranks, the last stage's outputs for the other stages, and
-values of replicas. Each call raises the error of a rank that fails on all ranks, and opens channels after an earlier
-error. Operations: what an Accelerator does among ranks, whichever library's it is.
+"""The ranks of a script of another library: their context, which it may have launched before, and what they tell each
+other: barriers and decisions of all ranks, the last stage's outputs for the other stages, and values of replicas. Each
+call raises the error of a rank that fails on all ranks, and opens channels after an earlier error. Operations: what an
+Accelerator does among ranks, whichever library's it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeflow.engine.parallel.context import Context
-from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_object, exchange, gather_rows
-from pipeflow.engine.parallel.transport.protocol import Tag
+from pipeflow.core.errors import UsageError
+from pipeflow.engine.parallel.context import Context, context_if_launched
+from pipeflow.engine.parallel.launcher import launch
+from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_object, gather_rows
+from pipeflow.engine.parallel.transport.telling import hear, tell
 from pipeflow.engine.runtime.pipeline import Pipeline
 from pipeflow.engine.torch_private.trees import tree_map_only
 from pipeflow.training.optim.clip import clip_grad_norm_
 
-PADDING = -100
-"""The value that pads sequences of different lengths, as in transformers."""
+
+def launched(
+    pipeline: int | None,
+    tensor: int | None,
+    data: int | None = None,
+    *,
+    device: torch.device | str | None = None,
+    instead: str = "pass the same sizes to pipeflow.launch",
+) -> Context:
+    """The context, launched here unless it was before.
+
+    Args:
+        pipeline, tensor, data: the sizes that it must have; None for any.
+        device: as in `launch`.
+        instead: what to do if it has others.
+
+    Raises UsageError if it has other sizes.
+    """
+    context = context_if_launched() or launch(pipeline, tensor or 1, device=device)
+    here = context.data_size, context.pipeline_size, context.tensor_size
+    wanted = tuple(size if asked is None else asked for asked, size in zip((data, pipeline, tensor), here, strict=True))
+    if wanted != here:
+        raise UsageError(
+            f"the {context.world_size} processes are launched as {here[0]} replicas of {here[1]} pipeline ranks with "
+            f"{here[2]} tensor ranks, but there are to be {wanted[0]}, {wanted[1]} and {wanted[2]}: start as many "
+            f"processes as their product, and {instead}"
+        )
+    return context
 
 
 def wait_for_all(context: Context, call: str = "") -> None:
@@ -40,40 +69,34 @@ def objects_of_all(context: Context, value: object) -> list[Any]:
         return all_gather_object(context.world, value)
 
 
-class _Place(NamedTuple):
-    """Stands for the tensor of this number among those that are sent."""
-
-    number: int
-
-
 def shared_outputs(outputs: Any, context: Context) -> Any:
     """Sends outputs (tensors and plain values in tuples, lists and dicts) that one or two ranks of a pipeline have to
     all of its ranks. They call it together; ranks without outputs pass None.
     """
     transport = context.transport
-    tensors: list[Tensor] = []
-
-    def place(tensor: Tensor) -> _Place:
-        tensors.append(tensor.contiguous())
-        return _Place(len(tensors) - 1)
-
-    structure = None if outputs is None else tree_map_only(Tensor, place, outputs)
-    mine = None if outputs is None else (structure, [(tensor.shape, tensor.dtype) for tensor in tensors])
-    everyone: list[Any] = all_gather_object(transport, mine)
-    source = next(rank for rank, told in enumerate(everyone) if told is not None)
-    structure, looks = everyone[source]
+    has_some = [bool(told) for [told] in all_gather(transport, [float(outputs is not None)])]
+    source = has_some.index(True)
     if transport.rank == source:
-        for tensor in tensors:
-            body = tensor.cpu()
-            peers = [rank for rank, told in enumerate(everyone) if told is None]
-            exchange(transport, Tag.CONTROL, dict.fromkeys(peers, body), {}, "sending the outputs")
-    elif outputs is None:
-        tensors = []
-        for shape, dtype in looks:
-            body = torch.empty(shape, dtype=dtype, device="cpu")
-            exchange(transport, Tag.CONTROL, {}, {source: body}, "waiting for the outputs of the last stage")
-            tensors.append(body.to(context.device))
-    return tree_map_only(_Place, lambda its: tensors[its.number], structure, is_leaf=lambda it: isinstance(it, _Place))
+        tell(transport, [rank for rank, has in enumerate(has_some) if not has], outputs)
+    if outputs is not None:
+        return outputs
+    return tree_map_only(Tensor, lambda tensor: tensor.to(context.device), hear(transport, source))
+
+
+def trees_of_replicas(tree: object, context: Context) -> list[Any]:
+    """The tree of each replica, of tensors and plain values, from the ranks with this rank's place in it. Tensors
+    arrive on the CPU. All ranks call it together.
+    """
+    replicas = context.replicas
+    with context.alarm.raised_everywhere():
+        found = []
+        for teller in range(replicas.size):
+            if teller == replicas.rank:
+                tell(replicas, [rank for rank in range(replicas.size) if rank != teller], tree)
+                found.append(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), tree))
+            else:
+                found.append(hear(replicas, teller))
+        return found
 
 
 def gathered(tree: Any, context: Context) -> Any:
@@ -85,7 +108,7 @@ def gathered(tree: Any, context: Context) -> Any:
         return tree_map_only(Tensor, lambda tensor: _gathered(tensor, context), tree)
 
 
-def padded(tree: Any, context: Context, dim: int, value: int = PADDING, *, at_front: bool = False) -> Any:
+def padded(tree: Any, context: Context, dim: int, value: int, *, at_front: bool = False) -> Any:
     """Pads the tensors in `tree` along `dim` with `value` to the longest length among all replicas: at their end, or at
     their beginning with `at_front`. Tensors without such a dimension stay as they are.
     """

@@ -164,4 +164,6 @@ def stand_for(short: str, long: str) -> None:
     if _SHORT_PATHS not in sys.meta_path:
         sys.meta_path.insert(0, _SHORT_PATHS)
     _SHORT_PATHS.long[short] = long
-    sys.modules[short] = import_module(long)
+    standing, found = sys.modules[short], import_module(long)
+    sys.modules[short] = found
+    vars(standing)["__getattr__"] = partial(getattr, found)  # another thread that imports it meanwhile got this one

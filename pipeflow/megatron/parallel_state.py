@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import ProcessGroup
 
-from pipeflow.adapters.launching import launched
-from pipeflow.adapters.ranks import objects_of_all
+from pipeflow.adapters.ranks import launched, objects_of_all
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import Context, current_context, is_launched, keep, kept
 from pipeflow.engine.tensor.random import current_tracker, manual_seed

@@ -33,7 +33,7 @@ def test_ranks_share_outputs_and_gather_those_of_replicas() -> None:
         assert logits.equal(mine)
         assert (float(loss), nothing, others) == (3.0, None, plain)
         assert others["yes"] is True
-        whole = gathered(padded((logits,), context, 1), context)[0]
+        whole = gathered(padded((logits,), context, 1, -100), context)[0]
         return whole.tolist(), gathered(torch.tensor(context.data_rank), context).tolist()
 
     for whole, ranks in run_threads(rank, 4, data=2):

@@ -6,7 +6,7 @@ are saved as a checkpoint of pipeflow, beside accelerate's files. Must not conta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,9 @@ from torch.optim import Optimizer
 
 from pipeflow.adapters.accelerate import utils
 from pipeflow.adapters.accelerate.options import is_last_process, require_possible, share_place, sizes_of
-from pipeflow.adapters.held_model import PreparedModel
-from pipeflow.adapters.launching import PipelineOptions, launched
-from pipeflow.adapters.ranks import Operations, numbers_of_all
-from pipeflow.adapters.refusals import require_one_optimizer, require_unwrapped
+from pipeflow.adapters.cut_model import PreparedModel, cut_settings
+from pipeflow.adapters.libraries import instead, require_one_optimizer, require_unwrapped
+from pipeflow.adapters.ranks import Operations, launched, numbers_of_all
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.runtime.pipeline import Pipeline
 from pipeflow.engine.runtime.step import LossOver
@@ -81,7 +80,6 @@ class Accelerator(Operations, accelerate.Accelerator):  # type: ignore[misc]  # 
         self._context = launched(*sizes_of(parallelism_config, pipeline, tensor), device=device)
         self._model: PreparedModel | None = None
         self.flag_tensor: Tensor | None
-        said = PipelineOptions(schedule, microbatches, schedule_options, cuts, blocks, weigh, loss_over)
         share_place(self._context)
         world = self._context.world
         with self._context.alarm.raised_everywhere():  # which opens channels after an error
@@ -90,7 +88,8 @@ class Accelerator(Operations, accelerate.Accelerator):  # type: ignore[misc]  # 
         options["dataloader_config"].dispatch_batches = False
         super().__init__(**options)
         autocast = torch.bfloat16 if self.mixed_precision == "bf16" else None
-        self._settings = said.settings(self._context, autocast, lambda: 1 / self.gradient_accumulation_steps)
+        said = schedule, microbatches, schedule_options, cuts, blocks, weigh, loss_over
+        self._settings = cut_settings(*said, self._context, autocast, lambda: 1 / self.gradient_accumulation_steps)
 
     @property
     def _pipeline(self) -> Pipeline:
@@ -269,7 +268,7 @@ class Accelerator(Operations, accelerate.Accelerator):  # type: ignore[misc]  # 
         model = self._model_of("load_state")
         folder = Path(self._newest() if input_dir is None else input_dir, STATE)
         found, optimizer = find(folder), self._inner_optimizer()
-        with self._without_model(), self._as_process(0):
+        with self._without_model(), instead(AcceleratorState._shared_state, process_index=0):  # whose files are loaded
             super().load_state(input_dir, load_kwargs, **options)
         model.load_options(found, optimizer)
         model.load(folder, lambda: optimizer)
@@ -290,23 +289,6 @@ class Accelerator(Operations, accelerate.Accelerator):  # type: ignore[misc]  # 
             raise UsageError("load_state needs the folder of a saved state")
         return str(max(folders, key=lambda each: int(each.name.rpartition("_")[2])))
 
-    @contextmanager
-    def _without_model(self) -> Iterator[None]:
+    def _without_model(self) -> AbstractContextManager[None]:
         """Inside the `with` block, accelerate knows neither model nor optimizer."""
-        before = self._models, self._optimizers
-        self._models, self._optimizers = [], []
-        try:
-            yield
-        finally:
-            self._models, self._optimizers = before
-
-    @contextmanager
-    def _as_process(self, index: int) -> Iterator[None]:
-        """Inside the `with` block, accelerate names this process's files like those of process `index`."""
-        state = AcceleratorState._shared_state
-        before = state["process_index"]
-        state["process_index"] = index
-        try:
-            yield
-        finally:
-            state["process_index"] = before
+        return instead(self.__dict__, _models=[], _optimizers=[])

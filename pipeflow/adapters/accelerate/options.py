@@ -18,8 +18,8 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch import Tensor
 
 from pipeflow.adapters.batches import part_of
+from pipeflow.adapters.libraries import DIVIDED
 from pipeflow.adapters.ranks import wait_for_all
-from pipeflow.adapters.refusals import DIVIDED
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import Context, current_context
 

@@ -4,17 +4,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import accelerate.utils as theirs
-import torch
 from torch import Tensor
 
-from pipeflow.adapters.ranks import gathered, padded, reduced
+from pipeflow.adapters.ranks import gathered, padded, reduced, trees_of_replicas
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import current_context
-from pipeflow.engine.parallel.transport.agreement import all_gather_object
-from pipeflow.engine.torch_private.trees import tree_map, tree_map_only
+from pipeflow.engine.torch_private.trees import tree_map_only
 
 
 def gather(tensor: Any) -> Any:
@@ -22,42 +20,11 @@ def gather(tensor: Any) -> Any:
     return gathered(tensor, current_context())
 
 
-class _Numbers(NamedTuple):
-    """A tensor as a plain value."""
-
-    values: list[Any]
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Numbers:
-        return cls(tensor.detach().flatten().tolist(), tensor.shape, tensor.dtype)
-
-    def tensor(self) -> Tensor:
-        return torch.tensor(self.values, dtype=self.dtype, device="cpu").view(self.shape)
-
-
 def gather_object(object: Any) -> list[Any]:
     """Joins the lists of all replicas. Their items are numbers, strings, tensors, and containers of these; tensors
     arrive on the CPU. Raises UsageError for others.
     """
-    return [each for one in _of_replicas(object) for each in one]
-
-
-def _of_replicas(value: object) -> list[Any]:
-    """The value of each replica, from the ranks with this rank's place in it."""
-    context = current_context()
-    with context.alarm.raised_everywhere():
-        told = all_gather_object(context.replicas, tree_map_only(Tensor, _Numbers.of, value))
-    return [tree_map(_restored, each, is_leaf=_is_numbers) for each in told]
-
-
-def _is_numbers(value: object) -> bool:
-    return isinstance(value, _Numbers)
-
-
-def _restored(value: Any) -> Any:
-    return value.tensor() if _is_numbers(value) else value
+    return [each for one in trees_of_replicas(object, current_context()) for each in one]
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
@@ -67,7 +34,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Replaces the items of the list by those of one replica, and returns it."""
-    object_list[:] = _of_replicas(object_list)[from_process]
+    object_list[:] = trees_of_replicas(object_list, current_context())[from_process]
     return object_list
 
 

@@ -6,20 +6,18 @@ the data and leaves the model and its gradients to the Pipeline. Must not contai
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from accelerate import DistributedType
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from pipeflow.adapters.batches import ReplicaBatchSampler, ReplicaDataset
+from pipeflow.adapters.libraries import instead
 from pipeflow.adapters.ranks import Operations
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import Context
@@ -27,56 +25,23 @@ from pipeflow.engine.runtime.pipeline import Pipeline
 from pipeflow.engine.torch_private.trees import tree_map_only
 
 
-@dataclass
-class World:
-    """This rank's place, with the attributes that TrainingArguments needs. transformers' processes are replicas here;
-    only rank 0 of the world writes and logs.
-
-    Attributes:
-        num_processes: number of replicas.
-        process_index: rank in the world.
-        local_process_index: rank on this machine.
-        device: this rank's device.
-    """
-
-    num_processes: int
-    process_index: int
-    local_process_index: int
-    device: torch.device
-    distributed_type: DistributedType = DistributedType.NO
-
-    @property
-    def is_main_process(self) -> bool:
-        return self.process_index == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        return self.local_process_index == 0
-
-
 def place_arguments(args: Any, context: Context) -> None:
-    """Tells TrainingArguments this rank's place. transformers' processes are replicas here."""
+    """Tells TrainingArguments this rank's place. transformers' processes are replicas here; only rank 0 of the world
+    writes and logs.
+    """
     local = int(os.environ.get("LOCAL_RANK", context.rank))
-    args.distributed_state = World(context.data_size, context.rank, local, context.device)
+    args.distributed_state = SimpleNamespace(
+        num_processes=context.data_size,
+        process_index=context.rank,
+        local_process_index=local,
+        is_main_process=context.rank == 0,
+        is_local_main_process=local == 0,
+        device=context.device,
+        distributed_type=DistributedType.NO,
+    )
     args._n_gpu = int(context.device.type == "cuda")
     vars(args)["_setup_devices"] = context.device
     args.average_tokens_across_devices = False  # the Trainer adds up the items of all replicas
-
-
-class _Gradients:
-    """Flags: whether the next step ends an accumulation, and whether a loader is at its last batch."""
-
-    def __init__(self) -> None:
-        self.sync_gradients = True
-        self.plugin_kwargs: dict[str, Any] = {}
-        self.loader: Any = None
-
-    def _set_sync_gradients(self, sync: bool) -> None:
-        self.sync_gradients = sync
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        return bool(self.loader is not None and self.loader.end_of_dataloader)
 
 
 class PipelineAccelerator(Operations):
@@ -85,7 +50,7 @@ class PipelineAccelerator(Operations):
 
     Args:
         model: the Pipeline to train.
-        world: this rank's place.
+        place: this rank's place, as `place_arguments` tells it; its attributes are also this object's.
         seed: seed of the order of the samples.
         config: transformers' AcceleratorConfig. If it has `split_batches`, a loader's batch is the batch of all
             replicas together.
@@ -94,14 +59,16 @@ class PipelineAccelerator(Operations):
         split_batches, dispatch_batches, even_batches, use_seedable_sampler: as in `config`.
     """
 
-    distributed_type = DistributedType.NO
+    num_processes: int
+    is_local_main_process: bool
+    sync_gradients = True
     mixed_precision = "no"
     scaler = None
     parallelism_config = None
     optimizer_step_was_skipped = False
     should_save_model = True
 
-    def __init__(self, model: Pipeline, world: World, seed: int, config: Any) -> None:
+    def __init__(self, model: Pipeline, place: Any, seed: int, config: Any) -> None:
         self._model = model
         self._context = model.context
         self._models = [model]
@@ -110,13 +77,9 @@ class PipelineAccelerator(Operations):
         self.dispatch_batches = config.dispatch_batches
         self.even_batches = bool(config.even_batches)
         self.use_seedable_sampler = bool(config.use_seedable_sampler)
-        self.world = world
-        self.device = world.device
-        self.num_processes = world.num_processes
-        self.process_index = world.process_index
-        self.local_process_index = world.local_process_index
-        self.is_main_process, self.is_local_main_process = world.is_main_process, world.is_local_main_process
-        self.gradient_state = _Gradients()
+        vars(self).update(vars(place))
+        self.plugin_kwargs: dict[str, Any] = {}
+        self._loader: Any = None
         self._is_alone = False
         self.state = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None, torch_tp_plugin=None)
 
@@ -125,8 +88,16 @@ class PipelineAccelerator(Operations):
         return self._model
 
     @property
-    def sync_gradients(self) -> bool:
-        return self.gradient_state.sync_gradients
+    def gradient_state(self) -> PipelineAccelerator:
+        """Tells whether the next step ends an accumulation, and whether a loader is at its last batch."""
+        return self
+
+    def _set_sync_gradients(self, sync: bool) -> None:
+        self.sync_gradients = sync
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        return bool(self._loader is not None and self._loader.end_of_dataloader)
 
     def prepare(self, *given: Any) -> Any:
         """Returns its arguments; loaders are divided, so that they read this replica's part of the data."""
@@ -193,14 +164,9 @@ class PipelineAccelerator(Operations):
             return tree_map_only(Tensor, lambda each: each if each.dim() else each[None], tensor)
         return super().gather(tensor)
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> AbstractContextManager[None]:
         """Inside the `with` block, nothing is gathered: a loss that a stage computes is that of one microbatch."""
-        before, self._is_alone = self._is_alone, True
-        try:
-            yield
-        finally:
-            self._is_alone = before
+        return instead(vars(self), _is_alone=True)
 
     def autocast(self, *_: object, **__: object) -> Any:
         """Does nothing: the Pipeline says in which dtype its stages run."""
@@ -208,20 +174,15 @@ class PipelineAccelerator(Operations):
 
     def gather_for_metrics(self, tree: Any, *_: object, **__: object) -> Any:
         """Like `gather`, without the samples that fill up the last batch."""
-        whole, loader = self.gather(tree), self.gradient_state.loader
-        if self._is_alone or loader is None or not loader.end_of_dataloader:
+        whole = self.gather(tree)
+        if self._is_alone or not self.end_of_dataloader:
             return whole
-        filled, replicas = _filled(loader), self.num_processes
+        filled, replicas = _filled(self._loader), self.num_processes
         return tree_map_only(Tensor, lambda tensor: tensor[: len(tensor) * (replicas - filled) // replicas], whole)
 
-    @contextmanager
-    def reading(self, loader: Any) -> Iterator[None]:
+    def reading(self, loader: Any) -> AbstractContextManager[None]:
         """Inside the `with` block, `gather_for_metrics` applies to batches of `loader`."""
-        before, self.gradient_state.loader = self.gradient_state.loader, loader
-        try:
-            yield
-        finally:
-            self.gradient_state.loader = before
+        return instead(vars(self), _loader=loader)
 
     def free_memory(self, *given: Any) -> Any:
         """Does nothing: it holds no memory."""

@@ -12,12 +12,11 @@ import torch
 from lightning.fabric.strategies import ParallelStrategy
 from torch import Tensor, nn
 
-from pipeflow.adapters.held_model import PreparedModel
-from pipeflow.adapters.launching import CutSettings
+from pipeflow.adapters.cut_model import CutSettings, PreparedModel
+from pipeflow.adapters.libraries import instead, require_one_optimizer, require_unwrapped
 from pipeflow.adapters.lightning.model import StepModel, keep_own
 from pipeflow.adapters.lightning.world import LightningWorld, autocast_of, packed, require_precision, unpacked
 from pipeflow.adapters.ranks import clipped_norm
-from pipeflow.adapters.refusals import require_one_optimizer, require_unwrapped
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import Context
 from pipeflow.training.checkpoint.manifest import find
@@ -64,13 +63,10 @@ class FabricModel(StepModel):
         """
         if self.is_cut:
             return
-        own: dict[str, Any] = vars(self.whole)
-        kept: dict[str, Any] = {name: own.pop(name) for name in ("_fabric", "_fabric_optimizers") if name in own}
-        own.update({name: None if name == "_fabric" else [] for name in kept})
-        try:
+        own = vars(self.whole)
+        others: dict[str, Any] = {"_fabric": None, "_fabric_optimizers": []}
+        with instead(own, **{name: each for name, each in others.items() if name in own}):
             (StepModel if self._runs_steps else PreparedModel)._make(self, entries)
-        finally:
-            own.update(kept)
         if not self._runs_steps:  # where StepModel does it
             keep_own(self.whole, self.pipeline)
 
@@ -114,7 +110,7 @@ class PipelineStrategy(LightningWorld, ParallelStrategy):  # type: ignore[misc] 
         require_precision(self.precision)
         if self._model is not None:
             raise UsageError("a pipeline trains one module: set up the one that is trained, and call others directly")
-        settings = self._said.settings(self._context, autocast_of(self.precision))
+        settings = self._settings_for(self._context, autocast_of(self.precision))
         self._model = FabricModel(module, settings, self._context)
         return self._model
 

@@ -14,8 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from pipeflow.adapters.batches import samples_of
-from pipeflow.adapters.held_model import PreparedModel
-from pipeflow.adapters.launching import CutSettings
+from pipeflow.adapters.cut_model import CutSettings, PreparedModel
 from pipeflow.adapters.lightning.steps import TRAINING, StepState, call_again, stepping
 from pipeflow.adapters.ranks import shared_outputs
 from pipeflow.core.errors import UsageError

@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.core.module import Metric, MetricCollection
 from torch import Tensor, nn
 
+from pipeflow.adapters.libraries import instead
 from pipeflow.adapters.ranks import gathered
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import Context
@@ -79,9 +80,8 @@ class StepForward:
         logs = Logs(running, method)
         if running.trainer is not None and vars(self).get("_trainer") is None:
             module.trainer = running.trainer
-        replaced = {"forward": partial(own.forward, self), "log": logs.log, "log_dict": logs.log_dict}
         with (
-            _instead(vars(self), replaced),
+            instead(vars(self), forward=partial(own.forward, self), log=logs.log, log_dict=logs.log_dict),
             recording(module, self._step_metrics) as logs.recorded,
             _growing(vars(self)) as grown,
         ):
@@ -191,19 +191,6 @@ def _growing(own: dict[str, Any]) -> Iterator[dict[str, list[Any]]]:
             if len(each) > length:
                 grown[name] = each[length:]
                 del each[length:]
-
-
-@contextmanager
-def _instead(own: dict[str, Any], replaced: Mapping[str, Any]) -> Iterator[None]:
-    """Inside the `with` block, attributes of a module are others."""
-    before = {name: own[name] for name in replaced if name in own}
-    own.update(replaced)
-    try:
-        yield
-    finally:
-        for name in replaced:
-            del own[name]
-        own.update(before)
 
 
 @contextmanager

@@ -14,11 +14,11 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from pipeflow.adapters.libraries import require_one_optimizer, require_unwrapped
 from pipeflow.adapters.lightning.model import StepModel
 from pipeflow.adapters.lightning.steps import among_replicas
 from pipeflow.adapters.lightning.world import LightningWorld, autocast_of, packed, require_precision, unpacked
 from pipeflow.adapters.ranks import clipped_norm
-from pipeflow.adapters.refusals import require_one_optimizer, require_unwrapped
 from pipeflow.core.errors import UsageError
 from pipeflow.training.checkpoint.manifest import find
 from pipeflow.training.optim.optimizer import names_of
@@ -76,7 +76,7 @@ class PipelineStrategy(LightningWorld, ParallelStrategy):  # type: ignore[misc] 
         self.model = module = self.precision_plugin.convert_module(module)
         if self._prepared is None or self._prepared.whole is not module:
             autocast = autocast_of(self.precision_plugin)
-            settings = self._said.settings(self._context, autocast, lambda: 1 / trainer.accumulate_grad_batches)
+            settings = self._settings_for(self._context, autocast, lambda: 1 / trainer.accumulate_grad_batches)
             self._prepared = StepModel(module, settings, self._context, trainer)
         self._prepared.running.trainer = trainer
         among_replicas(module, self._context)  # each time: Lightning leaves metrics on the CPU when a run ends

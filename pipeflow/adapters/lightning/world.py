@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only as rank_zero_onl
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
-from pipeflow.adapters.launching import PipelineOptions, launched
-from pipeflow.adapters.ranks import gathered, numbers_of_all, objects_of_all, reduced, wait_for_all
+from pipeflow.adapters.cut_model import cut_settings
+from pipeflow.adapters.ranks import gathered, launched, numbers_of_all, objects_of_all, reduced, wait_for_all
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import Context, context_if_launched
 from pipeflow.engine.runtime.step import LossOver
@@ -63,7 +64,8 @@ class LightningWorld:
         super().__init__(**options)
         self.num_nodes = 1
         self._sizes = pipeline, tensor
-        self._said = PipelineOptions(schedule, microbatches, schedule_options, cuts, blocks, weigh, loss_over)
+        said = schedule, microbatches, schedule_options, cuts, blocks, weigh, loss_over
+        self._settings_for = partial(cut_settings, *said)
 
     @property
     def _context(self) -> Context:
