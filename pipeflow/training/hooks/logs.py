@@ -5,7 +5,6 @@ metrics are measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from os import PathLike
 from typing import Any, Protocol
 
@@ -205,8 +204,14 @@ class TensorBoardHook(LoggerHook):
 
 
 class _TensorBoard:
-    def __init__(self, library: Any, options: dict[str, Any]) -> None:
-        self._writer = library.SummaryWriter(**options)
+    def __init__(self, make_writer: Any, options: dict[str, Any]) -> None:
+        self._writer = make_writer(**options)
+
+    @staticmethod
+    def load() -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
@@ -224,6 +229,12 @@ class _Wandb:
         self._library = library
         self._run = library.init(**options)
 
+    @staticmethod
+    def load() -> Any:
+        import wandb
+
+        return wandb
+
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
 
@@ -239,6 +250,12 @@ class _MLflow:
         self._library = library
         library.start_run(**options)
 
+    @staticmethod
+    def load() -> Any:
+        import mlflow
+
+        return mlflow
+
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._library.log_metrics(dict(values), step=step)
 
@@ -246,21 +263,20 @@ class _MLflow:
         self._library.end_run()
 
 
-LOGGERS: dict[str, tuple[type[_TensorBoard | _Wandb | _MLflow], str, str]] = {
-    "tensorboard": (_TensorBoard, "torch.utils.tensorboard", install("tensorboard")),
-    "wandb": (_Wandb, "wandb", "pip install wandb"),
-    "mlflow": (_MLflow, "mlflow", "pip install mlflow"),
+LOGGERS: dict[str, tuple[type[_TensorBoard | _Wandb | _MLflow], str]] = {  # with the command to install it
+    "tensorboard": (_TensorBoard, install("tensorboard")),
+    "wandb": (_Wandb, "pip install wandb"),
+    "mlflow": (_MLflow, "pip install mlflow"),
 }
-"""The loggers by name, each with its module, and the command that installs it."""
 
 
 def _maker(name: str, options: dict[str, Any]) -> Callable[[], Any]:
     """A function that makes the logger `name`. Raises UsageError for an unknown name or a missing package."""
     if name not in LOGGERS:
         raise unknown("logger", name, LOGGERS)
-    make, module, install = LOGGERS[name]
+    make, install = LOGGERS[name]
     try:
-        library = import_module(module)
+        library = make.load()
     except ImportError as error:
         raise UsageError(f"{name} is not installed ({error}): {install}") from None
     return lambda: make(library, options)
