@@ -1,13 +1,17 @@
 """Blocks: the sizes of a transformer's layers, how many parameters they have, and how many operations they take. Must
-not contain: what precedes and follows the layers, bytes, times and layouts.
+not contain: what precedes and follows the layers, kernels, bytes, times and layouts.
 
-A block is norm, attention, norm, MLP (pre-LN). Attention is one linear for query, key and value, and an output linear.
-The MLP is a wide linear and an output linear. With `gated` it has two wide linears whose outputs are multiplied
-(SwiGLU, arXiv 2002.05202). With `kv_heads`, groups of query heads share a head of key and value (arXiv 2305.13245).
-With `experts`, the router, a linear without bias, sends each token to `experts_per_token` of the MLPs (arXiv
-2401.04088). `shared_experts` are further MLPs that get all tokens (arXiv 2401.06066). With `dense_layers`, the first
-layers have one MLP instead. In parallel blocks, one norm feeds both attention and MLP (arXiv 2204.02311). The kinds
-of attention are described in `linears.py`.
+A block is norm, attention, norm, MLP (pre-LN). The MLP is a wide linear and an output linear. With `gated` it has two
+wide linears whose outputs are multiplied (SwiGLU, arXiv 2002.05202). With `experts`, the router, a linear without bias,
+sends each token to `experts_per_token` of the MLPs (arXiv 2401.04088). `shared_experts` are further MLPs that get all
+tokens (arXiv 2401.06066). With `dense_layers`, the first layers have one MLP instead. In parallel blocks, one norm
+feeds both attention and MLP (arXiv 2204.02311).
+
+There are two kinds of attention. Usually, one linear makes query, key and value, and heads of query may share a head of
+key and value (arXiv 2305.13245). Latent attention (MLA, arXiv 2405.04434, section 2.1) first makes a latent vector for
+key and value of `kv_rank` numbers, to which it adds `rope_size` numbers with positions that all heads share. A second
+linear makes keys without positions and values of it. The query may have a latent vector of `q_rank` numbers, too. These
+vectors have a norm each, and every tensor rank has them whole. Both kinds end in an output linear.
 
 A tensor split by t cuts the query-key-value and wide linears by columns (weight and bias / t). It cuts the two output
 linears by rows (weight / t, the bias on every rank). Norms and router are whole on every rank. If there are fewer heads
@@ -20,45 +24,34 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import lru_cache
-from typing import Any, Literal, Self
+from functools import cache, lru_cache
+from typing import Any, Literal, NamedTuple, Self
 
 from pipeflow.core.errors import UsageError
-from pipeflow.core.placement import require_positive
-from pipeflow.planning.block_sizes import near_divisors, require_block
-from pipeflow.planning.linears import attention_linears, latent_norms
+from pipeflow.core.partition import Part
+from pipeflow.core.placement import require_at_least, require_positive
 
-Part = tuple[int, int]  # layers [start, end)
 Biases = Literal["all", "qkv", "none"]
 Norm = Literal["layer", "rms"]
+OPTIONAL = ("kv_heads", "head_size", "ffn", "kv_rank", "q_rank", "value_size", "window", "dense_ffn")
+
+
+class Linear(NamedTuple):
+    """A linear from `inputs` to `outputs` numbers per token. Tensor ranks split its outputs, its inputs, or nothing."""
+
+    inputs: int
+    outputs: int
+    split: Literal["inputs", "outputs", "none"]
+
+    @property
+    def weights(self) -> int:
+        """The number of its weights, on all tensor ranks together if they are split."""
+        return self.inputs * self.outputs
 
 
 @dataclass(frozen=True, slots=True)
 class Transformer(ABC):
-    """The base of all transformers; GPT and ViT add what precedes and follows the layers.
-
-    Attributes:
-        layers, hidden, heads: how many layers, how wide they are, and how many heads of attention each has.
-        kv_heads: heads of key and value; as many as `heads` unless given.
-        head_size: width of a head; `hidden` / `heads` unless given.
-        ffn: width of the MLP, of one expert where there are several.
-        gated: the MLP has three matrices instead of two.
-        experts: MLPs per layer, of which a token uses `experts_per_token`; 1 is no mixture.
-        shared_experts: further MLPs, which every token uses.
-        biases: which linears of a block have them: all, that for query, key and value, or none.
-        norm: LayerNorm, with a bias, or RMSNorm, without.
-        head_norms: query and key have a norm each over `head_size`.
-        dropout: attention and the MLP end in one, and so does the embedding; its masks are kept in training.
-        kv_rank, q_rank: sizes of the latent vectors of latent attention; None for usual attention, and for none of the
-            query.
-        rope_size: the part of `head_size` that has positions, in latent attention.
-        value_size: width of a head of value; as wide as a head of query unless given.
-        window: the tokens that a query sees, its own included; all before it unless given.
-        full_every: in every N-th layer, a query sees all tokens despite `window`; 0 for no such layer.
-        parallel_block: attention and the MLP of a block read the same norm.
-        dense_layers: how many of the first layers have no experts but one MLP.
-        dense_ffn: width of that MLP; that of all experts that a token uses unless given.
-        expert_groups, groups_per_token: equal groups of experts, and of how many of them a token uses experts.
+    """The base of all transformers, whose fields `GPT` describes; GPT and ViT add what precedes and follows the layers.
 
     Raises UsageError for sizes below 1, and for sizes that do not divide: `heads` into `hidden` where no `head_size` is
     given, `kv_heads` into `heads`. Also for sizes that belong to others: `q_rank` without `kv_rank`, `dense_layers`
@@ -93,7 +86,50 @@ class Transformer(ABC):
     groups_per_token: int = 1
 
     def __post_init__(self) -> None:
-        require_block(self)
+        given = {name: size for name in OPTIONAL if (size := getattr(self, name)) is not None}
+        always = ("layers", "hidden", "heads", "experts", "experts_per_token", "expert_groups", "groups_per_token")
+        require_positive(**{name: getattr(self, name) for name in always}, **given)
+        maybe_none = ("shared_experts", "rope_size", "full_every", "dense_layers")
+        require_at_least(0, **{name: getattr(self, name) for name in maybe_none})
+        if self.head_size is None and self.hidden % self.heads:
+            near = near_divisors(self.hidden, self.heads)
+            raise UsageError(f"hidden {self.hidden} does not divide into {self.heads} heads: {near}")
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            near = near_divisors(self.heads, self.kv_heads)
+            raise UsageError(f"{self.heads} heads do not divide into kv_heads={self.kv_heads} groups: {near}")
+        if self.experts_per_token > self.experts:
+            raise UsageError(f"experts_per_token={self.experts_per_token} is more than experts={self.experts}")
+        if self.groups_per_token > self.expert_groups or self.experts % self.expert_groups:
+            raise UsageError(
+                f"{self.experts} experts in {self.expert_groups} equal groups, of which a token uses "
+                f"{self.groups_per_token}: these sizes are impossible"
+            )
+        if self.shared_experts and self.experts == 1:
+            raise UsageError(f"shared_experts={self.shared_experts} need other experts, too: set experts to at least 2")
+        self._require_owners()
+        for name, value, known in (
+            ("biases", self.biases, ("all", "qkv", "none")),
+            ("norm", self.norm, ("layer", "rms")),
+        ):
+            if value not in known:
+                raise UsageError(f"{name} must be one of {', '.join(known)}; got {value!r}")
+
+    def _require_owners(self) -> None:
+        """Raises UsageError for sizes that say nothing without another one."""
+        owned = {
+            "q_rank": (self.q_rank is not None, self.kv_rank is not None, "kv_rank"),
+            "rope_size": (self.rope_size > 0, self.kv_rank is not None, "kv_rank"),
+            "full_every": (self.full_every > 0, self.window is not None, "window"),
+            "dense_layers": (self.dense_layers > 0, self.experts > 1, "experts of at least 2"),
+            "dense_ffn": (self.dense_ffn is not None, self.dense_layers > 0, "dense_layers"),
+        }
+        for name, (is_given, has_owner, owner) in owned.items():
+            if is_given and not has_owner:
+                raise UsageError(f"{name}={getattr(self, name)} needs {owner}: give it too, or leave out {name}")
+        if self.dense_layers >= self.layers > 1 and self.experts > 1:
+            raise UsageError(f"dense_layers={self.dense_layers} leave no layer of {self.layers} with experts")
+        if self.kv_rank is not None and self.head_width <= self.rope_size:
+            raise UsageError(f"rope_size={self.rope_size} must be less than head_size={self.head_width}")
 
     @property
     def dense(self) -> Self:
@@ -137,6 +173,11 @@ class Transformer(ABC):
     def active_experts(self) -> int:
         """Perceptrons that a token passes through in a layer."""
         return self.experts_per_token + self.shared_experts
+
+    @property
+    def always_used(self) -> int:
+        """The MLPs of a layer that get all tokens: shared experts, or the only MLP."""
+        return self.shared_experts if self.experts > 1 else 1
 
     @property
     @abstractmethod
@@ -232,7 +273,7 @@ class Transformer(ABC):
         """Operations per token in the forward of one layer's linears, two for each weight that the token uses. With an
         MLP of r times `hidden` and equal heads these are (4 + 2r) 2h^2 (arXiv 2104.04473, appendix).
         """
-        return 2 * (self._attention + self._router + self.active_experts * self._expert(1))
+        return 2 * (self._attention + self._router + self.active_experts * self.mlp_weights)
 
     def attention_flops(self, sequence: int) -> int:
         """Operations per token in the forward of one layer's scores and of their product with the values: 4sh. What a
@@ -268,42 +309,97 @@ class Transformer(ABC):
             raise UsageError(f"tensor={tensor} does not divide the MLP width of {self.wide}: {near}")
 
     @property
+    def attention_linears(self) -> tuple[Linear, ...]:
+        """The linears of one layer's attention, in their order."""
+        hidden, heads = self.hidden, self.heads
+        out = Linear(heads * self.value_width, hidden, "inputs")
+        if self.kv_rank is None:
+            return Linear(hidden, self.query_width + 2 * self.key_width, "outputs"), out
+        made = heads * (self.head_width - self.rope_size + self.value_width)
+        values = Linear(hidden, self.kv_rank + self.rope_size, "none"), Linear(self.kv_rank, made, "outputs")
+        if self.q_rank is None:
+            return Linear(hidden, self.query_width, "outputs"), *values, out
+        queries = Linear(hidden, self.q_rank, "none"), Linear(self.q_rank, self.query_width, "outputs")
+        return *queries, *values, out
+
+    @property
+    def from_latent(self) -> list[Linear]:
+        """Those of the linears of attention that read a latent vector."""
+        latent, linears = (self.q_rank, self.kv_rank), self.attention_linears
+        return [linear for linear in linears if linear.inputs in latent and linear.split == "outputs"]
+
+    @property
+    def latent_normed(self) -> int:
+        """Numbers per token in latent vectors that a norm reads, which has as many parameters."""
+        return 0 if self.kv_rank is None else self.kv_rank + (self.q_rank or 0)
+
+    @property
+    def latent_values(self) -> int:
+        """Numbers per token in latent vectors: before and after their norms, and the positions of the key."""
+        return 2 * self.latent_normed + self.rope_size
+
+    def seen(self, sequence: int) -> float:
+        """The part of the scores under a causal mask that the windows of the layers leave, as the mean of all layers. A
+        query sees itself and `window` - 1 tokens before it; in each `full_every`th layer it sees all.
+        """
+        if self.window is None or self.window >= sequence:
+            return 1.0
+        part = self.window / sequence
+        in_window, full = part * (2 - part), 1 / self.full_every if self.full_every else 0.0
+        return full + (1 - full) * in_window
+
+    @property
     def norm_parameters(self) -> int:
         """The parameters of one norm over `hidden`."""
         return (2 if self.norm == "layer" else 1) * self.hidden
 
     @property
+    def mlp_weights(self) -> int:
+        """Weights of one MLP, or of one expert."""
+        return (3 if self.gated else 2) * self.hidden * self.wide
+
+    @property
     def _attention(self) -> int:
-        return sum(linear.weights for linear in attention_linears(self))
+        return sum(linear.weights for linear in self.attention_linears)
 
     @property
     def _router(self) -> int:
         return self.hidden * self.experts if self.experts > 1 else 0
 
-    def _expert(self, tensor: int) -> int:
-        """Weights of one MLP on one of `tensor` ranks."""
-        return (3 if self.gated else 2) * self.hidden * self.wide // tensor
-
     def _mlps(self, count: int, tensor: int) -> int:
         """Parameters of `count` MLPs on one of `tensor` ranks, which have the output's bias whole."""
         inner = (2 if self.gated else 1) * self.wide if self.biases == "all" else 0
-        return count * (self._expert(1) + inner) // tensor + (count * self.hidden if self.biases == "all" else 0)
+        return count * (self.mlp_weights + inner) // tensor + (count * self.hidden if self.biases == "all" else 0)
 
     def _block(self, tensor: int) -> int:
         """Parameters of a layer on one of `tensor` ranks, without experts that tokens are sent to."""
-        latent = sum(linear.weights for linear in attention_linears(self) if linear.split == "none")
+        latent = sum(linear.weights for linear in self.attention_linears if linear.split == "none")
         split = self._attention - latent
-        whole = self._router + (1 if self.parallel_block else 2) * self.norm_parameters + latent + latent_norms(self)
+        whole = self._router + (1 if self.parallel_block else 2) * self.norm_parameters + latent + self.latent_normed
         if self.head_norms:
             whole += 2 * self.norm_parameters // self.hidden * self.head_width
         if self.biases != "none":
             split += self.query_width + 2 * self.key_width
         if self.biases == "all":
             whole += self.hidden
-        return split // tensor + whole + self._mlps(self.shared_experts + (self.experts == 1), tensor)
+        return split // tensor + whole + self._mlps(self.always_used, tensor)
 
 
 @lru_cache(maxsize=256)
 def _block_of(model: Transformer, tensor: int) -> int:
     """As `Transformer._block`: a search asks for the same layer a hundred thousand times."""
     return model._block(tensor)
+
+
+@cache
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, in ascending order."""
+    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
+
+
+def near_divisors(whole: int, part: int) -> str:
+    """Which divisors of `whole` are next to `part`, which is none."""
+    below = [number for number in divisors(whole) if number < part]
+    near = below[-1:] + [number for number in divisors(whole) if number > part][:1]
+    return f"the nearest that work{'s is' if len(near) == 1 else ' are'} {' and '.join(map(str, near))}"

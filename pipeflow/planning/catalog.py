@@ -7,10 +7,21 @@ from types import MappingProxyType
 
 from pipeflow.core.errors import UsageError, require_type, unknown
 from pipeflow.planning.presets import GPT_PRESETS
-from pipeflow.planning.transformer import GPT
-from pipeflow.planning.vit import VIT_PRESETS, ViT
+from pipeflow.planning.transformer import GPT, ViT
 
 Model = GPT | ViT
+_BASE, _LARGE, _HUGE = (12, 768, 12), (24, 1024, 16), (32, 1280, 16)
+VIT_PRESETS: Mapping[str, ViT] = MappingProxyType(
+    {
+        "vit-b16": ViT(*_BASE),
+        "vit-b32": ViT(*_BASE, patch=32),
+        "vit-l16": ViT(*_LARGE),
+        "vit-l32": ViT(*_LARGE, patch=32),
+        "vit-h14": ViT(*_HUGE, patch=14),
+    }
+)
+"""Models by name, for images of 224 x 224 and the 1000 classes of ImageNet."""
+
 MODELS: Mapping[str, Model] = MappingProxyType({**GPT_PRESETS, **VIT_PRESETS})
 """The models of GPT_PRESETS and of VIT_PRESETS."""
 

@@ -1,21 +1,23 @@
-"""Cluster: many devices of one kind, in nodes, and the links between them. Must not contain: what a model costs on it,
-and how it is measured.
+"""Cluster: many devices of one kind, in nodes, the links between them, and how much longer products of measured shapes
+take than the coefficients of `Efficiency` say. Must not contain: what a model costs on it, and how it is measured.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from pipeflow.core.errors import UsageError, require_type
 from pipeflow.core.files import is_number, parse, read_text, replacing
 from pipeflow.core.placement import require_positive
+from pipeflow.planning.blocks import divisors
 from pipeflow.planning.device import DEVICES, LINK_BANDWIDTHS, NODE_SIZES, Device, require_bandwidth, require_between
 from pipeflow.planning.engines import COMMUNICATOR, CONTEXT
-from pipeflow.planning.shapes import ShapeTime, shape_times
 
 UNITS = {
     "flops": "FLOP/s",
@@ -35,6 +37,20 @@ ALLOWANCE = 0.015
 """Share of a device's memory that no process gets: torch sees 78.8 to 79.3 GiB of 80, and 39.4 of 40."""
 
 
+class ShapeTime(NamedTuple):
+    """A measured shape of products.
+
+    Attributes:
+        rows: rows, which are tokens.
+        shortest: the shorter dimension of the weight.
+        longer: how many times as long such a product takes as the coefficients say.
+    """
+
+    rows: float
+    shortest: float
+    longer: float
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """Devices of one kind, `devices_per_node` of them in each node, as many nodes as needed.
@@ -50,7 +66,7 @@ class Cluster:
         sharing: ranks that share one processor, such as 2 for 4 processes on 2 cores. The device's rates are then those
             while all these ranks compute; while some wait, the others are faster. 1 if each rank has its own device.
         efficiency: measured coefficients of a cost model, by name.
-        shapes: measured products, as `shapes.ShapeTime`.
+        shapes: measured products, as `ShapeTime`.
 
     >>> Cluster.of("a100-80gb", network_bandwidth=12.5e9).link_bandwidth
     300000000000.0
@@ -75,7 +91,7 @@ class Cluster:
         if self.devices_per_node % self.devices_per_nic:
             raise UsageError(
                 f"{self.devices_per_nic} devices per network card do not divide {self.devices_per_node} of a node: use "
-                f"{' or '.join(map(str, _divisors(self.devices_per_node)))}"
+                f"{' or '.join(map(str, divisors(self.devices_per_node)))}"
             )
         for name in ("link_bandwidth", "network_bandwidth"):
             require_bandwidth(name, getattr(self, name))
@@ -83,7 +99,7 @@ class Cluster:
             require_between(0, 1, name, getattr(self, name), "seconds, not microseconds: 5 microseconds are 5e-6")
         require_between(1, 1e4, "sharing", self.sharing, "ranks on each processor, at least 1")
         object.__setattr__(self, "efficiency", dict(self.efficiency))
-        object.__setattr__(self, "shapes", shape_times(self.shapes))
+        object.__setattr__(self, "shapes", _shape_times(self.shapes))
 
     @property
     def usable_bytes(self) -> float:
@@ -142,10 +158,6 @@ class Cluster:
             raise UsageError(f"{os.fspath(path)}: {error.strerror}") from None
 
 
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
-
-
 def _from_json(text: str) -> Cluster:
     content = parse(text)
     known = {each.name for each in fields(Cluster)}
@@ -186,3 +198,30 @@ def _keys(value: object, what: str, known: set[str], *, optional: frozenset[str]
     if said:
         raise UsageError(f"{what} {' and '.join(said)}; its keys are {', '.join(sorted(known | optional))}")
     return dict(value)
+
+
+def _shape_times(rows: Iterable[Iterable[float]]) -> tuple[ShapeTime, ...]:
+    """The rows of a table. Raises UsageError unless each has three positive, finite numbers."""
+    found = tuple(tuple(row) if isinstance(row, list | tuple) else (row,) for row in rows)
+    for row in found:
+        if len(row) != 3 or not all(isinstance(each, int | float) and 0 < each < math.inf for each in row):
+            raise UsageError(
+                "shapes must have rows of three positive numbers (rows, shortest dimension of the weight, how many "
+                f"times as long), got {row!r}"
+            )
+    return tuple(ShapeTime(*map(float, row)) for row in found)
+
+
+@lru_cache(maxsize=4096)
+def longer(table: tuple[ShapeTime, ...], rows: float, shortest: float) -> float:
+    """How many times as long products of this shape take: the mean of what was measured, of the logarithms, where near
+    shapes count most, by the square of their distance in doublings. 1 without a table.
+    """
+    weights, found = 0.0, 0.0
+    for each in table:
+        distance = math.log2(rows / each.rows) ** 2 + math.log2(shortest / each.shortest) ** 2
+        if not distance:
+            return each.longer
+        weights += 1 / distance
+        found += math.log(each.longer) / distance
+    return math.exp(found / weights) if weights else 1.0

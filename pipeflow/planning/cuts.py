@@ -1,15 +1,30 @@
-"""Cuts: layers of a transformer dealt to the stages of a placement so that its busiest rank has little to do. Must not
-contain: what layers cost.
+"""Cuts: the layers of each stage, evenly, by what they cost, or with the shortest step; and the least time of a step
+under a placement. Must not contain: what layers cost, and searches for other sizes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from math import inf
+from typing import NamedTuple
 
+from pipeflow.core.action import Kind
+from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import Part, stage_parts
 from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
+from pipeflow.planning.blocks import Transformer
+from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.mesh import Mesh
+from pipeflow.planning.physical import Physical, physical_costs, stage_costs
+from pipeflow.planning.setup import Setup
+
+FIRST = (0.0, 0.5, 1.0, 2.0)  # layers that the part before them is worth
+LAST = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0)  # and the part after them
 
 
 @lru_cache(maxsize=4096)
@@ -81,3 +96,111 @@ def cut_with_ends(layers: int, placement: Placement, first: int | None, last: in
     sizes = [given.get(stage % ranks, rest // others if others else 0) // chunks for stage in range(stages)]
     ends = list(accumulate(sizes))
     return tuple(zip([0, *ends], ends, strict=False))
+
+
+class Profile(NamedTuple):
+    """The time of one microbatch in the whole model, and of the parts before and after the layers, in layers."""
+
+    time: float
+    first: float
+    last: float
+
+
+def profile(model: Transformer, setup: Setup, cluster: Cluster | None) -> Profile:
+    """The profile under a setup: in seconds on a cluster, else in forwards of a layer, with communication free. Raises
+    UsageError for a model that the setup does not fit, and as `physical_costs`.
+    """
+    layers, setup = model.layers, setup if setup.expert > 1 else replace(setup, data=1)
+    cut = list(pairwise(sorted({0, 1, max(layers - 1, 1), layers})))
+    placement = Placement.linear(len(cut))
+    if cluster is None:
+        cost = stage_costs(model, placement, setup, cut=cut)
+    else:
+        mesh = Mesh.of(setup, len(cut), cluster.devices_per_node)
+        cost = physical_costs(model, placement, setup, mesh, cluster, cut=cut).cost
+    times = [sum(each) for each in zip(cost.forward, cost.backward_input, cost.backward_weight, strict=True)]
+    layer = times[1] / (layers - 2) if layers > 2 else min(times)
+    before, after = (round(max(times[end] / layer - 1, 0.0), 1) if layers > 1 else 0.0 for end in (0, -1))
+    return Profile(sum(times), before, after)
+
+
+def cut_by_cost(
+    model: Transformer, placement: Placement, setup: Setup, cluster: Cluster | None = None
+) -> tuple[Part, ...]:
+    """Per stage its layers [start, end), so that the busiest rank has little to do: head and embedding count as what
+    they cost. Raises UsageError as `profile`.
+
+    >>> from pipeflow import GPT
+    >>> cut_by_cost(GPT.named("llama3-8b"), Placement.linear(4), Setup())
+    ((0, 8), (8, 16), (16, 25), (25, 32))
+    """
+    found = profile(model, setup, cluster)
+    return cut_by_load(model.layers, placement, found.first, found.last)
+
+
+def cuts_to_try(layers: int, placement: Placement) -> Iterator[tuple[Part, ...]]:
+    """Cuts for heads and embeddings of different weights, each once."""
+    loads = (cut_by_load(layers, placement, first, last) for last in LAST for first in FIRST)
+    yield from dict.fromkeys((even_cut(layers, placement.num_stages), *loads))
+
+
+def fastest_cut(model: Transformer, schedule: Schedule, setup: Setup, cluster: Cluster) -> tuple[Part, ...]:
+    """The one of `cuts_to_try` whose step is shortest; of several, the first. These are the same for every cluster. So
+    on a faster cluster, on which each of them is at least as fast, the best of them is, too. A single cut by the costs
+    of a cluster does not have this property: rounding may make it worse. Raises UsageError as `physical_costs`.
+    """
+    placement = schedule.placement
+    mesh = Mesh.of(setup, placement.num_ranks, cluster.devices_per_node)
+    is_split = any(action.kind is Kind.W for rank in range(len(schedule.rows)) for action in schedule.actions(rank))
+    reducing = schedule.with_reductions()
+
+    def least(physical: Physical) -> float:
+        return physical.after + least_makespan(physical.cost, placement, schedule.num_microbatches, split=is_split)
+
+    costs = {
+        cut: physical_costs(model, placement, setup, mesh, cluster, cut=cut)
+        for cut in cuts_to_try(model.layers, placement)
+    }
+    best: tuple[float, tuple[Part, ...]] | None = None
+    for bound, cut in sorted(((least(physical), cut) for cut, physical in costs.items()), key=lambda each: each[0]):
+        if best is not None and bound >= best[0]:
+            break
+        seconds = costs[cut].after + costs[cut].timeline(reducing).makespan
+        best = (seconds, cut) if best is None or seconds < best[0] else best
+    assert best is not None
+    return best[1]
+
+
+def least_makespan(cost: CostModel, placement: Placement, microbatches: int, *, split: bool) -> float:
+    """A lower bound on the makespan of all schedules with this placement, including reductions. It assumes that pairs
+    save no time.
+
+    A rank cannot start before a first forward has reached one of its stages. It then computes all of its work. After
+    the last whole backward of a stage, the stages before it still have to run their backwards. With `split` backwards,
+    the last action may be a weight-gradient half, which no other action waits for. A reduction follows the last weight
+    gradient of its stage. With whole backwards, free transfers and equal stages, the bound is the makespan of 1F1B,
+    interleaved 1F1B and GPipe.
+    """
+    forward, backward = cost.durations[Kind.F], cost.durations[Kind.B]
+    gradient = cost.durations[Kind.I] if split else backward  # what a stage before waits for
+    work = [0.0] * placement.num_ranks
+    start, end = [inf] * placement.num_ranks, [inf] * placement.num_ranks
+    through = 0.0
+    for number, path in enumerate(placement.paths[:microbatches]):
+        links = [(stage, one, other) for stage, (one, other) in enumerate(pairwise(path))]
+        down = [0.0 if one == other else cost.transfer(stage, one, other) for stage, one, other in links]
+        up = [0.0 if one == other else cost.transfer(stage, other, one) for stage, one, other in links]
+        first, after = _before(forward, down), _before(gradient, up)
+        many = len(range(number, microbatches, len(placement.paths)))
+        for stage, rank in enumerate(path):
+            work[rank] += many * (forward[stage] + backward[stage])
+            start[rank] = min(start[rank], first[stage])
+            end[rank] = min(end[rank], max(0.0 if split else after[stage], cost.durations[Kind.R][stage]))
+        alone = first[-1] + forward[-1] + gradient[-1] + after[-1] + (cost.durations[Kind.W][0] if split else 0.0)
+        through = max(through, alone)
+    return max(through, *map(sum, zip(start, work, end, strict=True)))
+
+
+def _before(times: Sequence[float], transfers: Sequence[float]) -> list[float]:
+    """Per stage, the time of all stages before it and of the transfers up to it."""
+    return [0.0, *accumulate(time + transfer for time, transfer in zip(times, transfers, strict=False))]

@@ -11,24 +11,21 @@ from pipeflow.core.action import Kind
 from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Stream
-from pipeflow.core.errors import UsageError
+from pipeflow.core.errors import UsageError, require_type
 from pipeflow.core.partition import Cut
 from pipeflow.core.schedule import Schedule, require_schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.inputs import require_inputs
 from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.physical import Physical, physical_costs
+from pipeflow.planning.physical import Physical, physical_costs, stage_costs
 from pipeflow.planning.rank_memory import Held, RankPlan, held_by, rank_plan, stage_gradients
 from pipeflow.planning.schedule_peaks import with_gradients
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.sharding import require_pipeline
+from pipeflow.planning.shares import stage_layers
 from pipeflow.planning.step_plan import Plan, StepParts, StepPlan
-from pipeflow.planning.transformer_costs import (
-    stage_costs,
-    stage_layers,
-)
+from pipeflow.planning.transformer import GPT, ViT
 
 
 def plan(
@@ -137,3 +134,12 @@ def _step_parts(schedule: Schedule, physical: Physical, timeline: Timeline, comp
         reduction=max(0.0, reduced.makespan - timeline.makespan) + physical.tied,
         optimizer=physical.optimizer,
     )
+
+
+def require_inputs(model: object, setup: object, cluster: object) -> None:
+    """Raises UsageError with the line to write, such as `model_named("gpt3-175b")` for a name; None is no cluster."""
+    if not isinstance(model, Transformer):
+        require_type("model", model, (GPT, ViT), f"model_named({model!r}) has a model by its name")
+    require_type("setup", setup, Setup, "Setup() has the usual settings")
+    if cluster is not None:
+        require_type("cluster", cluster, Cluster, f"Cluster.of({cluster!r}) has a cluster by the name of its device")

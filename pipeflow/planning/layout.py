@@ -9,12 +9,12 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, cast
 
 from pipeflow.core.errors import UsageError, names_of, require_type, unknown
+from pipeflow.core.partition import Part
 from pipeflow.core.placement import require_positive
 from pipeflow.core.schedule import Schedule
-from pipeflow.planning.block_sizes import near_divisors
-from pipeflow.planning.blocks import Part, Transformer
+from pipeflow.planning.blocks import Transformer, near_divisors
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.inputs import require_inputs
+from pipeflow.planning.estimate import require_inputs
 from pipeflow.planning.setup import Checkpoint, Setup
 from pipeflow.planning.sharding import require_pipeline
 from pipeflow.schedules import SCHEDULES, make_schedule

@@ -18,13 +18,11 @@ from pipeflow.core.partition import Part
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.planning.bounds import least_makespan
-from pipeflow.planning.cuts import cut_by_load, even_cut
+from pipeflow.planning.cuts import Profile, cut_by_load, even_cut, least_makespan, profile
 from pipeflow.planning.layout import Layout, Wanted
 from pipeflow.planning.layout_cells import Cell
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import Physical, physical_costs
-from pipeflow.planning.profiles import Profile, profile
 from pipeflow.planning.rank_memory import ALLOCATOR, state_bytes
 from pipeflow.planning.schedule_peaks import RankPeaks, peaks
 from pipeflow.planning.setup import Setup

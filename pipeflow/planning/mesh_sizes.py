@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pipeflow.core.errors import UsageError
 from pipeflow.planning.layout import Wanted
-from pipeflow.planning.transformer_costs import sequence_of
+from pipeflow.planning.shares import sequence_of
 
 CONTEXT = 4096  # tokens of a sequence that a context rank has at least, unless their number is given
 FAR = 4096  # how far from what is asked for a number of devices is looked for that works

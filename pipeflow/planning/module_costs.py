@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from pipeflow.core.action import Kind
 from pipeflow.core.dataflow import Content
+from pipeflow.core.partition import Part
 from pipeflow.core.schedule import Schedule
-from pipeflow.planning.blocks import Part
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.estimate import step_plan
 from pipeflow.planning.layer_seconds import layer_times
@@ -20,8 +20,8 @@ from pipeflow.planning.rank_memory import Held, transferred
 from pipeflow.planning.rates import RankGroup, Rates
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.sharding import StageLayers
+from pipeflow.planning.shares import Parameters
 from pipeflow.planning.step_plan import StepPlan
-from pipeflow.planning.transformer_costs import Parameters
 from pipeflow.planning.work import DeviceWork, added_bytes
 
 LAYER_OPERATIONS = 16

@@ -1,10 +1,15 @@
-"""The physical costs of a layout on a cluster: seconds of each stage's actions, of transfers between stages, of
-gradient reductions and of the optimizer. Must not contain: the order in which stages run, or memory.
+"""The costs of a layout's stages. On a cluster they are physical: seconds of each stage's actions, of transfers between
+stages, of gradient reductions and of the optimizer. Without one, they are operations alone. Must not contain: the order
+in which stages run, or the memory of ranks.
+
+Operations are counted as in arXiv 2104.04473 (Narayanan et al.), section 5.1 and appendix, where an activation function
+or a norm costs nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,32 +18,33 @@ from pipeflow.core.analysis.simulation import simulate, simulate_shared
 from pipeflow.core.cost import CostModel, costs_of
 from pipeflow.core.cost_fields import Link
 from pipeflow.core.dataflow import Content
+from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import Cut
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.planning.adapters import learned_parameters
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.efficiency import Efficiency
+from pipeflow.planning.kept import deferred_bytes, op_linears, recomputed_modules, saved_bytes
 from pipeflow.planning.layer_seconds import model_layer_times
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.rates import FROZEN, RankGroup, Rates, Seconds, no_units
 from pipeflow.planning.setup import FEW_BITS, Setup
 from pipeflow.planning.sharding import Sharding, StageLayers, holders_of
-from pipeflow.planning.transformer import GPT
-from pipeflow.planning.transformer_costs import (
+from pipeflow.planning.shares import (
     Parameters,
     Share,
     for_shares,
     parameters_of,
     passed_bytes,
+    sequence_of,
     shares_of,
-    stage_costs,
     stage_layers,
     tokens_of,
 )
-from pipeflow.planning.work import embedding_work, head_work
+from pipeflow.planning.transformer import GPT
+from pipeflow.planning.work import embedding_work, head_work, learned_parameters
 from pipeflow.schedules.orders.additions import gathering
 
 FREE_LAUNCHES = {"forward_launch": 0.0, "backward_launch": 0.0, "sync": 0.0}
@@ -124,31 +130,12 @@ def physical_costs(
     coefficients.
     """
     rates = rates_of(cluster, setup, free)
-    memory = stage_costs(model, placement, setup, cut=cut)  # its bytes; its times are in forwards of a layer
+    tokens_of(model, setup)  # raises the error for a sequence before others
     parts = stage_layers(model, placement, cut)
-    computed = for_shares(model, parts, lambda share: _stage_times(model, setup, mesh, rates, share))
+    stages = for_shares(model, parts, lambda share: _stage_costs(model, setup, mesh, rates, share))
     shares = shares_of(model, parts)
-    held = for_shares(model, parts, lambda share: parameters_of(model, [share], setup))
-    adapters = for_shares(model, parts, lambda share: learned_parameters(model, share, setup))
-    learned = adapters if setup.frozen else held
-    activation = passed_bytes(model, setup)
-    stages = [
-        StageCosts(
-            *computed[stage][:2],
-            {content: sizes[stage] for content, sizes in memory.sizes.items()},
-            activation,
-            held[stage],
-            computed[stage][2],
-            learned[stage],
-        )
-        for stage in range(len(parts))
-    ]
     ranks = {tuple(shares[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)}
-    if setup.frozen:
-        own = [[adapters[stage] for stage in placement.stages_of(rank)] for rank in range(placement.num_ranks)]
-        most = max((Parameters(*map(sum, zip(*each, strict=True))) for each in own), key=lambda each: each.total)
-    else:
-        most = max((parameters_of(model, own, setup) for own in ranks), key=lambda each: each.total)
+    most = max((_learned(model, own, setup) for own in ranks), key=lambda each: each.total)
     tied = _tied(model, placement, setup, mesh, rates)
     return physical_of(stages, placement, setup, mesh, rates, most=most, tied=tied)
 
@@ -241,14 +228,18 @@ def _links(placement: Placement, mesh: Mesh, cluster: Cluster, rates: Rates) -> 
     return {ends: far for one, other in pairs for ends in ((one, other), (other, one)) if mesh.crosses(one, other)}
 
 
-def _stage_times(
-    model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, share: Share
-) -> tuple[dict[Kind, float], float, StageLayers]:
-    """The seconds of a share's actions, those in which tensor ranks communicate, and its layers."""
-    collective = rates.tensor_sum(mesh.tensor_group, tokens_of(model, setup) * model.hidden * setup.precision.weight)
+def _stage_costs(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, share: Share) -> StageCosts:
+    """The costs of a stage with a share of a model."""
+    tokens = tokens_of(model, setup)
+    sizes = {
+        Content.SAVED: tokens * saved_bytes(model, setup, share),
+        Content.DEFERRED: tokens * deferred_bytes(model, setup, share),
+    }
+    collective = rates.tensor_sum(mesh.tensor_group, tokens * model.hidden * setup.precision.weight)
     parts = [(count, model_layer_times(kind, each, mesh, rates)) for count, kind, each in share.kinds(model, setup)]
     forward, backward, weight, communication = (sum(count * times[i] for count, times in parts) for i in range(4))
-    layers = _layers(model, setup, share, forward, backward)
+    whole = parameters_of(model, [share], setup)
+    layers = _layers(model, setup, share, whole, forward, backward)
     ends: list[Seconds] = []
     if share.first:
         each = rates.seconds(embedding_work(model, setup))
@@ -265,12 +256,19 @@ def _stage_times(
         Kind.I: backward - weight + sum(each.backward - each.weight for each in ends),
         Kind.W: weight + sum(each.weight for each in ends),
     }
-    return times, communication, layers
+    sent, learned = passed_bytes(model, setup), _learned(model, [share], setup)
+    return StageCosts(times, communication, sizes, sent, whole, layers, learned)
 
 
-def _layers(model: Transformer, setup: Setup, share: Share, forward: float, backward: float) -> StageLayers:
-    """The layers of a share, which together take so many seconds, and what is in none of them."""
-    whole = parameters_of(model, [share], setup)
+def _learned(model: Transformer, shares: Collection[Share], setup: Setup) -> Parameters:
+    """The parameters that learn of a device with these shares."""
+    return (learned_parameters if setup.frozen else parameters_of)(model, shares, setup)
+
+
+def _layers(
+    model: Transformer, setup: Setup, share: Share, whole: Parameters, forward: float, backward: float
+) -> StageLayers:
+    """The layers of a share with these parameters, which together take so many seconds, and what is in none of them."""
     ends = parameters_of(model, [share._replace(layers=0, dense=0)], setup)
     number = max(1, share.layers)
     each = Parameters((whole.others - ends.others) // number, whole.experts // number)
@@ -295,3 +293,74 @@ def _optimizer(most: Parameters, setup: Setup, rates: Rates) -> float:
     return rates.stepping(
         sum(count * (state / shards + others / (shards if setup.zero > 1 else 1)) for count, shards in parts)
     )
+
+
+def stage_costs(
+    model: Transformer, placement: Placement, setup: Setup, *, flops: float | None = None, cut: Cut = "uniform"
+) -> CostModel:
+    """The costs of one microbatch on each stage, with the layers of `stage_layers`. Times are in seconds if `flops`,
+    the operations per second of one device, is given, otherwise in forwards of one layer. Bytes are those of one
+    device. Transfers are free.
+
+    Raises UsageError for a model that the setup does not fit.
+    """
+    tokens = tokens_of(model, setup)
+    if flops is not None and not (math.isfinite(flops) and flops > 0):
+        raise UsageError(f"flops must be positive and finite, got {flops}: operations per second of one device")
+    unit = layer_forward(model, setup) if flops is None else flops * setup.tensor / tokens
+    parts = stage_layers(model, placement, cut)
+
+    def costs(share: Share) -> tuple[float, ...]:
+        times = (each / unit for each in _operations(model, setup, share))
+        return *times, tokens * saved_bytes(model, setup, share), tokens * deferred_bytes(model, setup, share)
+
+    forward, backward_input, backward_weight, saved, deferred = zip(*for_shares(model, parts, costs), strict=True)
+    return CostModel(
+        forward,
+        backward_input,
+        backward_weight,
+        saved_bytes=saved,
+        deferred_bytes=deferred,
+        unit="" if flops is None else "s",
+    )
+
+
+def layer_forward(model: Transformer, setup: Setup) -> int:
+    """Operations of one layer's forward per token, on all tensor ranks: 24h^2 (1 + s/6h) for r = 4."""
+    return model.linear_flops + model.attention_flops(sequence_of(model, setup))
+
+
+def _operations(model: Transformer, setup: Setup, share: Share) -> tuple[float, float, float]:
+    """Operations per token of F, I and W. Each half of a linear's backward costs as much as its forward. Attention's
+    backward is all in I and costs twice its forward (arXiv 2401.10241, table 1). Recomputation, which layers alone
+    have, is a part of I. A linear that reads the batch needs no I.
+    """
+    linears = attention = again = 0
+    attended = model.attention_flops(sequence_of(model, setup))
+    for layers, kind, each in share.kinds(model, setup):
+        linears += layers * kind.linear_flops
+        attention += layers * attended
+        kept = {"selective": attended, "full": kind.linear_flops + attended}.get(str(each.checkpoint), 0)
+        again += layers * (kept + _recomputed_flops(kind, each))
+    first = model.embedding_flops if share.first else 0
+    last = model.head_flops if share.last else 0
+    forward = first + linears + attention + last
+    weights = 0 if setup.frozen else first + linears + last
+    return forward, linears + 2 * attention + last + again, weights
+
+
+def _recomputed_flops(model: Transformer, setup: Setup) -> int:
+    """Operations per token, on all tensor ranks, of the modules that the backward of a layer makes again, or of the
+    products that a checkpoint "op" does.
+    """
+    if setup.checkpoint == "op":
+        return 2 * sum(linear.weights for linear in op_linears(model, setup))
+    mlps = model.linear_flops - 2 * sum(linear.weights for linear in model.attention_linears)
+    flops = {
+        "core_attn": model.attention_flops(sequence_of(model, setup)),
+        "mla_up_proj": 2 * sum(linear.weights for linear in model.from_latent),
+        "mlp": mlps,
+        "moe": mlps,
+        "shared_experts": 2 * model.shared_experts * model.mlp_weights,
+    }
+    return sum(flops.get(module, 0) for module in recomputed_modules(model, setup))

@@ -8,22 +8,15 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
+from pipeflow.core.partition import Part
 from pipeflow.core.placement import Placement
-from pipeflow.planning.adapters import learned_parameters
-from pipeflow.planning.blocks import Part, Transformer
+from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.engines import engine_named
+from pipeflow.planning.kept import gradient_bytes, recomputed_bytes
 from pipeflow.planning.setup import Setup
+from pipeflow.planning.shares import Parameters, Share, parameters_of, passed_bytes, shares_of, tokens_of
 from pipeflow.planning.transformer import GPT
-from pipeflow.planning.transformer_costs import (
-    Parameters,
-    Share,
-    gradient_bytes,
-    parameters_of,
-    passed_bytes,
-    recomputed_bytes,
-    shares_of,
-    tokens_of,
-)
+from pipeflow.planning.work import learned_parameters
 from pipeflow.schedules.orders.additions import WHOLE
 
 ALLOCATOR = 0.04
@@ -218,7 +211,7 @@ def held_by(
         layer,
         parameters_of(model, [share._replace(layers=0, dense=0) for share in own], setup),
         tuple(_others_rows(model, setup) if share.first else 0 for share in own),
-        sum(learned_parameters(model, share, setup).total for share in own),
+        learned_parameters(model, own, setup).total,
     )
 
 

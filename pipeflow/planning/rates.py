@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 from pipeflow.core.errors import UsageError
 from pipeflow.planning.attention import Scores, fused_shares, unaligned
-from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.cluster import Cluster, longer
 from pipeflow.planning.device import Device
 from pipeflow.planning.efficiency import Efficiency
 from pipeflow.planning.setup import FEW_BITS, PRECISIONS
-from pipeflow.planning.shapes import longer
 from pipeflow.planning.work import DeviceWork, MatrixProduct
 
 
@@ -104,6 +103,12 @@ class Rates:
 
     def _moved(self, count: float) -> float:
         return count / (self.cluster.device.memory_bandwidth * self.efficiency.memory)
+
+    def added(self, computed: float, communicated: float) -> float:
+        """Seconds that communication adds to computations beside it. Meanwhile it takes the share `contention` of the
+        device from them.
+        """
+        return max(computed + self.efficiency.contention * communicated, communicated) - computed
 
     def stepping(self, count: float) -> float:
         """Seconds in which the optimizer reads and writes so many bytes of memory."""

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from pipeflow.core.errors import UsageError, names_of, require_type
 from pipeflow.core.placement import require_at_least, require_positive
 from pipeflow.planning.attention import KERNELS, Kernel
-from pipeflow.planning.block_sizes import near_divisors
+from pipeflow.planning.blocks import near_divisors
 from pipeflow.planning.engines import ENGINES
 
 Checkpoint = Literal["none", "full", "selective", "op"]

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
+from pipeflow.planning.engines import reduced_gradient
 from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.programs import reduced_gradient
 from pipeflow.planning.rates import RankGroup, Rates
 from pipeflow.planning.setup import Setup
-from pipeflow.planning.transformer_costs import Parameters
+from pipeflow.planning.shares import Parameters
 
 
 def require_pipeline(zero: int | None, ranks: int | None) -> None:
@@ -49,22 +49,17 @@ class StageLayers(NamedTuple):
     backward: float
 
 
-class Holders(NamedTuple):
-    """The devices that hold the same weights of a stage, and those that hold the same experts."""
-
-    others: RankGroup
-    experts: RankGroup
-
-
-def holders_of(placement: Placement, mesh: Mesh, stage: int) -> Holders:
-    """The devices that hold the same weights of a stage: replicas, and both copies in each replica of a bidirectional
-    schedule. Experts have fewer such devices.
+def holders_of(placement: Placement, mesh: Mesh, stage: int) -> tuple[RankGroup, RankGroup]:
+    """The devices that hold the same weights of a stage, and those that hold the same experts: replicas, and both
+    copies in each replica of a bidirectional schedule.
     """
     copies = placement.ranks_of(stage)
     times = 1 if len(copies) == 1 else 2
     near = 1 if times == 1 or mesh.crosses(*copies) else 2
-    groups = (mesh.data_group, mesh.expert_data_group)
-    return Holders(*(RankGroup(times * group.ranks, near * group.in_node) for group in groups))
+    others, experts = (
+        RankGroup(times * group.ranks, near * group.in_node) for group in (mesh.data_group, mesh.expert_data_group)
+    )
+    return others, experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +68,7 @@ class Sharding:
 
     Attributes:
         setup: says what is divided.
-        holders: the devices.
+        holders: the devices: those of all weights but experts, and those of the experts.
         rates: of the cluster.
         by_layer: whether each layer's collectives come with its computations in each microbatch, as without a
             pipeline. Otherwise they come once per step, for the whole stage.
@@ -82,7 +77,7 @@ class Sharding:
     """
 
     setup: Setup
-    holders: Holders
+    holders: tuple[RankGroup, RankGroup]
     rates: Rates
     by_layer: bool
     alone: bool = True
@@ -150,7 +145,7 @@ class Sharding:
         """Seconds that collectives add to a computation."""
         if not self.setup.overlaps:
             return communicated
-        return hidden(computed, communicated, self.rates.efficiency.contention) - computed
+        return self.rates.added(computed, communicated)
 
     def _rest(self, communicated: float, layers: int, computed: float) -> float:
         """Seconds of a stage's collectives that are not hidden by the computations of its layers, which take `computed`
@@ -159,10 +154,3 @@ class Sharding:
         others = max(0, layers - 1) if self.alone else 0
         each = communicated / (others + 1)
         return others * self._added(computed, each) + each
-
-
-def hidden(computed: float, communicated: float, contention: float) -> float:
-    """Seconds of computations and collectives that run at the same time. While collectives run, they take the share
-    `contention` of the device from the computations.
-    """
-    return max(computed + contention * communicated, communicated)

@@ -1,5 +1,6 @@
-"""Similar: how far plans of a kind of job were from measured steps. Must not contain: how the errors are found
-(`benchmarks/planner.py` does that, with coefficients that never saw the steps).
+"""How far to trust a plan: what its time and its memory leave out, in words, and how far plans of a kind of job were
+from measured steps. Must not contain: how the errors are found (`benchmarks/planner.py` does that, with coefficients
+that never saw the steps).
 """
 
 from __future__ import annotations
@@ -73,3 +74,36 @@ def similar_values(model: Transformer, setup: Setup, cluster: Cluster | None) ->
     """The errors for programs."""
     found = similar_error(model, setup, cluster)
     return None if found is None else found._asdict()
+
+
+ROUTED = "routers that send some experts more tokens than others (--imbalance)"
+WHOLE_EXPERTS = (
+    "experts on ranks of their own: each tensor rank has a part of every expert, so no token is sent (--expert)"
+)
+FOUR_BITS = "products in 4 bits, which are planned with the share of their peak that those in 8 bits reach"
+SCALES = "scales of single blocks of numbers (fp8-block, mxfp8, nvfp4), which are planned as those of whole tensors"
+ADAPTERS = "adapters, which learn instead of frozen weights (--lora-rank)"
+HIDDEN = "all-to-all of experts that is hidden behind other computation (--overlap-experts)"
+
+
+def uncounted(model: Transformer, cluster: Cluster | None) -> tuple[str, ...]:
+    """Names of the parts that a plan of the model leaves out. `cluster`: None if the plan has no seconds."""
+    found = {
+        "communication between devices": cluster is None,
+        "temporary buffers of single operations": True,
+    }
+    return tuple(text for text, is_left_out in found.items() if is_left_out)
+
+
+def unpriced(model: Transformer, setup: Setup) -> tuple[str, ...]:
+    """Costs of a model and a layout that no time includes, each in one line. Empty if all are included."""
+    is_mixture = model.experts > 1
+    found = {
+        WHOLE_EXPERTS: is_mixture and setup.expert == 1 and setup.tensor * setup.replicas > 1,
+        ROUTED: is_mixture and setup.expert > 1 and setup.imbalance == 1,
+        HIDDEN: is_mixture and setup.expert > 1 and not setup.overlap_experts,
+        ADAPTERS: setup.frozen and not setup.lora_rank,
+        FOUR_BITS: setup.precision.products == "fp4",
+        SCALES: setup.precision.name in ("fp8-block", "mxfp8", "nvfp4"),
+    }
+    return tuple(text for text, is_left_out in found.items() if is_left_out)

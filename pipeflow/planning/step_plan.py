@@ -19,9 +19,10 @@ from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.engines import engine_named
 from pipeflow.planning.layout_string import LayoutString
+from pipeflow.planning.physical import layer_forward
 from pipeflow.planning.rank_memory import RankPlan, groups_of
 from pipeflow.planning.setup import Setup
-from pipeflow.planning.transformer_costs import head_forward, layer_forward, sequence_of
+from pipeflow.planning.shares import sequence_of
 
 TITLES = ("rank", "layers", "parameters", "weights +\ngradients", "optimizer", "activations", "peak", "idle")
 DIVIDED = {
@@ -309,7 +310,7 @@ class Plan(StepPlan):
     def _share(self, busiest: RankPlan) -> str:
         share = f"{busiest.layers} of the {self.model.layers} layers"
         if self.schedule.placement.num_stages - 1 in busiest.stages:
-            head = head_forward(self.model) / layer_forward(self.model, self.setup)
+            head = self.model.head_flops / layer_forward(self.model, self.setup)
             share += f" and the head, worth {head:.2g} layers"
         return share
 

@@ -1,5 +1,8 @@
-"""DeviceWork: what one device computes in a layer, an embedding or a head, for one microbatch. Must not contain: rates
-of devices, or times.
+"""DeviceWork: what one device computes in a layer, an embedding or a head, for one microbatch: in its forward, in
+adapters beside it, and again in its backward. Must not contain: rates of devices, or times.
+
+An adapter of rank r of a linear from n to m numbers is a linear from n to r and one from r to m, whose output is added
+to that of the frozen linear (LoRA, arXiv 2106.09685). Tensor ranks split the two as they split the linear.
 """
 
 from __future__ import annotations
@@ -8,21 +11,21 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from pipeflow.planning.attention import FUSED_BACKWARD, Scores
-from pipeflow.planning.blocks import Transformer
-from pipeflow.planning.engines import engine_named
-from pipeflow.planning.linears import Linear, attention_linears, latent_values, seen
-from pipeflow.planning.programs import is_plain
+from pipeflow.planning.blocks import Linear, Transformer
+from pipeflow.planning.engines import engine_named, is_plain
+from pipeflow.planning.kept import op_linears, recomputed_modules
 from pipeflow.planning.setup import FEW_BITS, Setup
+from pipeflow.planning.shares import Parameters, Share, sequence_of, tokens_of, whole_values
 from pipeflow.planning.transformer import GPT
-from pipeflow.planning.transformer_costs import sequence_of, tokens_of
 
 SCORE_BYTES = 13  # per attention score in half precision: written, masked and normalised, dropped out, read again
 WHOLE_VALUES = 11  # per token and `hidden`: two norms, two sums with a residual and their dropouts
 ATTENTION_AGAIN = FUSED_BACKWARD - 2  # of the products of fused attention, that its backward computes again
 PARALLEL_VALUES = 4  # fewer in a parallel block: it has one norm and one sum with the residual less
-ROUTED_VALUES = (
-    4  # per expert of a token and `hidden`: read and written on the way to it, read and added on the way back
-)
+ROUTED_VALUES = 4  # per expert of a token and `hidden`: read and written on the way to it, read and added behind it
+ADDED_VALUES = 3  # per number of an adapter's output: read beside the linear's own, and their sum is written
+NORM_VALUES = 2  # read and written by a norm
+ROPE_VALUES = 2  # read and written where positions are applied
 CAST_BYTES = 4  # per number that a product in 8 bits reads: 16 bits read, 8 written as they are and 8 transposed
 LOSS_BYTES = 32.0  # per logit: copied to float32, its maximum, difference, exponential, sum and share, one by one
 TORCH_LOSS_BYTES = 14.0  # per logit of torch's cross_entropy: copied to float32, one log_softmax, and the same back
@@ -42,6 +45,11 @@ class MatrixProduct(NamedTuple):
     def flops(self) -> float:
         """Floating-point operations of all of them."""
         return 2.0 * self.rows * self.columns * self.depth * self.repeats
+
+    @property
+    def weights(self) -> float:
+        """Numbers in their second operands."""
+        return self.columns * self.depth * self.repeats
 
 
 class DeviceWork(NamedTuple):
@@ -71,23 +79,23 @@ def layer_work(model: Transformer, setup: Setup) -> DeviceWork:
     """The forward of one transformer layer, for one microbatch, on one of its tensor ranks."""
     sequence, tensor = sequence_of(model, setup), setup.tensor
     tokens, hidden, width = tokens_of(model, setup), model.hidden, setup.precision.weight
-    linears, is_stored, is_causal = attention_linears(model), setup.stores_scores, isinstance(model, GPT)
+    linears, is_stored, is_causal = model.attention_linears, setup.stores_scores, isinstance(model, GPT)
     is_skipped = is_causal and not is_stored  # fused attention skips what the causal mask leaves out
     attention = tokens * model.attention_flops(sequence) / tensor
     if is_skipped:
-        attention *= seen(model, sequence) / 2
+        attention *= model.seen(sequence) / 2
     values = sum({"outputs": each.outputs, "inputs": each.inputs, "none": 0}[each.split] for each in linears) / tensor
     values += (3 if model.gated else 2) * model.active_experts * model.wide / tensor
     parted = tensor if setup.sequence_parallel else 1
-    whole = (WHOLE_VALUES - PARALLEL_VALUES * model.parallel_block) * hidden / parted + latent_values(model) / parted
-    products = (*(linear_product(linear, tokens, setup) for linear in linears), *perceptrons(model, tokens, setup))
-    cast = cast_bytes(setup) * sum(each.rows * each.depth * each.repeats for each in products)
-    merged = _merged_bytes(model, setup)
+    whole = (WHOLE_VALUES - PARALLEL_VALUES * model.parallel_block) * hidden / parted + model.latent_values / parted
+    products = (*(_linear_product(linear, tokens, setup) for linear in linears), *_perceptrons(model, tokens, setup))
+    cast = CAST_BYTES if setup.precision.products in FEW_BITS else 0
+    moved = width * tokens * (whole + values + _routed_values(model, setup)) + _merged_bytes(model, setup)
     return DeviceWork(
         products,
         attention_flops=attention,
         again_flops=0.0 if is_stored else attention * ATTENTION_AGAIN,
-        moved_bytes=width * tokens * (whole + values + routed_values(model, setup)) + merged + cast,
+        moved_bytes=moved + cast * sum(each.rows * each.depth * each.repeats for each in products),
         score_bytes=tokens * sequence * model.heads / tensor * SCORE_BYTES * width / 2 if is_stored else 0.0,
         scores=Scores(setup.kernel, _keys_at_once(model, setup), (model.head_width + model.value_width) / 2, is_causal),
         added_bytes=added_bytes(products, setup),
@@ -100,7 +108,7 @@ def added_bytes(products: Iterable[MatrixProduct], setup: Setup) -> float:
     `_reduce_grad`, DeepSpeed's `reduce_independent_p_g_buckets_and_remove_grads`). An engine with both gradients sets
     those of 16 bits to zero, adds to them, copies them to float32, and adds the copy to the sums (BF16_Optimizer).
     """
-    weights = sum(each.columns * each.depth * each.repeats for each in products)
+    weights = sum(each.weights for each in products)
     precision = setup.precision
     summed = weights * (precision.weight + 2 * precision.gradient)
     if engine_named(setup.engine).both_gradients and precision.gradient > precision.weight:
@@ -118,7 +126,7 @@ def _keys_at_once(model: Transformer, setup: Setup) -> float:
     return keys if model.window is None or model.full_every else min(keys, model.window)
 
 
-def linear_product(linear: Linear, tokens: float, setup: Setup) -> MatrixProduct:
+def _linear_product(linear: Linear, tokens: float, setup: Setup) -> MatrixProduct:
     """The product of a linear on one tensor rank. One that is whole gets the rank's own tokens."""
     if linear.split == "none":
         return MatrixProduct(tokens / (setup.tensor if setup.sequence_parallel else 1), linear.outputs, linear.inputs)
@@ -138,19 +146,14 @@ def _merged_bytes(model: Transformer, setup: Setup) -> float:
     return (setup.context - 1) * output * (setup.precision.weight + 2 * 4)
 
 
-def cast_bytes(setup: Setup) -> int:
-    """Bytes per number that is scaled and rounded for a product in 8 bits (arXiv 2209.05433, section 3.2)."""
-    return CAST_BYTES if setup.precision.products in FEW_BITS else 0
-
-
-def routed_values(model: Transformer, setup: Setup) -> float:
+def _routed_values(model: Transformer, setup: Setup) -> float:
     """Numbers per token that are read and written where tokens are sorted by their experts, and added up again."""
     if model.experts == 1:
         return 0.0
     return ROUTED_VALUES * model.experts_per_token * model.hidden * setup.expert_split / setup.tensor
 
 
-def perceptrons(model: Transformer, tokens: float, setup: Setup) -> Iterator[MatrixProduct]:
+def _perceptrons(model: Transformer, tokens: float, setup: Setup) -> Iterator[MatrixProduct]:
     """The products of MLPs: router, experts, and last those of MLPs that every token uses. The devices of an expert
     rank have all tokens that are sent to its experts: as many in all as their own tokens have uses of experts.
     """
@@ -161,7 +164,7 @@ def perceptrons(model: Transformer, tokens: float, setup: Setup) -> Iterator[Mat
         rows = setup.imbalance * tokens * model.experts_per_token * split / setup.tensor / own
         yield MatrixProduct(rows, matrices * wide / split, hidden, own)
         yield MatrixProduct(rows, hidden, wide / split, own)
-    if always := model.shared_experts if model.experts > 1 else 1:
+    if always := model.always_used:
         yield MatrixProduct(tokens, matrices * always * wide / setup.tensor, hidden)
         yield MatrixProduct(tokens, hidden, always * wide / setup.tensor)
 
@@ -185,3 +188,74 @@ def head_work(model: Transformer, setup: Setup) -> DeviceWork:
         products.append(MatrixProduct(tokens, model.hidden / setup.tensor, 2 * model.hidden, further))
     moved = (1 + further) * (TORCH_LOSS_BYTES if is_plain(setup) else LOSS_BYTES) * tokens * outputs
     return DeviceWork(tuple(products), moved_bytes=moved, added_bytes=added_bytes(products, setup))
+
+
+def adapter_work(model: Transformer, setup: Setup) -> DeviceWork:
+    """The forward of the adapters of one layer on one of its tensor ranks; nothing without a `lora_rank`."""
+    products = [product for product, _ in _adapters(model, setup)]
+    added = ADDED_VALUES * sum(each.rows * each.columns * each.repeats for each in products[1::2])
+    precision = setup.precision.learned or setup.precision
+    summed = sum(each.weights for each in products) * (precision.weight + 2 * precision.gradient)
+    return DeviceWork(tuple(products), moved_bytes=setup.precision.weight * added, added_bytes=summed)
+
+
+def learned_parameters(model: Transformer, shares: Iterable[Share], setup: Setup) -> Parameters:
+    """The parameters of the adapters of a device with these shares."""
+    others = experts = 0
+    for share in shares:
+        found = [
+            (layers * product.weights, is_expert)
+            for layers, kind, each in share.kinds(model, setup)
+            for product, is_expert in _adapters(kind, each)
+        ]
+        experts += round(sum(count for count, is_expert in found if is_expert))
+        others += round(sum(count for count, is_expert in found if not is_expert))
+    return Parameters(others, experts)
+
+
+def _adapters(model: Transformer, setup: Setup) -> Iterator[tuple[MatrixProduct, bool]]:
+    """The two products of each adapter of a layer, and whether it is one of an expert that tokens are sent to."""
+    if not setup.lora_rank:
+        return
+    tokens, rank = tokens_of(model, setup), setup.lora_rank
+    *attention, out = (_linear_product(linear, tokens, setup) for linear in model.attention_linears)
+    mlps = list(_perceptrons(model, tokens, setup))[1 if model.experts > 1 else 0 :]
+    linears = {"linear_qkv": attention, "linear_proj": [out], "linear_fc1": mlps[::2], "linear_fc2": mlps[1::2]}
+    for target in setup.lora_targets:
+        for place, each in enumerate(linears[target]):
+            is_expert = model.experts > 1 and place == 0 and target in ("linear_fc1", "linear_fc2")
+            yield MatrixProduct(each.rows, rank, each.depth, each.repeats), is_expert
+            yield MatrixProduct(each.rows, each.columns, rank, each.repeats), is_expert
+
+
+def recomputed_work(model: Transformer, setup: Setup) -> DeviceWork:
+    """What a backward computes again: the forwards of the setup's `recompute_modules` of one layer, or norms,
+    positions, activation functions and every other product for a checkpoint "op".
+    """
+    tokens, tensor = tokens_of(model, setup), setup.tensor
+    mlps = list(_perceptrons(model, tokens, setup))
+    norms = (1 if model.parallel_block else 2) * NORM_VALUES * whole_values(model, setup)
+    wide = (3 if model.gated else 2) * model.wide / tensor
+    if setup.checkpoint == "op":
+        rotated = ROPE_VALUES * (model.query_width + model.key_width) / tensor
+        products = tuple(_linear_product(linear, tokens, setup) for linear in op_linears(model, setup))
+        return DeviceWork(products, moved_bytes=(norms + rotated + wide) * tokens * setup.precision.weight)
+    latent = [_linear_product(linear, tokens, setup) for linear in model.from_latent]
+    rotated = ROPE_VALUES * model.heads / tensor * (2 * model.head_width + model.value_width)
+    routed = model.active_experts * wide + _routed_values(model, setup)
+    work: dict[str, tuple[list[MatrixProduct], float]] = {  # products, and numbers per token read and written
+        "core_attn": ([], 0.0),
+        "layernorm": ([], norms),
+        "mla_up_proj": (latent, rotated),
+        "mlp": (mlps, wide),
+        "shared_experts": (mlps[-2:], model.shared_experts * wide),
+        "moe_act": ([], model.experts_per_token * wide),
+        "moe": (mlps, routed),
+    }
+    whole, again = layer_work(model, setup), recomputed_modules(model, setup)
+    return DeviceWork(
+        tuple(product for module in again for product in work[module][0]),
+        attention_flops=whole.attention_flops if "core_attn" in again else 0.0,
+        moved_bytes=sum(work[module][1] for module in again) * tokens * setup.precision.weight,
+        scores=whole.scores,
+    )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeflow import GPT, Placement, Setup, make_schedule, plan
-from pipeflow.planning.transformer_costs import stage_costs
+from pipeflow.planning.physical import stage_costs
 from tests.cli.run import error, out
 
 GPT3 = ["gpt3-175b", "--pipeline", 8, "--tensor", 8, "--data", 1, "--microbatches", 64]

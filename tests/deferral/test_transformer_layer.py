@@ -12,7 +12,7 @@ from torch.nn import functional
 from pipeflow import GPT, PRECISIONS, Placement, Setup
 from pipeflow.engine.deferral.module import defer_weight_gradients
 from pipeflow.engine.deferral.products import LinearProduct, Products
-from pipeflow.planning.transformer_costs import stage_costs
+from pipeflow.planning.physical import stage_costs
 from tests.deferral.halves import products_of
 
 MODEL = GPT(layers=8, hidden=64, heads=4, positions=32, vocabulary=101)

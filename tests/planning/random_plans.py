@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeflow import GPT, PRECISIONS, Cluster, Schedule, Setup, UsageError, make_schedule, plan
 from pipeflow.core.partition import Cut
-from pipeflow.planning.cut_search import fastest_cut
+from pipeflow.planning.cuts import fastest_cut
 from pipeflow.planning.device import DEVICES
 from pipeflow.planning.step_plan import Plan
 from pipeflow.schedules.registry import COMPARED

@@ -13,7 +13,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeflow import GPT, Setup
-from pipeflow.planning.transformer_costs import gradient_bytes
+from pipeflow.planning.kept import gradient_bytes
 
 MODEL = GPT(1, 128, 4, 2048, 512, dropout=False)
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pipeflow import GPT, Cluster, Setup, make_schedule, plan
-from pipeflow.planning.cut_search import cuts_to_try, fastest_cut
-from pipeflow.planning.profiles import cut_by_cost
+from pipeflow.planning.cuts import cut_by_cost, cuts_to_try, fastest_cut
 
 A100 = Cluster.of("a100-80gb")
 

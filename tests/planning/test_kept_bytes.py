@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
 from pipeflow import GPT, Setup
-from pipeflow.planning.adapters import learned_parameters
+from pipeflow.planning.kept import layer_kept
 from pipeflow.planning.setup import LORA_TARGETS
-from pipeflow.planning.transformer_costs import Share, layer_kept
+from pipeflow.planning.shares import Share
+from pipeflow.planning.work import learned_parameters
 
 PLAIN: dict[str, Any] = {"biases": "none", "norm": "rms", "tied": False, "position_table": False, "dropout": False}
 MODEL = GPT(1, 256, 8, 512, 1000, **PLAIN)
@@ -195,7 +196,7 @@ def test_a_frozen_layer_keeps_what_autograd_saves(changed: dict[str, Any], adapt
     setup = Setup(lora_rank=1, lora_targets=adapted) if adapted else Setup(frozen=True)
     require_kept(layer, model, setup)
     learned = sum(each.numel() for each in layer.parameters() if each.requires_grad)
-    planned = learned_parameters(model, Share(1, first=False, last=False), setup).total
+    planned = learned_parameters(model, [Share(1, first=False, last=False)], setup).total
     assert (0.6 * learned <= planned <= learned) if adapted else (planned == 0)  # plans fuse linears of the same input
 
 

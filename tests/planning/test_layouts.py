@@ -11,8 +11,7 @@ import pytest
 from pipeflow import GPT, SCHEDULES, Cluster, CostModel, Placement, UsageError, make_schedule, plan, simulate, verify
 from pipeflow.core.dataflow import Content
 from pipeflow.core.schedule import Schedule
-from pipeflow.planning.bounds import least_makespan
-from pipeflow.planning.cuts import cut_by_load, even_cut
+from pipeflow.planning.cuts import cut_by_load, even_cut, least_makespan
 from pipeflow.planning.layout import SEARCHED, Layout, Wanted
 from pipeflow.planning.layout_cells import Cell, cells, heavier, lighter
 from pipeflow.planning.layout_trials import LayoutTrial, families, least_seconds, trials

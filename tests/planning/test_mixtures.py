@@ -9,7 +9,7 @@ import pytest
 from benchmarks.mixtures import BEGIN, END, GUIDE, Step, docs_table, error, steps
 from benchmarks.planner_tables import ROOT
 from pipeflow import GPT, Setup
-from pipeflow.planning.layer_extras import EXPERT_LAUNCHES, launches
+from pipeflow.planning.layer_seconds import EXPERT_LAUNCHES, launches
 
 
 def test_the_guide_has_the_errors_of_the_benchmark() -> None:

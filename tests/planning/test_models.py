@@ -12,8 +12,8 @@ from torch import nn
 
 from pipeflow import GPT, PRECISIONS, Placement, Setup, UsageError, make_schedule, plan
 from pipeflow.planning.catalog import MODELS, Model, model_named
-from pipeflow.planning.transformer_costs import stage_costs
-from pipeflow.planning.vit import ViT
+from pipeflow.planning.physical import stage_costs
+from pipeflow.planning.transformer import ViT
 from pipeflow.planning.work import head_work
 
 LLAMA = replace(GPT.named("llama3-8b"), layers=4, hidden=48, heads=6, kv_heads=2, ffn=80, positions=32, vocabulary=101)

@@ -16,11 +16,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from pipeflow import GPT, Placement, Setup, UsageError, make_schedule, plan
 from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.kept import layer_kept, recomputed_bytes
 from pipeflow.planning.libraries.megatron import LIBRARY as MEGATRON
 from pipeflow.planning.libraries.torchtitan import LIBRARY as TORCHTITAN
 from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.physical import physical_costs, rates_of
-from pipeflow.planning.transformer_costs import layer_kept, recomputed_bytes, stage_costs
+from pipeflow.planning.physical import physical_costs, rates_of, stage_costs
 from pipeflow.planning.work import MatrixProduct
 
 PLAIN: dict[str, Any] = {"gated": True, "biases": "none", "norm": "rms", "dropout": False, "tied": False}

@@ -9,13 +9,13 @@ import pytest
 
 from pipeflow import GPT, Placement, Setup, UsageError, make_schedule, plan
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.exchanges import expert_seconds, layer_exchanges, met
+from pipeflow.planning.layer_seconds import expert_seconds, layer_exchanges, met
 from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.physical import physical_costs, rates_of
+from pipeflow.planning.physical import physical_costs, rates_of, stage_costs
 from pipeflow.planning.rank_memory import held_by, rank_plan
 from pipeflow.planning.rates import RankGroup, Rates, Seconds
 from pipeflow.planning.setup import CHOICES
-from pipeflow.planning.transformer_costs import stage_costs, stage_layers, tokens_of
+from pipeflow.planning.shares import stage_layers, tokens_of
 from pipeflow.planning.work import layer_work
 
 PLAIN: dict[str, Any] = {"gated": True, "biases": "none", "norm": "rms", "dropout": False, "tied": False}

@@ -9,13 +9,12 @@ import pytest
 
 from pipeflow import GPT, Placement, Setup, UsageError, make_schedule, plan
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.exchanges import expert_seconds
+from pipeflow.planning.kept import layer_kept, recomputed_bytes
+from pipeflow.planning.layer_seconds import expert_seconds
 from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.omissions import unpriced
-from pipeflow.planning.physical import Physical, physical_costs, rates_of
+from pipeflow.planning.physical import Physical, physical_costs, rates_of, stage_costs
 from pipeflow.planning.setup import PRECISIONS
-from pipeflow.planning.similar import kind_of
-from pipeflow.planning.transformer_costs import layer_kept, recomputed_bytes, stage_costs
+from pipeflow.planning.similar import kind_of, unpriced
 from pipeflow.planning.work import layer_work
 
 PLAIN: dict[str, Any] = {"gated": True, "biases": "none", "norm": "rms", "dropout": False, "tied": False}

@@ -10,9 +10,9 @@ import pytest
 
 from pipeflow import Cluster
 from pipeflow.core.errors import UsageError
+from pipeflow.planning.cluster import ShapeTime, longer
 from pipeflow.planning.efficiency import PUBLISHED
 from pipeflow.planning.rates import Rates
-from pipeflow.planning.shapes import ShapeTime, longer
 from pipeflow.planning.work import MatrixProduct
 
 TABLE = (ShapeTime(512, 512, 2.0), ShapeTime(2048, 512, 1.0), ShapeTime(512, 2048, 1.2))

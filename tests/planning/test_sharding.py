@@ -15,9 +15,9 @@ from pipeflow.planning.efficiency import PUBLISHED
 from pipeflow.planning.layout import Wanted
 from pipeflow.planning.layouts import find_layouts
 from pipeflow.planning.rates import RankGroup, Rates
-from pipeflow.planning.sharding import Holders, Sharding, StageLayers, hidden
+from pipeflow.planning.sharding import Sharding, StageLayers
+from pipeflow.planning.shares import Parameters
 from pipeflow.planning.step_plan import Plan
-from pipeflow.planning.transformer_costs import Parameters
 from pipeflow.schedules.orders.additions import gathering
 
 # links of 1e6 bytes/s without latency, so that a gather of b bytes on n ranks takes (n - 1) / n * b / 1e6 seconds
@@ -37,7 +37,7 @@ def sharding(*, by_layer: bool = True, in_node: int = 4, **options: Any) -> Shar
     overlap = None if options.get("zero") == 3 else False
     setup = Setup(**{"data": 4, "precision": PRECISIONS["bf16-mixed"], "overlap": overlap, **options})
     known = replace(PUBLISHED, **SIMPLE.efficiency)
-    holders = Holders(RankGroup(setup.data, in_node), RankGroup(setup.expert_replicas, in_node // setup.expert))
+    holders = RankGroup(setup.data, in_node), RankGroup(setup.expert_replicas, in_node // setup.expert)
     return Sharding(setup, holders, Rates(SIMPLE, known, "bf16"), by_layer)
 
 
@@ -75,8 +75,8 @@ def test_collectives_take_a_quarter_of_the_device_from_the_computations_beside_t
     """In 2 s beside a collective, 1.5 s of work are done, and 8.5 of 10 s are left. A collective that outlasts it
     hides all of it.
     """
-    assert hidden(10.0, 2.0, 0.25) == 10.5
-    assert hidden(1.0, 2.0, 0.25) == 2.0
+    assert sharding().rates.added(10.0, 2.0) == 0.5
+    assert sharding().rates.added(1.0, 2.0) == 1.0
 
 
 def test_layers_hide_all_gathers_but_the_first_and_all_reductions_but_the_last() -> None:

@@ -20,9 +20,10 @@ from pipeflow import (
     plan,
 )
 from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.physical import stage_costs
 from pipeflow.planning.rank_memory import ALLOCATOR, state_bytes
 from pipeflow.planning.setup import Checkpoint
-from pipeflow.planning.transformer_costs import stage_costs, stage_layers
+from pipeflow.planning.shares import stage_layers
 from pipeflow.schedules import SCHEDULES
 from tests.families import make_near
 

@@ -12,8 +12,8 @@ from pipeflow import GPT, UsageError, execute_pipeline, make_schedule, simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.runtime.step import Output
+from pipeflow.planning.physical import layer_forward
 from pipeflow.planning.setup import Setup
-from pipeflow.planning.transformer_costs import head_forward, layer_forward
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import PlainModel
 from pipeflow.training import (
@@ -117,7 +117,7 @@ def test_operations_of_a_gpt_are_those_of_its_plan(ratio: int) -> None:
     model = GPT(layers=6, hidden=32, heads=4, positions=64, vocabulary=100, mlp_ratio=ratio)
     for sequence in (None, 16):
         setup, tokens = Setup(sequence=sequence), sequence or 64
-        forward = 6 * layer_forward(model, setup) + head_forward(model)
+        forward = 6 * layer_forward(model, setup) + model.head_flops
         assert model.flops_per_sample(sequence) == 3 * tokens * forward
 
 

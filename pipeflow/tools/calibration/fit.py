@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeflow.planning.cluster import NETWORK_BANDWIDTH, Cluster
+from pipeflow.planning.cluster import NETWORK_BANDWIDTH, Cluster, ShapeTime
 from pipeflow.planning.device import Device
 from pipeflow.planning.efficiency import Efficiency
 from pipeflow.planning.estimate import plan
 from pipeflow.planning.layer_seconds import layer_times
 from pipeflow.planning.rates import Rates
-from pipeflow.planning.shapes import ShapeTime
 from pipeflow.planning.work import layer_work
 from pipeflow.tools.calibration.machine_times import Measured, ProductTime, SizeTime, StepTime, SumTime
 

@@ -23,8 +23,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.planning.catalog import MODELS, Model, model_named
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.cut_search import fastest_cut
-from pipeflow.planning.cuts import cut_with_ends
+from pipeflow.planning.cuts import cut_by_cost, cut_with_ends, fastest_cut
 from pipeflow.planning.device import DEVICES
 from pipeflow.planning.estimate import plan
 from pipeflow.planning.layout import GIVEN, SEARCHED, Wanted
@@ -32,14 +31,11 @@ from pipeflow.planning.layout_string import LayoutString
 from pipeflow.planning.layouts import faster_on_fewer, find_layouts
 from pipeflow.planning.libraries import LIBRARIES, LibraryOptions
 from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.physical import physical_costs
-from pipeflow.planning.profiles import cut_by_cost
+from pipeflow.planning.physical import physical_costs, stage_costs
 from pipeflow.planning.replanning import replan
 from pipeflow.planning.setup import CHOICES, PRECISIONS, Setup
 from pipeflow.planning.step_plan import Plan
-from pipeflow.planning.transformer import GPT
-from pipeflow.planning.transformer_costs import stage_costs
-from pipeflow.planning.vit import ViT
+from pipeflow.planning.transformer import GPT, ViT
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
 from pipeflow.schedules.registry import family_options
 from pipeflow.tools.cli import plan_reports as reports

@@ -23,8 +23,8 @@ from pipeflow.draw.columns import COLUMNS, MeasureChange, changes, grouped, plot
 from pipeflow.draw.page.data import table
 from pipeflow.draw.page.timeline_page import parts
 from pipeflow.draw.svg_charts import scatter_svg
-from pipeflow.planning.omissions import unpriced
 from pipeflow.planning.rank_memory import RankPlan
+from pipeflow.planning.similar import unpriced
 from pipeflow.planning.step_plan import Plan
 from pipeflow.schedules.registry import COMPARED, is_searched
 from pipeflow.tools.explore.fields import CUSTOM
