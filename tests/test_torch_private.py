@@ -27,8 +27,6 @@ from torch.distributed.pipelining import PipelineStage
 from pipeflow.engine.torch_private import (
     autograd,
     distributed,
-    dtensors,
-    fsdp,
     inductor,
     modes,
     needed,
@@ -40,7 +38,7 @@ from pipeflow.engine.torch_private.attributes import ATTRIBUTES
 from tests.compiling import READS_UTF8
 from tests.sources import Fault, Source, require, sources
 
-MODULES = (autograd, distributed, dtensors, fsdp, inductor, modes, pipelining, tensors, trees)
+MODULES = (autograd, distributed, inductor, modes, pipelining, tensors, trees)
 
 
 @cache
@@ -199,7 +197,7 @@ def _one_block() -> bool:
     from torch.distributed.tensor import Shard
 
     mesh = init_device_mesh("cpu", (1,))
-    return dtensors.compute_local_shape_and_global_offset(torch.Size([4]), mesh, [Shard(0)]) == ((4,), (0,))
+    return distributed.compute_local_shape_and_global_offset(torch.Size([4]), mesh, [Shard(0)]) == ((4,), (0,))
 
 
 def _drops_gradients() -> bool:
@@ -211,7 +209,7 @@ def _drops_gradients() -> bool:
         [group] = module._get_fsdp_state()._fsdp_param_groups
         seen.append(any(each.unsharded_accumulated_grad is not None for each in group.fsdp_params))
         for each in group.fsdp_params:
-            fsdp.drop_gradients(each)
+            distributed.drop_gradients(each)
         seen.append(any(each.unsharded_accumulated_grad is not None for each in group.fsdp_params))
     module.set_requires_gradient_sync(True)
     module(torch.ones(1, 2)).sum().backward()
@@ -309,9 +307,9 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "distributed.group_names": lambda: _under_one_group(_knows_groups),
     "distributed.has_cpu": lambda: _under_one_group(_knows_groups),
     "distributed.set_timeout": lambda: _under_one_group(_knows_groups),
-    "dtensors.StorageInfo": lambda: dtensors.StorageInfo("a.distcp", 1, 2).length == 2,
-    "dtensors.compute_local_shape_and_global_offset": lambda: _under_one_group(_one_block),
-    "fsdp.drop_gradients": lambda: _under_one_group(_drops_gradients),
+    "distributed.StorageInfo": lambda: distributed.StorageInfo("a.distcp", 1, 2).length == 2,
+    "distributed.compute_local_shape_and_global_offset": lambda: _under_one_group(_one_block),
+    "distributed.drop_gradients": lambda: _under_one_group(_drops_gradients),
     "pipelining.ComputationType": lambda: (
         {"FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "OVERLAP_F_B", "UNSHARD", "RESHARD"}
         <= set(pipelining.ComputationType.__members__)

@@ -111,7 +111,7 @@ def _whole(name: str, tensor: Tensor) -> Part:
 
 
 def _distributed(name: str, tensor: Any) -> Part:
-    from pipeflow.engine.torch_private.dtensors import compute_local_shape_and_global_offset
+    from pipeflow.engine.torch_private.distributed import compute_local_shape_and_global_offset
 
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
 

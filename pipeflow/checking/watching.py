@@ -331,7 +331,7 @@ class Calls:
         told: dict[str, object] = {"module": name, "call": call, "place": place, "dtype": str(output.dtype)}
         values, offset, whole = own_values(output), [0] * max(0, output.dim() - 1), list(output.shape)
         if isinstance(output, DTensor):
-            from pipeflow.engine.torch_private.dtensors import compute_local_shape_and_global_offset
+            from pipeflow.engine.torch_private.distributed import compute_local_shape_and_global_offset
 
             told["partial"] = any(each.is_partial() for each in output.placements)
             _, start = compute_local_shape_and_global_offset(output.shape, output.device_mesh, output.placements)

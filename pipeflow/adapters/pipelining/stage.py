@@ -15,7 +15,7 @@ from torch.distributed.pipelining.stage import PipelineStage
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.deferral.products import Deferral, Deferred
 from pipeflow.engine.runtime.microbatch import Divided
-from pipeflow.engine.runtime.snapshots import snapshot
+from pipeflow.engine.runtime.program.slots import snapshot
 from pipeflow.engine.torch_private.autograd import at_end_of_backward
 from pipeflow.engine.torch_private.pipelining import StageInfo, forward_contexts
 from pipeflow.engine.torch_private.trees import tree_leaves

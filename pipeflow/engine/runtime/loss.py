@@ -1,21 +1,21 @@
 """The loss of a step, and the agreement of all ranks at its end. They agree on each replica's share of the whole batch
-and on the mean loss, and check that all ranks did the same.
+and on the mean loss, and check that all ranks did the same (`StepCall`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipeflow.core.errors import UsageError
+from pipeflow.core.schedule import Schedule
 from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_tensor, exchange, told_alike
 from pipeflow.engine.parallel.transport.protocol import Tag, Transport
-from pipeflow.engine.runtime.call import in_words
 from pipeflow.engine.runtime.gradients.step_end import ParameterChange
 from pipeflow.engine.runtime.program.results import Results
 from pipeflow.engine.runtime.weights import weights_of_replicas
@@ -243,3 +243,36 @@ def _require_some(weights: Sequence[float]) -> None:
     """Raises UsageError if the weights of all replicas sum to zero."""
     if not sum(weights):
         raise UsageError("the weights of all microbatches sum to zero: no label of this batch counts")
+
+
+class StepCall(NamedTuple):
+    """The arguments of `execute_pipeline`, which must be the same on all ranks, and the size of the batch, if known."""
+
+    training: bool
+    reduce: bool
+    return_outputs: bool | Callable[[Any], object]
+    broadcast_loss: bool
+    trace: bool
+    schedule: Schedule
+    gradient_scale: float = 1.0
+    batch: tuple[int, int] | None = None  # number of the replica, and samples of its batch
+
+    @property
+    def number(self) -> float:
+        """A number that encodes the flags, but not the schedule and the scale."""
+        return float(sum(int(bool(asked)) << position for position, asked in enumerate(self[:_FLAGS])))
+
+    def __str__(self) -> str:
+        return f"{in_words(self.number)} with {self.schedule.name!r}, {self.schedule.num_microbatches} microbatches"
+
+
+def in_words(number: float) -> str:
+    """Describes in words the call that has this number."""
+    training, *asked = (bool(int(number) >> position & 1) for position in range(_FLAGS))
+    names = StepCall._fields[1:_FLAGS]
+    others = [f"{name}={value}" for name, value in zip(names, asked, strict=True) if value != _USUAL[name]]
+    return ", ".join(["trains" if training else "evaluates", *others])
+
+
+_FLAGS = StepCall._fields.index("schedule")
+_USUAL = {"reduce": True, "return_outputs": False, "broadcast_loss": False, "trace": False}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.engine.parallel.transport.agreement import all_gather
-from pipeflow.engine.runtime.autocast import outside, region_of
+from pipeflow.engine.runtime.devices import outside, region_of
 from pipeflow.engine.runtime.divisors import Divisors
 from pipeflow.engine.runtime.gradients.step_end import ParameterChange
 from pipeflow.engine.runtime.microbatch import as_batch

@@ -22,17 +22,16 @@ from pipeflow.engine.deferral.products import Deferral
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.transport.agreement import all_gather_object, told_alike
 from pipeflow.engine.runtime.arguments import Arguments, compare, fitting_stages, promised, routed
-from pipeflow.engine.runtime.call import StepCall
 from pipeflow.engine.runtime.compiling import Compiling
 from pipeflow.engine.runtime.confirmation import Clipping
 from pipeflow.engine.runtime.devices import place
 from pipeflow.engine.runtime.from_module import parts_of
 from pipeflow.engine.runtime.gradients.step_end import Gradients
-from pipeflow.engine.runtime.keywords import Names, names_taken
+from pipeflow.engine.runtime.loss import StepCall
 from pipeflow.engine.runtime.original import Original, add_hooks, cut_prefixes, name_in_module
 from pipeflow.engine.runtime.program.pairs import Overlap
 from pipeflow.engine.runtime.programs import Options, Programs
-from pipeflow.engine.runtime.stage import Stage
+from pipeflow.engine.runtime.stage import Names, Stage, names_taken
 from pipeflow.engine.runtime.step import LossOver, Output, Runner
 from pipeflow.engine.stages.blocks import Blocks, Cuts
 from pipeflow.engine.stages.plan import CutPlan

@@ -20,8 +20,8 @@ from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.transport.agreement import all_gather, connect_devices, told_alike
 from pipeflow.engine.runtime.confirmation import Confirmation
 from pipeflow.engine.runtime.devices import require_placed
-from pipeflow.engine.runtime.gradients.orders import Orders, orders_of
 from pipeflow.engine.runtime.gradients.step_end import Gradients
+from pipeflow.engine.runtime.gradients.sums import Orders, orders_of
 from pipeflow.engine.runtime.program.compile import Compiled, channels_of, compile_program
 from pipeflow.engine.runtime.program.pairs import Overlap
 from pipeflow.engine.runtime.program.saved import HostMemory

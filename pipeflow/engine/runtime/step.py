@@ -14,9 +14,8 @@ from pipeflow.core.action import Kind
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.engine.runtime.autocast import outside, region_of
-from pipeflow.engine.runtime.call import StepCall
-from pipeflow.engine.runtime.loss import Agreed, AgreementRow, agree, share_of, told_alone
+from pipeflow.engine.runtime.devices import outside, region_of
+from pipeflow.engine.runtime.loss import Agreed, AgreementRow, StepCall, agree, share_of, told_alone
 from pipeflow.engine.runtime.microbatch import Batch, Divided, as_batch, as_pair, next_of
 from pipeflow.engine.runtime.original import Original
 from pipeflow.engine.runtime.outputs import merged

@@ -20,7 +20,7 @@ from pipeflow.engine.runtime.buffers import ranks_of_buffers
 from pipeflow.engine.runtime.gradients.ties import ranks_of_tied
 from pipeflow.engine.runtime.original import plain_name
 from pipeflow.engine.runtime.pipeline import Pipeline
-from pipeflow.engine.torch_private.dtensors import compute_local_shape_and_global_offset
+from pipeflow.engine.torch_private.distributed import compute_local_shape_and_global_offset
 from pipeflow.training.checkpoint.task import context_here
 
 Names = Callable[[int, str], str]

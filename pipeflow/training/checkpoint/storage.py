@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.torch_private.dtensors import StorageInfo
+from pipeflow.engine.torch_private.distributed import StorageInfo
 from pipeflow.training.checkpoint.folders import INDEX
 from pipeflow.training.checkpoint.manifest import Digest, Manifest, file_name, read_json, whole_number
 from pipeflow.training.checkpoint.pieces import Pieces

@@ -16,7 +16,7 @@ from pipeflow.core.action import Action
 from pipeflow.engine.parallel.sharding import is_distributed
 from pipeflow.engine.parallel.transport.protocol import Work
 from pipeflow.engine.runtime.program.operations import Beside
-from pipeflow.engine.torch_private.fsdp import drop_gradients
+from pipeflow.engine.torch_private.distributed import drop_gradients
 
 
 def fully_sharded_in(module: nn.Module) -> list[FSDPModule]:

@@ -20,8 +20,7 @@ from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_
 from pipeflow.engine.parallel.transport.protocol import Channel, Tag, Work
 from pipeflow.engine.runtime.gradients.buffers import Buffers, ReplicatedBuffers
 from pipeflow.engine.runtime.gradients.fully_sharded import forget_step, fully_sharded_in
-from pipeflow.engine.runtime.gradients.orders import Orders
-from pipeflow.engine.runtime.gradients.sums import Sums, widen_gradient
+from pipeflow.engine.runtime.gradients.sums import Orders, Sums, widen_gradient
 from pipeflow.engine.runtime.gradients.ties import tie
 from pipeflow.engine.runtime.gradients.values import (
     Description,

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeflow.core.action import Kind
 from pipeflow.core.errors import UsageError
+from pipeflow.core.schedule import Schedule
 from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.sharding import like, local_part, settled
 from pipeflow.engine.parallel.transport.agreement import finish, start
 from pipeflow.engine.parallel.transport.protocol import Group, Tag, Transport, Work
-from pipeflow.engine.runtime.gradients.orders import Orders
 from pipeflow.engine.runtime.gradients.weights import Weight
 
 BUCKET = 2**22  # bytes of gradients that are exchanged at once
@@ -391,3 +392,18 @@ def _grouped(weights: Iterable[Weight], key: Callable[[Weight], tuple[Any, ...]]
 
 def _buckets(weights: Iterable[Weight]) -> Iterator[Bucket]:
     return map(Bucket, in_buckets(weight.parameter for weight in weights))
+
+
+Orders = Sequence[Sequence[int]]
+"""For each rank of a pipeline, its stages in the order in which it reduces them."""
+
+
+def orders_of(schedule: Schedule) -> Orders:
+    """The orders in a schedule. Stages for which a rank computes no gradient come last."""
+    reducing = schedule.with_reductions()
+    return [_order(reducing, rank) for rank in range(schedule.placement.num_ranks)]
+
+
+def _order(schedule: Schedule, rank: int) -> list[int]:
+    reduced = [action.stage for action in schedule.actions(rank) if action.kind is Kind.R]
+    return [*reduced, *(stage for stage in schedule.placement.stages_of(rank) if stage not in reduced)]

@@ -14,9 +14,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.deferral.products import Products
 from pipeflow.engine.runtime.program.results import Results
-from pipeflow.engine.runtime.program.slots import Slot, flatten
+from pipeflow.engine.runtime.program.slots import Slot, flatten, may_be_overwritten
 from pipeflow.engine.runtime.program.unused import Unused
-from pipeflow.engine.runtime.snapshots import may_be_overwritten
 from pipeflow.engine.runtime.stage import Stage
 from pipeflow.engine.torch_private.autograd import run_backward
 from pipeflow.engine.torch_private.trees import tree_unflatten

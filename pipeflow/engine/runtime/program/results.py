@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.runtime.snapshots import snapshot
+from pipeflow.engine.runtime.program.slots import snapshot
 from pipeflow.engine.runtime.whole_loss import WholeLoss
 from pipeflow.engine.stages.scaling import Scaling
 from pipeflow.engine.torch_private.tensors import foreach_mul

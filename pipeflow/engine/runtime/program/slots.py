@@ -1,5 +1,6 @@
 """Slots: the place of each value in this rank's memory, which the operations of a compiled program share, and fill and
-empty during a step; and what describes an activation. Must not contain: computations and transfers.
+empty during a step; what describes an activation; and copies of tensors whose memory may be overwritten before they
+are read. Must not contain: computations and transfers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.transport.protocol import Connection, Work
-from pipeflow.engine.torch_private.trees import TreeSpec, tree_flatten
+from pipeflow.engine.torch_private.tensors import holders
+from pipeflow.engine.torch_private.trees import TreeSpec, tree_flatten, tree_map
 
 
 class Metadata(NamedTuple):
@@ -109,3 +111,21 @@ def _require_plain(tensor: Tensor, device: torch.device) -> None:
         raise UsageError(
             f"a stage returned a tensor on the meta device, which has no memory to send: make it on {device}"
         )
+
+
+def snapshot(tree: object) -> object:
+    """The same tree with detached tensors, which are copied if they may be overwritten later."""
+    return tree_map(lambda leaf: _snapshot(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def _snapshot(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone() if may_be_overwritten(tensor) else tensor.detach()
+
+
+def may_be_overwritten(tensor: Tensor) -> bool:
+    """Returns True if the tensor's memory may be overwritten after a stage has returned it, as in a static buffer. This
+    may happen if it was written in place before, or if it belongs to no graph and another object holds its memory, too.
+    """
+    if tensor.is_inference() or tensor._version:
+        return True
+    return tensor.grad_fn is None and tensor.layout is torch.strided and holders(tensor) > 1
