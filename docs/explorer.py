@@ -1,25 +1,48 @@
-"""Writes explorer.html, the explorer with prebuilt answers: one file that opens without a server. `make docs` puts it
-among the pages.
+"""Writes explorer.html, the explorer with prebuilt answers: one file that loads nothing and needs no server. `make
+docs` puts it among the pages.
 """
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
+import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 from pipeflow.core.errors import UsageError
+from pipeflow.draw.page.timeline_page import bundle, policy
 from pipeflow.schedules import SCHEDULES, options_of
 from pipeflow.tools.cli import explore
 from pipeflow.tools.cli.command import parser
-from pipeflow.tools.explore.page_files import Fields, Range, name, prebuilt
+from pipeflow.tools.explore.answers import ANSWERS
+from pipeflow.tools.explore.fields import ALL, FIELDS, Field
+from pipeflow.tools.explore.server import document, page_files
 from pipeflow.tools.explore.state import State
 from pipeflow.tools.explore.tour import STEPS
 
+Fields = Mapping[str, str]
+Range = tuple[float, float, float]  # least, most and step of a slider
+
 FILE = "explorer.html"
+ANSWERED = '<script type="text/plain" id="answers">{}</script>\n'
+ASKED = [field for field in ALL if field.group]  # what an answer depends on
+CHARSET = '<meta charset="utf-8">\n'
+END = "</body>"
+FORM = 'autocomplete="off">'
+NOTE = (
+    '<p class="note">This page has {count} prebuilt states and needs no server. '
+    "<code>pipeflow explore</code> on your machine draws any.</p>"
+)
+POLICY = '<meta http-equiv="Content-Security-Policy" content="{}; img-src data: blob:">\n'
+PROGRAM = '<script type="module" src="explore.js"></script>\n'
+SHEET = re.compile(r'<link rel="stylesheet" href="([\w.]+)">\n')
 SLIDERS: dict[str, Range] = {
     "microbatches": (1, 32, 1),
     "chunks": (1, 4, 1),
@@ -69,6 +92,56 @@ def _is_drawn(fields: Fields) -> bool:
     except UsageError:
         return False
     return True
+
+
+def prebuilt(states: Mapping[str, Sequence[Fields]], sliders: Mapping[str, Range]) -> str:
+    """The text of the page.
+
+    Args:
+        states: per question, the fields of the links whose answers it has.
+        sliders: the range of each slider. Fields without one, other than the schedule, have no control.
+
+    Raises UsageError for a state that cannot be shown.
+    """
+    answers = {question: {name(each): ANSWERS[question](each) for each in asked} for question, asked in states.items()}
+    served = {each: content.decode() for each, (_, content) in page_files().items()}
+    script = bundle("explore", lambda module: served["prebuilt.js" if module == "server" else f"{module}.js"])
+    page = document([_described(field, sliders) for field in ALL])
+    for place, text in {
+        CHARSET: CHARSET + POLICY.format(policy(script)),
+        FORM: FORM + NOTE.format(count=max(map(len, answers.values()))),
+        PROGRAM: "",
+        END: ANSWERED.format(_packed(answers)) + f"<script>{script}</script>\n{END}",
+    }.items():
+        page = page.replace(place, text)
+    return SHEET.sub(lambda match: f"<style>\n{served[match[1]]}</style>\n", page)
+
+
+def name(fields: Fields) -> str:
+    """The name of the answer for `fields`; the page makes the same one. Raises KeyError for an unknown field."""
+    values = {each: text or FIELDS[each].default for each, text in fields.items()}
+    names = values.get("schedule", FIELDS["schedule"].default).split(",")
+    given = (each for each in ASKED if values.get(each.name, each.default) != each.default)
+    return "&".join(
+        f"{each.name}={values[each.name]}"
+        for each in given
+        if not each.takers or {*each.takers} & {*names} or values.get(each.beside)
+    )
+
+
+def _described(field: Field, sliders: Mapping[str, Range]) -> dict[str, Any]:
+    """A field with the range of its slider; without a group, and so without a control, if it has none."""
+    described = field._asdict() | {"asked": field in ASKED}
+    if field.name in sliders:
+        described |= dict(zip(("least", "most", "step"), sliders[field.name], strict=True))
+    elif field.name != "schedule":
+        described["group"] = ""
+    return described
+
+
+def _packed(answers: object) -> str:
+    """The answers as compressed JSON, in base64."""
+    return base64.b64encode(gzip.compress(json.dumps(answers, separators=(",", ":")).encode(), 9, mtime=0)).decode()
 
 
 def write(folder: Path) -> None:

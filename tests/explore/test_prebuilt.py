@@ -21,13 +21,14 @@ from pipeflow.schedules import SCHEDULES
 from pipeflow.tools.cli import explore
 from pipeflow.tools.cli.command import parser
 from pipeflow.tools.explore.fields import FIELDS
-from pipeflow.tools.explore.page_files import name, prebuilt
 from pipeflow.tools.explore.state import State
 from pipeflow.tools.explore.tour import STEPS
 from tests.browser import MARKS
 from tests.explore.explorer import Explorer
 
 DOCS = Path(__file__).parents[2] / "docs"
+MADE = runpy.run_path(str(DOCS / "explorer.py"))
+name, prebuilt = MADE["name"], MADE["prebuilt"]
 STATES = [
     {},
     {"schedule": "zb-v", "microbatches": "5"},
@@ -39,7 +40,8 @@ STATES = [
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    return prebuilt({"plan": STATES, "tour": STATES}, {"microbatches": (1, 30, 1), "latency": (0, 1, 0.5)})
+    text: str = prebuilt({"plan": STATES, "tour": STATES}, {"microbatches": (1, 30, 1), "latency": (0, 1, 0.5)})
+    return text
 
 
 def test_the_page_runs_its_own_script_only_and_loads_nothing(page: str) -> None:
@@ -119,42 +121,37 @@ class TestPage:
         assert opened.set("latency", 0).find("#problem").get_property("hidden")
 
 
-@pytest.fixture(scope="module")
-def made() -> dict[str, Any]:
-    return runpy.run_path(str(DOCS / "explorer.py"))
-
-
 @pytest.mark.slow
-def test_it_has_the_tour_every_schedule_and_what_its_sliders_set(made: dict[str, Any]) -> None:
-    names = {name(fields) for fields in made["drawn"]()}
-    assert {name(fields) for fields in made["tour"]()} <= names
+def test_it_has_the_tour_every_schedule_and_what_its_sliders_set() -> None:
+    names = {name(fields) for fields in MADE["drawn"]()}
+    assert {name(fields) for fields in MADE["tour"]()} <= names
     assert {name({"schedule": schedule}) for schedule in SCHEDULES} <= names
     for field in ("latency", "backward_weight"):
-        least, most, step = made["SLIDERS"][field]
+        least, most, step = MADE["SLIDERS"][field]
         for each in range(round((most - least) / step) + 1):
             assert name({"schedule": "zb-h1", field: f"{least + each * step:g}"}) in names
-    assert set(made["SLIDERS"]) <= set(FIELDS)
+    assert set(MADE["SLIDERS"]) <= set(FIELDS)
 
 
 @pytest.mark.exhaustive
-def test_it_is_small_enough_for_a_document(made: dict[str, Any], tmp_path: Path) -> None:
-    made["write"](tmp_path)
-    assert (tmp_path / made["FILE"]).stat().st_size < 700_000
+def test_it_is_small_enough_for_a_document(tmp_path: Path) -> None:
+    MADE["write"](tmp_path)
+    assert (tmp_path / MADE["FILE"]).stat().st_size < 700_000
 
 
 @pytest.mark.slow
-def test_commands_in_documents_lead_to_states_that_it_has(made: dict[str, Any]) -> None:
+def test_commands_in_documents_lead_to_states_that_it_has() -> None:
     texts = [path.read_text(encoding="utf-8") for path in (*DOCS.glob("*.md"), DOCS.parent / "README.md")]
     commands = {command for text in texts for command in re.findall(r"`(pipeflow explore\b[^`\n]*)`", text)}
     assert len(commands) >= len(SCHEDULES)
     for command in commands:
-        link = made["link"](command)
-        assert link.partition("#")[0] == made["FILE"]
+        link = MADE["link"](command)
+        assert link.partition("#")[0] == MADE["FILE"]
 
 
 @pytest.mark.exhaustive
-def test_another_command_leads_there_or_is_refused(made: dict[str, Any]) -> None:
-    link = made["link"]("pipeflow explore --link '#schedule=zb-v&latency=0.5'")
-    assert link == f"{made['FILE']}#{urlencode({'schedule': 'zb-v', 'latency': '0.5'})}"
+def test_another_command_leads_there_or_is_refused() -> None:
+    link = MADE["link"]("pipeflow explore --link '#schedule=zb-v&latency=0.5'")
+    assert link == f"{MADE['FILE']}#{urlencode({'schedule': 'zb-v', 'latency': '0.5'})}"
     with pytest.raises(UsageError, match="does not have this state"):
-        made["link"]("pipeflow explore zb-v --ranks 5")
+        MADE["link"]("pipeflow explore zb-v --ranks 5")

@@ -11,21 +11,27 @@ import re
 import secrets
 import sys
 import traceback
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from email.message import Message
 from gzip import compress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import BufferedReader, RawIOBase
-from socket import SHUT_RDWR, SHUT_WR, socket
+from importlib.resources import files as resources
+from io import BufferedReader
+from math import inf
+from socket import SHUT_RD, SHUT_RDWR, SHUT_WR, SocketIO, socket
+from string import Template
 from threading import Lock, Semaphore
 from time import monotonic
 from typing import Any
 from urllib.parse import parse_qsl
 
 from pipeflow.core.errors import UsageError
+from pipeflow.draw.page.timeline_page import as_script_text, file, variables
 from pipeflow.tools.explore.answers import ANSWERS
-from pipeflow.tools.explore.page_files import files
+from pipeflow.tools.explore.fields import ALL
+from pipeflow.tools.explore.tour import STEPS
 
 ADDRESS = "127.0.0.1"
 LARGEST = 4_000_000  # bytes of a request's body
@@ -45,6 +51,32 @@ HEADERS = {
 }
 
 
+KINDS = {"js": "text/javascript", "css": "text/css"}
+DESCRIBED = tuple(each._asdict() for each in ALL)
+FOLDERS = ("pipeflow.draw", "pipeflow.tools.explore")  # whose folder `page` has modules and style sheets
+
+
+def page_files() -> dict[str, tuple[str, bytes]]:
+    """The files of the page: per name its type and its content. The page itself has an empty name."""
+    found = {"": ("text/html", document().encode())}
+    for folder in FOLDERS:
+        for each in resources(folder).joinpath("page").iterdir():
+            kind = each.name.rpartition(".")[2]
+            if kind in KINDS:
+                found[each.name] = KINDS[kind], each.read_bytes()
+    red = variables().replace("--accent", "--fault")  # explore.css has another accent
+    found["page.css"] = KINDS["css"], (red + file("page.css")).encode()
+    return found
+
+
+def document(fields: Iterable[Mapping[str, Any]] = DESCRIBED) -> str:
+    """The page itself, with controls for `fields`."""
+    text = resources("pipeflow.tools.explore").joinpath("page", "explore.html").read_text(encoding="utf-8")
+    return Template(text).substitute(
+        bar=file("bar.html"), fields=as_script_text([*fields]), tour=as_script_text([each.as_json() for each in STEPS])
+    )
+
+
 class RequestError(Exception):
     """A request that is not answered.
 
@@ -58,42 +90,23 @@ class RequestError(Exception):
         self.status = status
 
 
-class Reader(RawIOBase):
-    """Reads from a connection until a deadline.
+class Input(BufferedReader):
+    """Reads from a connection, and knows whether a line was asked for when nothing more came."""
 
-    Args:
-        connection: the connection.
-    """
+    ended = False
 
-    def __init__(self, connection: socket) -> None:
-        self._connection = connection
-        self.begun = self.ended = False  # whether anything came since the last `begin`, and whether nothing more comes
-        self._deadline = 0.0
-
-    def begin(self, patience: float) -> None:
-        """Sets the deadline, in seconds from now."""
-        self.begun, self._deadline = False, monotonic() + patience
-
-    def readable(self) -> bool:
-        """True: bytes can always be asked for."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Reads into a buffer, and returns the number of bytes. Raises TimeoutError after the deadline."""
-        left = self._deadline - monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self._connection.settimeout(left)
-        size = self._connection.recv_into(buffer)
-        self.begun |= size > 0
-        self.ended = size == 0
-        return size
+    def readline(self, size: int | None = -1, /) -> bytes:
+        """The next line."""
+        line = super().readline(size)
+        self.ended = not line
+        return line
 
 
 class Handler(BaseHTTPRequestHandler):
     """Answers the requests of one connection."""
 
     server: Server
+    rfile: Input
     protocol_version = "HTTP/1.1"
     default_request_version = "HTTP/1.0"  # of an answer to a request that cannot be read
     disable_nagle_algorithm = True  # without it, an answer waits 40 ms for the browser's acknowledgement of its head
@@ -102,8 +115,7 @@ class Handler(BaseHTTPRequestHandler):
         """Makes the streams of the connection."""
         super().setup()
         self.rfile.close()
-        self._reader = Reader(self.connection)
-        self.rfile = BufferedReader(self._reader)
+        self.rfile = Input(SocketIO(self.connection, "r"))
         self._refused = False
 
     def finish(self) -> None:
@@ -114,8 +126,9 @@ class Handler(BaseHTTPRequestHandler):
         if self._refused:
             with suppress(OSError):
                 self.connection.shutdown(SHUT_WR)
-                self._reader.begin(LINGER)
-                while self._reader.readinto(bytearray(1 << 16)):
+                self.connection.settimeout(None)
+                self.server.wait(self.connection, LINGER)
+                while self.connection.recv(1 << 16):
                     pass
 
     def handle_one_request(self) -> None:
@@ -123,15 +136,12 @@ class Handler(BaseHTTPRequestHandler):
         self.command, self.requestline, self.request_version = "", "", self.protocol_version
         self.headers = Message()
         self.close_connection = True
-        self.server.wait(self.connection)
-        self._reader.begin(self.server.patience)
+        self.connection.settimeout(None)  # the server ends what takes too long
+        self.server.wait(self.connection, self.server.patience)
         try:
             self.raw_requestline = self.rfile.readline(LONGEST + 1)
             if self.raw_requestline and self._has_head():
                 self._answer()
-        except TimeoutError:
-            if self._reader.begun:
-                self._refuse(HTTPStatus.REQUEST_TIMEOUT, "the request did not arrive in time")
         except RequestError as error:
             self._refuse(error.status, str(error))
 
@@ -141,12 +151,19 @@ class Handler(BaseHTTPRequestHandler):
         if len(line) > LONGEST:
             raise RequestError(HTTPStatus.REQUEST_URI_TOO_LONG, f"the address may have at most {LONGEST:,} bytes")
         words = line.split()
-        if not line.endswith(b"\n") or len(words) != 3 or not words[2].startswith(b"HTTP/1."):
+        if not line.endswith(b"\n"):
+            raise self._cut_off()
+        if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
             raise RequestError(HTTPStatus.BAD_REQUEST, "this is not a request of HTTP/1")
         read = self.parse_request()
-        if read and self._reader.ended:
-            raise RequestError(HTTPStatus.BAD_REQUEST, "the request was cut off")
+        if read and self.rfile.ended:
+            raise self._cut_off()
         return read
+
+    def _cut_off(self) -> RequestError:
+        if self.server.is_late(self.connection):
+            return RequestError(HTTPStatus.REQUEST_TIMEOUT, "the request did not arrive in time")
+        return RequestError(HTTPStatus.BAD_REQUEST, "the request was cut off")
 
     def handle_expect_100(self) -> bool:
         """Waits with the consent to a body until the request was checked."""
@@ -210,7 +227,7 @@ class Handler(BaseHTTPRequestHandler):
             self.end_headers()
         body = self.rfile.read(int(length))
         if len(body) < int(length):
-            raise RequestError(HTTPStatus.BAD_REQUEST, "the request was cut off")
+            raise self._cut_off()
         if body.count(b"&") >= MOST_FIELDS:
             raise RequestError(HTTPStatus.BAD_REQUEST, f"a request may have at most {MOST_FIELDS} fields")
         try:
@@ -240,7 +257,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _reply(self, status: HTTPStatus, kind: str, content: bytes, encoding: str = "") -> None:
         self.connection.settimeout(self.server.patience)
-        self.server.wait(self.connection)
+        self.server.wait(self.connection, self.server.patience)
         self.send_response(status)
         headers = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(content)), **HEADERS}
         if encoding:
@@ -307,11 +324,12 @@ class Server(ThreadingHTTPServer):
     def __init__(self, port: int = 0, *, patience: float = PATIENCE) -> None:
         self.patience = patience
         self.token = secrets.token_urlsafe(16)
-        self.files = files()
+        self.files = page_files()
         self.zipped = {name: compress(content) for name, (_, content) in self.files.items()}
         self.turns = Semaphore(AT_ONCE)
-        self._waiting: dict[socket, None] = {}  # connections that wait for their clients; the longest waiting one first
-        self._open: set[socket] = set()
+        self._open: dict[
+            socket, float | None
+        ] = {}  # when the client is late; None: it waits. The longest wait is first
         self._lock = Lock()
         try:
             super().__init__((ADDRESS, port), Handler)
@@ -338,40 +356,49 @@ class Server(ThreadingHTTPServer):
         finally:
             gc.set_threshold(*often)
 
-    def wait(self, connection: socket) -> None:
+    def wait(self, connection: socket, patience: float) -> None:
         """Says that a connection waits for its client: for a request, or until an answer is read."""
         with self._lock:
             if connection in self._open:
-                self._waiting.pop(connection, None)
-                self._waiting[connection] = None
+                del self._open[connection]
+                self._open[connection] = monotonic() + patience
 
     def work(self, connection: socket) -> None:
         """Says that the whole request of a connection is there, and that it may be answered."""
         with self._lock:
-            self._waiting.pop(connection, None)
+            if connection in self._open:
+                self._open[connection] = None
+
+    def is_late(self, connection: socket) -> bool:
+        """Whether the client has not sent in time what the connection waits for."""
+        return (self._open.get(connection) or inf) <= monotonic()
+
+    def service_actions(self) -> None:
+        """Ends the requests that are late: their threads read nothing more."""
+        with self._lock:
+            for connection in filter(self.is_late, self._open):
+                _end(connection, SHUT_RD)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Starts a thread for a connection, if there are not too many; see the class."""
         with self._lock:
-            crowded = len(self._open) >= MOST_CONNECTIONS
-            oldest = next(iter(self._waiting), None) if crowded else None
-            if oldest is not None:
-                del self._waiting[oldest]
-                self._open.discard(oldest)
-            if not crowded or oldest is not None:
-                self._open.add(request)
-        if oldest is not None:
-            _end(oldest)
-        if request in self._open:
+            if len(self._open) >= MOST_CONNECTIONS:
+                oldest = next((each for each, late in self._open.items() if late is not None), None)
+                if oldest is not None:
+                    del self._open[oldest]
+                    _end(oldest, SHUT_RDWR)
+            has_room = len(self._open) < MOST_CONNECTIONS
+            if has_room:
+                self._open[request] = monotonic() + self.patience
+        if has_room:
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def shutdown_request(self, request: Any) -> None:
-        """Closes a connection, which then counts as neither open nor waiting."""
+        """Closes a connection, which then counts no more."""
         with self._lock:
-            self._open.discard(request)
-            self._waiting.pop(request, None)
+            self._open.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -381,7 +408,7 @@ class Server(ThreadingHTTPServer):
             report("a connection", error)
 
 
-def _end(connection: socket) -> None:
+def _end(connection: socket, direction: int) -> None:
     """Wakes the thread that reads from a connection."""
     with suppress(OSError):  # it may have just ended by itself
-        connection.shutdown(SHUT_RDWR)
+        connection.shutdown(direction)
