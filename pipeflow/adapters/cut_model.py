@@ -313,7 +313,7 @@ class PreparedModel(CutModel):
         trace = made.cut.trace
         if "criterion" in options and trace.loss is not None:
             require_whole_loss(self._context, own_loss)
-        self._has_loss, self._is_bare = trace.loss is not None, trace.returned.is_bare
+        self._has_loss, self._is_bare = trace.loss is not None, trace.returned.spec.is_leaf()
         made.training = self.training
         made.runner.read = _as_it_is
         self._merging = WholeOutputs(made)

@@ -29,7 +29,7 @@ class Doubling:
 def test_calls_are_watched_in_their_own_thread_and_only_meanwhile() -> None:
     module, values, watcher = Block(), torch.ones(2, WIDTH), Doubling()
     expected: Tensor = module(values)
-    with watched({"block": module, "norm": module.norm}, watcher), ThreadPoolExecutor(1) as other:
+    with watched({"block": module, "norm": module.norm}, watcher.called), ThreadPoolExecutor(1) as other:
         assert torch.equal(other.submit(module, values).result(), expected)
         assert not watcher.seen
         assert not torch.equal(module(values), expected)
@@ -43,7 +43,7 @@ def test_calls_are_watched_in_their_own_thread_and_only_meanwhile() -> None:
 
 def test_an_error_leaves_the_modules_as_they_were() -> None:
     module = Block()
-    with pytest.raises(RuntimeError), watched({"block": module}, Doubling()):
+    with pytest.raises(RuntimeError), watched({"block": module}, Doubling().called):
         module(torch.ones(2, WIDTH + 1))
     assert type(module) is Block
 
@@ -58,5 +58,5 @@ class Guarded(nn.Module):
 
 
 def test_a_watched_class_is_no_subclass_that_anyone_is_told_of() -> None:
-    with watched({"guarded": Guarded()}, Doubling()):
+    with watched({"guarded": Guarded()}, Doubling().called):
         assert Guarded.made == 0

@@ -19,8 +19,7 @@ from pipeflow.engine.stages.loss_values import Computed, Traced, UncheckedError,
 from pipeflow.engine.stages.scaling import Scalars
 from pipeflow.engine.stages.stage import ModuleStage
 from pipeflow.engine.stages.tape import Leaves, TapeNode
-from pipeflow.engine.stages.trace import Look
-from pipeflow.engine.stages.trees import flattened
+from pipeflow.engine.stages.trace import Look, flattened
 from pipeflow.engine.stages.values import SampleAxis, UnprovedError
 from pipeflow.engine.torch_private.trees import tree_leaves, tree_map
 

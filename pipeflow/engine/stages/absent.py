@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import swap_tensors
 
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.stages.tape import PACKING, is_like, packed, read_by, written_to
+from pipeflow.engine.stages.tape import PACKING, is_like, packed, read_by, returned_by, written_to
 from pipeflow.engine.torch_private.modes import TorchDispatchMode, no_dispatch
 from pipeflow.engine.torch_private.tensors import OpOverload, make_wrapper, no_torch_function
 from pipeflow.engine.torch_private.trees import tree_leaves, tree_map
@@ -23,7 +23,7 @@ from pipeflow.engine.torch_private.trees import tree_leaves, tree_map
 # another way, they may be. So a tensor that a stage does not have knows that: it has a shape, a dtype and a device, but
 # no values, and neither has what an operator computes from it. An error is raised where a value is needed after all:
 # where Python reads it, where it is sent or returned, and where it is written to memory that has values. A plan may
-# have such writes (`zeros(...)[:, 1:] = x`); then `AbsentMemory` takes that memory for absent from the write on.
+# have such writes (`zeros(...)[:, 1:] = x`); then `Reads` takes that memory for absent from the write on.
 
 NO_DATA = "data is not allocated"
 """What torch says if a kernel reads a tensor without values past all dispatch, as `torch.tensor([tensor])` does."""
@@ -35,26 +35,28 @@ _HOW = (
 )
 
 
-class Reads:
-    """What a stage knows of the absent tensors that it has.
+class Reads(TorchDispatchMode):
+    """What a stage knows of the absent tensors that it has. As a mode it sees every operator of a forward in which they
+    may be written to memory that has values; then that memory is absent. So it is for those stages alone that do so by
+    their plan.
 
     Attributes:
-        memory: the region in which they may be written to memory that has values; None outside of one.
         error: the error of a read in this forward; None without one.
     """
 
     def __init__(self) -> None:
-        self.memory: AbsentMemory | None = None
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.error: UsageError | None = None
+        self._written: dict[int, tuple[Any, str]] | None = None  # the memory, kept, and what was written to it
 
     @contextmanager
     def during(self, *, mixes: bool) -> Iterator[None]:
         """A region for a forward of the stage, which may write absent tensors to memory that has values if it `mixes`.
         A read of an absent tensor ends in an error, even if the module catches it.
         """
-        self.error = None
+        self.error, self._written = None, {} if mixes else None
         try:
-            with AbsentMemory(self) if mixes else nullcontext():
+            with self if mixes else nullcontext():
                 yield
             if self.error is not None:
                 raise self.error
@@ -62,13 +64,39 @@ class Reads:
             if NO_DATA not in str(error):
                 raise
             raise UsageError(f"it reads the values of a tensor {_HOW}") from error
+        finally:
+            self._written = None
 
     def require_present(self, tree: object) -> None:
         """Raises UsageError if a tensor in the tree is absent."""
         for leaf in tree_leaves(tree):
-            found = leaf if self.memory is None else self.memory.of(leaf)
+            found = self.of(leaf)
             if isinstance(found, AbsentTensor):
                 found.refuse()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(self.of(leaf), AbsentTensor) for leaf in tree_leaves((args, kwargs))):
+            return _computed(func, args, kwargs, self)
+        return func(*args, **kwargs)
+
+    def write(self, tensor: Tensor, absent: AbsentTensor) -> None:
+        """Takes the memory of a tensor for absent, because `absent` was written to it. Outside of a region in which
+        that may be, raises UsageError.
+        """
+        if self._written is None:
+            absent.refuse()
+        storage = tensor.untyped_storage()
+        self._written.setdefault(storage._cdata, (storage, absent.what))
+
+    def of(self, leaf: Any) -> Any:
+        """The leaf itself, or, of a tensor in memory that is absent, one without values."""
+        if not self._written or not isinstance(leaf, Tensor) or isinstance(leaf, AbsentTensor):
+            return leaf
+        found = self._written.get(leaf.untyped_storage()._cdata) if leaf.layout is torch.strided else None
+        return leaf if found is None else AbsentTensor(found[1], self, leaf)
 
 
 class Absent:
@@ -119,7 +147,7 @@ class AbsentTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         absent = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, AbsentTensor))
-        return _computed(func, args, kwargs, absent.reads.memory)
+        return _computed(func, args, kwargs, absent.reads)
 
     def refuse(self, *_: object, **__: object) -> NoReturn:
         """Raises UsageError because a value is needed."""
@@ -146,52 +174,10 @@ def _made(what: str, shape: Any, stride: Any, dtype: torch.dtype, device: torch.
     return AbsentTensor(what, Reads(), torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
 
-class AbsentMemory(TorchDispatchMode):
-    """A region in which values that are absent may be written to memory that has values; then that memory is absent.
-    It sees every operator, so it is for those stages alone that do so by their plan.
-    """
-
-    def __init__(self, reads: Reads) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._reads = reads
-        self._written: dict[int, tuple[Any, str]] = {}  # the memory, kept, and what was written to it
-
-    def __enter__(self) -> AbsentMemory:
-        self._reads.memory = self
-        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
-        self._reads.memory = None
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(isinstance(leaf, AbsentTensor) for leaf in leaves) or any(self.of(leaf) is not leaf for leaf in leaves):
-            return _computed(func, args, kwargs, self)
-        return func(*args, **kwargs)
-
-    def write(self, tensor: Tensor, what: str) -> None:
-        """Takes the memory of a tensor for absent, because `what` was written to it."""
-        storage = tensor.untyped_storage()
-        self._written.setdefault(storage._cdata, (storage, what))
-
-    def of(self, leaf: Any) -> Any:
-        """The leaf itself, or, of a tensor in memory that is absent, one without values."""
-        if not isinstance(leaf, Tensor) or isinstance(leaf, AbsentTensor) or leaf.layout is not torch.strided:
-            return leaf
-        found = self._written.get(leaf.untyped_storage()._cdata)
-        return leaf if found is None else AbsentTensor(found[1], self._reads, leaf)
-
-
-def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], memory: AbsentMemory | None) -> Any:
+def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reads: Reads) -> Any:
     """What an operator makes of arguments some of which are absent."""
     written = written_to(func, args, kwargs) if isinstance(func, OpOverload) else []
-    if memory is not None:
-        args, kwargs = tree_map(memory.of, (args, kwargs))
+    args, kwargs = tree_map(reads.of, (args, kwargs))
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     absent = next(leaf for leaf in tensors if isinstance(leaf, AbsentTensor))
     if not isinstance(func, OpOverload):  # it runs code that cannot be looked into
@@ -204,9 +190,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], memory: 
         return func(*args, **kwargs)
     for tensor in written:
         if not isinstance(tensor, AbsentTensor):
-            if memory is None:
-                absent.refuse()
-            memory.write(tensor, absent.what)
+            reads.write(tensor, absent)
     if torch.Tag.inplace_view in func.tags:
         with no_dispatch():
             return func(*args, **kwargs)
@@ -238,23 +222,21 @@ def _on_meta(leaf: Any) -> Any:
 
 
 def _blank(leaf: Any) -> Any:
-    return (
-        torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
-        if isinstance(leaf, AbsentTensor)
-        else leaf
-    )
+    """Zeros in place of an absent tensor, which share the memory of one."""
+    if not isinstance(leaf, AbsentTensor):
+        return leaf
+    return torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
 
 
 def _zeros(leaf: Any) -> Any:
-    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, AbsentTensor) else leaf
+    return _blank(leaf).contiguous() if isinstance(leaf, AbsentTensor) else leaf
 
 
 def _with_written(func: Any, output: Any, written: Sequence[Tensor]) -> Any:
     """The output of an operator, in which it returns the tensors themselves to which it wrote."""
-    returned = [each.alias_info is not None and each.alias_info.is_write for each in func._schema.returns]
-    if not any(returned):
+    places = returned_by(func)
+    if all(place is None for place in places):
         return output
-    tensors = iter(written)
-    outputs = [output] if len(returned) == 1 else output
-    made = [next(tensors) if is_written else leaf for is_written, leaf in zip(returned, outputs, strict=True)]
-    return made[0] if len(returned) == 1 else tuple(made)
+    outputs = [output] if len(places) == 1 else output
+    made = [leaf if place is None else written[place] for place, leaf in zip(places, outputs, strict=True)]
+    return made[0] if len(places) == 1 else tuple(made)

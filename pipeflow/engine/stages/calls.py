@@ -1,4 +1,4 @@
-"""Calls: while a watcher is installed, each call of a watched module goes to it first, and it decides what to do. The
+"""Calls: each call of a watched module goes to a function instead, which decides what to do. The
 stack of the code shows the activation checkpoint or the autograd.Function around it.
 """
 
@@ -12,7 +12,7 @@ from functools import cache, lru_cache, partial, wraps
 from inspect import unwrap
 from threading import get_ident
 from types import CodeType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -23,21 +23,11 @@ from pipeflow.core.errors import UsageError
 _FILE = torch.utils.checkpoint.__file__
 
 
-class Surroundings(NamedTuple):
-    """The checkpoint and the custom Function around a call.
-
-    Attributes:
-        checkpoint: the kind of the activation checkpoint around it, "reentrant" or "plain"; None without one.
-        function: name of the custom autograd.Function in whose forward it is made; None without one. Reentrant
-            checkpoints do not count.
+def surroundings(until: CodeType) -> tuple[str | None, str | None]:
+    """What is around the caller, up to the frame that runs `until`: the kind of the activation checkpoint, "reentrant"
+    or "plain", and the name of the custom autograd.Function in whose forward it is; None without one. Reentrant
+    checkpoints are no such Function.
     """
-
-    checkpoint: str | None
-    function: str | None
-
-
-def surroundings(until: CodeType) -> Surroundings:
-    """The surroundings of the caller, up to the frame that runs `until`."""
     checkpoint = function = None
     frame: Any = sys._getframe(1)
     forwards = _forwards()
@@ -46,7 +36,7 @@ def surroundings(until: CodeType) -> Surroundings:
             checkpoint = _kind(frame)
         function = forwards.get(frame.f_code, function)
         frame = frame.f_back
-    return Surroundings(checkpoint, function)
+    return checkpoint, function
 
 
 def _forwards() -> dict[CodeType, str]:
@@ -83,17 +73,8 @@ def _set_class(module: nn.Module, to: type[nn.Module]) -> None:
     object.__setattr__(module, "__class__", to)  # nn.Module's own looks for parameters first
 
 
-class Watcher(Protocol):
-    """Receives the calls of watched modules."""
-
-    def called(self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Called instead of the module `name`; `call` is the module's own `__call__`. Returns the call's output."""
-
-
-class Replayer(Watcher, Protocol):
-    """A watcher that can also set the output of a module's forward while its hooks run, as the entry of `replayed`."""
-
-    replayed: list[Any]
+Called = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""What is called instead of a watched module: with its name, its own `__call__`, and the arguments."""
 
 
 class _Swallow(nn.Module):
@@ -104,12 +85,14 @@ class _Swallow(nn.Module):
 
 
 @contextmanager
-def watched(modules: Mapping[str, nn.Module], watcher: Watcher, replayed: Collection[str] = ()) -> Iterator[None]:
-    """Sends this thread's calls of `modules` to `watcher`.
+def watched(
+    modules: Mapping[str, nn.Module], called: Called, replayed: Collection[str] = (), outputs: list[Any] | None = None
+) -> Iterator[None]:
+    """Sends this thread's calls of `modules` to `called`.
 
     Meanwhile each module has another class, so that wrappers around the `__call__` of its own class, such as activation
     checkpointing, run within the watched call. Other threads call the modules as usual, for example in a backward that
-    recomputes a forward. For modules named in `replayed`, the watcher, a Replayer, can set the output of their forward.
+    recomputes a forward. The forward of a module named in `replayed` returns what is in `outputs`, if anything is.
 
     Raises UsageError for a module whose class cannot be replaced.
     """
@@ -118,7 +101,7 @@ def watched(modules: Mapping[str, nn.Module], watcher: Watcher, replayed: Collec
     try:
         for name, module in modules.items():
             plain: Any = type(module)
-            vars(module)[_KEY] = (thread, watcher, name)
+            vars(module)[_KEY] = (thread, called, name, outputs)
             _forget_own_forward(module, plain)
             try:
                 _set_class(module, _watched_class(plain, is_replayed=name in replayed))
@@ -148,16 +131,16 @@ def _watched_class(plain: Any, *, is_replayed: bool) -> type[nn.Module]:
 
     def call(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         own = partial(own_call, self) if self._compiled_call_impl is None else partial(_call_plainly, self, plain)
-        thread, watcher, name = vars(self).get(_KEY, (None, None, ""))
+        thread, called, name, _ = vars(self).get(_KEY, (None, None, "", None))
         if thread != get_ident():
             return own(*arguments, **keywords)
-        return watcher.called(name, own, arguments, keywords)
+        return called(name, own, arguments, keywords)
 
     @wraps(plain.forward)
     def forward(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
-        thread, watcher, _ = vars(self).get(_KEY, (None, None, ""))
-        if thread == get_ident() and watcher.replayed:
-            return watcher.replayed.pop()
+        thread, _, _, outputs = vars(self).get(_KEY, (None, None, "", None))
+        if thread == get_ident() and outputs:
+            return outputs.pop()
         return plain.forward(self, *arguments, **keywords)
 
     members = {"__call__": call, "__module__": plain.__module__}

@@ -8,8 +8,8 @@ import logging
 import random
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,17 +23,37 @@ def isolated(*, grads: bool = True) -> Iterator[None]:
     """Isolates a forward on fake tensors from the step that it may happen in: its warnings, its casts, its random
     numbers, what autograd saves, and whether gradients are on, which `grads` says.
     """
-    ours = _quiet(), _without_cached_casts(), _own_random_numbers(), _without_saved_tensors_hooks()
-    with ExitStack() as stack:
-        for each in (*ours, _plain_attention(), torch.inference_mode(mode=False), _gradients(grads)):
-            stack.enter_context(each)
-        yield
+    logger, backend = logging.getLogger(FAKE_LOGGER), torch.backends.mha
+    numpy: Any = sys.modules.get("numpy")
+    drawn = random.getstate(), numpy and numpy.random.get_state()  # models draw training masks from these
+    with (
+        warnings.catch_warnings(action="ignore"),  # models repeat them when they run
+        _set(lambda: logger.disabled, lambda value: setattr(logger, "disabled", value), True),  # errors say the same
+        # autocast converts a weight each time, so that every conversion is seen
+        _set(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, False),
+        # torch's encoders run the operators of their modules: the fused ones are not defined on fake tensors
+        _set(backend.get_fastpath_enabled, backend.set_fastpath_enabled, False),
+        _without_saved_tensors_hooks(),
+        torch.inference_mode(mode=False),
+        torch.set_grad_enabled(grads),
+    ):
+        try:
+            yield
+        finally:
+            random.setstate(drawn[0])
+            if numpy:
+                numpy.random.set_state(drawn[1])
 
 
 @contextmanager
-def _gradients(grads: bool) -> Iterator[None]:
-    with torch.set_grad_enabled(grads):
+def _set(get: Callable[[], Any], put: Callable[[Any], Any], value: object) -> Iterator[None]:
+    """Gives a setting another value."""
+    before = get()
+    put(value)
+    try:
         yield
+    finally:
+        put(before)
 
 
 @contextmanager
@@ -50,59 +70,6 @@ def _without_saved_tensors_hooks() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(hooks):
             push_saved_hooks(pack, unpack)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppresses warnings of models, which they repeat when they run, and torch's logs of operators that fail on fake
-    tensors, which raise errors as well.
-    """
-    logger = logging.getLogger(FAKE_LOGGER)
-    before, logger.disabled = logger.disabled, True
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.disabled = before
-
-
-@contextmanager
-def _own_random_numbers() -> Iterator[None]:
-    """Restores the generators of Python and NumPy, because models draw training masks from them."""
-    numpy: Any = sys.modules.get("numpy")
-    before = random.getstate(), numpy and numpy.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        if numpy:
-            numpy.random.set_state(before[1])
-
-
-@contextmanager
-def _plain_attention() -> Iterator[None]:
-    """Lets torch's encoders run the operators of their modules without gradients, too: the fused ones are not defined
-    on fake tensors.
-    """
-    backend = torch.backends.mha
-    before = backend.get_fastpath_enabled()
-    backend.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        backend.set_fastpath_enabled(before)
-
-
-@contextmanager
-def _without_cached_casts() -> Iterator[None]:
-    """Makes autocast convert a weight each time, so that every conversion is seen."""
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(cached)
 
 
 def host_random_state() -> object:

@@ -17,11 +17,9 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.route import Routes
 from pipeflow.engine.stages.blocks import lay
 from pipeflow.engine.stages.copies import Fakes
-from pipeflow.engine.stages.flow import RANDOM, Flow
-from pipeflow.engine.stages.identities import Identity
+from pipeflow.engine.stages.flow import RANDOM, Flow, Identity
 from pipeflow.engine.stages.plan import CutPlan, StagePlan
-from pipeflow.engine.stages.plan_run import PlanRun
-from pipeflow.engine.stages.script import CallNode, Script, TensorRef
+from pipeflow.engine.stages.script import CallNode, PlanRun, Script, TensorRef
 from pipeflow.engine.stages.trace import Batch, Call, Look, Returned, Trace, decides, explained
 from pipeflow.engine.torch_private.trees import tree_leaves
 
@@ -100,7 +98,7 @@ class StageCut:
         run = PlanRun(script, stubs, value_bits, flow, self.start, self.trace)
         module = self.fakes.module
         watched = {name: each for name, each in module.named_modules() if name in script.names}
-        with explained(run), self.fakes.unchanged(), flow:
+        with explained(flow, lambda: run.current), self.fakes.unchanged(), flow:
             output = run.forward(module, watched, batch)
         made = self._made(run, output, flow)
         sources = self._check(made, value_bits) | flow.read

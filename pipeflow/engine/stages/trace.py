@@ -4,11 +4,11 @@ the forward on fake tensors and records it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +17,44 @@ from pipeflow.core.errors import UsageError
 from pipeflow.engine.stages.absent import NO_DATA
 from pipeflow.engine.stages.calls import surroundings, watched
 from pipeflow.engine.stages.copies import Fakes
-from pipeflow.engine.stages.flow import LEAST, Flow
-from pipeflow.engine.stages.identities import Identity
+from pipeflow.engine.stages.flow import LEAST, Flow, Identity
 from pipeflow.engine.stages.loss import loss_in, tape_of
 from pipeflow.engine.stages.module_state import held_by
 from pipeflow.engine.stages.tape import Recorded, TapeNode
-from pipeflow.engine.stages.trees import flattened
 from pipeflow.engine.torch_private.modes import DataDependentOutputException, DynamicOutputShapeException
-from pipeflow.engine.torch_private.trees import TreeSpec
+from pipeflow.engine.torch_private.trees import TreeSpec, register_pytree_node, tree_flatten, tree_leaves
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a module: positional ones and keywords."""
+
+
+def flattened(tree: object) -> tuple[list[Any], TreeSpec]:
+    """The leaves and the structure of a tree. If torch's pytrees do not know a dataclass with tensors, it is
+    registered there, with its attributes as children. All of torch's functions for trees then treat it as a node.
+    """
+    leaves, spec = tree_flatten(tree)
+    while kinds := {type(leaf) for leaf in leaves if is_dataclass(leaf) and _holds_tensors(leaf)}:
+        for kind in kinds:
+            _register(kind)
+        leaves, spec = tree_flatten(tree)
+    return leaves, spec
+
+
+def _holds_tensors(leaf: object) -> bool:
+    inner = tree_leaves(list(getattr(leaf, "__dict__", {}).values()))
+    return any(isinstance(each, Tensor) or (is_dataclass(each) and _holds_tensors(each)) for each in inner)
+
+
+def _register(kind: type) -> None:
+    def flatten(node: Any) -> tuple[list[Any], Any]:
+        return list(vars(node).values()), tuple(vars(node))
+
+    def unflatten(values: Any, names: Any) -> Any:
+        node: Any = object.__new__(kind)
+        vars(node).update(zip(names, values, strict=True))
+        return node
+
+    register_pytree_node(kind, flatten, unflatten)
 
 
 class Look(NamedTuple):
@@ -65,18 +92,13 @@ class Look(NamedTuple):
         return cls(shape, tuple(stride), tensor.dtype, tensor.requires_grad, sources, storage, identity, value)
 
 
-class Unknown(NamedTuple):
-    """A leaf that is neither a tensor nor a plain value. `kind` is the name of its class."""
-
-    kind: str
-
-
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, slice, range)
-Leaf = Look | Unknown | Any
+Leaf = Look | type | Any
+"""What is known of a leaf of an output: a tensor's Look, a plain value itself, and of another object its class."""
 
 
 class Returned(NamedTuple):
-    """The output of a call: a tree whose leaves are Looks, plain values and Unknowns."""
+    """The output of a call: a tree of Leaves."""
 
     spec: TreeSpec
     leaves: list[Leaf]
@@ -92,11 +114,6 @@ class Returned(NamedTuple):
         """Describes a tree that is already flattened."""
         return cls(spec, [_leaf(leaf, flow) for leaf in leaves])
 
-    @property
-    def is_bare(self) -> bool:
-        """True if it is a single leaf and not a tree."""
-        return self.spec.is_leaf()
-
     def looks(self) -> dict[int, Look]:
         """The tensors among the leaves, by index."""
         return {index: leaf for index, leaf in enumerate(self.leaves) if isinstance(leaf, Look)}
@@ -105,7 +122,7 @@ class Returned(NamedTuple):
 def _leaf(leaf: object, flow: Flow) -> Leaf:
     if isinstance(leaf, Tensor):
         return Look.of(leaf, flow)
-    return leaf if isinstance(leaf, PLAIN) else Unknown(type(leaf).__name__)
+    return leaf if isinstance(leaf, PLAIN) else type(leaf)
 
 
 @dataclass(slots=True, eq=False)
@@ -375,7 +392,7 @@ def record(
     modules = {name: module for name, module in fakes.module.named_modules() if name}
     recorder, output, held = Recorder(flow, modules), None, held_by(fakes.module)
     try:
-        with explained(recorder), watched(modules, recorder), flow, within(flow):
+        with explained(flow, lambda: recorder.current), watched(modules, recorder.called), flow, within(flow):
             output = fakes.module(*batch[0], **batch[1])
     except UsageError:
         if guess:
@@ -392,34 +409,21 @@ def record(
     return Trace(recorder.calls, leaks, flow.decided, flow.guesses, made(loss), writes, scalars, tuple(kept))
 
 
-class Located(Protocol):
-    """Knows in which module a forward is, and its Flow."""
-
-    flow: Flow
-
-    @property
-    def current(self) -> str: ...
-
-
-class explained:  # noqa: N801  # used like a function, as contextlib's are
-    """Context manager that adds the name of the module to errors of a forward on fake tensors, and explains them."""
-
-    def __init__(self, where: Located) -> None:
-        self._where = where
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        where = self._where.current or "the module's own forward"
+@contextmanager
+def explained(flow: Flow, current: Callable[[], str]) -> Iterator[None]:
+    """A region for a forward on fake tensors, whose errors name the module that is called, `current`."""
+    try:
+        yield
+    except Exception as error:
+        where = current() or "the module's own forward"
         if isinstance(error, UsageError):
             raise UsageError(f"{where}: {error}") from error
         unknown = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
         unknown = unknown or (isinstance(error, RuntimeError) and NO_DATA in str(error))  # of a kernel
-        if unknown or (isinstance(error, Exception) and self._where.flow.guesses):
+        if unknown or flow.guesses:
             raise UsageError(decides(where, f" ({str(error).partition(chr(10))[0]})")) from error
-        if isinstance(error, Exception):
-            error.add_note(f"raised in {where}, while the module's forward was traced on the example batch")
+        error.add_note(f"raised in {where}, while the module's forward was traced on the example batch")
+        raise
 
 
 def decides(where: str, how: str = "") -> str:
