@@ -20,11 +20,11 @@ from pipeflow.adapters.ranks import shared_outputs
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.transport.agreement import all_gather
-from pipeflow.engine.runtime.divisors import Divisors
 from pipeflow.engine.runtime.microbatch import Batch, as_batch
 from pipeflow.engine.runtime.other_calls import held_step
 from pipeflow.engine.runtime.pipeline import Pipeline, execute_pipeline
 from pipeflow.engine.runtime.plain_values import PlainValues
+from pipeflow.engine.runtime.weighing import Divisors
 from pipeflow.engine.stages.loss import own_loss
 from pipeflow.engine.stages.stage import ModuleStage
 from pipeflow.engine.torch_private.trees import keystr, tree_flatten_with_path, tree_unflatten

@@ -18,7 +18,7 @@ from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_
 from pipeflow.engine.parallel.transport.protocol import Tag, Transport
 from pipeflow.engine.runtime.gradients.step_end import ParameterChange
 from pipeflow.engine.runtime.program.results import Results
-from pipeflow.engine.runtime.weights import weights_of_replicas
+from pipeflow.engine.runtime.weighing import require_some
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -56,21 +56,6 @@ class Agreed(NamedTuple):
     rows: Sequence[AgreementRow] = ()
 
 
-def share_of(results: Results, context: Context) -> float:
-    """The factor that makes the average over the replicas an average over samples: this replica's weight in the whole
-    batch, as a multiple of an equal share. The ranks that have the last stage exchange their weights, on the host.
-
-    Raises UsageError if nothing in the batch counts, or if the weights of the replicas count different things.
-    """
-    if not results.weights:
-        return 1.0
-    weights = (
-        [results.weight] if context.data.size == 1 else weights_of_replicas(context, results.counted, results.weight)
-    )
-    _require_some(weights)
-    return results.weight * len(weights) / sum(weights)
-
-
 def agree(
     told: AgreementRow, results: Results, context: Context, last: Sequence[int], *, microbatches: int, everywhere: bool
 ) -> Agreed:
@@ -87,7 +72,7 @@ def agree(
     passes_on = everywhere or context.data.size > 1 or (len(last) > 1 and not on_host)
     loss = None
     if results.weights and context.data.size == 1:
-        _require_some([results.weight])
+        require_some([results.weight])
     if on_host and (results.weights or results.settle):  # to settle waits for an output, which an empty path lacks
         loss = _whole_loss(results, context.transport, last)
     elif results.weights:
@@ -114,7 +99,7 @@ def told_alone(told: AgreementRow, results: Results) -> Agreed:
     Raises UsageError if nothing in the batch counts.
     """
     if results.weights:
-        _require_some([results.weight])
+        require_some([results.weight])
     return Agreed(results.loss(), ParameterChange.NONE, int(told.samples), results.weight)
 
 
@@ -154,7 +139,7 @@ def require_alike(rows: Sequence[AgreementRow], context: Context) -> None:
                 )
         _require_one_loss([(first + rank, row) for rank, row in enumerate(replica) if row.dtype >= 0])
     if weights := [row.weight for row in rows if row.dtype >= 0]:
-        _require_some(weights)
+        require_some(weights)
 
 
 def _require_one_loss(rows: Sequence[tuple[int, AgreementRow]]) -> None:
@@ -237,12 +222,6 @@ def _mean(rows: Sequence[AgreementRow], losses: Mapping[int, Tensor], context: C
         return losses[tellers[0]].to(context.device), weights[0]
     total = torch.stack([losses[rank] * weight for rank, weight in zip(tellers, weights, strict=True)]).sum()
     return (total / sum(weights)).to(context.device), sum(weights)
-
-
-def _require_some(weights: Sequence[float]) -> None:
-    """Raises UsageError if the weights of all replicas sum to zero."""
-    if not sum(weights):
-        raise UsageError("the weights of all microbatches sum to zero: no label of this batch counts")
 
 
 class StepCall(NamedTuple):

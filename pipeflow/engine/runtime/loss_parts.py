@@ -1,5 +1,4 @@
-"""Microbatches as what a loss is computed from, with their tensors without memory; and the check of how a loss was
-read: some samples of a batch are divided into two parts, whose losses must add up to that of all of them. Must not
+"""Microbatches as what a loss is computed from, their tensors without memory, and the settings of a criterion. Must not
 contain: how a loss is read.
 """
 
@@ -7,25 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import reduce
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeflow.engine.stages.loss import cells_of, functions_of, own_loss
-from pipeflow.engine.stages.loss_values import Computed, Traced, UncheckedError, adds_up
-from pipeflow.engine.stages.scaling import Scalars
 from pipeflow.engine.stages.stage import ModuleStage
 from pipeflow.engine.stages.tape import Leaves, TapeNode
 from pipeflow.engine.stages.trace import Look, flattened
 from pipeflow.engine.stages.values import SampleAxis, UnprovedError
 from pipeflow.engine.torch_private.trees import tree_leaves, tree_map
-
-if TYPE_CHECKING:
-    from pipeflow.engine.runtime.divisors import Divisors
-
 
 SMALL = 64  # entries of a tensor, list or dict that are compared as a setting
 
@@ -37,65 +30,48 @@ class LossPart:
     Attributes:
         entries: the inputs as keywords of the module that was cut; empty for others.
         labels: the labels.
-        dims: for each leaf of inputs and labels, the dimension of the samples; -1 for none.
+        dims: a tree like the pair of them, with the dimension of the samples in place of each leaf; -1 for none.
+        order: these dimensions, in the order in which a trace numbers the leaves.
         samples: number of samples.
         pairs: as in Axis.
     """
 
     entries: dict[str, Any]
     labels: object
-    dims: tuple[int, ...]
+    dims: tuple[object, object]
+    order: tuple[int, ...]
     samples: int
     pairs: bool
 
-    def larger(self, more: int, donor: LossPart, arguments: Callable[[Any], list[Any]]) -> LossPart:
-        """A microbatch with the first `more` samples of another one, too. `arguments` returns the leaves of the inputs
-        in the order of `dims`.
-        """
-        found = {
-            id(leaf): given
-            for leaf, *given in zip(self.leaves(arguments), donor.leaves(arguments), self.dims, strict=True)
-        }
+    def larger(self, more: int, donor: LossPart) -> LossPart:
+        """A microbatch with the first `more` samples of another one, too."""
 
-        def grown(leaf: object) -> object:
-            given, dim = found[id(leaf)]
+        def grown(leaf: object, other: Any, dim: int) -> object:
             if not isinstance(leaf, Tensor) or dim < 0:
                 return leaf
-            return torch.cat(
-                [leaf.detach(), given.detach().narrow(dim, 0, given.shape[dim] * more // donor.samples)], dim
-            )
+            added = other.detach().narrow(dim, 0, other.shape[dim] * more // donor.samples)
+            return torch.cat([leaf.detach(), added], dim)
 
-        return replace(
-            self,
-            entries=tree_map(grown, self.entries),
-            labels=tree_map(grown, self.labels),
-            samples=self.samples + more,
-        )
+        its = (donor.entries, donor.labels)
+        entries, labels = tree_map(grown, (self.entries, self.labels), its, self.dims)
+        return replace(self, entries=entries, labels=labels, samples=self.samples + more)
 
-    def some(self, first: int, count: int, arguments: Callable[[Any], list[Any]]) -> LossPart:
-        """A microbatch of `count` of its samples, from the index `first` on. `arguments` is as in `larger`."""
-        found = {id(leaf): dim for leaf, dim in zip(self.leaves(arguments), self.dims, strict=True)}
+    def some(self, first: int, count: int) -> LossPart:
+        """A microbatch of `count` of its samples, from the index `first` on."""
 
-        def cut(leaf: object) -> object:
-            dim = found[id(leaf)]
+        def cut(leaf: object, dim: int) -> object:
             if not isinstance(leaf, Tensor) or dim < 0:
                 return leaf
             each = leaf.shape[dim] // self.samples
             return leaf.detach().narrow(dim, first * each, count * each)
 
-        return replace(self, entries=tree_map(cut, self.entries), labels=tree_map(cut, self.labels), samples=count)
+        entries, labels = tree_map(cut, (self.entries, self.labels), self.dims)
+        return replace(self, entries=entries, labels=labels, samples=count)
 
     @staticmethod
-    def whole(parts: Sequence[LossPart], arguments: Callable[[Any], list[Any]]) -> LossPart:
+    def whole(parts: Sequence[LossPart]) -> LossPart:
         """All microbatches of a batch as one."""
-        found = parts[0]
-        for part in parts[1:]:
-            found = found.larger(part.samples, part, arguments)
-        return found
-
-    def leaves(self, arguments: Callable[[Any], list[Any]]) -> list[Any]:
-        """The leaves of inputs and labels, in the order of `dims`."""
-        return [*arguments(self.entries), *tree_leaves(self.labels)]
+        return reduce(lambda found, part: found.larger(part.samples, part), parts)
 
 
 def leaves_of(entries: Any, stage: ModuleStage | None) -> list[Any]:
@@ -106,7 +82,7 @@ def leaves_of(entries: Any, stage: ModuleStage | None) -> list[Any]:
 def axis_of(part: LossPart, node: TapeNode) -> SampleAxis | None:
     """Where the samples of a tensor lie that no operator made."""
     if isinstance(node.leaf, int):
-        dim = part.dims[node.leaf]
+        dim = part.order[node.leaf]
         return None if dim < 0 or not node.shape else _axis_at(dim, part, node)
     sizes = [dim for dim, size in enumerate(node.shape) if size == part.samples]
     dims = (
@@ -163,7 +139,7 @@ def key_of(part: LossPart) -> Any:
     def look(leaf: object) -> object:
         return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
 
-    return tuple(map(look, tree_leaves(part.labels))), part.dims, part.samples
+    return tuple(map(look, tree_leaves(part.labels))), part.order, part.samples
 
 
 def settings_of(criterion: object) -> tuple[Any, ...]:
@@ -213,56 +189,45 @@ def _setting(value: object, depth: int = 3) -> object:
     return value if _is_plain(value) else id(value)
 
 
-class Joined:
-    """The leaves of all microbatches of a batch as one.
+class Lazy(dict[Any, Any]):
+    """A dict whose values are made when they are read first.
 
     Args:
-        leaves: those of each microbatch.
-        dims: for each leaf, the dimension of the samples; -1 for none.
+        make: makes the value of a key.
     """
 
-    def __init__(self, leaves: Sequence[Leaves], dims: Sequence[int]) -> None:
-        self._leaves, self._dims = leaves, dims
-        self._found: dict[int | str, Any] = {}
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._make = make
 
-    def __getitem__(self, leaf: int | str) -> Any:
-        if leaf not in self._found:
-            self._found[leaf] = self._joined(leaf)
-        return self._found[leaf]
+    def __missing__(self, key: Any) -> Any:
+        self[key] = made = self._make(key)
+        return made
 
-    def _joined(self, leaf: int | str) -> Any:
-        first = self._leaves[0][leaf]
-        if isinstance(leaf, str) or self._dims[leaf] < 0 or not isinstance(first, Tensor):
+
+def joined(leaves: Sequence[Leaves], dims: Sequence[int]) -> Leaves:
+    """The leaves of all microbatches of a batch as one. `dims` has for each leaf the dimension of the samples."""
+
+    def whole(leaf: int | str) -> Any:
+        first = leaves[0][leaf]
+        if isinstance(leaf, str) or dims[leaf] < 0 or not isinstance(first, Tensor):
             return first
-        return torch.cat([each[leaf] for each in self._leaves], self._dims[leaf])
+        return torch.cat([each[leaf] for each in leaves], dims[leaf])
+
+    return Lazy(whole)
 
 
-class OnHost:
-    """The leaves of a microbatch, and buffers. What is read is copied to the host, for all microbatches at once.
-
-    Args:
-        microbatch: its number.
-        leaves: function that returns the leaves of each microbatch.
-        buffers: function that returns a buffer by its name.
-        copies: the copies of the leaves of all microbatches, by index.
+def on_host(leaves: Callable[[], list[list[Any]]], microbatches: int, buffer: Callable[[str], Tensor]) -> list[Leaves]:
+    """The leaves of microbatches, and buffers by their names. What is read is copied to the host, for all microbatches
+    at once.
     """
+    columns = Lazy(lambda leaf: _on_host([each[leaf] for each in leaves()]))
+    buffers = Lazy(lambda name: buffer(name).detach().cpu())
 
-    def __init__(
-        self,
-        microbatch: int,
-        leaves: Callable[[], list[list[Any]]],
-        buffers: Callable[[str], Tensor],
-        copies: dict[int, Sequence[Any]],
-    ) -> None:
-        self._microbatch, self._leaves, self._buffers, self._copies = microbatch, leaves, buffers, copies
+    def of(microbatch: int) -> Leaves:
+        return Lazy(lambda leaf: buffers[leaf] if isinstance(leaf, str) else columns[leaf][microbatch])
 
-    def __getitem__(self, leaf: int | str) -> Any:
-        """A leaf by its index, or a buffer by its name."""
-        if isinstance(leaf, str):
-            return self._buffers(leaf).detach().cpu()
-        if leaf not in self._copies:
-            self._copies[leaf] = _on_host([each[leaf] for each in self._leaves()])
-        return self._copies[leaf][self._microbatch]
+    return [of(microbatch) for microbatch in range(microbatches)]
 
 
 def _on_host(column: list[Any]) -> Sequence[Any]:
@@ -273,64 +238,3 @@ def _on_host(column: list[Any]) -> Sequence[Any]:
         return [column[0].detach().cpu()] * len(column)
     entries = torch.cat([each.detach().reshape(-1) for each in column]).cpu().split([each.numel() for each in column])
     return [its.view(each.shape) for its, each in zip(entries, column, strict=True)]
-
-
-FIRST, SECOND = 3, 2  # most samples of the two parts
-
-
-def is_contradicted(divisors: Divisors, parts: Sequence[LossPart], outputs: Sequence[object]) -> bool:
-    """True if the losses of two parts of some samples, or their gradients, do not add up to those of all, though they
-    should. False if that cannot be tried. Raises UnprovedError if it is not known what the parts are divided by.
-    """
-    pairs = dict.fromkeys(((0, min(1, len(parts) - 1)), (max(0, len(parts) - 2), len(parts) - 1)))
-    return any(_is_contradicted(divisors, parts, outputs[0], pair) for pair in pairs)
-
-
-def _is_contradicted(divisors: Divisors, parts: Sequence[LossPart], output: object, pair: tuple[int, int]) -> bool:
-    try:
-        return not _adds_up(divisors, parts[0], output, *_two_of(parts, pair, divisors.leaves_of))
-    except (UncheckedError, RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
-        return False
-
-
-def _adds_up(divisors: Divisors, like: LossPart, output: object, first: LossPart, second: LossPart) -> bool:
-    """Whether two parts add up. `output` is what the last stage returns for the microbatch `like`."""
-    parts = (first, second, first.larger(second.samples, second, divisors.leaves_of))
-    given = [resized(output, like, each) for each in parts]
-    scalars = [Scalars() for _ in parts]
-    try:
-        read = [divisors.recorded(*each) for each in zip(parts, given, scalars, strict=True)]
-    except UnprovedError as error:  # the forward may take microbatches of one size alone
-        raise UncheckedError(str(error)) from error
-    own, copies = [each.leaves(divisors.leaves_of) for each in parts], dict[int, Sequence[Any]]()
-    leaves = [OnHost(index, lambda: own, divisors.buffer, copies) for index in range(len(parts))]
-    weights = divisors.weights_of(parts[:2], given[:2], leaves[:2], [first.samples, second.samples], 1)
-
-    def scaled(index: int, values: Computed) -> Tensor:
-        loss: Tensor = values[read[index].node]
-        if weights.scaling is None:
-            return loss * weights.parts[index] if weights.parts[index] else torch.zeros_like(loss)
-        return weights.scaling.rescaled(loss, [_of(each.node, values) for each in scalars[index].found], index)
-
-    traced = [
-        Traced(each.node, its, partial(axis_of, part)) for each, its, part in zip(read, leaves, parts, strict=True)
-    ]
-    return adds_up(traced[:2], traced[2], scaled)
-
-
-def _of(node: TapeNode | None, values: Computed) -> Any:
-    return None if node is None else values.get(node)
-
-
-def _two_of(
-    parts: Sequence[LossPart], pair: tuple[int, int], arguments: Callable[[Any], list[Any]]
-) -> tuple[LossPart, LossPart]:
-    """Some samples of two microbatches, or of one that has them all."""
-    first, second = (parts[index] for index in pair)
-    if first.pairs or (first is second and first.samples < 2):
-        raise UncheckedError("its samples cannot be divided")
-    if first is second:
-        count = min(FIRST, first.samples - 1)
-        return first.some(0, count, arguments), first.some(count, min(SECOND, first.samples - count), arguments)
-    counts = min(FIRST, first.samples), min(SECOND, second.samples)
-    return first.some(0, counts[0], arguments), second.some(0, counts[1], arguments)

@@ -15,7 +15,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.engine.runtime.devices import outside, region_of
-from pipeflow.engine.runtime.loss import Agreed, AgreementRow, StepCall, agree, share_of, told_alone
+from pipeflow.engine.runtime.loss import Agreed, AgreementRow, StepCall, agree, told_alone
 from pipeflow.engine.runtime.microbatch import Batch, Divided, as_batch, as_pair, next_of
 from pipeflow.engine.runtime.original import Original
 from pipeflow.engine.runtime.outputs import merged
@@ -24,7 +24,7 @@ from pipeflow.engine.runtime.program.compile import Compiled
 from pipeflow.engine.runtime.program.operations import Operation, run
 from pipeflow.engine.runtime.programs import Programs, RunMode, Runnable
 from pipeflow.engine.runtime.trace import StepTrace
-from pipeflow.engine.runtime.weighing import Weigher
+from pipeflow.engine.runtime.weighing import Weigher, share_of
 from pipeflow.engine.runtime.whole_loss import require_forwards_first, require_whole_loss
 from pipeflow.engine.stages.loss import explained
 

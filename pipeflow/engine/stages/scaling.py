@@ -4,15 +4,15 @@ computes, and each is multiplied by a number of its own. Must not contain: these
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.graph import Node as GraphNode
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from pipeflow.core.errors import UsageError
@@ -28,13 +28,13 @@ class Scalar(NamedTuple):
     Attributes:
         name: name of the function.
         value: the scalar, detached.
-        edge: where its gradient is computed.
+        edge: where its gradient is computed: a GradientEdge, or the scalar itself if it was computed again.
         node: its node, in a trace.
     """
 
     name: str
     value: Tensor
-    edge: GradientEdge
+    edge: Any
     node: TapeNode | None
 
 
@@ -58,6 +58,14 @@ class Scalars(TorchFunctionMode):
             name = getattr(func, "__name__", str(func))
             self.found.append(Scalar(name, output.detach().clone(), get_gradient_edge(output), node))
         return output
+
+    def valued(self, values: Mapping[TapeNode, Tensor]) -> list[Scalar]:
+        """The scalars, those that were computed again with their new values."""
+        return [
+            scalar if its is None else Scalar(scalar.name, its.detach(), its, scalar.node)
+            for scalar in self.found
+            for its in (None if scalar.node is None else values.get(scalar.node),)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +159,7 @@ class Scaling:
     """
 
     def __init__(self, places: Sequence[TermPlace], ratios: Sequence[Sequence[float]], rest: int | None) -> None:
-        self._places, self._ratios, self._rest = places, ratios, rest
+        self.places, self._ratios, self._rest = places, ratios, rest
         self.scalars = Scalars()
 
     def watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,54 +179,32 @@ class Scaling:
         with torch.enable_grad(), self.scalars:
             return criterion(given, labels)
 
-    def scaled(self, loss: Tensor, microbatch: int) -> tuple[Tensor, list[GradientEdge], list[Tensor]]:
-        """The loss with its terms multiplied, where its gradients start, and these gradients.
-
-        Raises UsageError if the forward computed the loss in another way than in the trace.
-        """
-        found, ratios = self.scalars.found, self._ratios[microbatch]
-        terms = [found[place.back] for place in self._places if -place.back <= len(found)]
-        if [term.name for term in terms] != [place.name for place in self._places]:
+    def require_same(self) -> None:
+        """Raises UsageError if the forward computed the loss in another way than in the trace."""
+        found = self.scalars.found
+        if any(len(found) < -place.back or found[place.back].name != place.name for place in self.places):
             raise UsageError(
                 "the terms of the loss are divided by different numbers, and it was computed in another way than when "
                 'it was traced: pass weigh=, or a criterion and loss_over="batch"'
             )
-        edges = [term.edge for term in terms]
-        slopes = _slopes(loss, edges)
-        total = self._total(loss.detach(), [term.value for term in terms], slopes, ratios)
-        starts = [
-            (edge, slope * ratios[place.term])
-            for place, edge, slope in zip(self._places, edges, slopes, strict=True)
-            if slope is not None and ratios[place.term]
-        ]
-        return total, [edge for edge, _ in starts], [start for _, start in starts]
 
-    def rescaled(self, loss: Tensor, scalars: Sequence[Tensor], microbatch: int) -> Tensor:
-        """A loss that was computed again, with its terms multiplied. It has the graph of a step's backward."""
-        terms, ratios = [scalars[place.back] for place in self._places], self._ratios[microbatch]
-        slopes = _slopes(loss, terms)
-        rest = self._total(loss.detach(), [term.detach() for term in terms], slopes, ratios)
-        parts = [
-            (term - term.detach()) * slope * ratios[place.term]
-            for place, term, slope in zip(self._places, terms, slopes, strict=True)
-            if slope is not None and ratios[place.term]
+    def scaled(
+        self, loss: Tensor, scalars: Sequence[Scalar], microbatch: int
+    ) -> tuple[Tensor, list[Any], list[Tensor]]:
+        """The loss with its terms multiplied, where its gradients start, and these gradients."""
+        terms, ratios = [scalars[place.back] for place in self.places], self._ratios[microbatch]
+        found = torch.autograd.grad(loss, [term.edge for term in terms], retain_graph=True, allow_unused=True)
+        slopes = [  # how much the loss grows with each term, unless it does not depend on it
+            (term, slope, ratios[place.term])
+            for place, term, slope in zip(self.places, terms, found, strict=True)
+            if slope is not None
         ]
-        return rest + sum(parts)
-
-    def _total(
-        self, loss: Tensor, values: Sequence[Tensor], slopes: Sequence[Tensor | None], ratios: Sequence[float]
-    ) -> Tensor:
-        """The value of a loss with its terms multiplied."""
-        own = [
-            torch.zeros_like(loss) if slope is None else slope * value
-            for value, slope in zip(values, slopes, strict=True)
-        ]
-        rest = loss - sum(own)
+        rest = loss.detach() - sum(slope * term.value for term, slope, _ in slopes)
         total = rest * ratios[self._rest] if self._rest is not None else torch.zeros_like(rest)
-        for place, slope, value in zip(self._places, slopes, own, strict=True):
-            if slope is not None and (ratio := ratios[place.term]):
-                total = total + value * ratio
-        return total
+        used = [each for each in slopes if each[-1]]
+        for term, slope, ratio in used:
+            total = total + slope * term.value * ratio
+        return total, [term.edge for term, *_ in used], [slope * ratio for _, slope, ratio in used]
 
 
 def _with_gradient(leaf: object) -> object:
@@ -226,8 +212,3 @@ def _with_gradient(leaf: object) -> object:
     if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.requires_grad:
         return leaf.detach().requires_grad_()
     return leaf
-
-
-def _slopes(loss: Tensor, terms: Sequence[Tensor] | Sequence[GradientEdge]) -> Sequence[Tensor | None]:
-    """How much a loss grows with each of its terms; None for one that it does not depend on."""
-    return torch.autograd.grad(loss, terms, retain_graph=True, allow_unused=True)
