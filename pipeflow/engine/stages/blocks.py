@@ -192,21 +192,14 @@ class Ways(NamedTuple):
     gives: Mapping[int, tuple[TensorRef, ...]]
 
 
-class Laid(NamedTuple):
-    """The ways of all stages, and the routes that they use."""
-
-    ways: tuple[Ways, ...]
-    routes: Routes
-
-
 def lay(
     makes: Sequence[Sequence[TensorRef]],
     needs: Sequence[Sequence[TensorRef]],
     placement: Placement,
     routes: Routes | None,
-) -> Laid:
-    """The ways of the tensors that each stage makes for later ones, and needs from earlier ones. If `routes` is None,
-    the best routes are chosen; otherwise tensors without a route pass through the stages between.
+) -> tuple[tuple[Ways, ...], Routes]:
+    """The ways of the tensors that each stage makes for later ones, and needs from earlier ones, and the routes that
+    they use. If `routes` is None, the best ones are chosen; else tensors without one pass through the stages between.
     """
     passing: dict[tuple[int, int], set[TensorRef]] = defaultdict(set)
     for maker, values in enumerate(makes):
@@ -225,4 +218,4 @@ def lay(
         )
         for stage in range(stages)
     ]
-    return Laid(tuple(ways), routes)
+    return tuple(ways), routes

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import CellType, FunctionType
 from typing import Any
@@ -20,7 +20,8 @@ from pipeflow.engine.stages.absent import AbsentTensor, Reads
 from pipeflow.engine.stages.module_state import ModuleState
 from pipeflow.engine.torch_private.modes import FakeTensorMode
 
-Places = list[tuple[nn.Module, str]]
+Ghosts = list[tuple[nn.Module, str]]
+"""The places of parameters that a stage does not own: modules, and the names of attributes that are AbsentTensors."""
 
 
 class Fakes:
@@ -111,30 +112,32 @@ def _unchanged(module: nn.Module, name: str, function: Callable[[Tensor], Tensor
     return module
 
 
-class Ghosts:
-    """The places of parameters that a stage does not own. A ghost is an attribute, an AbsentTensor."""
+def _haunted(module: nn.Module, device: torch.device) -> Ghosts:
+    """Moves tensors that are no nn.Parameter from the parameters of `module` and its children to attributes."""
+    found: Ghosts = []
+    for owner in module.modules():
+        for name, parameter in list(owner._parameters.items()):
+            if parameter is not None and not isinstance(parameter, nn.Parameter):
+                del owner._parameters[name]
+                vars(owner)[name] = parameter.to(device)
+                found.append((owner, name))
+    for owner in module.modules():
+        inside = set() if next(owner.parameters(), None) is not None else set(map(id, owner.modules()))
+        if mine := [vars(each)[name] for each, name in found if id(each) in inside]:
+            vars(owner)["parameters"] = partial(_iterate, mine)
+    return found
 
-    def __init__(self) -> None:
-        self._places: list[tuple[nn.Module, str]] = []
 
-    def haunt(self, module: nn.Module, device: torch.device) -> None:
-        """Moves tensors that are no nn.Parameter from the parameters of `module` and its children to attributes."""
-        for owner in module.modules():
-            for name, parameter in list(owner._parameters.items()):
-                if parameter is not None and not isinstance(parameter, nn.Parameter):
-                    del owner._parameters[name]
-                    vars(owner)[name] = parameter.to(device)
-                    self._places.append((owner, name))
-        for owner in module.modules():
-            if next(owner.parameters(), None) is None and (mine := list(_ghosts_in(owner, self._places))):
-                vars(owner)["parameters"] = partial(_iterate, mine)
+def _iterate(tensors: list[Tensor], recurse: bool = True) -> Any:
+    return iter(tensors)
 
-    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Moves or converts the ghosts, as nn.Module._apply does with parameters."""
-        for owner, name in self._places:
-            ghost: AbsentTensor = vars(owner)[name]
-            entry = function(torch.zeros((), dtype=ghost.dtype, device=ghost.device))
-            vars(owner)[name] = AbsentTensor(ghost.what, ghost.reads, entry.detach().expand(ghost.shape))
+
+def apply_to(ghosts: Ghosts, function: Callable[[Tensor], Tensor]) -> None:
+    """Moves or converts ghosts, as nn.Module._apply does with parameters."""
+    for owner, name in ghosts:
+        ghost: AbsentTensor = vars(owner)[name]
+        entry = function(torch.zeros((), dtype=ghost.dtype, device=ghost.device))
+        vars(owner)[name] = AbsentTensor(ghost.what, ghost.reads, entry.detach().expand(ghost.shape))
 
 
 def stage_copy(module: nn.Module, owned: set[str], device: torch.device, reads: Reads) -> tuple[nn.Module, Ghosts]:
@@ -146,9 +149,8 @@ def stage_copy(module: nn.Module, owned: set[str], device: torch.device, reads: 
         instead[id(parameter)] = (
             parameter if name in owned else AbsentTensor(f"the parameter {name}", reads, parameter, device)
         )
-    made, ghosts = copied(module, instead), Ghosts()
-    ghosts.haunt(made, device)
-    return made, ghosts
+    made = copied(module, instead)
+    return made, _haunted(made, device)
 
 
 def copied(module: nn.Module, instead: Mapping[int, Tensor]) -> nn.Module:
@@ -171,36 +173,25 @@ def copied(module: nn.Module, instead: Mapping[int, Tensor]) -> nn.Module:
 
 def _rebound(hook: Any, memo: Mapping[int, Any]) -> Any:
     """The function with copies in place of the objects that its closure holds."""
-    if not isinstance(hook, FunctionType) or not hook.__closure__:
+    held = cells_of(hook) if isinstance(hook, FunctionType) else []
+    instead = {id(cell): CellType(memo[id(each)]) for cell, each in held if id(each) in memo}
+    if not instead:
         return hook
-    held = [_content(cell) for cell in hook.__closure__]
-    if not any(id(each) in memo for each in held):
-        return hook
-    cells = [
-        CellType(memo[id(each)]) if id(each) in memo else cell
-        for each, cell in zip(held, hook.__closure__, strict=True)
-    ]
-    made = FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, tuple(cells))
+    cells = tuple(instead.get(id(cell), cell) for cell in hook.__closure__)
+    made = FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, cells)
     made.__kwdefaults__ = hook.__kwdefaults__
     return made
 
 
-def _content(cell: CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
+def cells_of(function: FunctionType) -> list[tuple[CellType, Any]]:
+    """The variables of a closure, with their values."""
+    found: list[tuple[CellType, Any]] = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # it has none yet
+            found.append((cell, cell.cell_contents))
+    return found
 
 
 def _loose(module: nn.Module) -> list[Tensor]:
     """Tensors that are plain attributes of modules."""
     return [value for each in module.modules() for value in vars(each).values() if isinstance(value, Tensor)]
-
-
-def _ghosts_in(module: nn.Module, places: Places) -> list[Tensor]:
-    inside = set(map(id, module.modules()))
-    return [vars(owner)[name] for owner, name in places if id(owner) in inside]
-
-
-def _iterate(tensors: list[Tensor], recurse: bool = True) -> Any:
-    return iter(tensors)

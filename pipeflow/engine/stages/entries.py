@@ -46,8 +46,7 @@ class Entries:
     def __init__(self, module: nn.Module, *, has_criterion: bool = False) -> None:
         parameters = list(signature(module.forward).parameters.values())
         self._module = type(module).__name__
-        self._positional = [each.name for each in parameters if each.kind is not Parameter.KEYWORD_ONLY]
-        self._positional = [name for name in self._positional if _kind(parameters, name) in _NAMED]
+        self._positional = [each.name for each in parameters if each.kind in _NAMED[:2]]
         self._by_position_only = [each.name for each in parameters if each.kind is Parameter.POSITIONAL_ONLY]
         self._names = {each.name for each in parameters if each.kind in _NAMED}
         self._takes_more = any(each.kind is Parameter.VAR_POSITIONAL for each in parameters)
@@ -105,10 +104,6 @@ class Entries:
 
     def _takes(self, name: str) -> bool:
         return name in self._names or self._takes_any or (self._takes_more and name.isdigit())
-
-
-def _kind(parameters: list[Parameter], name: str) -> object:
-    return next(each.kind for each in parameters if each.name == name)
 
 
 def no_pair(batch: object) -> str:

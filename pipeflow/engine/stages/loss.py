@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import is_
-from types import CellType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.stages.copies import Fakes
+from pipeflow.engine.stages.copies import Fakes, cells_of
 from pipeflow.engine.stages.flow import RANDOM, Flow
 from pipeflow.engine.stages.isolation import isolated
 from pipeflow.engine.stages.scaling import Scalars
@@ -249,13 +249,4 @@ def functions_of(criterion: object) -> list[FunctionType]:
         elif callable(each) and not isinstance(each, type) and hasattr(each, "__dict__"):
             parts = each.modules() if isinstance(each, nn.Module) else [each]
             pending += [value for part in parts for value in vars(part).values() if callable(value)]
-    return found
-
-
-def cells_of(function: FunctionType) -> list[tuple[CellType, Any]]:
-    """The variables of a closure, with their values."""
-    found: list[tuple[CellType, Any]] = []
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # it has none yet
-            found.append((cell, cell.cell_contents))
     return found

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.stages.absent import AbsentTensor, Reads
-from pipeflow.engine.stages.copies import stage_copy
+from pipeflow.engine.stages.copies import apply_to, stage_copy
 from pipeflow.engine.stages.entries import Stateful
 from pipeflow.engine.stages.plan import CutPlan
 from pipeflow.engine.stages.planner import Planner
@@ -97,7 +97,7 @@ class ModuleStage(nn.Module):
             )
         if stage.is_empty:
             return _bare([() for _ in ways.gives])
-        device = tensors[0].device if tensors else self._device(entries)
+        device = next(leaf.device for leaf in [*tensors, *tree_leaves(entries)] if isinstance(leaf, Tensor))
         written = stage.script.written
         values = dict(zip(taken, tensors, strict=True))
         own = {value: tensor.clone() if value in written else tensor for value, tensor in values.items()}
@@ -153,9 +153,6 @@ class ModuleStage(nn.Module):
             )
         return tensor
 
-    def _device(self, entries: dict[str, Any]) -> torch.device:
-        return next(leaf.device for leaf in tree_leaves(entries) if isinstance(leaf, Tensor))
-
     def _watched(self, names: frozenset[str]) -> dict[str, nn.Module]:
         if names not in self._places:
             self._places[names] = [(name, *_place(self.root, name)) for name in sorted(names)]
@@ -169,7 +166,7 @@ class ModuleStage(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
-        self._ghosts.apply(fn)
+        apply_to(self._ghosts, fn)
         return self
 
 

@@ -14,11 +14,6 @@ from pipeflow.engine.torch_private.modes import FakeTensor
 from pipeflow.engine.torch_private.tensors import LOCAL_SCALAR, PACK_PADDED, UNSAFE_INDEX
 from pipeflow.engine.torch_private.trees import tree_leaves
 
-_LIKE = {
-    *("aten.zeros_like", "aten.ones_like", "aten.empty_like", "aten.full_like"),
-    *("aten.rand_like", "aten.randn_like", "aten.randint_like"),
-    *("aten.new_zeros", "aten.new_ones", "aten.new_empty", "aten.new_full", "aten.new_empty_strided"),
-}
 _MASKED = {torch.ops.aten.index.Tensor, UNSAFE_INDEX}
 INDEXING = {*_MASKED, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
 """Operators whose second argument is a list of indices, among which may be masks."""
@@ -33,7 +28,8 @@ BATCH_NORMS = {
 @cache
 def is_like(func: Any) -> bool:
     """Returns True if the result of an operator depends on the shape of its argument, but not on its values."""
-    return str(func.overloadpacket) in _LIKE
+    name = func.overloadpacket.__name__
+    return bool(func.namespace == "aten" and (name.endswith("_like") or name.startswith("new_")))
 
 
 def read_by(func: Any, args: tuple[Any, ...]) -> object:

@@ -20,7 +20,7 @@ from pipeflow.engine.stages.copies import Fakes
 from pipeflow.engine.stages.flow import LEAST, Flow, Identity
 from pipeflow.engine.stages.loss import loss_in, tape_of
 from pipeflow.engine.stages.module_state import held_by
-from pipeflow.engine.stages.tape import Recorded, TapeNode
+from pipeflow.engine.stages.tape import Recorded, upstream
 from pipeflow.engine.torch_private.modes import DataDependentOutputException, DynamicOutputShapeException
 from pipeflow.engine.torch_private.trees import TreeSpec, register_pytree_node, tree_flatten, tree_leaves
 
@@ -242,15 +242,10 @@ class Trace:
     def seal(self, blocks: Collection[str]) -> None:
         """Forgets how the outputs of blocks were computed, so that how scalars were is read from these outputs on."""
         storages = {look.storage for call in self.calls if call.name in blocks for look in call.looks.values()}
-        pending, seen = [each.node for each in (self.loss, *self.scalars) if each is not None], set[TapeNode]()
-        while pending:
-            node = pending.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if node.storage in storages and node.shape and not node.is_known:
-                node.seal()
-            pending += node.nodes()
+        for scalar in (self.loss, *self.scalars):
+            for node in () if scalar is None else upstream(scalar.node):
+                if node.storage in storages and node.shape and not node.is_known:
+                    node.seal()
 
     def is_within(self, inner: int, outer: int) -> bool:
         """Returns True if call `inner` is `outer` or happened inside it."""
