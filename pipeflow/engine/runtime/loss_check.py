@@ -85,7 +85,7 @@ def _adds_up(divisors: Divisors, like: LossPart, output: object, first: LossPart
     for index, (loss, weight) in enumerate(zip(losses, weights.parts, strict=True)):
         total, starts, slopes = loss.detach() * weight, [loss], [torch.full_like(loss, weight)]
         if weights.scaling is not None:
-            total, starts, slopes = weights.scaling.scaled(loss, scalars[index].valued(values[index]), index)
+            total, starts, slopes = weights.scaling.scaled(loss, index, scalars[index].valued(values[index]))
         elif not weight:  # its gradient may be infinite
             total, starts, slopes = torch.zeros_like(loss), [], []
         found = found + total

@@ -159,7 +159,7 @@ class Scaling:
     """
 
     def __init__(self, places: Sequence[TermPlace], ratios: Sequence[Sequence[float]], rest: int | None) -> None:
-        self.places, self._ratios, self._rest = places, ratios, rest
+        self._places, self._ratios, self._rest = places, ratios, rest
         self.scalars = Scalars()
 
     def watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,24 +179,26 @@ class Scaling:
         with torch.enable_grad(), self.scalars:
             return criterion(given, labels)
 
-    def require_same(self) -> None:
-        """Raises UsageError if the forward computed the loss in another way than in the trace."""
-        found = self.scalars.found
-        if any(len(found) < -place.back or found[place.back].name != place.name for place in self.places):
-            raise UsageError(
-                "the terms of the loss are divided by different numbers, and it was computed in another way than when "
-                'it was traced: pass weigh=, or a criterion and loss_over="batch"'
-            )
-
     def scaled(
-        self, loss: Tensor, scalars: Sequence[Scalar], microbatch: int
+        self, loss: Tensor, microbatch: int, scalars: Sequence[Scalar] | None = None
     ) -> tuple[Tensor, list[Any], list[Tensor]]:
-        """The loss with its terms multiplied, where its gradients start, and these gradients."""
-        terms, ratios = [scalars[place.back] for place in self.places], self._ratios[microbatch]
+        """The loss with its terms multiplied, where its gradients start, and these gradients. `scalars` are those of a
+        loss that was computed again; by default those of this forward.
+
+        Raises UsageError if the forward computed the loss in another way than in the trace.
+        """
+        if scalars is None:
+            scalars = self.scalars.found
+            if any(len(scalars) < -place.back or scalars[place.back].name != place.name for place in self._places):
+                raise UsageError(
+                    "the terms of the loss are divided by different numbers, and it was computed in another way than "
+                    'when it was traced: pass weigh=, or a criterion and loss_over="batch"'
+                )
+        terms, ratios = [scalars[place.back] for place in self._places], self._ratios[microbatch]
         found = torch.autograd.grad(loss, [term.edge for term in terms], retain_graph=True, allow_unused=True)
         slopes = [  # how much the loss grows with each term, unless it does not depend on it
             (term, slope, ratios[place.term])
-            for place, term, slope in zip(self.places, terms, found, strict=True)
+            for place, term, slope in zip(self._places, terms, found, strict=True)
             if slope is not None
         ]
         rest = loss.detach() - sum(slope * term.value for term, slope, _ in slopes)

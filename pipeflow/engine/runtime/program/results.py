@@ -72,10 +72,7 @@ class Results:
                 raise
         if self.scaling is not None:  # the backward starts at the terms of the loss
             of_terms = self.scaling.computed(criterion, output, labels)
-            self.scaling.require_same()
-            self.losses[microbatch], edges, starts = self.scaling.scaled(
-                of_terms, self.scaling.scalars.found, microbatch
-            )
+            self.losses[microbatch], edges, starts = self.scaling.scaled(of_terms, microbatch)
             if training:
                 self.starts[microbatch] = starts
             return edges
