@@ -96,7 +96,7 @@ class Input(BufferedReader):
     ended = False
 
     def readline(self, size: int | None = -1, /) -> bytes:
-        """The next line."""
+        """The next line, as the base reads it."""
         line = super().readline(size)
         self.ended = not line
         return line
