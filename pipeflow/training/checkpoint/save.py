@@ -10,7 +10,8 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from torch.optim import Optimizer
 
 from pipeflow.core.errors import PipeflowError, UsageError
 from pipeflow.engine.parallel.context import Context
-from pipeflow.engine.parallel.layout import WorldLayout
 from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_object
 from pipeflow.training.checkpoint import folders, state
 from pipeflow.training.checkpoint.folders import INDEX, TORCHS, Hold, data_file, part_file
@@ -75,131 +75,6 @@ _TWO = (
     "another process has saved checkpoints into %s since this one's last save: pass a folder of its own to each run; "
     "in a shared one, a run resumes from the other's checkpoints, and keep= removes them"
 )
-StrPath = str | os.PathLike[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One rank's part of a save. `run` communicates with the other ranks only through the folder, so it can run during
-    training: the rank that finds all parts there completes the checkpoint and sets `published`.
-    """
-
-    path: Path
-    temporary: Path
-    hold: Hold
-    rank: int
-    layout: WorldLayout
-    step: int | None
-    sequence: int
-    keep: int | None
-    content: list[WriteItem]
-    published: threading.Event = field(default_factory=threading.Event)
-
-    @classmethod
-    def agreed(
-        cls,
-        context: Context,
-        path: StrPath,
-        content: list[WriteItem],
-        specs: list[TensorSpec],
-        *,
-        step: int | None,
-        keep: int | None,
-        copying: bool,
-    ) -> Job:
-        """Makes this rank's Job; the ranks agree on who writes which part of `content`. With `copying`, the content is
-        copied, so training cannot change it.
-
-        Raises UsageError if the ranks' paths, names or parts do not fit together, or if `path` has something that is no
-        checkpoint, or if no folder can be made there. Nothing is then written.
-        """
-        path = Path(path)
-        require_same(context, {"path": str(path), "step": step, "keep": keep})
-        begun = _begin(path) if context.rank == 0 else None
-        try:
-            told = [tuple(item.part) for item in content], list(map(tuple, specs)), begun and (begun[0].name, begun[2])
-            everyone: list[Any] = all_gather_object(context.world, told)
-            everyones, all_specs, begins = zip(*everyone, strict=True)
-            whole_model(all_specs)
-            shares = divided([[Part(*each) for each in one] for one in everyones])
-            own = [item for item in content if item.part.key in shares[context.rank]]
-            share = [item.copied() for item in own] if copying else own
-            name, sequence = begins[0]
-            temporary = path.with_name(name)
-            hold = begun[1] if begun else _held(path, temporary)
-        except BaseException:
-            if begun:
-                begun[1].release()
-                folders.discard(begun[0])
-            raise
-        return cls(path, temporary, hold, context.rank, context.layout, step, sequence, keep, share)
-
-    def run(self) -> None:
-        """Writes this rank's part; the last rank completes the checkpoint. Raises UsageError that names the path."""
-        with self._named():
-            if self.rank == 0:
-                folders.clean(self.path.parent, self.temporary.stat().st_mtime)
-            self._write()
-            if all((self.temporary / part_file(rank)).exists() for rank in range(self.layout.world_size)):
-                self._complete()
-
-    def complete(self) -> None:
-        """Completes the checkpoint if nobody has done so. Raises UsageError that names the path."""
-        with self._named():
-            self._complete()
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self.hold.release()
-            reason = f"its hidden folder, {self.temporary.name}, was removed meanwhile" if self._gone(error) else error
-            raise _failed(self.path, reason) from error
-
-    def _gone(self, error: Exception) -> bool:
-        """Whether the hidden folder was not there. A rank that began later may have made it again meanwhile."""
-        missing = Path(getattr(error, "filename", None) or "")
-        is_in_it = self.temporary in (missing, *missing.parents)
-        return isinstance(error, FileNotFoundError) and (is_in_it or not self.temporary.exists())
-
-    def _write(self) -> None:
-        file = self.temporary / data_file(self.rank)
-        parts, digest = write(file, self.content)
-        part = {"digest": asdict(digest), "index": index_of(parts)}
-        folders.write_durably(self.temporary / part_file(self.rank), json.dumps(part).encode())
-
-    def _complete(self) -> None:
-        """Adds index and manifest and renames the checkpoint; done by the first caller only."""
-        folder = folders.claim(self.temporary)
-        if folder is None:
-            return
-        files: dict[str, Digest] = {}
-        parts: list[Part] = []
-        for rank in range(self.layout.world_size):
-            part, file = folder / part_file(rank), data_file(rank)
-            told = read_json(part, part.read_bytes, lambda told: told)
-            files[file] = Digest.read(told["digest"])
-            parts += parts_in(told["index"], files)
-            part.unlink()
-        folders.write_durably(folder / TORCHS, index_for_torch(parts))
-        folders.write_durably(folder / INDEX, json.dumps(index_of(parts)).encode())
-        files |= {name: Digest.of(folder / name) for name in (INDEX, TORCHS)}
-        manifest = Manifest(self.step, self.sequence, self.layout, files)
-        manifest.write(folder)
-        manifest.require_sizes(folder)
-        folders.publish(folder, self.path)
-        self.published.set()
-        self._settle()
-
-    def _settle(self) -> None:
-        """What comes after the checkpoint has its name: an error in it is a warning, since the checkpoint is there."""
-        try:
-            folders.published(self.path)
-            if self.keep is not None:
-                keep_newest(self.path, self.keep)
-        except OSError as error:
-            LOG.warning("checkpoint %s is saved, but older ones could not be removed: %s", self.path, error)
 
 
 def _begin(path: Path) -> tuple[Path, Hold, int]:
@@ -238,63 +113,164 @@ class Saving:
     """A checkpoint that is being written; `save_checkpoint` returns it. Its folder gets its name when the last rank is
     done.
 
+    A thread writes this rank's part. It communicates with the other ranks only through the folder, so training can go
+    on: the rank that finds all parts there completes the checkpoint.
+
     Args:
-        job: this rank's part of the save.
-        context: the ranks that save together.
-        aloud: whether a failed save logs an error at once.
+        path: the checkpoint's path.
+        context: the ranks that save together. They agree on who writes what.
+        content: what this rank has.
+        specs: this rank's tensors.
+        step, keep, asynchronous: as in `save_checkpoint`.
 
     Attributes:
         path: the checkpoint's path.
+
+    Raises UsageError if the ranks' paths, names or parts do not fit together, or if `path` has something that is no
+    checkpoint, or if no folder can be made there. Nothing is then written.
     """
 
-    def __init__(self, job: Job, context: Context, *, aloud: bool) -> None:
-        self.path = job.path
-        self._job = job
+    def __init__(
+        self,
+        path: Path,
+        context: Context,
+        content: list[WriteItem],
+        specs: list[TensorSpec],
+        *,
+        step: int | None,
+        keep: int | None,
+        asynchronous: bool,
+    ) -> None:
+        self.path = path
         self._context = context
-        self._complete = False
-        self._task = Task(context, self._run_aloud if aloud else job.run)
-
-    def _run_aloud(self) -> None:
-        """Runs the save and logs an error at once, since the program may never call `wait`."""
+        self._step, self._keep = step, keep
+        require_same(context, {"path": str(path), "step": step, "keep": keep})
+        begun = _begin(path) if context.rank == 0 else None
         try:
-            self._job.run()
-        except UsageError as error:
-            LOG.error("rank %d: %s", self._context.rank, error)
+            told = [tuple(item.part) for item in content], list(map(tuple, specs)), begun and (begun[0].name, begun[2])
+            everyone: list[Any] = all_gather_object(context.world, told)
+            everyones, all_specs, begins = zip(*everyone, strict=True)
+            whole_model(all_specs)
+            shares = divided([[Part(*each) for each in one] for one in everyones])
+            own = [item for item in content if item.part.key in shares[context.rank]]
+            self._content = [item.copied() for item in own] if asynchronous else own
+            name, self._sequence = begins[0]
+            self._folder = path.with_name(name)  # hidden
+            self._hold = begun[1] if begun else _held(path, self._folder)
+        except BaseException:
+            if begun:
+                begun[1].release()
+                folders.discard(begun[0])
             raise
+        self._published = threading.Event()  # by this rank
+        self._is_complete = False
+        self._task = Task(context, self._run_aloud if asynchronous else self._run)
 
     def wait(self) -> Path:
         """Waits until the checkpoint is complete and returns its path. All ranks call it together.
 
         Raises UsageError on a rank that could not write, and PipelineError on the others.
         """
-        if self._complete:
+        if self._is_complete:
             return self.path
         try:
             with self._context.alarm.raised_everywhere():
                 self._task.wait()
                 Task(self._context, self._complete_late).wait()
-                self._require_published()
+                if not any(each for [each] in all_gather(self._context.world, [self._published.is_set()])):
+                    raise _failed(self.path, self._removed)
         except PipeflowError:
-            self._job.hold.release()
-            if not self._job.published.is_set():
-                folders.discard(self._job.temporary)
+            self._hold.release()
+            if not self._published.is_set():
+                folders.discard(self._folder)
             raise
-        self._job.hold.release()
-        self._complete = True
+        self._hold.release()
+        self._is_complete = True
         return self.path
+
+    @property
+    def _removed(self) -> str:
+        return f"its hidden folder, {self._folder.name}, was removed meanwhile"
+
+    def _run_aloud(self) -> None:
+        """Runs the save and logs an error at once, since the program may never call `wait`."""
+        try:
+            self._run()
+        except UsageError as error:
+            LOG.error("rank %d: %s", self._context.rank, error)
+            raise
+
+    def _run(self) -> None:
+        """Writes this rank's part; the last rank completes the checkpoint. Raises UsageError that names the path."""
+        with self._named():
+            if self._context.rank == 0:
+                folders.clean(self.path.parent, self._folder.stat().st_mtime)
+            self._write()
+            if all((self._folder / part_file(rank)).exists() for rank in range(self._context.world_size)):
+                self._complete()
 
     def _complete_late(self) -> None:
         """Completes the checkpoint if a slow file system did not show the last rank all parts."""
         if self._context.rank == 0:
-            self._job.complete()
+            with self._named():
+                self._complete()
 
-    def _require_published(self) -> None:
-        """Raises UsageError on all ranks if none could give the checkpoint its name."""
-        if not any(each for [each] in all_gather(self._context.world, [self._job.published.is_set()])):
-            raise UsageError(
-                f"checkpoint {self.path} could not be written: its hidden folder, {self._job.temporary.name}, was "
-                "removed meanwhile; nothing was saved"
-            )
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._hold.release()
+            raise _failed(self.path, self._removed if self._is_gone(error) else error) from error
+
+    def _is_gone(self, error: Exception) -> bool:
+        """Whether the hidden folder was not there. A rank that began later may have made it again meanwhile."""
+        missing = Path(getattr(error, "filename", None) or "")
+        is_in_it = self._folder in (missing, *missing.parents)
+        return isinstance(error, FileNotFoundError) and (is_in_it or not self._folder.exists())
+
+    def _write(self) -> None:
+        file = self._folder / data_file(self._context.rank)
+        parts, digest = write(file, self._content)
+        part = {"digest": asdict(digest), "index": index_of(parts)}
+        folders.write_durably(self._folder / part_file(self._context.rank), json.dumps(part).encode())
+
+    def _complete(self) -> None:
+        """Adds index and manifest and renames the checkpoint; done by the first caller only."""
+        folder = folders.claim(self._folder)
+        if folder is None:
+            return
+        files: dict[str, Digest] = {}
+        parts: list[Part] = []
+        for rank in range(self._context.world_size):
+            part, file = folder / part_file(rank), data_file(rank)
+            files[file], written = read_json(part, part.read_bytes, partial(_written, file))
+            parts += written
+            part.unlink()
+        folders.write_durably(folder / TORCHS, index_for_torch(parts))
+        folders.write_durably(folder / INDEX, json.dumps(index_of(parts)).encode())
+        files |= {name: Digest.of(folder / name) for name in (INDEX, TORCHS)}
+        manifest = Manifest(self._step, self._sequence, self._context.layout, files)
+        manifest.write(folder)
+        manifest.require_sizes(folder)
+        folders.publish(folder, self.path)
+        self._published.set()
+        self._settle()
+
+    def _settle(self) -> None:
+        """What comes after the checkpoint has its name: an error in it is a warning, since the checkpoint is there."""
+        try:
+            folders.published(self.path)
+            if self._keep is not None:
+                keep_newest(self.path, self._keep)
+        except OSError as error:
+            LOG.warning("checkpoint %s is saved, but older ones could not be removed: %s", self.path, error)
+
+
+def _written(file: str, told: Any) -> tuple[Digest, list[Part]]:
+    """What a rank has told of the `file` that it has written."""
+    digest = Digest.read(told["digest"])
+    return digest, parts_in(told["index"], {file: digest})
 
 
 def save_checkpoint(
@@ -351,8 +327,7 @@ def save_checkpoint(
         run = {"step": step, "data": data, "extra": extra, "scheduler": rates}
         content = _content(context, model, tensors, optimizer, run)
         specs = [each.spec for each in tensors]
-        job = Job.agreed(context, path, content, specs, step=step, keep=keep, copying=asynchronous)
-    saving = Saving(job, context, aloud=asynchronous)
+        saving = Saving(path, context, content, specs, step=step, keep=keep, asynchronous=asynchronous)
     if not asynchronous:
         saving.wait()
     return saving
