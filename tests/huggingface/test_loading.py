@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeflow import Pipeline, UsageError, execute_pipeline, make_schedule
-from pipeflow.adapters.huggingface.saving import module_of
+from pipeflow.adapters.huggingface.pretrained import module_of
 from pipeflow.engine.parallel.sharding import splits_of
 from pipeflow.huggingface import from_pretrained, save_pretrained
 from pipeflow.testing import run_threads

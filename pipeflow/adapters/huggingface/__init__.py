@@ -7,8 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeflow.adapters.huggingface.generation import generate
-from pipeflow.adapters.huggingface.loading import from_config, from_pretrained
-from pipeflow.adapters.huggingface.saving import save_pretrained
+from pipeflow.adapters.huggingface.pretrained import from_config, from_pretrained, save_pretrained
 
 if TYPE_CHECKING:
     from pipeflow.adapters.huggingface.trainer import Trainer, pipelined

@@ -37,12 +37,8 @@ class Source:
     convert: Callable[[list[Tensor]], Mapping[str, Tensor]] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A tensor of the model in a checkpoint: tensors with these `keys`, which `stored` makes from it."""
-
-    keys: tuple[str, ...]
-    stored: Callable[[Tensor], Mapping[str, Tensor]]
+Target = tuple[tuple[str, ...], Callable[[Tensor], Mapping[str, Tensor]]]
+"""A tensor of the model in a checkpoint: the keys of tensors there, and the function that makes them from it."""
 
 
 def names_of(skeleton: Any) -> dict[str, tuple[str, ...]]:
@@ -164,12 +160,12 @@ def targets_of(skeleton: Any) -> dict[str, Target]:
 def _reverted_targets(skeleton: Any, names: set[str]) -> dict[str, Target]:
     conversions = _conversions(skeleton, legacy=False)
     if conversions is None:
-        return {name: _as_it_is(_reverted(skeleton, name)) for name in names}
+        return {name: as_it_is(_reverted(skeleton, name)) for name in names}
     from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
     conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
     if not conversions:
-        return {name: _as_it_is(name) for name in names}
+        return {name: as_it_is(name) for name in names}
     skeleton._weight_conversions = conversions
 
     def revert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -183,17 +179,19 @@ def _reverted_targets(skeleton: Any, names: set[str]) -> dict[str, Target]:
     left = set(together)
     for name, tensor in tensors.items():
         if id(tensor) in by_id:
-            found[name] = _as_it_is(by_id[id(tensor)])
+            found[name] = as_it_is(by_id[id(tensor)])
         else:
             found[name] = _converted(name, tensor, revert)
-        if not left.issuperset(found[name].keys):
+        keys = set(found[name][0])
+        if not keys <= left:
             raise UsageError(f"{name} cannot be saved alone: its format needs other parameters too")
-        left -= set(found[name].keys)
+        left -= keys
     return found
 
 
-def _as_it_is(key: str) -> Target:
-    return Target((key,), lambda tensor: {key: tensor})
+def as_it_is(key: str) -> Target:
+    """The Target of a tensor that checkpoints have under the name `key`."""
+    return (key,), lambda tensor: {key: tensor}
 
 
 def _converted(name: str, tensor: Tensor, revert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> Target:
@@ -201,7 +199,7 @@ def _converted(name: str, tensor: Tensor, revert: Callable[[Mapping[str, Tensor]
         keys = tuple(revert({name: tensor}))
     except Exception as error:  # of any operation of transformers
         raise UsageError(f"{name} cannot be converted to the format of checkpoints: {error}") from error
-    return Target(keys, lambda whole: revert({name: whole}))
+    return keys, lambda whole: revert({name: whole})
 
 
 def _reverted(skeleton: Any, name: str) -> str:

@@ -6,19 +6,21 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from pipeflow.adapters.huggingface.keys import as_it_is
 from pipeflow.adapters.huggingface.skeleton import ONE_AT_A_TIME
 from pipeflow.adapters.libraries import needed
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.transport.agreement import all_gather
+from pipeflow.engine.runtime.gradients.ties import replace_in
 from pipeflow.engine.runtime.pipeline import Pipeline
 from pipeflow.training.checkpoint.pieces import local_tensors
 from pipeflow.training.checkpoint.tensor_files import OutputTensor, TensorFiles, parts_together
@@ -59,7 +61,7 @@ def add_adapters(skeleton: Any, adapters: Any, seed: int) -> Adapted:
     names: dict[int, list[str]] = defaultdict(list)
     for name, each in skeleton.state_dict(keep_vars=True).items():
         names[id(each)].append(name)
-    with _StandIns(skeleton), ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
+    with _stand_ins(skeleton), ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         root = _with_peft(skeleton, adapters)
     tensors = root.state_dict(keep_vars=True)
@@ -106,36 +108,22 @@ def _copied(name: str, weights: Mapping[str, list[str]]) -> list[str]:
     return found
 
 
-class _StandIns:
-    """Inside the `with` block, parameters on the CPU, without memory, stand for those on the meta device. All their
-    values are NaN, so that what is computed from them is found. peft moves adapters to the device of what they adapt.
+@contextmanager
+def _stand_ins(skeleton: nn.Module) -> Iterator[None]:
+    """Inside the `with` block, parameters on the CPU, without memory, stand for those on the meta device, which are
+    frozen afterwards if their stand-ins were. All their values are NaN, so that what is computed from them is found.
+    peft moves adapters to the device of what they adapt.
     """
-
-    def __init__(self, skeleton: nn.Module) -> None:
-        self._skeleton = skeleton
-        self._originals: dict[int, nn.Parameter] = {}
-        self._made: dict[int, nn.Parameter] = {}
-
-    def _stand_in(self, original: nn.Parameter) -> nn.Parameter:
-        values = torch.full((), torch.nan, dtype=original.dtype).expand(original.shape)
-        made = nn.Parameter(values, requires_grad=original.requires_grad)
-        self._originals[id(made)] = original
-        self._made[id(made)] = made
-        return made
-
-    def _replace(self, by: Mapping[int, nn.Parameter]) -> None:
-        for module in self._skeleton.modules():
-            for name, parameter in module._parameters.items():
-                module._parameters[name] = by.get(id(parameter), parameter)
-
-    def __enter__(self) -> None:
-        self._replace({id(each): self._stand_in(each) for each in self._skeleton.parameters() if each.is_meta})
-
-    def __exit__(self, *_: object) -> None:
-        """Puts the parameters on the meta device back, frozen if their stand-ins were."""
-        for key, original in self._originals.items():
-            original.requires_grad_(self._made[key].requires_grad)
-        self._replace(self._originals)
+    originals = [each for each in skeleton.parameters() if each.is_meta]
+    values = (torch.full((), torch.nan, dtype=each.dtype).expand(each.shape) for each in originals)
+    made = [nn.Parameter(its, each.requires_grad) for its, each in zip(values, originals, strict=True)]
+    replace_in(skeleton, {id(each): stand_in for each, stand_in in zip(originals, made, strict=True)})
+    try:
+        yield
+    finally:
+        for each, stand_in in zip(originals, made, strict=True):
+            each.requires_grad_(stand_in.requires_grad)
+        replace_in(skeleton, {id(stand_in): each for each, stand_in in zip(originals, made, strict=True)})
 
 
 def has_adapters(folder: Path) -> bool:
@@ -154,14 +142,10 @@ def save_adapters(model: Pipeline, root: Any, folder: Path) -> None:
     them as one file.
     """
     tensors = [each for each in local_tensors(model, model.context, None) if each.tensor.requires_grad]
-    outputs = [OutputTensor(each, (each.name,), partial(_as_it_is, each.name)) for each in tensors]
+    outputs = [OutputTensor(each, *as_it_is(each.name)) for each in tensors]
     with parts_together(folder / "adapters", outputs, model.context, shard_bytes=5 * 10**9) as parts:
         if model.context.rank == 0:
             files = [TensorFiles(Path(part.file)) for part in parts]
             state = {name: stored[name][...] for stored in files for name in stored.files}
             root.save_pretrained(folder, state_dict=state)
         all_gather(model.context.world, [0.0])
-
-
-def _as_it_is(name: str, whole: Tensor) -> dict[str, Tensor]:
-    return {name: whole}

@@ -9,7 +9,7 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import RLock, get_ident
 from typing import Any
 from zlib import crc32
@@ -44,7 +44,7 @@ class Blueprint:
 
         Raises UsageError if its class cannot make it.
         """
-        model, _ = self._constructed(_Kept({}, {}, 0))
+        model, _ = self._constructed()
         self._widen(model)
         return model.eval()
 
@@ -56,12 +56,12 @@ class Blueprint:
         """
         if not names:
             return {}
-        first, order = self._constructed(_Kept({}, {}, 0))
+        first, order = self._constructed()
         known = {id(parameter): name for name, parameter in first.named_parameters()}
         by_index = {index: known.get(id(parameter), "") for index, parameter in enumerate(order)}
         self._widen(first)
         dtypes = {index: first.get_parameter(name).dtype for index, name in by_index.items() if name in names}
-        model, _ = self._constructed(_Kept(dtypes, by_index, seed))
+        model, _ = self._constructed(dtypes, by_index, seed)
         made = dict(model.named_parameters())
         if unmade := [name for name in names if made[name].is_meta]:
             raise UsageError(
@@ -70,16 +70,44 @@ class Blueprint:
             )
         return {name: made[name].detach() for name in names}
 
-    def _constructed(self, kept: _Kept) -> tuple[Any, list[nn.Parameter]]:
-        with ONE_AT_A_TIME, kept, warnings.catch_warnings():
+    def _constructed(
+        self, dtypes: Mapping[int, torch.dtype] | None = None, names: Mapping[int, str] | None = None, seed: int = 0
+    ) -> tuple[Any, list[nn.Parameter]]:
+        """The model, with its parameters on the meta device except some; and all of them in the order of registration.
+
+        Args:
+            dtypes: dtypes of the parameters that are kept, by their index in this order.
+            names: names of all parameters, by the same index.
+            seed: seed of their random values.
+        """
+        dtypes, names = dtypes or {}, names or {}
+        order, known, thread, draws = list[nn.Parameter](), set[int](), get_ident(), SeededDraws(seed)
+
+        def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+            if parameter is None or get_ident() != thread or id(parameter) in known:
+                return None
+            index = len(order)
+            value = parameter.detach().to(dtypes.get(index, "meta"))
+            made = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            vars(made).update(vars(parameter))
+            order.append(made)
+            known.add(id(made))
+            draws.name(made, names.get(index) or f"/{index}")
+            draws.place = str(index)
+            return made
+
+        with ONE_AT_A_TIME, draws, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             default = torch.get_default_dtype()  # read under the lock: another thread may have changed it
             torch.set_default_dtype(self.dtype)
+            hook: Callable[..., Any] = registered
+            handle = register_module_parameter_registration_hook(hook)
             try:
-                return self.kind(copy.deepcopy(self.config)), kept.order
+                return self.kind(copy.deepcopy(self.config)), order
             except Exception as error:
                 raise UsageError(f"{self.kind.__name__} cannot be made from this configuration: {error}") from error
             finally:
+                handle.remove()
                 torch.set_default_dtype(default)
 
     def _widen(self, model: Any) -> None:
@@ -92,48 +120,6 @@ class Blueprint:
         for name, parameter in model.named_parameters() if kept else ():
             if parameter.is_floating_point() and any(f".{each}." in f".{name}." for each in kept):
                 parameter.data = parameter.data.float()
-
-
-@dataclass
-class _Kept:
-    """Inside the `with` block, parameters that modules of this thread register go to the meta device, except some.
-
-    Attributes:
-        dtypes: dtypes of the parameters that are kept, by their index in the order of registration.
-        names: names of all parameters, by the same index.
-        seed: seed of their random values.
-        order: the parameters in the order of registration.
-    """
-
-    dtypes: Mapping[int, torch.dtype]
-    names: Mapping[int, str]
-    seed: int
-    order: list[nn.Parameter] = field(default_factory=list)
-
-    def __enter__(self) -> None:
-        self._thread, self._known = get_ident(), set[int]()
-        self._draws = SeededDraws(self.seed)
-        hook: Callable[..., Any] = self._registered
-        self._handle = register_module_parameter_registration_hook(hook)
-        self._draws.__enter__()  # type: ignore[no-untyped-call]  # torch's
-
-    def __exit__(self, *error: object) -> None:
-        self._handle.remove()
-        self._draws.__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
-
-    def _registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or get_ident() != self._thread or id(parameter) in self._known:
-            return None
-        index = len(self.order)
-        dtype = self.dtypes.get(index)
-        value = parameter.detach().to("meta" if dtype is None else dtype)
-        made = nn.Parameter(value, requires_grad=parameter.requires_grad)
-        vars(made).update(vars(parameter))
-        self.order.append(made)
-        self._known.add(id(made))
-        self._draws.name(made, self.names.get(index) or f"/{index}")
-        self._draws.place = str(index)
-        return made
 
 
 _GENERATOR = RLock()  # torch's own, which all threads share

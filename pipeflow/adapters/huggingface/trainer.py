@@ -27,8 +27,8 @@ from pipeflow.adapters.huggingface.own_loss import (
     share_metrics,
 )
 from pipeflow.adapters.huggingface.peft_adapters import LOADED, has_adapters
+from pipeflow.adapters.huggingface.pretrained import save_pretrained
 from pipeflow.adapters.huggingface.refusals import require_pipeline, require_possible
-from pipeflow.adapters.huggingface.saving import save_pretrained
 from pipeflow.adapters.libraries import transformers_library
 from pipeflow.adapters.random_states import RandomLoader, random_of_data, seed_of_layers
 from pipeflow.adapters.ranks import numbers_of_all, shared_outputs

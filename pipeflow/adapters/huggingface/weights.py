@@ -18,6 +18,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.transport.agreement import all_gather_object, told_alike
 from pipeflow.engine.runtime.devices import place
+from pipeflow.engine.runtime.gradients.ties import replace_in
 from pipeflow.engine.runtime.pipeline import Pipeline
 from pipeflow.training.checkpoint.pieces import LocalTensor, local_tensors
 from pipeflow.training.checkpoint.task import Task
@@ -212,16 +213,16 @@ def make_owned(model: Pipeline) -> None:
     """Replaces this rank's parameters on the meta device by zeros on its own device. A parameter that is registered in
     several places stays one parameter.
     """
-    made: dict[int, nn.Parameter] = {}
-    for owner in model.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is None or not parameter.is_meta:
-                continue
-            if id(parameter) not in made:
-                value = torch.zeros(parameter.shape, dtype=parameter.dtype, device=model.context.device)
-                made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-            owner._parameters[name] = made[id(parameter)]
-    place(model, model.context.device)
+    device = model.context.device
+    replace_in(
+        model,
+        {
+            id(each): nn.Parameter(torch.zeros(each.shape, dtype=each.dtype, device=device), each.requires_grad)
+            for each in model.parameters()
+            if each.is_meta
+        },
+    )
+    place(model, device)
 
 
 def owned_names(model: Pipeline) -> list[str]:

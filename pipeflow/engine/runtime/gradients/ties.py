@@ -57,7 +57,7 @@ class PipelineSharedModuleWrapper:
         """
         vars(module).setdefault(_MARK, []).append(self._copy(list(module.parameters())))
         self._first = self._first or module
-        _replace_in(module, dict(zip(map(id, module.parameters()), self._first.parameters(), strict=True)))
+        replace_in(module, dict(zip(map(id, module.parameters()), self._first.parameters(), strict=True)))
 
     def register_parameter(self, parameter: nn.Parameter) -> None:
         """Ties `parameter`, which must still be in the model when the Pipeline is made; a warning is logged if it was
@@ -150,7 +150,7 @@ def tie(model: nn.Module) -> list[Tie]:
         for _, copy in copies[1:]:
             _require_alike(shared, copies[0][1], copy)
             first |= {id(old): new for old, new in zip(copy, copies[0][1], strict=True)}
-    _replace_in(model, first)
+    replace_in(model, first)
     return [Tie(shared.ranks, copies[0][1]) for shared, copies in found.items()]
 
 
@@ -164,7 +164,7 @@ def ranks_of_tied(model: nn.Module) -> dict[int, tuple[int, ...]]:
     }
 
 
-def _replace_in(module: nn.Module, by: Mapping[int, nn.Parameter]) -> None:
+def replace_in(module: nn.Module, by: Mapping[int, nn.Parameter]) -> None:
     """Replaces the parameters with these ids in `module`."""
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
