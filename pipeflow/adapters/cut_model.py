@@ -6,7 +6,7 @@ pipeline, whose gradients wait for the backward of its loss. Must not contain: n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from pipeflow.engine.runtime.microbatch import Batch, Divided, as_batch
 from pipeflow.engine.runtime.other_calls import HeldStep, held_step
 from pipeflow.engine.runtime.pipeline import Pipeline, execute_pipeline
 from pipeflow.engine.runtime.plain_values import PlainValues
-from pipeflow.engine.runtime.step import LossOver
+from pipeflow.engine.runtime.step import LossOver, Output
 from pipeflow.engine.runtime.whole_loss import require_whole_loss
 from pipeflow.engine.stages.blocks import Blocks, Cuts
 from pipeflow.engine.stages.entries import Entries
@@ -179,10 +179,30 @@ class WholeOutputs:
             return outputs
         return self._plain.whole(outputs, self._read(batch, schedule or self._pipeline.schedule))
 
-    def has_loss(self, batch: object) -> bool:
-        """True if the module computes a loss of its own of a batch, whatever its labels are called. All ranks of a
-        pipeline call it together.
+    def evaluate(self, batch: object, *, is_named: bool, makes_loss: bool, return_outputs: bool = True) -> Output:
+        """Evaluates a batch.
+
+        Args:
+            batch: the batch, as the Pipeline reads it.
+            is_named: whether it has an entry called labels.
+            makes_loss: whether the loss is computed, which is then known on every rank: also if the module computes one
+                of its own without an entry of this name.
+            return_outputs: as in `execute_pipeline`.
         """
+        pipeline, runner, read = self._pipeline, self._pipeline.runner, self._pipeline.runner.read
+        is_own = makes_loss and not is_named and self._has_loss(batch)
+        reading = instead(vars(runner), read=lambda batch: (read(batch)[0], True)) if is_own else nullcontext()
+        with reading:
+            return execute_pipeline(
+                iter([batch]),
+                pipeline,
+                forward_only=True,
+                return_outputs=return_outputs,
+                broadcast_loss=makes_loss and (is_named or is_own),
+            )
+
+    def _has_loss(self, batch: object) -> bool:
+        """True if the module computes a loss of its own of a batch, whatever its labels are called."""
         stage = self._pipeline.chunks[0]
         assert isinstance(stage, ModuleStage)
         with self._pipeline.alarm.raised_everywhere():
@@ -192,12 +212,6 @@ class WholeOutputs:
     def _read(self, batch: object, schedule: Schedule) -> Batch:
         runner, device = self._pipeline.runner, self._pipeline.context.device
         return as_batch(batch, schedule.num_microbatches, device, runner.read)
-
-
-def with_own_loss(pipeline: Pipeline) -> AbstractContextManager[None]:
-    """Inside the `with` block, evaluations compute the module's own loss although no entry is called labels."""
-    read = pipeline.runner.read
-    return instead(vars(pipeline.runner), read=lambda batch: (read(batch)[0], True))
 
 
 class PreparedModel(CutModel):
@@ -331,22 +345,15 @@ class PreparedModel(CutModel):
         return self.step.loss
 
     def _evaluate(self, batch: tuple[dict[str, Any], object]) -> Any:
-        pipeline, (entries, labels) = self.pipeline, batch
+        entries, labels = batch
         assert self._merging is not None
-        is_unnamed = self._has_loss and labels is None and self._merging.has_loss(batch)
-        makes_loss = is_unnamed or (self._has_loss and labels is not None)
-        with self.layers(), with_own_loss(pipeline) if is_unnamed else nullcontext():
-            told = execute_pipeline(
-                iter([(entries, labels if makes_loss else None)]),
-                pipeline,
-                forward_only=True,
-                return_outputs=True,
-                broadcast_loss=makes_loss,
-            )
-            with pipeline.alarm.raised_everywhere():
+        read = (entries, labels if self._has_loss else None)
+        with self.layers():
+            told = self._merging.evaluate(read, is_named=labels is not None, makes_loss=self._has_loss)
+            with self.pipeline.alarm.raised_everywhere():
                 outputs = _without_caches(self._merging.of(told.outputs, (entries, None)))
                 outputs = shared_outputs(outputs, self._context)
-        return _with_loss(outputs, told.loss) if makes_loss else outputs
+        return outputs if told.loss is None else _with_loss(outputs, told.loss)
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
         """The weights of this rank, by their names in the module."""
@@ -370,7 +377,7 @@ def _without_caches(outputs: Any) -> Any:
     return outputs
 
 
-def _with_loss(outputs: Any, loss: Tensor | None) -> Any:
+def _with_loss(outputs: Any, loss: Tensor) -> Any:
     """Outputs of a batch, of which `loss` is the mean; the module's own are those of its microbatches."""
     if isinstance(outputs, Tensor):
         return loss

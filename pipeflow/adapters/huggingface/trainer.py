@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeflow.adapters.batches import samples_of
-from pipeflow.adapters.cut_model import WholeOutputs, with_own_loss
+from pipeflow.adapters.cut_model import WholeOutputs
 from pipeflow.adapters.huggingface.accelerator import PipelineAccelerator, place_arguments
 from pipeflow.adapters.huggingface.classes import show_attributes
 from pipeflow.adapters.huggingface.own_loss import (
@@ -243,15 +242,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         labels = tuple(inputs.get(name) for name in self.label_names)
         has_labels = bool(labels) and all(each is not None for each in labels)
         makes_loss = has_labels or (not labels and bool(inputs.get("return_loss", self.can_return_loss)))
-        own_loss = makes_loss and "labels" not in inputs and self._whole.has_loss(inputs)
-        with with_own_loss(self.model) if own_loss else nullcontext():
-            told = execute_pipeline(
-                iter([inputs]),
-                self.model,
-                forward_only=True,
-                return_outputs=not prediction_loss_only,
-                broadcast_loss=makes_loss and ("labels" in inputs or own_loss),
-            )
+        told = self._whole.evaluate(
+            inputs, is_named="labels" in inputs, makes_loss=makes_loss, return_outputs=not prediction_loss_only
+        )
         loss = told.loss if makes_loss else None
         if prediction_loss_only:
             return loss, None, None

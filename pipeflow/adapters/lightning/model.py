@@ -5,7 +5,6 @@ compute for microbatches, as results of whole batches on every rank. Must not co
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -67,9 +66,13 @@ class StepModel(PreparedModel):
         self._make(entries)
         self._set_modes()
         is_silent = method in self.running.silent
-        outputs = (self._trained if method == TRAINING else self._evaluated)(entries, not is_silent)
-        result = {} if is_silent else self._whole(outputs, entries)
-        loss = self.step.loss if method == TRAINING and self.step is not None else None
+        outputs, loss = self._told(entries, return_outputs=not is_silent)
+        result: dict[str, Any] = {}
+        if not is_silent:
+            assert self.results is not None
+            result = self.results.whole(outputs, entries, self.pipeline.schedule.num_microbatches)
+            if self.results.is_empty(method):
+                self.running.silent.add(method)
         for name, more in result.get("lists", {}).items():
             vars(self.whole)[name].extend(more)
         values = call_again(self.whole, result.get("calls", {}))
@@ -88,13 +91,16 @@ class StepModel(PreparedModel):
             return result.get("rest")
         return {"loss": loss, **result["rest"]} if "rest" in result else loss
 
-    def _whole(self, outputs: Any, entries: dict[str, Any]) -> Any:
-        results, method = self.results, entries["method"]
-        assert results is not None
-        result = results.whole(outputs, entries, self.pipeline.schedule.num_microbatches)
-        if results.is_empty(method):
-            self.running.silent.add(method)
-        return result
+    def _told(self, entries: dict[str, Any], *, return_outputs: bool) -> tuple[Any, Tensor | None]:
+        """What the microbatches of a batch return, merged, and the loss of a training step."""
+        with self.layers():
+            if entries["method"] == TRAINING:
+                batch, scale = iter([(entries, entries["labels"])]), self._settings.gradient_scale()
+                self.step = held_step(batch, self.pipeline, gradient_scale=scale, return_outputs=return_outputs)
+                return self.step.outputs, self.step.loss
+            batch = iter([(entries, None)])
+            told = execute_pipeline(batch, self.pipeline, forward_only=True, return_outputs=return_outputs)
+            return told.outputs, None
 
     def _make(self, entries: dict[str, Any]) -> None:
         """Cuts the module with a first batch, by its training step."""
@@ -126,21 +132,6 @@ class StepModel(PreparedModel):
             for name, module in chunk.root.named_modules():
                 module.training = modes[name]
 
-    def _trained(self, entries: dict[str, Any], return_outputs: bool) -> Any:
-        with self.layers():
-            self.step = held_step(
-                iter([(entries, entries["labels"])]),
-                self.pipeline,
-                gradient_scale=self._settings.gradient_scale(),
-                return_outputs=return_outputs,
-            )
-        return self.step.outputs
-
-    def _evaluated(self, entries: dict[str, Any], return_outputs: bool) -> Any:
-        batch = iter([(entries, None)])
-        with self.layers():
-            return execute_pipeline(batch, self.pipeline, forward_only=True, return_outputs=return_outputs).outputs
-
 
 def keep_own(whole: nn.Module, pipeline: Pipeline) -> None:
     """Leaves the parameters of this rank in the module, and frees the others."""
@@ -149,24 +140,9 @@ def keep_own(whole: nn.Module, pipeline: Pipeline) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 here = own.get(f"{prefix}.{name}" if prefix else name)
-                module._parameters[name] = _without_memory(parameter) if here is None else here
-
-
-def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-
-
-@dataclass(frozen=True)
-class _Known:
-    """What a trace tells of a step's result.
-
-    Attributes:
-        spec: its tree.
-        divisors: for each leaf, by its place, what it is divided by; None for a leaf that is no scalar.
-    """
-
-    spec: Any
-    divisors: Mapping[str, Divisors | None]
+                if here is None:
+                    here = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+                module._parameters[name] = here
 
 
 class BatchResults:
@@ -178,7 +154,7 @@ class BatchResults:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, tuple[Any, dict[str, Divisors | None]]] = {}
         self._plain = PlainValues(pipeline)
 
     def whole(self, outputs: Any, entries: dict[str, Any], microbatches: int) -> Any:
@@ -195,26 +171,29 @@ class BatchResults:
         method = entries["method"]
         if method not in self._known:
             self._known[method] = self._traced(batch)
-        known = self._known[method]
+        spec, known = self._known[method]
         with pipeline.alarm.raised_everywhere():
             outputs = None if outputs is None else self._plain.whole(outputs, batch)
-            shared = self._shared(_without_loss(outputs), known, len(batch.sizes))
+            shared = self._shared(_without_loss(outputs), spec, known, len(batch.sizes))
         parts = cache(lambda: batch.split(batch.inputs))
 
         def merged(path: str, leaf: Any) -> Any:
-            divisors = known.divisors.get(path)
+            divisors = known.get(path)
             if divisors is None or not isinstance(leaf, Tensor) or leaf.shape != (len(batch.sizes),):
                 return leaf
             return _sum(leaf, divisors.multipliers(batch, parts()))
 
-        leaves, spec = tree_flatten_with_path(shared)
-        return tree_unflatten([merged(keystr(path), leaf) for path, leaf in leaves], spec)
+        leaves, its_spec = tree_flatten_with_path(shared)
+        return tree_unflatten([merged(keystr(path), leaf) for path, leaf in leaves], its_spec)
 
     def is_empty(self, method: str) -> bool:
         """True if the step `method`, which has run, has no result beside the loss."""
-        return not self._known[method].divisors
+        return not self._known[method][1]
 
-    def _traced(self, batch: Batch) -> _Known:
+    def _traced(self, batch: Batch) -> tuple[Any, dict[str, Divisors | None]]:
+        """What a trace tells of a step's result: its tree, and what each leaf, by its place, is divided by; None for a
+        leaf that is no scalar.
+        """
         stage = self._pipeline.chunks[0]
         assert isinstance(stage, ModuleStage)
         context, trace = self._pipeline.context, stage.planner.plan(batch.split(batch.inputs)[0], stage.root).trace
@@ -222,19 +201,19 @@ class BatchResults:
             None if each is None else Divisors(own_loss, stage, context, at) for at, each in enumerate(trace.scalars)
         ]
         leaves, spec = tree_flatten_with_path(_without_loss(tree_unflatten(found, trace.returned.spec)))
-        return _Known(spec, {keystr(path): divisors for path, divisors in leaves})
+        return spec, {keystr(path): divisors for path, divisors in leaves}
 
-    def _shared(self, outputs: Any, known: _Known, microbatches: int) -> Any:
+    def _shared(self, outputs: Any, spec: Any, known: Mapping[str, Divisors | None], microbatches: int) -> Any:
         """The outputs, on every rank. If all are numbers, as the trace says, one message is enough."""
-        transport, many = self._pipeline.context.transport, len(known.divisors)
-        if any(each is None for each in known.divisors.values()):
+        transport, many = self._pipeline.context.transport, len(known)
+        if any(each is None for each in known.values()):
             return shared_outputs(outputs, self._pipeline.context)
         leaves = None if outputs is None else tree_flatten_with_path(outputs)[0]
         if not many:
             return {}
         mine = [0.0] * (1 + many * microbatches)
         if leaves is not None:
-            is_known = [keystr(path) for path, _ in leaves] == [*known.divisors]
+            is_known = [keystr(path) for path, _ in leaves] == [*known]
             mine[0] = 1.0 if is_known else 2.0
             if is_known and leaves:
                 mine[1:] = (
@@ -245,7 +224,7 @@ class BatchResults:
             return shared_outputs(outputs, self._pipeline.context)
         row = next(row for row in told if row[0])
         numbers = torch.tensor(row[1:], device=transport.device).view(many, microbatches)
-        return tree_unflatten([*numbers], known.spec)
+        return tree_unflatten([*numbers], spec)
 
 
 def _without_loss(result: Any) -> Any:

@@ -91,9 +91,12 @@ class StepForward:
             loss = _loss_of(returned, own.__name__)
             result["loss"] = loss
             running.of_loss = logs.of(loss)
-            returned = _rest_of(returned)
+            is_dict = isinstance(returned, Mapping)
+            returned = {name: each for name, each in returned.items() if name != "loss"} if is_dict else {}
         found = {"rest": returned, "logs": logs.numbers(), "calls": calls_of(logs.recorded), "lists": grown}
-        found = {name: each for name, each in found.items() if each is not None and not _is_empty(each)}
+        found = {
+            name: each for name, each in found.items() if not (each is None or (isinstance(each, dict) and not each))
+        }
         if found and method in running.silent:
             raise UsageError(
                 f"{own.__name__}.{method} returns or logs something in some batches only, after a first batch without: "
@@ -166,15 +169,6 @@ def _loss_of(returned: Any, name: str) -> Tensor:
             "batch, or a dict with it as 'loss'"
         )
     return loss
-
-
-def _rest_of(returned: Any) -> dict[str, Any]:
-    """What a training step returns beside its loss."""
-    return {name: each for name, each in returned.items() if name != "loss"} if isinstance(returned, Mapping) else {}
-
-
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, dict) and not value
 
 
 @contextmanager
