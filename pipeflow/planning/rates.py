@@ -170,8 +170,8 @@ class Rates:
 
     def exchange(self, group: RankGroup, count: float, across: float) -> float:
         """Seconds of an all-to-all in which each rank of a group sends `count` bytes, an equal part to each of them. Of
-        `across` bytes, the parts for other nodes go over the network: as many, or fewer if a node gets them once for
-        several of its ranks, and passes them on. Parts for ranks of the same node go over its links meanwhile.
+        `across` bytes, the parts for other nodes go over the network: `count`, or less if a node forwards one copy to
+        several of its ranks. Parts for ranks of the same node go over its links meanwhile.
         """
         if group.ranks == 1 or not count:
             return 0.0

@@ -276,8 +276,8 @@ class Runner:
         if compiled.ahead is not None:
             if self.gradients.change:
                 raise UsageError(
-                    "parameters were frozen, unfrozen, replaced or converted since the last step, of which the ranks "
-                    "must hear before a step of the optimizer: run one step of the schedule without such steps"
+                    "parameters were frozen, unfrozen, replaced or converted since the last step. All ranks must first "
+                    "agree on that: run one step of the schedule without optimizer steps"
                 )
             begun = self.confirmation.begin(compiled.ahead, [*self.stages.values()])
         run(operations[begun : compiled.closing])
