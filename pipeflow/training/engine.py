@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -224,16 +225,17 @@ class Engine:
         gradients over the replicas. Raises the errors of `execute_pipeline`, and UsageError if `step` must be called
         first. After an error the step starts again: its earlier batches no longer count.
         """
+        run = partial(
+            execute_pipeline,
+            data_iter,
+            self.model,
+            return_outputs=return_outputs,
+            broadcast_loss=True,
+            trace=trace,
+            schedule=schedule,
+        )
         if forward_only:
-            return execute_pipeline(
-                data_iter,
-                self.model,
-                forward_only=True,
-                return_outputs=return_outputs,
-                broadcast_loss=True,
-                trace=trace,
-                schedule=schedule,
-            )
+            return run(forward_only=True)
         if self.model.runner.confirmation.stepper is not None:
             raise UsageError(
                 "an Engine steps the optimizer itself, but the Pipeline has a PipelinedOptimizer: call "
@@ -241,16 +243,7 @@ class Engine:
             )
         reduce = self._is_last_batch()
         with self._forgetting():
-            output = execute_pipeline(
-                data_iter,
-                self.model,
-                return_outputs=return_outputs,
-                broadcast_loss=True,
-                trace=trace,
-                reduce=reduce,
-                schedule=schedule,
-                gradient_scale=1 / self.gradient_accumulation,
-            )
+            output = run(reduce=reduce, gradient_scale=1 / self.gradient_accumulation)
         self._batches += 1
         self._outputs.append(output)
         return output

@@ -94,14 +94,15 @@ def load_checkpoint(
             check(loaded)
         if scheduler is not None and run["scheduler"] is None:
             raise UsageError(f"checkpoint {path} was saved without a scheduler: call load_checkpoint without one")
-        states = None if optimizer is None else state.OptimizerLoad(by_name(optimizer, model), tensors, storage)
+        stepping = None if optimizer is None else by_name(optimizer, model)
+        states, stepped = ({}, {}) if stepping is None else state.optimizer_room(stepping, tensors, storage)
         same_layout = manifests[0].layout == context.layout
         random = state.saved_random(state.random_states(context, storage.tensors), storage) if same_layout else {}
         weights = state.weight_pieces(tensors)
-        Task(context, lambda: _read_ahead(storage, weights, {} if states is None else states.pieces, random)).wait()
+        Task(context, lambda: _read_ahead(storage, weights, states, random)).wait()
         Task(context, lambda: fill(storage.parts_of(weights))).wait()
-        if states is not None:
-            states.apply(run.get("optimizer", {}))
+        if stepping is not None:
+            stepping.load_state_dict({**run.get("optimizer", {}), **stepped})
         if scheduler is not None:
             scheduler.load_state_dict(run["scheduler"])
         state.restore_random(context, random)

@@ -12,7 +12,7 @@ import random
 import struct
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -126,79 +126,69 @@ def _all_names(model: nn.Module, tensors: Sequence[LocalTensor]) -> dict[str, li
     return {plain_name(name): groups[id(parameter)] for name, parameter in model.named_parameters()}
 
 
-class OptimizerLoad:
-    """An optimizer's states and options while they are loaded: fill `pieces`, then call `apply`.
+def optimizer_room(
+    optimizer: Wrapper, tensors: Sequence[LocalTensor], storage: CheckpointStorage
+) -> tuple[Pieces, dict[str, Any]]:
+    """The pieces of an optimizer's saved states on this rank, and the `state_dict` that has them once they are filled.
 
     Raises UsageError if the checkpoint lacks some of them, or if the optimizer's groups differ from the saved ones.
     """
-
-    def __init__(self, optimizer: Wrapper, tensors: Sequence[LocalTensor], storage: CheckpointStorage) -> None:
-        self.pieces: dict[str, Sequence[Piece]] = {}
-        self._optimizer = optimizer
-        groups, all_names = names_by_group(optimizer), _all_names(optimizer.model, tensors)
-        owned = {own: all_names[own][0] for names in groups for own in names}
-        _require_options([each.name for each in owned.values()], storage.values)
-        plain = {own: _plain_states(each.name, storage) for own, each in owned.items()}
-        options = {own: values["options"] for own, values in plain.items()}
-        self._groups = [_common_options(names, options) for names in groups]
-        self._states: dict[str, dict[str, Any]] = {}
-        alike = states_alike(optimizer)
-        for own, each in owned.items():
-            found = {key: _room(each, key, storage, alike.get(own)) for key in plain[own]["tensors"]}
-            self.pieces |= {
-                f"{OPTIMIZER}{key}.{each.name}": state_pieces(each, key, state, alike.get(own))
-                for key, state in found.items()
-            }
-            self._states[own] = {**found, **plain[own]["values"]}
-
-    def apply(self, others: Mapping[str, Any]) -> None:
-        """Gives the optimizer its states and the `others`, the further entries of its `state_dict`."""
-        self._optimizer.load_state_dict({**others, "state": self._states, "param_groups": self._groups})
+    groups, all_names = names_by_group(optimizer), _all_names(optimizer.model, tensors)
+    owned = {own: all_names[own][0] for names in groups for own in names}
+    plain = _plain_states([each.name for each in owned.values()], storage)
+    pieces: dict[str, Sequence[Piece]] = {}
+    states: dict[str, dict[str, Any]] = {}
+    alike = states_alike(optimizer)
+    for own, each in owned.items():
+        states[own] = {**plain[each.name]["values"]}
+        for key in plain[each.name]["tensors"]:
+            states[own][key] = room = _room(each, key, storage, alike.get(own))
+            pieces[f"{OPTIMIZER}{key}.{each.name}"] = state_pieces(each, key, room, alike.get(own))
+    options = [_common_options([owned[own].name for own in names], plain) for names in groups]
+    return pieces, {"state": states, "param_groups": options}
 
 
 def options_of_groups(groups: Sequence[Sequence[str]], storage: CheckpointStorage) -> list[dict[str, Any]]:
     """The saved options of groups, given the names of their parameters in the whole model. Raises UsageError as
-    OptimizerLoad does.
+    `optimizer_room` does.
     """
-    _require_options([name for names in groups for name in names], storage.values)
-    options = {name: _plain_states(name, storage)["options"] for names in groups for name in names}
-    return [_common_options(names, options) for names in groups]
+    plain = _plain_states([name for names in groups for name in names], storage)
+    return [_common_options(names, plain) for names in groups]
 
 
-def _require_options(names: Collection[str], stored: Collection[str]) -> None:
-    if names and not any(name.startswith(OPTIONS) for name in stored):
+def _plain_states(names: Collection[str], storage: CheckpointStorage) -> dict[str, dict[str, Any]]:
+    """Plain values of each parameter: its group's "options", "values" of plain states, and names of its "tensors"."""
+    if names and not any(name.startswith(OPTIONS) for name in storage.values):
         raise UsageError("the checkpoint was saved without an optimizer: call load_checkpoint without one")
-    if missing := [name for name in names if OPTIONS + name not in stored]:
+    if missing := [name for name in names if OPTIONS + name not in storage.values]:
         raise UsageError(
             f"the checkpoint's optimizer did not have {missing[0]!r}: make the optimizer from the same parameters"
         )
 
+    def plain(name: str) -> dict[str, Any]:
+        read: dict[str, Any] = storage.value(OPTIONS + name)
+        return _checked(
+            OPTIONS + name,
+            read,
+            lambda: (
+                all(isinstance(each, dict) for each in (read, read["options"], read["values"]))
+                and all(f"{OPTIMIZER}{key}.{name}" in storage.tensors for key in read["tensors"])
+            ),
+        )
 
-def _common_options(names: Iterable[str], options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: plain(name) for name in names}
+
+
+def _common_options(names: Sequence[str], plain: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The options that all parameters of a group were saved with. Raises UsageError if they differ."""
-    first: str | None = None
+    first = plain[names[0]]["options"] if names else {}
     for name in names:
-        if first is None:
-            first = name
-        elif options[name] != options[first]:
+        if plain[name]["options"] != first:
             raise UsageError(
-                f"one group of the optimizer has {first!r} and {name!r}, which were saved with different options, "
-                f"{dict(options[first])} and {dict(options[name])}: make the groups as they were at the save"
+                f"one group of the optimizer has {names[0]!r} and {name!r}, which were saved with different options, "
+                f"{first} and {plain[name]['options']}: make the groups as they were at the save"
             )
-    return {} if first is None else dict(options[first])
-
-
-def _plain_states(name: str, storage: CheckpointStorage) -> dict[str, Any]:
-    """A parameter's plain values: its group's "options", "values" of plain states, and names of its "tensors"."""
-    read: dict[str, Any] = storage.value(OPTIONS + name)
-    return _checked(
-        OPTIONS + name,
-        read,
-        lambda: (
-            all(isinstance(each, dict) for each in (read, read["options"], read["values"]))
-            and all(f"{OPTIMIZER}{key}.{name}" in storage.tensors for key in read["tensors"])
-        ),
-    )
+    return dict(first)
 
 
 def _checked(name: str, read: T, fits: Callable[[], bool]) -> T:
