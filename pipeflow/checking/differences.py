@@ -147,8 +147,9 @@ def _adds_up(both: TwoRuns, module: str, rows: OutputRows, theirs: Sequence[Call
     places = both.places(module)
     if len(set(places.values())) < 2 or not {rank for rank, _ in theirs} <= set(places):
         return False
-    total = summed(by_group(theirs, places), rows.tail)
-    if total is None or len(total.values) % len(rows.values):
+    groups = by_group(theirs, places)
+    total = summed(groups, rows.tail)
+    if total is None or min(map(len, groups)) < 2 or len(total.values) % len(rows.values):
         return False
     apart = total.values[: len(rows.values), :8] - rows.values[:, :8]
     shifted = OutputRows(total.values - np.append(np.median(apart, axis=0), 0.0), total.ranks, total.calls, rows.tail)

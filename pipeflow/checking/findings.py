@@ -133,26 +133,12 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """The keys of `pipeflow check --json`."""
-        first, cause = self.first, self.cause
-        place = None
+        first, place = self.first, None
         if first is not None:
-            place = {
-                "step": first.step,
-                "what": first.what,
-                "module": first.module,
-                "parameter": first.parameter,
-                "stage": first.stage,
-                "rank": first.ranks[0] if first.ranks else None,
-            }
-        return {
-            "alike": self.alike,
-            "first": place,
-            "cause": None if cause is None else cause.name,
-            "factor": None if cause is None else cause.factor,
-            "evidence": None if cause is None else cause.evidence,
-            "look": None if cause is None else cause.look,
-            "notes": list(self.notes),
-        }
+            place = {name: getattr(first, name) for name in ("step", "what", "module", "parameter", "stage")}
+            place["rank"] = next(iter(first.ranks), None)
+        why = {name: getattr(self.cause, name, None) for name in ("name", "factor", "evidence", "look")}
+        return {"alike": self.alike, "first": place, "cause": why.pop("name"), **why, "notes": list(self.notes)}
 
 
 WHAT = {

@@ -13,7 +13,7 @@ from pipeflow.checking.files import Array
 from pipeflow.checking.findings import Difference, Evidence, explains
 from pipeflow.checking.fits import DTYPES, as_times, fit, named, spread_of
 from pipeflow.checking.limits import CLEAR, COARSE, NEAR, SAME_ROWS, SUMMED, TINY, unit
-from pipeflow.checking.runs import OutputRows, Unmatched, joined, norm, owner, unmatched
+from pipeflow.checking.runs import Called, Unmatched, joined, norm, owner, summed, unmatched
 from pipeflow.checking.two_runs import TwoRuns
 
 
@@ -95,13 +95,12 @@ class Outputs:
         return f"the outputs of {self.name} on ranks {ranks} are terms that add up to the reference's"
 
     def _add_up(self) -> bool:
-        by_call: defaultdict[int, list[Array]] = defaultdict(list)
-        for _, event in self.theirs:
-            by_call[event["call"]].append(event["rows"])
-        groups = [*by_call.values()]
-        if self.rows is None or any(len(each) < 2 or len({one.shape for one in each}) > 1 for each in groups):
+        by_call: defaultdict[int, list[Called]] = defaultdict(list)
+        for rank, event in self.theirs:
+            by_call[event["call"]].append((rank, event))
+        total = summed([*by_call.values()], self.tail)
+        if self.rows is None or total is None or min(map(len, by_call.values())) < 2:
             return False
-        total = OutputRows(np.concatenate([np.sum(each, axis=0) for each in groups]), [], [], self.tail)
         return not unmatched(self.rows, total, SUMMED * self.first.allowed).reference
 
     @explains(

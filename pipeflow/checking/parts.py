@@ -127,22 +127,16 @@ def _distributed(name: str, tensor: Any) -> Part:
 
 def _of_megatron(name: str, tensor: Any) -> Part:
     """A parameter with Megatron-LM's attributes: an even part along `partition_dim`."""
-    size, rank = _megatron_group()
-    dim, shape = tensor.partition_dim, list(tensor.shape)
-    offset = [0] * len(shape)
-    offset[dim] = rank * shape[dim]
-    shape[dim] *= size
-    return Part(name, tensor, tuple(shape), lambda values: [Block(values, tuple(offset))])
-
-
-def _megatron_group() -> tuple[int, int]:
-    """Size of Megatron-LM's tensor group, and the rank in it."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
     if state is None:
         raise UsageError(
             "a parameter has Megatron-LM's tensor_model_parallel, but megatron.core is not loaded: pass parts"
         )
-    return state.get_tensor_model_parallel_world_size(), state.get_tensor_model_parallel_rank()
+    dim, shape = tensor.partition_dim, list(tensor.shape)
+    offset = [0] * len(shape)
+    offset[dim] = state.get_tensor_model_parallel_rank() * shape[dim]
+    shape[dim] *= state.get_tensor_model_parallel_world_size()
+    return Part(name, tensor, tuple(shape), lambda values: [Block(values, tuple(offset))])
 
 
 def _of_deepspeed(name: str, tensor: Any) -> Part:

@@ -5,7 +5,6 @@ the outputs, those of optimizers the gradients and the weights.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ from pipeflow.checking.watching import (
     trials_seen,
 )
 from pipeflow.core.errors import UsageError
+from pipeflow.engine.parallel.context import context_if_launched
 from pipeflow.engine.parallel.sharding import own_values
 from pipeflow.engine.torch_private.distributed import group_names
 from pipeflow.engine.torch_private.generators import default_states
@@ -41,8 +41,7 @@ from pipeflow.engine.torch_private.generators import default_states
 
 def place() -> tuple[int, int]:
     """This process's rank, and how many there are."""
-    contexts = sys.modules.get("pipeflow.engine.parallel.context")
-    if contexts is not None and (context := contexts.context_if_launched()) is not None:
+    if (context := context_if_launched()) is not None:
         return context.rank, context.world_size
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -51,9 +50,8 @@ def place() -> tuple[int, int]:
 
 def groups(models: Sequence[nn.Module]) -> dict[str, int]:
     """The sizes of this process's groups, by their names."""
-    contexts = sys.modules.get("pipeflow.engine.parallel.context")
     is_ours = any(hasattr(model, "chunks") and hasattr(model, "schedule") for model in models)
-    if is_ours and contexts is not None and (context := contexts.context_if_launched()) is not None:
+    if is_ours and (context := context_if_launched()) is not None:
         layout = context.layout
         return {"data": layout.data, "pipeline": layout.pipeline, "tensor": layout.tensor}
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -141,7 +139,8 @@ class Recording:
             raise UsageError(f"whole must be a pattern of the names of parameters, such as '*' for all, got {whole!r}")
         self.folder = None if folder is None else Path(folder)
         self._models = [model] if isinstance(model, nn.Module) else list(model)
-        self._optimizers = _listed(optimizer)
+        optimizers: Any = () if optimizer is None else optimizer
+        self._optimizers = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
         self._given, self._names, self._samples, self._whole = parts, names, samples, whole
         self._events: list[tuple[dict[str, object], dict[str, Tensor]]] = []
         self._stack = ExitStack()
@@ -358,12 +357,6 @@ def _sketched(part: Part, values: Tensor) -> Tensor | None:
     found = torch.stack([sketch(block) for block in blocks]).sum(0)
     norm = torch.stack([norm_squared(block.values) for block in blocks]).sum()
     return torch.cat([found, norm[None]])
-
-
-def _listed(optimizer: object) -> list[Any]:
-    if optimizer is None:
-        return []
-    return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
 
 
 def shares_dropped(module: nn.Module) -> Iterator[str]:

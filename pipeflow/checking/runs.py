@@ -6,7 +6,7 @@ run is looked for among all rows of the other. Must not contain: what differs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite, prod, sqrt
@@ -23,7 +23,6 @@ _CHUNK = 512  # rows compared with all others at once
 
 Key = tuple[str, int]  # a module and which of its outputs
 Called = tuple[int, Event]  # a rank, and the event of an output
-Made = tuple[Array, tuple[int, ...], int]  # rows, the ranks that made them, and the index of the call
 
 
 def norm(sketch: Array) -> float:
@@ -311,44 +310,52 @@ def joined(events: Sequence[Called], tail: tuple[int, ...]) -> OutputRows | None
     """
     whole = [(rank, event) for rank, event in events if tail_of(event) == tail]
     parts = [(rank, event) for rank, event in events if tail_of(event) != tail]
-    found: list[Made] = [(event["rows"], (rank,), event["call"]) for rank, event in whole]
-    if parts:
-        added = _added(parts, tail)
-        if added is None:
-            return None
-        found += added
-    if not found or any(
-        len(rows) != event["shape"][0] for (rows, _, _), (_, event) in zip(found, whole, strict=False) if event["shape"]
-    ):
+    of_parts = _side_by_side(parts, tail)
+    if of_parts is None or any(len(event["rows"]) != event["shape"][0] for _, event in whole if event["shape"]):
         return None
-    return _rows(found, tail)
+    return summed([*([each] for each in whole), *of_parts], tail)
 
 
-def _rows(made: Sequence[Made], tail: tuple[int, ...]) -> OutputRows:
-    ranks = [own for rows, own, _ in made for _ in rows]
-    calls = [call for rows, _, call in made for _ in rows]
-    return OutputRows(np.concatenate([rows for rows, _, _ in made]), ranks, calls, tail)
-
-
-def _added(parts: Sequence[Called], tail: tuple[int, ...]) -> list[Made] | None:
-    """The rows of parts that are known to lie side by side."""
-    by_call: defaultdict[int, defaultdict[tuple[int, ...], list[Called]]] = defaultdict(lambda: defaultdict(list))
-    for rank, event in parts:
-        if not event.get("known") or event.get("partial") or len(tail_of(event)) != len(tail):
-            return None
-        by_call[event["call"]][tuple(event["begin"])].append((rank, event))
-    found = []
-    for call, by_place in by_call.items():
-        many = {len(each) for each in by_place.values()}
+def _side_by_side(parts: Sequence[Called], tail: tuple[int, ...]) -> list[Sequence[Called]] | None:
+    """The calls that made parts of the same rows, if these are known to lie side by side."""
+    if any(not event.get("known") or event.get("partial") or len(tail_of(event)) != len(tail) for _, event in parts):
+        return None
+    found: list[Sequence[Called]] = []
+    for by_place in _by_call(parts, lambda _, event: tuple(event["begin"])):
         volume = sum(prod(tail_of(each[0][1])) for each in by_place.values())
-        if len(many) > 1 or volume != prod(tail):
+        if len({len(each) for each in by_place.values()}) > 1 or volume != prod(tail):
             return None
-        for group in zip(*by_place.values(), strict=True):
-            rows = [event["rows"] for _, event in group]
-            if len({each.shape for each in rows}) > 1:
-                return None
-            found.append((np.sum(rows, axis=0), tuple(rank for rank, _ in group), call))
+        found += zip(*by_place.values(), strict=True)
     return found
+
+
+def by_group(events: Sequence[Called], places: Mapping[int, Any]) -> list[Sequence[Called]]:
+    """The calls that ranks with different parts of one weight made together: ranks are taken by what they hold."""
+    calls = _by_call(events, lambda rank, _: places[rank])
+    return [group for by_place in calls for group in zip(*by_place.values(), strict=False)]
+
+
+def _by_call(events: Sequence[Called], place: Callable[[int, Event], object]) -> list[dict[object, list[Called]]]:
+    """For each index of a call, the calls by place."""
+    found: defaultdict[int, defaultdict[object, list[Called]]] = defaultdict(lambda: defaultdict(list))
+    for rank, event in events:
+        found[event["call"]][place(rank, event)].append((rank, event))
+    return [*found.values()]
+
+
+def summed(groups: Sequence[Sequence[Called]], tail: tuple[int, ...]) -> OutputRows | None:
+    """The rows of groups of calls whose rows add up: parts that lie side by side, or outputs of layers that are split
+    along their inputs, whose norms are not known then. None if there are none, or of different shapes.
+    """
+    values, ranks, calls = [], [], []
+    for group in groups:
+        rows = [event["rows"] for _, event in group]
+        if len({each.shape for each in rows}) > 1:
+            return None
+        values.append(np.sum(rows, axis=0))
+        ranks += [tuple(rank for rank, _ in group)] * len(values[-1])
+        calls += [group[0][1]["call"]] * len(values[-1])
+    return OutputRows(np.concatenate(values), ranks, calls, tail) if values else None
 
 
 class Unmatched(NamedTuple):
@@ -376,27 +383,6 @@ def _nearest(rows: Array, others: Array) -> Array:
         apart = rows[start : start + _CHUNK, None, :8] - others[None, :, :8]
         found.append(np.sqrt(np.mean(np.square(apart), axis=2).min(axis=1)))
     return np.concatenate(found)
-
-
-def by_group(events: Sequence[Called], places: Mapping[int, Any]) -> list[list[Called]]:
-    """The calls that ranks with different parts of one weight made together: ranks are taken by what they hold."""
-    by_call: defaultdict[int, defaultdict[Any, list[Called]]] = defaultdict(lambda: defaultdict(list))
-    for rank, event in events:
-        by_call[event["call"]][places[rank]].append((rank, event))
-    return [list(group) for each in by_call.values() for group in zip(*each.values(), strict=False)]
-
-
-def summed(groups: Sequence[Sequence[Called]], tail: tuple[int, ...]) -> OutputRows | None:
-    """The rows of groups of calls whose outputs add up, as those of layers that are split along their inputs do. Norms
-    are not known.
-    """
-    found = []
-    for group in groups:
-        rows = [event["rows"] for _, event in group]
-        if len({each.shape for each in rows}) > 1 or len(rows) < 2:
-            return None
-        found.append((np.sum(rows, axis=0), tuple(rank for rank, _ in group), group[0][1]["call"]))
-    return _rows(found, tail) if found else None
 
 
 def numel(events: Sequence[Called]) -> int:

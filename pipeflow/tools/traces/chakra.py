@@ -68,7 +68,9 @@ def _raw_events(nodes: list[Node]) -> Iterator[dict[str, Any]]:
         name, number = node.get("name"), own.get("seq_id")
         times = {"ts": node.get("ts"), "dur": node.get("inclusive_dur", node.get("dur", 0))}
         if node.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") or own.get("is_cpu_op") == 0:
-            devices.append(({"cat": node.get("cat") or "kernel", "name": name, **times}, _parent(node)))
+            deps = node.get("ctrl_deps")
+            parent = count(deps[0] if isinstance(deps, list) and deps else deps)
+            devices.append(({"cat": node.get("cat") or "kernel", "name": name, **times}, parent))
             continue
         starts[count(node.get("id"))] = node.get("ts")
         category = "user_annotation" if own.get("scope") == USER_SCOPE else "cpu_op"
@@ -79,11 +81,6 @@ def _raw_events(nodes: list[Node]) -> Iterator[dict[str, Any]]:
         if parent in starts:
             yield {"ph": "X", "cat": "cuda_runtime", "ts": starts[parent], "args": args}
         yield {"ph": "X", **node, "args": args}
-
-
-def _parent(node: Node) -> int | None:
-    deps = node.get("ctrl_deps")
-    return count(deps[0] if isinstance(deps, list) and deps else deps)
 
 
 def _node(data: bytes) -> Node:
