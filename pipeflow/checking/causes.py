@@ -10,20 +10,11 @@ from dataclasses import replace
 from math import log
 from pathlib import Path
 
+from pipeflow.checking import limits
 from pipeflow.checking.differences import disagreeing, first_differences, ways
 from pipeflow.checking.findings import Cause, Difference, Result, explained
 from pipeflow.checking.fits import DTYPES, as_times, fit, root_named, spread_of, wrong_elements, wrong_entries
 from pipeflow.checking.gradient_causes import MEANS, NORM, Gradients
-from pipeflow.checking.limits import (
-    ABSENT,
-    CLEAR,
-    COARSE_UPDATE,
-    DISAGREES,
-    NEAR_LOGARITHM,
-    SAME_RULE,
-    SAME_VALUES,
-    TINY,
-)
 from pipeflow.checking.output_causes import Outputs
 from pipeflow.checking.runs import RecordedRun, load, norm
 from pipeflow.checking.two_runs import TwoRuns
@@ -116,7 +107,7 @@ def _of_norm(both: TwoRuns, first: Difference) -> Cause:
     others = {rank: event["value"] for rank, event in both.candidate.events(first.step, "norm")}
     factor = others[first.ranks[0]] / values[0]
     why = root_named(factor, both.counts(first.step))
-    apart = " and differs between ranks" if spread_of([*others.values()]) > DISAGREES else ""
+    apart = " and differs between ranks" if spread_of([*others.values()]) > limits.DISAGREES else ""
     how = f"{as_times(factor)} the reference's{f', {why}' if why else ''}{apart}"
     return Cause("norm", f"the gradients are right, and their norm is {how}", NORM, round(factor, 6))
 
@@ -127,20 +118,20 @@ def _of_update(both: TwoRuns, first: Difference) -> Cause:
     (_, change), (whole, moved) = (run.changes(first.step)[name] for run in both.runs)
     if (rule := _other_rule(both, first)) is not None:
         return rule
-    if norm(moved) < ABSENT * norm(change):
+    if norm(moved) < limits.ABSENT * norm(change):
         return Cause("stale", f"the step does not change {name}", "which parameters the optimizer has")
-    if whole.spread > ABSENT * norm(change):
+    if whole.spread > limits.ABSENT * norm(change):
         what = f"{name} differs between ranks {', '.join(map(str, whole.ranks))}, which hold the same part"
         return Cause("stale", f"after the step, {what}", "who gathers the new weights, and when")
-    if {copy.dtype for copy in whole.copies} != {"torch.float32"} and first.error < COARSE_UPDATE:
+    if {copy.dtype for copy in whole.copies} != {"torch.float32"} and first.error < limits.COARSE_UPDATE:
         return Cause("precision", f"the new {name} is {first.error:.1%} of its change off", DTYPES)
     times, decay = fit(change, moved), fit(whole.sketch - moved, moved - change)
-    if decay.error < CLEAR:
+    if decay.error < limits.CLEAR:
         what = f"the step takes {-decay.factor:.3g} times the weight itself off {name} more than it must"
         return Cause("optimizer", what, "weight decay: its size, and the groups of parameters that have it")
-    factor = times.factor if times.error < CLEAR else norm(moved) / norm(change)
+    factor = times.factor if times.error < limits.CLEAR else norm(moved) / norm(change)
     what = f"the gradients are right, and the step changes {name} by {as_times(factor)} as much"
-    if times.error < CLEAR:
+    if times.error < limits.CLEAR:
         return Cause("optimizer", what, "the learning rate, and who steps its schedule", round(factor, 6))
     return Cause("unknown", what, "the learning rate, weight decay and the optimizer's state")
 
@@ -158,13 +149,13 @@ def _of_batch(first: Difference) -> Cause:
 
 def _of_weight(both: TwoRuns, first: Difference) -> Cause:
     """The cause of weights that differ as the runs begin."""
-    name, others = first.parameter, both.reference.tensors(first.step, "before")
-    mine, theirs = others[name], both.candidate.tensors(first.step, "before")[name]
-    if theirs.spread > max(first.allowed, CLEAR) * mine.norm:
+    name, others = first.parameter, both.reference.weights(0)
+    mine, theirs = others[name], both.candidate.weights(0)[name]
+    if theirs.spread > max(first.allowed, limits.CLEAR) * mine.norm:
         cause = "missing_tie" if len({copy.name for copy in theirs.copies}) > 1 else "sharding"
         what = f"{name} differs between ranks {', '.join(map(str, first.ranks))}, which hold the same part"
         return Cause(cause, what, "the broadcast of initial weights, and the seeds of ranks")
-    if abs(theirs.square / max(mine.square, TINY) - 1.0) < SAME_VALUES:
+    if theirs.is_as_large(mine):
         look = "how parts are cut from the whole: along which dimension, in which order of ranks, and in which blocks"
         return Cause("sharding", f"{name} has the reference's values, but at other places", look)
     limit = first.allowed * theirs.norm
@@ -189,7 +180,7 @@ def _of_loss(both: TwoRuns, first: Difference) -> Cause | None:
         return Cause("missing_reduction", what, look)
     for name, size in both.counts(first.step).items():
         for apart in (value - wanted for value in ways(theirs) for wanted in ways(mine)):
-            if abs(abs(apart) / log(size) - 1.0) < NEAR_LOGARITHM:
+            if abs(abs(apart) / log(size) - 1.0) < limits.NEAR_LOGARITHM:
                 more = f"log({size:g}) {'more' if apart > 0 else 'less'} than the reference's"
                 what = f"the loss is {more}, {size:g} being the number of {name}"
                 look = "whether whole logits are taken for parts of the vocabulary, or parts for the whole"
@@ -232,7 +223,7 @@ def _own_means(both: TwoRuns, step: int) -> str | None:
     mean = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / sum(weights)
     calls = max(map(len, theirs.values()))
     for size in {1, calls, len(losses), len(losses) // calls}:
-        if any(abs(mean * size / value - 1.0) < NEAR_LOGARITHM for value in wanted):
+        if any(abs(mean * size / value - 1.0) < limits.NEAR_LOGARITHM for value in wanted):
             return (
                 f"the losses of {len(losses)} calls, weighed by their {min(weights):g} to {max(weights):g} tokens, "
                 "make up the reference's: each is a mean over its own tokens"
@@ -252,7 +243,7 @@ def _other_rule(both: TwoRuns, first: Difference) -> Cause | None:
     mine, theirs = (list(_rules(run, first)) for run in both.runs)
     for rank, rule in theirs if mine else ():
         for (what, look), value, wanted in zip(RULE, rule, mine[0][1], strict=True):
-            if abs(value - wanted) > SAME_RULE * abs(wanted):
+            if abs(value - wanted) > limits.SAME_RULE * abs(wanted):
                 told = f"{what} of {first.parameter} is {value:.6g} on rank {rank}, and {wanted:.6g} in the reference"
                 return Cause("optimizer", f"the gradients are right, and {told}", look)
     return None

@@ -10,22 +10,10 @@ from math import inf, prod, sqrt
 
 import numpy as np
 
+from pipeflow.checking import limits
 from pipeflow.checking.files import MOST_TENSORS, Array, Blocks
 from pipeflow.checking.findings import Difference
 from pipeflow.checking.fits import fit
-from pipeflow.checking.limits import (
-    CLEAR,
-    DISAGREES,
-    LARGEST,
-    LEAST_CHANGE,
-    LOSS,
-    NO_GRADIENT,
-    OF_VECTORS,
-    SKETCH,
-    SUMMED,
-    TINY,
-    unit,
-)
 from pipeflow.checking.runs import (
     Called,
     Key,
@@ -56,24 +44,24 @@ def batches(both: TwoRuns, step: int) -> Iterator[Difference]:
         if rows is None or others is None:
             continue
         both.compared["batches"] += 1
-        apart = unmatched(rows, others, both.rounding.given or SKETCH)
+        apart = unmatched(rows, others, both.rounding.given or limits.SKETCH)
         if apart.reference or apart.candidate:
             ranks = _ranks(others, apart.candidate) or {rank for rank, _ in theirs}
             lacking = not apart.candidate and len(others.values) < len(rows.values)
-            yield both.difference(step, "batch", "", ranks, apart.error, SKETCH, lacking=lacking)
+            yield both.difference(step, "batch", "", ranks, apart.error, limits.SKETCH, lacking=lacking)
 
 
 def weights(both: TwoRuns) -> Iterator[Difference]:
     """Weights and buffers that differ as a run begins."""
-    mine, theirs = (run.tensors(0, "before") for run in both.runs)
+    mine, theirs = (run.weights(0) for run in both.runs)
     for name, whole in mine.items():
         other = theirs.get(name)
         if other is None or not other.covered:
             continue
         both.compared["weights"] += 1
-        rounded = 4 * max(unit(each.dtype) for each in (*whole.copies, *other.copies)) + SKETCH
+        rounded = 4 * max(whole.unit, other.unit) + limits.SKETCH
         allowed, size = both.rounding.given or rounded, max(whole.norm, 1e-30)
-        error = max(norm(whole.sketch - other.sketch), other.spread) / size
+        error = whole.apart(other) / size
         if not error <= allowed:
             yield both.difference(0, "weight", name, other.ranks, error, allowed)
 
@@ -153,8 +141,8 @@ def _adds_up(both: TwoRuns, module: str, rows: OutputRows, theirs: Sequence[Call
         return False
     apart = total.values[: len(rows.values), :8] - rows.values[:, :8]
     shifted = OutputRows(total.values - np.append(np.median(apart, axis=0), 0.0), total.ranks, total.calls, rows.tail)
-    alike = unmatched(rows, total, SUMMED * allowed)
-    biased = unmatched(rows, shifted, SUMMED * allowed)
+    alike = unmatched(rows, total, limits.SUMMED * allowed)
+    biased = unmatched(rows, shifted, limits.SUMMED * allowed)
     return not alike.reference or (not biased.reference and f"{module}.bias" in both.reference.first)
 
 
@@ -164,7 +152,7 @@ def _ranks_disagree(both: TwoRuns, theirs: Sequence[Called], places: dict[int, B
         return False
     groups = ([event["rows"] for _, event in group] for group in by_group(theirs, places))
     return any(
-        each.shape != group[0].shape or norm(each - group[0]) > DISAGREES * norm(group[0])
+        each.shape != group[0].shape or norm(each - group[0]) > limits.DISAGREES * norm(group[0])
         for group in groups
         for each in group[1:]
     )
@@ -182,7 +170,7 @@ def losses(both: TwoRuns, step: int) -> Iterator[Difference]:
         return
     wanted, told = ways(mine), ways(theirs)
     error = min(abs(one - other) / max(abs(one), 1e-12) for one in wanted for other in told)
-    allowed = both.rounding.output("") + LOSS
+    allowed = both.rounding.output("") + limits.LOSS
     if not error <= allowed:
         yield both.difference(step, "loss", "loss", theirs, error, allowed)
 
@@ -200,7 +188,7 @@ def disagreeing(both: TwoRuns, step: int, losses: dict[int, list[float]]) -> tup
     for rank, rows in read.items():
         if rank in losses:
             same[tuple(rows)].append(rank)
-    allowed = both.rounding.output("") + LOSS
+    allowed = both.rounding.output("") + limits.LOSS
     for ranks in same.values():
         sums = [sum(losses[rank]) for rank in ranks]
         if max(sums) - min(sums) > allowed * max(map(abs, sums)):
@@ -236,7 +224,7 @@ def _gradients_of(both: TwoRuns, step: int, kind: str) -> Iterator[Difference]:
         if name in both.lacking:
             continue
         both.compared["gradients"] += 1
-        terms = max(whole.norm, sizes.get(name, 0.0), NO_GRADIENT * total)
+        terms = max(whole.norm, sizes.get(name, 0.0), limits.NO_GRADIENT * total)
         allowed = both.rounding.gradient() * terms
         if not both.rounding.given and name in both.rounding.gradients:
             allowed = min(allowed, both.rounding.gradients[name] + 2.0 * both.rounding.drift * terms)
@@ -248,9 +236,9 @@ def _gradients_of(both: TwoRuns, step: int, kind: str) -> Iterator[Difference]:
         if not other.covered:
             both.notes.append(f"the ranks' parts of {name} do not make it up")
             continue
-        error = max(norm(whole.sketch - other.sketch), other.spread)
+        error = whole.apart(other)
         if not error <= allowed:
-            size = max(whole.norm, TINY)
+            size = max(whole.norm, limits.TINY)
             yield both.difference(step, "gradient", name, other.ranks, error / size, allowed / size)
 
 
@@ -286,22 +274,21 @@ def updates(both: TwoRuns, step: int) -> Iterator[Difference]:
         other, moved = theirs[name]
         both.compared["updates"] += 1
         gradient = gradients.get(name)
-        terms = max(sizes.get(name, 0.0), NO_GRADIENT * total)
+        terms = max(sizes.get(name, 0.0), limits.NO_GRADIENT * total)
         allowed = _allowed_of_update(both, name, whole, change, gradient, terms)
-        error = max(norm(moved - change), other.spread - norm(change) * LARGEST)
+        error = max(norm(moved - change), other.spread - norm(change) * limits.LARGEST)
         before = whole.sketch - change
-        if other.spread > SKETCH * whole.norm and _were_equal(both, step, name):
-            error, allowed = max(error, other.spread), SKETCH * whole.norm
+        if other.spread > limits.SKETCH * whole.norm and _were_equal(both, step, name):
+            error, allowed = max(error, other.spread), limits.SKETCH * whole.norm
         if not error <= allowed or (not both.rounding.given and is_other_rule(whole, before, change, moved)):
-            size = norm(change) or max(whole.norm, TINY)
+            size = norm(change) or max(whole.norm, limits.TINY)
             yield both.difference(step, "update", name, other.ranks, error / size, allowed / size)
 
 
 def _were_equal(both: TwoRuns, step: int, name: str) -> bool:
     """Whether the ranks' copies of a weight, and of its gradient, are equal to the last bit before a step."""
     run = both.candidate
-    before = run.tensors(step - 1, "after") if step else run.tensors(0, "before")
-    found = before.get(name), run.tensors(step, "gradient").get(name)
+    found = run.weights(step).get(name), run.tensors(step, "gradient").get(name)
     return all(each is not None and not each.spread for each in found)
 
 
@@ -310,12 +297,12 @@ def is_other_rule(whole: WholeTensor, before: Array, change: Array, moved: Array
     noise of a gradient, however large, does not make of it.
     """
     size = sum(prod(shape) for _, shape in {block for copy in whole.copies for block in copy.blocks})
-    least = max(2 * max(unit(copy.dtype) for copy in whole.copies), 4 * SKETCH) * whole.norm
-    if norm(change) <= LEAST_CHANGE * least or size < 8:
+    least = max(2 * whole.unit, 4 * limits.SKETCH) * whole.norm
+    if norm(change) <= limits.LEAST_CHANGE * least or size < 8:
         return False
     times, decay = fit(change, moved), fit(before, moved - change)
-    is_scaled = times.error < CLEAR and abs(times.factor - 1.0) > 2 * CLEAR
-    is_decayed = decay.error < CLEAR and norm(moved - change) > max(least, CLEAR * norm(change))
+    is_scaled = times.error < limits.CLEAR and abs(times.factor - 1.0) > 2 * limits.CLEAR
+    is_decayed = decay.error < limits.CLEAR and norm(moved - change) > max(least, limits.CLEAR * norm(change))
     return not norm(moved) or (norm(change) > least and (is_scaled or is_decayed))
 
 
@@ -325,7 +312,7 @@ def _allowed_of_update(
     """How far the changes of a weight may be apart. Optimizers that divide by the gradient's size turn a relative
     error e of gradients into changes of about a share e of the entries.
     """
-    rounded = (8 * max(unit(copy.dtype) for copy in whole.copies) + 4 * SKETCH) * whole.norm
+    rounded = (8 * whole.unit + 4 * limits.SKETCH) * whole.norm
     if both.rounding.given:
         return both.rounding.given * norm(change) + rounded
     if name not in both.reference.parameters:
@@ -333,16 +320,16 @@ def _allowed_of_update(
     if gradient is None or not gradient.norm:
         return rounded
     noise = 2.0 * sqrt(both.rounding.gradient() * max(terms, gradient.norm) / gradient.norm)
-    if noise > LARGEST:
+    if noise > limits.LARGEST:
         return inf
     is_vector = all(len(shape) == 1 for copy in whole.copies for _, shape in copy.blocks)
-    return (OF_VECTORS if is_vector else noise) * norm(change) + rounded
+    return (limits.OF_VECTORS if is_vector else noise) * norm(change) + rounded
 
 
 def drift(both: TwoRuns, step: int) -> float:
     """What the weights may differ by after a step, relative to their size."""
     changes = both.reference.changes(step)
-    gradient = min(LARGEST, 2.0 * sqrt(both.rounding.gradient()))
+    gradient = min(limits.LARGEST, 2.0 * sqrt(both.rounding.gradient()))
     moved = sum(norm(change) ** 2 for name, (_, change) in changes.items() if name in both.reference.parameters)
     size = sum(whole.square for name, (whole, _) in changes.items() if name in both.reference.parameters)
     return 4.0 * gradient * sqrt(moved / size) if size else 0.0

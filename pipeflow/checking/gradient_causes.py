@@ -10,24 +10,10 @@ from functools import cached_property
 
 import numpy as np
 
+from pipeflow.checking import limits
 from pipeflow.checking.files import Array
 from pipeflow.checking.findings import Cause, Difference, Evidence, explains
 from pipeflow.checking.fits import DTYPES, Fit, as_times, fit, listed, named, root_named, spread_of
-from pipeflow.checking.limits import (
-    CLEAR,
-    COUNTS,
-    EXPLAINED,
-    LESS_PRECISE,
-    LOSS_LESS_PRECISE,
-    NEAR,
-    NO_FACTOR,
-    PARTLY,
-    SAME_VALUES,
-    TINY,
-    UNEVEN,
-    WHOLE_COUNT,
-    unit,
-)
 from pipeflow.checking.runs import WholeTensor, norm, owner
 from pipeflow.checking.two_runs import TwoRuns
 
@@ -48,7 +34,7 @@ def weights_of(rows: Array, values: Array) -> list[float] | None:
             continue
         found, *_ = np.linalg.lstsq(added, values, rcond=1e-6)
         left = norm(values - added @ found)
-        if left < CLEAR * norm(values) and left <= EXPLAINED * norm(values - rows.sum(axis=1)):
+        if left < limits.CLEAR * norm(values) and left <= limits.EXPLAINED * norm(values - rows.sum(axis=1)):
             return [float(weight) for weight in np.repeat(found, group)]
     return None
 
@@ -73,9 +59,7 @@ class Gradients:
     def _differs(self, kind: str) -> bool:
         """Whether the first gradient differs, as it was before or after clipping."""
         one, other = (run.tensors(self.step, kind).get(self.name) for run in self.both.runs)
-        if one is None or other is None:
-            return False
-        return max(norm(one.sketch - other.sketch), other.spread) > self.first.allowed * one.norm
+        return one is not None and other is not None and one.apart(other) > self.first.allowed * one.norm
 
     @cached_property
     def fits(self) -> dict[str, Fit]:
@@ -115,7 +99,7 @@ class Gradients:
                 continue
             rows = np.concatenate([by_batch[index] for index in sorted(by_batch)])
             whole = fit(rows.sum(axis=0), self.mine[name].sketch)
-            if whole.error < CLEAR:
+            if whole.error < limits.CLEAR:
                 found.append(rows * whole.factor)
         if not found or len({each.shape for each in found}) > 1:
             return None
@@ -135,7 +119,7 @@ class Gradients:
     def _copies(self) -> Evidence:
         """Copies of one tensor with different gradients."""
         whole, mine = self.theirs[self.name], self.mine[self.name]
-        if whole.spread <= max(self.first.allowed, CLEAR) * mine.norm:
+        if whole.spread <= max(self.first.allowed, limits.CLEAR) * mine.norm:
             return None
         names = {copy.name for copy in whole.copies}
         stages = {self.both.stage_of([rank], self.name) for rank in whole.ranks}
@@ -144,7 +128,7 @@ class Gradients:
             copies = f"its copies {' and '.join(sorted(names))} on ranks {ranks} have different gradients"
             return Cause("missing_tie", f"{self.name} is one weight with several uses, and {copies}", TIE)
         total, best = self._of_copies(whole, mine)
-        how = f", and their {total} is {as_times(best.factor)} the reference's" if best.error < CLEAR else ""
+        how = f", and their {total} is {as_times(best.factor)} the reference's" if best.error < limits.CLEAR else ""
         return (
             f"the gradient of {self.name} differs between ranks {ranks}, which hold the same part"
             f"{how or self._own_samples(whole)}"
@@ -157,7 +141,7 @@ class Gradients:
         total = np.sum([np.sum(each, axis=0) for each in kinds.values()], axis=0)
         found = fit(mine.sketch, total)
         many = max(len(each) for each in kinds.values())
-        if abs(found.factor / many - 1) < NEAR:
+        if abs(found.factor / many - 1) < limits.NEAR:
             return "mean", Fit(found.factor / many, found.error)
         return "sum", found
 
@@ -168,7 +152,7 @@ class Gradients:
             return ""
         copy = whole.copies[0]
         weights = weights_of(rows, copy.sketch)
-        kept = [index for index, weight in enumerate(weights or ()) if abs(weight) > COUNTS]
+        kept = [index for index, weight in enumerate(weights or ()) if abs(weight) > limits.COUNTS]
         if weights is None or len(kept) == len(weights):
             return ""
         return f"; rank {copy.rank} has the gradient of samples {listed(kept)} alone"
@@ -181,8 +165,8 @@ class Gradients:
             if self.name not in before:
                 continue
             old, now, new = before[self.name].sketch, self.mine[self.name].sketch, self.theirs[self.name].sketch
-            same, more = norm(new - old) < CLEAR * norm(new), fit(old, new - now)
-            if same or (more.error < CLEAR and norm(new - now) > CLEAR * norm(new)):
+            same, more = norm(new - old) < limits.CLEAR * norm(new), fit(old, new - now)
+            if same or (more.error < limits.CLEAR and norm(new - now) > limits.CLEAR * norm(new)):
                 how = "is" if same else f"has, besides its own, {as_times(more.factor)}"
                 return f"the gradient of {self.name} {how} that of step {self.step - 1} in the {whose}"
         return None
@@ -201,17 +185,18 @@ class Gradients:
         weights = weights_of(rows, np.concatenate([self.theirs[name].sketch for name in usable]))
         if weights is None:
             return None
-        base = float(np.median([weight for weight in weights if weight > COUNTS] or [1.0]))
+        base = float(np.median([weight for weight in weights if weight > limits.COUNTS] or [1.0]))
         shares = [weight / base for weight in weights]
         none, ones, twice = (
-            [index for index, share in enumerate(shares) if abs(share - count) < WHOLE_COUNT] for count in (0, 1, 2)
+            [index for index, share in enumerate(shares) if abs(share - count) < limits.WHOLE_COUNT]
+            for count in (0, 1, 2)
         )
         if none and len(none) + len(ones) == len(shares):
             return f"samples {listed(none)} add nothing to the gradients, from {self.name} on"
         if twice and len(twice) + len(ones) == len(shares):
             return f"samples {listed(twice)} count twice in the gradients, from {self.name} on", 2.0
         low, high = min(shares), max(shares)
-        if high - low < UNEVEN:
+        if high - low < limits.UNEVEN:
             return None
         counts = f"{low * base:.3g} to {high * base:.3g} times as in the reference"
         return Cause("masked_tokens", f"samples count differently in the gradients: {counts}", MEANS)
@@ -220,7 +205,7 @@ class Gradients:
     def _clipped(self) -> Evidence:
         """Nearly a multiple for all gradients, and a run that clips: parts of the gradients have other factors."""
         fits = self.fits.values()
-        if not self.is_clipped or len(fits) < len(self.mine) or any(each.error > PARTLY for each in fits):
+        if not self.is_clipped or len(fits) < len(self.mine) or any(each.error > limits.PARTLY for each in fits):
             return None
         low, high = min(each.factor for each in fits), max(each.factor for each in fits)
         return f"all gradients are multiples of the reference's, or their parts are: by {low:.3g} to {high:.3g}"
@@ -232,9 +217,9 @@ class Gradients:
     def _as_factor(self, *, same: bool) -> Evidence:
         """A factor for each gradient that is wrong; if `same`, one for all of them."""
         fits, first = self.fits, self.fits[self.name]
-        clear = max(CLEAR, min(0.1, self.first.allowed))
+        clear = max(limits.CLEAR, min(0.1, self.first.allowed))
         shares = [each.factor for each in fits.values() if each.error < 2 * clear]
-        alike = len(shares) == len(fits) and spread_of(shares) < max(NEAR, clear)
+        alike = len(shares) == len(fits) and spread_of(shares) < max(limits.NEAR, clear)
         if first.error > clear or (same and not alike) or abs(first.factor - 1.0) < 2 * first.error:
             return None
         count, verb = f"{len(fits)} of {len(self.mine)} gradients", "are"
@@ -249,7 +234,7 @@ class Gradients:
             root = root_named(first.factor, self.sizes)
             how = f"{times} the reference's{f', {root}' if root else ''}"
             return Cause("norm", f"all gradients are {how}", NORM, round(first.factor, 6))
-        if abs(first.factor) < NO_FACTOR:
+        if abs(first.factor) < limits.NO_FACTOR:
             return Cause("unknown", f"{count} {verb} zero", "whether the loss reaches this module")
         size = named(first.factor, self.sizes)
         where = "" if alike else f" ({self.name} first; factors differ)"
@@ -266,8 +251,7 @@ class Gradients:
 
     @explains("sharding", "how parts are cut from the whole and put together, and which rank has which")
     def _elsewhere(self) -> Evidence:
-        mine, theirs = self.mine[self.name], self.theirs[self.name]
-        if self.first.error < LESS_PRECISE or abs(theirs.square / max(mine.square, TINY) - 1.0) > SAME_VALUES:
+        if self.first.error < limits.LESS_PRECISE or not self.theirs[self.name].is_as_large(self.mine[self.name]):
             return None
         return f"the gradient of {self.name} has the reference's values, but at other places"
 
@@ -284,17 +268,17 @@ class Gradients:
                 rows = np.concatenate([event["rows"][:, :8] for own, event in events if own == rank])
                 apart = np.sqrt(np.mean(np.square(rows[:, None] - rows[None]), axis=2))
                 np.fill_diagonal(apart, np.inf)
-                if alone := int(np.sum(apart.min(axis=1) > CLEAR * norm(rows))):
+                if alone := int(np.sum(apart.min(axis=1) > limits.CLEAR * norm(rows))):
                     return f"rank {rank} computed {module} twice for each microbatch, {alone} rows of it only once"
         return None
 
     @explains("precision", DTYPES)
     def _coarse(self) -> Evidence:
-        mine, theirs = self.mine[self.name].copies, self.theirs[self.name].copies
-        if max(unit(copy.dtype) for copy in theirs) > max(unit(copy.dtype) for copy in mine):
-            dtypes = ", ".join({copy.dtype.removeprefix("torch.") for copy in theirs})
+        theirs = self.theirs[self.name]
+        if theirs.unit > self.mine[self.name].unit:
+            dtypes = ", ".join({copy.dtype.removeprefix("torch.") for copy in theirs.copies})
             return f"the gradient of {self.name} is kept in {dtypes}, and {self.first.error:.1%} off"
-        if self.first.error < LESS_PRECISE and self.of_loss < LOSS_LESS_PRECISE:
+        if self.first.error < limits.LESS_PRECISE and self.of_loss < limits.LOSS_LESS_PRECISE:
             return f"the gradient of {self.name} is {self.first.error:.2%} off, as if a dtype of fewer bits was used"
         return None
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipeflow.checking.files import Array, Blocks, Event, Info, rank_files, read_rank
-from pipeflow.checking.limits import TINY
+from pipeflow.checking.limits import SAME_VALUES, TINY, unit
 from pipeflow.core.errors import UsageError
 
 _CHUNK = 512  # rows compared with all others at once
@@ -84,6 +84,19 @@ class WholeTensor:
     @property
     def norm(self) -> float:
         return float(np.sqrt(self.square))
+
+    def apart(self, other: WholeTensor) -> float:
+        """How far another run's tensor, or one of its copies from the others, is from this one."""
+        return max(norm(self.sketch - other.sketch), other.spread)
+
+    @property
+    def unit(self) -> float:
+        """The largest unit roundoff of a copy's dtype."""
+        return max(unit(copy.dtype) for copy in self.copies)
+
+    def is_as_large(self, other: WholeTensor) -> bool:
+        """Whether the norms are those of the same values, which may lie at other places."""
+        return abs(self.square / max(other.square, TINY) - 1.0) < SAME_VALUES
 
     @property
     def values(self) -> Array | None:
@@ -223,10 +236,13 @@ class RecordedRun:
                 copies[name].append(told)
         return {name: WholeTensor.of(mine, shapes[name]) for name, mine in copies.items()}
 
+    def weights(self, step: int) -> dict[str, WholeTensor]:
+        """The weights and buffers before a step, by name."""
+        return self.tensors(step - 1, "after") if step else self.tensors(0, "before")
+
     def changes(self, step: int) -> dict[str, tuple[WholeTensor, Array]]:
         """For each parameter, the weight after a step, and the sketch of how the step changed it."""
-        after = self.tensors(step, "after")
-        before = self.tensors(step - 1, "after") if step else self.tensors(0, "before")
+        before, after = self.weights(step), self.weights(step + 1)
         return {name: (whole, whole.sketch - before[name].sketch) for name, whole in after.items() if name in before}
 
     def masses(self, step: int) -> dict[str, float]:

@@ -23,7 +23,7 @@ def match(reference: RecordedRun, candidate: RecordedRun) -> set[str]:
     tensors that the reference lacks.
     """
     known = {info.name: info for rank in reference.ranks for info in rank.tensors.values()}
-    values = {name: whole.sketch for name, whole in reference.tensors(0, "before").items()}
+    values = {name: whole.sketch for name, whole in reference.weights(0).items()}
     held = {name for rank in candidate.ranks for name in rank.tensors}
     lacking = set()
     candidate.modules = reference.types

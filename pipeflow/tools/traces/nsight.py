@@ -42,12 +42,16 @@ def read_nsight(path: Path) -> list[RankEvents]:
         tables = _tables(connection)
         if "NVTX_EVENTS" not in tables:
             raise UsageError(f"{path}: it has no NVTX ranges: record with `nsys profile --trace=cuda,nvtx`")
-        for process, event, _ in _events(connection, _ranges(connection)):
-            found[process].ranges.append(event)
+        process = _process(connection, "NVTX_EVENTS", "e.globalTid")
+        for number, event, _ in _events(connection, RANGES.format(process=process)):
+            found[number].ranges.append(event)
         if {"CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME"} <= tables:
-            for process, event, launched in _events(connection, _kernels(connection)):
+            process = _process(connection, "CUPTI_ACTIVITY_KIND_RUNTIME", "r.globalTid")
+            other = _process(connection, "CUPTI_ACTIVITY_KIND_KERNEL", "k.globalPid")
+            same = "" if "0" in (process, other) else f"AND {process} = {other}"
+            for number, event, launched in _events(connection, KERNELS.format(process=process, same=same)):
                 if not event.name.startswith("nccl"):
-                    found[process].kernels.append((launched, event))
+                    found[number].kernels.append((launched, event))
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
         if bound.is_reached:
             raise UsageError(f"{path}: its tables have far more rows together than its size has room for") from None
@@ -106,16 +110,6 @@ def _tables(connection: sqlite3.Connection) -> set[str]:
                 raise sqlite3.DatabaseError(f"{name} is computed, not stored")
             found.add(name)
     return found
-
-
-def _ranges(connection: sqlite3.Connection) -> str:
-    return RANGES.format(process=_process(connection, "NVTX_EVENTS", "e.globalTid"))
-
-
-def _kernels(connection: sqlite3.Connection) -> str:
-    process = _process(connection, "CUPTI_ACTIVITY_KIND_RUNTIME", "r.globalTid")
-    other = _process(connection, "CUPTI_ACTIVITY_KIND_KERNEL", "k.globalPid")
-    return KERNELS.format(process=process, same="" if "0" in (process, other) else f"AND {process} = {other}")
 
 
 def _process(connection: sqlite3.Connection, table: str, column: str) -> str:
