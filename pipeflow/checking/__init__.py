@@ -10,7 +10,6 @@ does not. The modules, in the order of the work:
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pipeflow.checking.causes import check
@@ -35,16 +34,19 @@ __all__ = [
 ]
 
 
-_NEED_TORCH = {
-    "Recording": "pipeflow.checking.recorder",
-    "record": "pipeflow.checking.recorder",
-    "keep_weights": "pipeflow.checking.parts",
-    "take_weights": "pipeflow.checking.parts",
-    "plant": "pipeflow.testing.planting",
-}
-
-
 def __getattr__(name: str) -> Any:
-    if name not in _NEED_TORCH:
-        raise AttributeError(f"module 'pipeflow.checking' has no attribute {name!r}")
-    return getattr(import_module(_NEED_TORCH[name]), name)
+    match name:
+        case "Recording" | "record":
+            from pipeflow.checking import recorder
+
+            return getattr(recorder, name)
+        case "keep_weights" | "take_weights":
+            from pipeflow.checking import parts
+
+            return getattr(parts, name)
+        case "plant":
+            from pipeflow.testing.planting import plant
+
+            return plant
+        case _:
+            raise AttributeError(f"module 'pipeflow.checking' has no attribute {name!r}")
