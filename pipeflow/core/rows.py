@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 from pipeflow.core.action import Action, Entry, Kind, actions_of, parse_entry
 from pipeflow.core.dataflow import DATAFLOW, LASTING, MAKERS, SEVERAL, Content, Value
@@ -65,27 +65,17 @@ def last_made(row: Sequence[Entry], content: Content = Content.WEIGHT_GRADIENT) 
     }
 
 
-def is_reduction(entry: Entry) -> TypeGuard[Action]:
-    """Whether an entry of a row is a reduction."""
-    return isinstance(entry, Action) and entry.kind is Kind.R
-
-
 def reduced(row: tuple[Entry, ...]) -> tuple[Entry, ...]:
     """The row with a reduction directly after the last weight gradient of each stage. Stages that already have a
     reduction keep theirs.
     """
-    have = {entry.stage for entry in row if is_reduction(entry)}
+    have = {action.stage for entry in row for action in actions_of(entry) if action.kind is Kind.R}
     after = {
-        last.position: Action(Kind.R, stage, last.microbatch)
+        last.position: (Action(Kind.R, stage, last.microbatch),)
         for stage, last in last_made(row).items()
         if stage not in have
     }
-    entries: list[Entry] = []
-    for position, entry in enumerate(row):
-        entries.append(entry)
-        if position in after:
-            entries.append(after[position])
-    return tuple(entries)
+    return tuple(each for position, entry in enumerate(row) for each in (entry, *after.get(position, ())))
 
 
 Lasting = tuple[Content, int]  # content and stage
@@ -113,11 +103,6 @@ def first_uses(actions: Iterable[Action]) -> dict[Action, Value]:
         elif (within := DATAFLOW[kind].within) and (value := fresh.pop((within, stage), None)):
             found[action] = value
     return found
-
-
-def handles(entry: Entry, content: Content) -> bool:
-    """Whether an entry of a row makes or ends a lasting content."""
-    return isinstance(entry, Action) and content in (MAKING.get(entry.kind), ENDING.get(entry.kind))
 
 
 WORDS = {flow.word: kind for kind, flow in DATAFLOW.items() if flow.word}

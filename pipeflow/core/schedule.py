@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pipeflow.core.action import Action, Entry, Kind, actions_of
-from pipeflow.core.dataflow import DATAFLOW, SEVERAL, Content, Stream
+from pipeflow.core.action import Action, Entry, Kind, Pair, actions_of
+from pipeflow.core.dataflow import DATAFLOW, SEVERAL, Stream
 from pipeflow.core.errors import ScheduleError, UsageError, require_type
 from pipeflow.core.notebook import Shown
 from pipeflow.core.placement import Placement, require_positive
-from pipeflow.core.rows import (
-    cells,
-    handles,
-    is_communication,
-    is_reduction,
-    last_made,
-    parse_cell,
-    placement_of,
-    reduced,
-)
+from pipeflow.core.rows import cells, is_communication, last_made, parse_cell, placement_of, reduced
 
 
 @dataclass(frozen=True, repr=False)  # no slots: `kinds` is kept
@@ -82,38 +73,38 @@ class Schedule(Shown):
         """The same schedule without backwards, for evaluation. It is sound if this schedule is, since a forward needs
         only forwards.
         """
-        rows = tuple(
-            tuple(action for action in self.actions(rank) if action.kind is Kind.F) for rank in range(len(self.rows))
-        )
-        return Schedule(f"{self.name} (forward only)", self.placement, self.num_microbatches, rows)
+        others = set(Kind) - {Kind.F}
+        return replace(self.without_pairs().without(*others), name=f"{self.name} (forward only)")
 
     def without_pairs(self) -> Schedule:
         """The same schedule with every pair replaced by its forward, then its backward. It is sound if this schedule
         is.
         """
-        rows = tuple(tuple(self.actions(rank)) for rank in range(len(self.rows)))
-        return Schedule(self.name, self.placement, self.num_microbatches, rows)
+        return replace(self, rows=tuple(tuple(self.actions(rank)) for rank in range(len(self.rows))))
 
     def with_reductions(self) -> Schedule:
         """The same schedule with a reduction directly after the last weight gradient of each stage on each rank: for
         data parallelism, and for stages that several ranks hold. Existing reductions stay where they are. The result is
         sound if this schedule is. A schedule without backwards is returned as it is.
         """
-        if self.is_forward_only:
-            return self
-        return Schedule(self.name, self.placement, self.num_microbatches, tuple(map(reduced, self.rows)))
+        return self if self.is_forward_only else replace(self, rows=tuple(map(reduced, self.rows)))
 
     def without_reductions(self) -> Schedule:
         """The same schedule without reductions. It is sound if this schedule is."""
-        rows = tuple(tuple(entry for entry in row if not is_reduction(entry)) for row in self.rows)
-        return Schedule(self.name, self.placement, self.num_microbatches, rows)
+        return self.without(Kind.R)
 
     def without_unshards(self) -> Schedule:
         """The same schedule without unshards and reshards. It is sound if this schedule is: fully_shard then gathers
         weights itself, for each forward and backward.
         """
-        rows = tuple(tuple(entry for entry in row if not handles(entry, Content.WEIGHTS)) for row in self.rows)
-        return Schedule(self.name, self.placement, self.num_microbatches, rows)
+        return self.without(Kind.U, Kind.H)
+
+    def without(self, *kinds: Kind) -> Schedule:
+        """The same schedule without the actions of these kinds that are in no pair."""
+        rows = (
+            tuple(entry for entry in row if isinstance(entry, Pair) or entry.kind not in kinds) for row in self.rows
+        )
+        return replace(self, rows=tuple(rows))
 
     def first(self, microbatches: int) -> Schedule:
         """The same schedule for its first `microbatches` alone; the schedule itself if it has no more than that. If

@@ -10,7 +10,6 @@ from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.placement import Placement
-from pipeflow.core.rows import is_reduction
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.soundness.verify import verify
 from pipeflow.schedules import SCHEDULES, make_schedule
@@ -151,7 +150,7 @@ def test_each_rank_reduces_each_of_its_stages_after_its_last_weight_gradient(nam
     assert Schedule.from_csv(reduced.to_csv(), schedule.placement, microbatches, name=schedule.name) == reduced
     for row in reduced.rows:
         for before, entry in pairwise(row):
-            if is_reduction(entry):
+            if isinstance(entry, Action) and entry.kind is Kind.R:
                 last, (reduction,) = actions_of(before)[-1], actions_of(entry)
                 assert last.kind in (Kind.B, Kind.W)
                 assert (last.stage, last.microbatch) == (reduction.stage, reduction.microbatch)

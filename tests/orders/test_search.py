@@ -25,10 +25,8 @@ from pipeflow.core.soundness.verify import verify
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
 from pipeflow.schedules.order_search import exact, search
-from pipeflow.schedules.orders.filling import Builder
-from pipeflow.schedules.orders.list_scheduling import plain_rules, varied
+from pipeflow.schedules.orders.list_scheduling import Builder, plain_rules, run_times, varied
 from pipeflow.schedules.orders.lower_bounds import bounds
-from pipeflow.schedules.orders.neighbours import run_times
 from pipeflow.schedules.orders.problem import Objective, make_problem, to_schedule, to_sequences
 from pipeflow.schedules.zb_auto import zb_auto
 from tests.families import make_near

@@ -20,7 +20,6 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.cost_fields import Link
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.placement import Placement
-from pipeflow.core.rows import is_reduction
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.soundness.verify import verify
 from pipeflow.core.timeline import Timeline
@@ -90,7 +89,7 @@ def late(draw: random.Random, schedule: Schedule) -> Schedule:
     rows = []
     for row in schedule.rows:
         order = list(row)
-        for entry in filter(is_reduction, row):
+        for entry in [each for each in row if isinstance(each, Action) and each.kind is Kind.R]:
             place = draw.randint(order.index(entry), len(order) - 1)
             order.remove(entry)
             order.insert(place, entry)
@@ -254,7 +253,7 @@ def test_reductions_are_served_as_their_ranks_come_to_them(seed: int) -> None:
                 came[entry] = ends[-1]
             else:
                 ends.append(slow.times[rank, len(ends) - 1].end)
-        assert {span.action for span in fast.on(Stream.REDUCE)[rank]} == set(filter(is_reduction, row))
+        assert {span.action for span in fast.on(Stream.REDUCE)[rank]} == {action for action in row if action in came}
     assert set(spans) == set(came)
     for action, span in spans.items():
         together = [other for other in spans.values() if other.action.stage == action.stage]

@@ -48,37 +48,23 @@ def lower(schedule: Schedule, cost: CostModel | None = None, routes: Routes = ()
     Raises ScheduleError if the schedule cannot run to its end.
     """
     rows = simulate(schedule, cost).on(Stream.COMPUTE)  # raises an error if it cannot run to its end
-    beside = list(map(_beside, schedule.rows))
-    schedule = replace(schedule, rows=tuple(map(_computations, schedule.rows)))
+    whole = schedule.rows
+    computations = (tuple(entry for entry in row if stream_of(entry) is Stream.COMPUTE) for row in whole)
+    schedule = replace(schedule, rows=tuple(computations))
     times = [_times(row, spans) for row, spans in zip(schedule.rows, rows, strict=True)]
     del rows  # otherwise the garbage collector walks it again and again
-    channels = _channels(schedule, routes)
+    channels = dict(sorted(_channels(schedule, routes).items()))
     posts = _posts(times, channels, cost or CostModel.even(schedule.placement))
-    sends, releases = _sends(schedule, channels), _releases(schedule, channels)
-    return tuple(
-        Program(
-            rank, _instructions(row, posts[rank], sends[rank], beside[rank], releases[rank]), _buffers(row, posts[rank])
-        )
-        for rank, row in enumerate(schedule.rows)
-    )
-
-
-def _computations(row: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    return tuple(entry for entry in row if stream_of(entry) is Stream.COMPUTE)
-
-
-def _beside(row: tuple[Entry, ...]) -> dict[int, list[Compute]]:
-    """Per position among the computations, the actions of other streams to start after the computation there; at -1,
-    those before the first computation.
-    """
-    beside: dict[int, list[Compute]] = defaultdict(list)
-    computed = -1
-    for entry in row:
-        if stream_of(entry) is Stream.COMPUTE:
-            computed += 1
-        else:
-            beside[computed].append(Compute(entry))
-    return beside
+    after = _after(whole, list(map(len, schedule.rows)), channels)
+    programs = []
+    for rank, row in enumerate(schedule.rows):
+        instructions: list[Instruction] = [*after[rank].get(-1, ())]
+        for position, entry in enumerate(row):
+            instructions += posts[rank].get(position, ())
+            instructions.append(Compute(entry))
+            instructions += after[rank].get(position, ())
+        programs.append(Program(rank, tuple(instructions), _buffers(row, posts[rank])))
+    return tuple(programs)
 
 
 class _ValueMove(NamedTuple):
@@ -120,11 +106,11 @@ def _passing(ends: tuple[End, ...]) -> tuple[End, ...]:
     return tuple(end for end in ends if end.content in PASSING)
 
 
-def _posts(times: list[_EntryTimes], channels: Channels, cost: CostModel) -> list[dict[int, list[Recv]]]:
+def _posts(times: list[Times], channels: Channels, cost: CostModel) -> list[dict[int, list[Recv]]]:
     """Per rank and position, the receives that are posted before the entry there."""
     posts: list[dict[int, list[Recv]]] = [defaultdict(list) for _ in times]
-    for (sender, receiver), transfers in sorted(channels.items()):
-        starts, ends = times[receiver].starts, times[sender].ends
+    for (sender, receiver), transfers in channels.items():
+        (starts, _), (_, ends) = times[receiver], times[sender]
         notice = cost.link(receiver, sender).latency  # time until the sender knows of a post
         activations = {
             value: made
@@ -145,65 +131,50 @@ def _posts(times: list[_EntryTimes], channels: Channels, cost: CostModel) -> lis
     return posts
 
 
-class _EntryTimes(NamedTuple):
-    """The start and the end of each entry of a row."""
-
-    starts: list[float]
-    ends: list[float]
+Times = tuple[list[float], list[float]]
+"""The start and the end of each entry of a row."""
 
 
-def _times(row: tuple[Entry, ...], spans: tuple[Span, ...]) -> _EntryTimes:
+def _times(row: tuple[Entry, ...], spans: tuple[Span, ...]) -> Times:
     """The times of the entries of a row. A pair has two spans."""
     remaining = iter(spans)
-    times = _EntryTimes([], [])
+    starts, ends = list[float](), list[float]()
     for entry in row:
         first = last = next(remaining)
         if isinstance(entry, Pair):
             last = next(remaining)
-        times.starts.append(first.start)
-        times.ends.append(last.end)
-    return times
+        starts.append(first.start)
+        ends.append(last.end)
+    return starts, ends
 
 
-def _sends(schedule: Schedule, channels: Channels) -> list[dict[int, list[Send]]]:
-    """Per rank and position, the sends after the entry there."""
-    sends: list[dict[int, list[Send]]] = [defaultdict(list) for _ in schedule.rows]
-    for (sender, receiver), transfers in sorted(channels.items()):
-        for value, made, _ in transfers:
-            sends[sender][made].append(Send(value, receiver))
-    return sends
+def _after(
+    rows: tuple[tuple[Entry, ...], ...], lengths: list[int], channels: Channels
+) -> list[dict[int, list[Instruction]]]:
+    """Per rank and position among its computations, of which there are so many, what follows the one there: its sends,
+    the actions of other streams in `rows`, and the releases of sent values. At -1: what comes before the first one.
 
-
-def _releases(schedule: Schedule, channels: Channels) -> list[dict[int, list[Release]]]:
-    """Per rank and position, the sent values that are released after the entry there. Where no value from the receiver
-    proves a use, the release comes after the last entry.
+    Where no value from the receiver proves a use, the release comes after the last entry.
     """
-    releases: list[dict[int, list[Release]]] = [defaultdict(list) for _ in schedule.rows]
-    for (sender, receiver), transfers in sorted(channels.items()):
+    after: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in rows]
+    for (sender, receiver), transfers in channels.items():
+        for value, made, _ in transfers:
+            after[sender][made].append(Send(value, receiver))
+    for rank, row in enumerate(rows):
+        position = -1
+        for entry in row:
+            if stream_of(entry) is Stream.COMPUTE:
+                position += 1
+            else:
+                after[rank][position].append(Compute(entry))
+    for (sender, receiver), transfers in channels.items():
         answers = channels.get((receiver, sender), [])
-        made = [answer.made for answer in answers]
+        proofs = [answer.made for answer in answers]
         for value, _, used in transfers:
-            proof = bisect_left(made, used)
-            position = answers[proof].used if proof < len(answers) else len(schedule.rows[sender]) - 1
-            releases[sender][position].append(Release(value, receiver))
-    return releases
-
-
-def _instructions(
-    row: tuple[Entry, ...],
-    posts: dict[int, list[Recv]],
-    sends: dict[int, list[Send]],
-    beside: dict[int, list[Compute]],
-    releases: dict[int, list[Release]],
-) -> tuple[Instruction, ...]:
-    instructions: list[Instruction] = [*beside.get(-1, ())]
-    for position, entry in enumerate(row):
-        instructions += posts.get(position, ())
-        instructions.append(Compute(entry))
-        instructions += sends.get(position, ())
-        instructions += beside.get(position, ())
-        instructions += releases.get(position, ())
-    return tuple(instructions)
+            proof = bisect_left(proofs, used)
+            position = answers[proof].used if proof < len(answers) else lengths[sender] - 1
+            after[sender][position].append(Release(value, receiver))
+    return after
 
 
 def _buffers(row: tuple[Entry, ...], posts: dict[int, list[Recv]]) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import NamedTuple
 
 from pipeflow.core.action import Action, Entry, Kind, actions_of
 from pipeflow.core.cost import require_factors
@@ -120,16 +119,9 @@ def _incomplete(seen: Set[Kind], way: Sequence[Kind], stage: int, microbatch: in
 Ways = Sequence[tuple[Kind, ...]]
 
 
-class Missing(NamedTuple):
-    """An action that a schedule lacks, and the rank that holds its stage."""
-
-    rank: int
-    action: Action
-
-
-def missing(schedule: Schedule) -> list[Missing]:
-    """The actions that a step of training still needs, by rank and microbatch. A schedule with only forwards lacks its
-    backwards.
+def missing(schedule: Schedule) -> list[tuple[int, Action]]:
+    """The actions that a step of training still needs, each with the rank that holds its stage, by rank and microbatch.
+    A schedule with only forwards lacks its backwards.
 
     A stage lacks what the nearest way to complete its work needs (`nearest`). Reductions do not count.
     """
@@ -144,8 +136,8 @@ def missing(schedule: Schedule) -> list[Missing]:
             has = seen.get((stage, microbatch), set())
             rank = schedule.placement.rank_of(stage, microbatch)
             lacking = (kind for kind in nearest(has, ways) if kind not in has)
-            found += [Missing(rank, Action(kind, stage, microbatch)) for kind in lacking]
-    return sorted(found, key=lambda each: each.rank)
+            found += [(rank, Action(kind, stage, microbatch)) for kind in lacking]
+    return sorted(found, key=lambda each: each[0])
 
 
 def ways_of(schedule: Schedule) -> Ways:

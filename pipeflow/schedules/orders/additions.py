@@ -7,14 +7,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TypeGuard
 
 from pipeflow.core.action import Action, Entry, Kind, actions_of
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import DATAFLOW, Content, Stream
 from pipeflow.core.errors import UsageError, numbers_of
 from pipeflow.core.placement import Placement
-from pipeflow.core.rows import handles, last_made
+from pipeflow.core.rows import last_made
 from pipeflow.core.schedule import Schedule, require_schedule
 
 
@@ -36,7 +35,7 @@ def with_optimizer_step(schedule: Schedule) -> Schedule:
         return schedule
     rows = []
     for row in schedule.rows:
-        have = {entry.stage for entry in row if _steps(entry)}
+        have = {action.stage for entry in row for action in actions_of(entry) if action.kind is Kind.S}
         last = sorted(last_made(row).items(), key=lambda each: each[1].position)
         rows.append((*row, *(Action(Kind.S, stage, made.microbatch) for stage, made in last if stage not in have)))
     return replace(schedule, rows=tuple(rows))
@@ -44,12 +43,7 @@ def with_optimizer_step(schedule: Schedule) -> Schedule:
 
 def without_optimizer_step(schedule: Schedule) -> Schedule:
     """`schedule` without the optimizer's steps. It is sound if `schedule` is."""
-    rows = (tuple(entry for entry in row if not _steps(entry)) for row in schedule.rows)
-    return replace(schedule, rows=tuple(rows))
-
-
-def _steps(entry: Entry) -> TypeGuard[Action]:
-    return isinstance(entry, Action) and entry.kind is Kind.S
+    return schedule.without(Kind.S)
 
 
 def with_recompute(schedule: Schedule, stages: Iterable[int] | None = None) -> Schedule:
@@ -127,7 +121,7 @@ def with_unshard(
     among = stages_among(schedule.placement, stages)
     if most < 1 or (ahead is not None and ahead < 0):
         raise UsageError(f"most is at least 1 and ahead at least 0; got most={most} and ahead={ahead}")
-    if any(handles(entry, Content.WEIGHTS) for row in schedule.rows for entry in row):
+    if schedule.kinds & {Kind.U, Kind.H}:
         raise UsageError(f"schedule {schedule.name!r} has unshards already: give schedule.without_unshards()")
     rows = tuple(tuple(_UnshardRow(row, among, most, ahead).entries()) for row in schedule.rows)
     return replace(schedule, name=f"{schedule.name} with unshard", rows=rows)

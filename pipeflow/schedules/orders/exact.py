@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, floor, isinf
 from time import perf_counter
@@ -13,10 +12,10 @@ from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.distributions import install
 from pipeflow.core.errors import UsageError
+from pipeflow.schedules.orders.list_scheduling import run_times
 from pipeflow.schedules.orders.lower_bounds import Bounds, bounds
-from pipeflow.schedules.orders.neighbours import fits, run_times
-from pipeflow.schedules.orders.problem import Operations, Problem, to_schedule, to_sequences
-from pipeflow.schedules.orders.search import Found, has_pairs, measured
+from pipeflow.schedules.orders.problem import Operations, Problem, numbered, to_schedule, to_sequences
+from pipeflow.schedules.orders.search import Found, fits, has_pairs, measured
 
 SCALES = (1, 10, 100, 1_000, 100_000)  # the first that makes all times whole numbers, else the last
 UNITS = 1_000_000  # of memory that a rank has room for
@@ -39,14 +38,15 @@ def proved(problem: Problem, cost: CostModel, found: Found, *, deadline: float, 
     is_beyond = bool(problem.factors or (cost.overlap and has_pairs(found.schedule)))
     if is_beyond or found.gap < 1e-9 or not all(fits(problem, rank, each) for rank, each in enumerate(begun)):
         return found
-    asked = _model(cp_model, problem, bounds(problem), begun)
+    scale = _scale(problem)
+    model, begins = _model(cp_model, problem, bounds(problem), begun, scale)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = max(deadline - perf_counter(), 0.0)
     solver.parameters.num_workers = workers
-    solved = solver.solve(asked.model) in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    solved = solver.solve(model) in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     schedule, timeline = found.schedule, found.timeline
     if solved:
-        sequences = _read(problem, [[solver.value(begin) for begin in row] for row in asked.begins])
+        sequences = _read(problem, [[solver.value(begin) for begin in row] for row in begins])
         sound = (
             all(fits(problem, rank, sequence) for rank, sequence in enumerate(sequences))
             and run_times(problem, sequences) is not None
@@ -55,22 +55,17 @@ def proved(problem: Problem, cost: CostModel, found: Found, *, deadline: float, 
         schedule, timeline = min(
             (schedule, timeline), (solution, simulate(solution, cost)), key=lambda pair: measured(pair[1], objective)
         )
-    bound = max(found.lower_bound, solver.best_objective_bound / asked.scale)
+    bound = max(found.lower_bound, solver.best_objective_bound / scale)
     return Found(schedule, timeline, min(bound, measured(timeline, objective)), objective)
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    model: Any
-    begins: list[list[Any]]  # per operation and microbatch, the variable of its start
-    scale: float
-
-
-def _model(cp_model: Any, problem: Problem, known: Bounds, sequences: Sequence[Operations]) -> _Asked:
-    """The model of the least objective, with the starts of `sequences` as a hint. A rank whose start is known begins
-    then; for another one the solver may choose, which can only make its bound smaller.
+def _model(
+    cp_model: Any, problem: Problem, known: Bounds, sequences: Sequence[Operations], scale: float
+) -> tuple[Any, list[list[Any]]]:
+    """The model of the least objective, with the starts of `sequences` as a hint; and per operation and microbatch, the
+    variable of its start. A rank whose start is known begins then; for another one the solver may choose, which can
+    only make its bound smaller.
     """
-    scale = _scale(problem)
     durations, delays = ([_down(time, scale) for time in times] for times in (problem.durations, problem.delays))
     times = run_times(problem, sequences)
     assert times is not None  # a search found them
@@ -100,11 +95,9 @@ def _model(cp_model: Any, problem: Problem, known: Bounds, sequences: Sequence[O
             model.add(objective >= begins[operation][-1] + durations[operation] - first)
     model.minimize(objective)
     for sequence, row in zip(sequences, times.starts, strict=True):
-        done = [0] * len(durations)
-        for operation, begin in zip(sequence, row, strict=True):
-            model.add_hint(begins[operation][done[operation]], _down(begin, scale))
-            done[operation] += 1
-    return _Asked(model, begins, scale)
+        for (operation, microbatch), begin in zip(numbered(sequence), row, strict=True):
+            model.add_hint(begins[operation][microbatch], _down(begin, scale))
+    return model, begins
 
 
 def _keep_within(model: Any, problem: Problem, rank: int, begins: list[list[Any]], durations: list[int]) -> None:

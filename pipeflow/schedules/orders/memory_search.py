@@ -18,10 +18,8 @@ from pipeflow.core.placement import Placement, require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules.orders.additions import with_recompute
-from pipeflow.schedules.orders.filling import Builder
-from pipeflow.schedules.orders.list_scheduling import Rules, plain_rules, varied
+from pipeflow.schedules.orders.list_scheduling import Builder, Rules, plain_rules, varied
 from pipeflow.schedules.orders.lower_bounds import bounds
-from pipeflow.schedules.orders.neighbours import critical_blocks, neighbour
 from pipeflow.schedules.orders.offloading import with_offload
 from pipeflow.schedules.orders.problem import (
     ROUNDING,
@@ -32,7 +30,16 @@ from pipeflow.schedules.orders.problem import (
     to_sequences,
     with_hidden,
 )
-from pipeflow.schedules.orders.search import PROPOSALS, ROUND, Found, has_pairs, longest, measured
+from pipeflow.schedules.orders.search import (
+    PROPOSALS,
+    ROUND,
+    Found,
+    critical_blocks,
+    has_pairs,
+    longest,
+    measured,
+    neighbour,
+)
 from pipeflow.schedules.orders.spilling import Place, Spilled, Storage, spilled, to_spilled_schedule
 
 # Theory of operation
@@ -222,15 +229,12 @@ class Best:
         if not keeps_within(problem, timeline):
             return False
         objective = measured(timeline, problem.objective)
-        if (objective, timeline.makespan + timeline.span) < (self.objective, self._second):
+        second = inf if self.found is None else self.found.timeline.makespan + self.found.timeline.span
+        if (objective, timeline.makespan + timeline.span) < (self.objective, second):
             bound = self._hidden if has_pairs(schedule) else self.bound
             schedule, timeline = replace(schedule, name=self.name), replace(timeline, name=self.name)
             self.found = Found(schedule, timeline, min(bound, objective), problem.objective)
         return True
-
-    @property
-    def _second(self) -> float:
-        return inf if self.found is None else self.found.timeline.makespan + self.found.timeline.span
 
     def start(self, schedule: Schedule) -> None:
         """Spills the order of a schedule, also with chunks that are computed again."""
@@ -239,7 +243,7 @@ class Best:
         if self.storage.recomputes:
             for stages in chunk_sets(schedule.placement):
                 places = ((stage, each) for stage in stages for each in range(schedule.num_microbatches))
-                self.spill(sequences, {place: self.storage.times(place).again for place in places}, self.objective)
+                self.spill(sequences, {place: self.storage.needs(place).again for place in places}, self.objective)
 
     def use_all(self, schedules: Sequence[Schedule]) -> None:
         """Offers schedules and their simple uses, as far as they are shorter than the best: the shortest first."""
@@ -310,7 +314,7 @@ def may_keep(storage: Storage, timeline: Timeline) -> bool:
 def _may_keep(storage: Storage, timeline: Timeline, ranks: Sequence[int]) -> bool:
     stages = [stage for rank in ranks for stage in storage.problem.stages[rank]]
     first = min(span.end for rank in ranks for span in timeline.rows[rank][:1])
-    rates = (storage.amounts[stage].saved / (storage.stage_times[stage].out or SMALLEST) for stage in stages)
+    rates = (storage.stage_needs[stage].saved / (storage.stage_needs[stage].out or SMALLEST) for stage in stages)
     rate = max(rates)
     most, unit = sum(storage.room[rank] for rank in ranks), storage.problem.memory.unit or 1
     changes: list[tuple[float, float]] = []

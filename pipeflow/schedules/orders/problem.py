@@ -6,7 +6,8 @@ Microbatches are interchangeable and every operation takes them in order, so the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import floor, inf
 from typing import Literal, get_args
@@ -77,8 +78,7 @@ class Problem:
         """The time of each operation of a sequence."""
         if not self.factors:
             return [self.durations[operation] for operation in sequence]
-        left = [iter(self.factors) for _ in self.durations]
-        return [self.durations[operation] * next(left[operation]) for operation in sequence]
+        return [self.durations[operation] * self.factors[microbatch] for operation, microbatch in numbered(sequence)]
 
     def alike(self) -> Problem:
         """The problem in which all microbatches take the mean time, and keep as much as the largest one. Its orders are
@@ -219,15 +219,19 @@ def with_hidden(problem: Problem, overlap: float) -> Problem:
 
 def to_schedule(name: str, problem: Problem, sequences: Sequence[Operations]) -> Schedule:
     """The schedule whose rows are `sequences`, one per rank."""
-    rows = []
-    for sequence in sequences:
-        count = [0] * len(problem.durations)
-        row = []
-        for operation in sequence:
-            row.append(Action(HALVES[operation % 3], operation // 3, count[operation]))
-            count[operation] += 1
-        rows.append(tuple(row))
+    rows = (
+        tuple(Action(HALVES[operation % 3], operation // 3, microbatch) for operation, microbatch in numbered(sequence))
+        for sequence in sequences
+    )
     return Schedule(name, problem.placement, problem.num_microbatches, tuple(rows))
+
+
+def numbered(sequence: Operations) -> Iterator[tuple[int, int]]:
+    """The operations of a sequence, each with its microbatch."""
+    done = defaultdict[int, int](int)
+    for operation in sequence:
+        yield operation, done[operation]
+        done[operation] += 1
 
 
 def to_sequences(schedule: Schedule) -> list[Operations]:

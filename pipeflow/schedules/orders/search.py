@@ -1,15 +1,16 @@
-"""Search: the best order of a problem to be found within a budget, with a proof of how good it is. Must not contain:
-which schedules it starts from.
+"""Search: the best order of a problem to be found within a budget, with a proof of how good it is; and the moves that
+change an order on its longest path, the only place where it can gain. Must not contain: which schedules it starts from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import inf
 from random import Random
 from time import perf_counter
+from typing import NamedTuple
 
 from pipeflow.core.action import Pair
 from pipeflow.core.analysis.simulation import simulate
@@ -18,11 +19,25 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.schedules.orders.filling import Builder
-from pipeflow.schedules.orders.list_scheduling import Rules, ScoredOrder, plain_rules, varied
+from pipeflow.schedules.orders.list_scheduling import (
+    Builder,
+    Rules,
+    RunTimes,
+    ScoredOrder,
+    plain_rules,
+    run_times,
+    varied,
+)
 from pipeflow.schedules.orders.lower_bounds import bounds
-from pipeflow.schedules.orders.neighbours import critical_blocks, fits, neighbour, run_times
-from pipeflow.schedules.orders.problem import Objective, Problem, keeps_within, to_schedule, to_sequences, with_hidden
+from pipeflow.schedules.orders.problem import (
+    Objective,
+    Operations,
+    Problem,
+    keeps_within,
+    to_schedule,
+    to_sequences,
+    with_hidden,
+)
 
 # Theory of operation
 #
@@ -231,3 +246,71 @@ def _move_climb(problem: Problem, current: ScoredOrder, random: Random) -> Climb
         return None
 
     return climb
+
+
+def fits(problem: Problem, rank: int, sequence: Operations) -> bool:
+    """Whether a rank's sequence keeps within its memory, and every F precedes its I and that its W."""
+    memory, room, factors = problem.memory, problem.memory.room[rank], problem.factors
+    kept, done = 0.0, [0] * len(problem.source)
+    for operation in sequence:
+        begins, ends = memory.at_start[operation], memory.at_end[operation]
+        if factors:
+            begins, ends = begins * factors[done[operation]], ends * factors[done[operation]]
+        done[operation] += 1
+        most = kept + begins
+        kept = most + ends
+        if max(most, kept) > room or (operation % 3 and done[operation] > done[operation - 1]):
+            return False
+    return True
+
+
+class CriticalBlock(NamedTuple):
+    """Operations `first` to `last` of a rank's sequence, run without a pause on the longest path."""
+
+    rank: int
+    first: int
+    last: int
+
+
+def critical_blocks(problem: Problem, sequences: Sequence[Operations], times: RunTimes) -> list[CriticalBlock]:
+    """The blocks of two operations or more on a longest path to the end of a rank that the objective is measured on."""
+    places: list[list[int]] = [[] for _ in problem.source]  # per operation, its positions
+    for sequence in sequences:
+        for position, operation in enumerate(sequence):
+            places[operation].append(position)
+    spans = [
+        end - (row[0] if problem.objective == "span" else 0.0)
+        for row, end in zip(times.starts, times.ends, strict=True)
+    ]
+    rank = spans.index(max(spans))
+    last = first = len(sequences[rank]) - 1
+    lengths, blocks = list(map(problem.times, sequences)), []
+    while True:
+        sequence, starts, busy = sequences[rank], times.starts[rank], times.busy[rank]
+        while first and starts[first - 1] + lengths[rank][first - 1] >= busy[first]:
+            first -= 1
+        if first < last:
+            blocks.append(CriticalBlock(rank, first, last))
+        operation = sequence[first]
+        if problem.source[operation] < 0:
+            return blocks
+        maker = problem.source[operation]
+        position = places[maker][places[operation].index(first)]
+        rank, first, last = problem.ranks[maker // 3], position, position
+
+
+def neighbour(
+    problem: Problem, sequences: Sequence[Operations], blocks: Sequence[CriticalBlock], random: Random
+) -> list[Operations] | None:
+    """`sequences` with one operation of a block moved within it, mostly to one of its ends (E. Balas and A.
+    Vazacopoulos, Guided local search with shifting bottleneck for job shop scheduling, 1998); None when the move is not
+    sound.
+    """
+    rank, first, last = random.choice(blocks)
+    place = random.randint(first, last)
+    target = random.choice((first, first, last, last, random.randint(first, last)))
+    sequence = sequences[rank].copy()
+    sequence.insert(target, sequence.pop(place))
+    if sequence == sequences[rank] or not fits(problem, rank, sequence):
+        return None
+    return [*sequences[:rank], sequence, *sequences[rank + 1 :]]

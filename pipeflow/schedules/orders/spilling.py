@@ -5,7 +5,6 @@ again. Must not contain: the search for orders.
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
@@ -20,9 +19,9 @@ from pipeflow.core.errors import UsageError, names_of
 from pipeflow.core.liveness import MemoryCap, cap_per_rank
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.schedules.orders.neighbours import RunTimes, run_times
+from pipeflow.schedules.orders.list_scheduling import RunTimes, run_times
 from pipeflow.schedules.orders.offloading import HostCopy, HostLink, places_in_rows, require_copies
-from pipeflow.schedules.orders.problem import HALVES, ROUNDING, Objective, Operations, Problem, make_problem
+from pipeflow.schedules.orders.problem import HALVES, ROUNDING, Objective, Operations, Problem, make_problem, numbered
 
 MemoryKind = Literal["offload", "recompute"]
 """A way to save memory that a search may use: copies to the host and back, or forwards that are computed again."""
@@ -30,19 +29,15 @@ MemoryKind = Literal["offload", "recompute"]
 Place = tuple[int, int]  # stage and microbatch
 
 
-class Amounts(NamedTuple):
-    """The amounts that a rank keeps of a microbatch on a stage: from a forward on, between the halves of a backward,
-    and from a forward on that is computed again.
+class StageNeeds(NamedTuple):
+    """What a microbatch takes on a stage: the amounts that its rank keeps from a forward on, between the halves of a
+    backward, and from a forward on that is computed again; and the times to compute a forward again, and of the copies
+    to the host and back.
     """
 
     saved: float
     deferred: float
     inputs: float
-
-
-class Times(NamedTuple):
-    """The times to compute a forward again, and of the copies to the host and back."""
-
     again: float
     out: float
     back: float
@@ -55,28 +50,22 @@ class Storage:
     Attributes:
         problem: the problem without a cap.
         room: per rank, the most that it may keep.
-        amounts, stage_times: per stage, those of a microbatch of factor 1.
+        stage_needs: per stage, those of a microbatch of factor 1.
         links: the ranks of each link to a host.
         offloads, recomputes: whether a search may use copies, and recomputation.
     """
 
     problem: Problem
     room: tuple[float, ...]
-    amounts: tuple[Amounts, ...]
-    stage_times: tuple[Times, ...]
+    stage_needs: tuple[StageNeeds, ...]
     links: tuple[tuple[int, ...], ...]
     offloads: bool
     recomputes: bool
 
-    def kept(self, place: Place) -> Amounts:
-        """The amounts that a rank keeps of one microbatch on a stage."""
-        found, factors = self.amounts[place[0]], self.problem.factors
-        return Amounts(*(factors[place[1]] * each for each in found)) if factors else found
-
-    def times(self, place: Place) -> Times:
-        """The times of one microbatch on a stage."""
-        found, factors = self.stage_times[place[0]], self.problem.factors
-        return Times(*(factors[place[1]] * each for each in found)) if factors else found
+    def needs(self, place: Place) -> StageNeeds:
+        """What one microbatch takes on a stage."""
+        found, factors = self.stage_needs[place[0]], self.problem.factors
+        return StageNeeds(*(factors[place[1]] * each for each in found)) if factors else found
 
     @property
     def capped(self) -> Problem:
@@ -113,11 +102,11 @@ def make_storage(
     memory, none = problem.memory, (0.0,) * placement.num_stages
     inputs = cost.sizes.get(Content.INPUT, none) if in_bytes else none
     deferred = [-end for end in memory.at_end[2::3]]
+    times = (cost.durations[kind] for kind in (Kind.C, Kind.O, Kind.L))
     return Storage(
         problem,
         _room(problem, memory_cap, bytes_cap),
-        tuple(map(Amounts, memory.at_start[::3], deferred, inputs)),
-        tuple(map(Times, *(cost.durations[kind] for kind in (Kind.C, Kind.O, Kind.L)))),
+        tuple(map(StageNeeds, memory.at_start[::3], deferred, inputs, *times)),
         links=_links(placement.num_ranks, cost.copy_groups),
         offloads="offload" in kinds,
         recomputes="recompute" in kinds,
@@ -174,11 +163,11 @@ class RankRow(NamedTuple):
     ) -> RankRow:
         """The row of a rank that runs at these times; `again` has the times of the recomputations."""
         row = cls(rank, {}, {}, [])
-        done, end = Counter[int](), 0.0
-        lengths = storage.problem.times(sequences[rank])
-        for operation, start, length in zip(sequences[rank], times.starts[rank], lengths, strict=True):
-            place, half = (operation // 3, done[operation]), operation % 3
-            done[operation] += 1
+        end, lengths = 0.0, storage.problem.times(sequences[rank])
+        for (operation, microbatch), start, length in zip(
+            numbered(sequences[rank]), times.starts[rank], lengths, strict=True
+        ):
+            place, half = (operation // 3, microbatch), operation % 3
             if half == 1 and place in again:
                 row.again[place] = end
                 row.ends.append(end + again[place])
@@ -244,13 +233,13 @@ class LinkSpill:
         return True
 
     def _add(self, value: SavedValue, again: float | None) -> None:
-        saved, deferred, inputs = self.storage.kept(value.place)
+        saved, deferred, inputs, takes, *_ = self.storage.needs(value.place)
         if again is None:
             self._change(value.start, value.rank, saved, value)
         else:
             self._change(value.start, value.rank, inputs)
             self._change(again, value.rank, saved)
-            self._change(again + self.storage.times(value.place).again, value.rank, -inputs)
+            self._change(again + takes, value.rank, -inputs)
         self._change(value.halved, value.rank, deferred - saved)
         self._change(value.gone, value.rank, -deferred)
 
@@ -281,7 +270,7 @@ class LinkSpill:
 
     def _copied(self, value: SavedValue, time: float) -> bool:
         """Copies a value out before `time` and back after it, if the link is free for both."""
-        _, out, back = self.storage.times(value.place)
+        saved, *_, out, back = self.storage.needs(value.place)
         start = self.out.earliest(value.made, out, time)
         if start == inf:
             return False
@@ -290,14 +279,14 @@ class LinkSpill:
             return False
         self.out.add(HostCopy(start, start + out, value.rank, Action(Kind.O, *value.place), value.made))
         self.back.add(HostCopy(load, load + back, value.rank, Action(Kind.L, *value.place), value.made))
-        self._later(load, value, self.storage.kept(value.place).saved)
+        self._later(load, value, saved)
         return True
 
     def _dropped(self, value: SavedValue, time: float) -> bool:
         """Lets a value be computed again, directly before its use."""
-        saved, _, inputs = self.storage.kept(value.place)
+        saved, _, inputs, again, *_ = self.storage.needs(value.place)
         self.dropped.append(value)
-        self._later(max(time, value.use - self.storage.times(value.place).again), value, saved - inputs)
+        self._later(max(time, value.use - again), value, saved - inputs)
         return True
 
 
@@ -335,7 +324,7 @@ def spilled(
         links = [LinkSpill(storage, [rows[rank] for rank in ranks]) for ranks in storage.links]
         if not all(link.spill() for link in links):
             return None
-        more = {value.place: storage.times(value.place).again for link in links for value in link.dropped}
+        more = {value.place: storage.needs(value.place).again for link in links for value in link.dropped}
         if not more:
             directions = (direction for link in links for direction in (link.out, link.back))
             return Spilled(*scored, times, again, places_in_rows(directions, [row.ends for row in rows]))
@@ -344,16 +333,15 @@ def spilled(
 
 def to_spilled_schedule(name: str, storage: Storage, found: Spilled) -> Schedule:
     """The schedule of an order, with its recomputations and copies."""
-    problem, done = storage.problem, Counter[int]()
+    problem = storage.problem
     rows: list[tuple[Action, ...]] = []
     for sequence, copies in zip(found.sequences, found.copies, strict=True):
         row: list[Action] = []
         entries = count()
-        for operation in sequence:
-            place = operation // 3, done[operation]
+        for operation, microbatch in numbered(sequence):
+            place = operation // 3, microbatch
             kinds = (Kind.C, Kind.I) if operation % 3 == 1 and place in found.again else (HALVES[operation % 3],)
             for kind in kinds:
                 row += Action(kind, *place), *copies.get(next(entries), ())
-            done[operation] += 1
         rows.append(tuple(row))
     return Schedule(name, problem.placement, problem.num_microbatches, tuple(rows))
