@@ -103,14 +103,5 @@ class Scheme(NamedTuple):
     accent: str
 
 
-_COLOURS = {  # in the light scheme, and in the dark one
-    "background": ("#ffffff", "#14171d"),
-    "lane": ("#e9edf3", "#222732"),
-    "grid": ("#d5dbe3", "#363d4b"),
-    "text": ("#171c26", "#e8ebf0"),
-    "muted": ("#566072", "#a3adbd"),
-    "memory": ("#7c6bb0", "#a79bdc"),
-    "accent": ("#c8102e", "#ff5d52"),
-}
-LIGHT = Scheme(**{name: light for name, (light, _) in _COLOURS.items()})
-DARK = Scheme(**{name: dark for name, (_, dark) in _COLOURS.items()})
+LIGHT = Scheme("#ffffff", "#e9edf3", "#d5dbe3", "#171c26", "#566072", memory="#7c6bb0", accent="#c8102e")
+DARK = Scheme("#14171d", "#222732", "#363d4b", "#e8ebf0", "#a3adbd", memory="#a79bdc", accent="#ff5d52")

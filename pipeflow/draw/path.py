@@ -16,9 +16,8 @@ from pipeflow.core.analysis.measures import path_times
 from pipeflow.core.text import printable
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.captions import Unit, heading
-from pipeflow.draw.gantt import painter_for
+from pipeflow.draw.gantt import Painter, painter_for
 from pipeflow.draw.lane_times import num_chunks
-from pipeflow.draw.painters import Painter
 
 SHOWN = 4  # how many actions of one stretch are written out
 

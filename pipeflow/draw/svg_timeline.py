@@ -60,8 +60,11 @@ def svg(timeline: Timeline, *, unit: str = "", factor: float = 1.0, critical_pat
     at = frame(timeline, top=0)
     width = PAD + at.left + at.width + at.right
     lines = _wrapped(said.split("  "), width - 2 * PAD)
-    apart = _apart(timeline, at)
-    lines += [] if _width(timeline, at) >= FINEST else _wrapped([AVERAGED], width - 2 * PAD)
+    spans = [span for rank in lanes(timeline) for lane in rank for span in lane.row]
+    mean = sum(span.end - span.start for span in spans) * at.scale / max(len(spans), 1)
+    apart = sum(map(len, timeline.rows)) <= MOST and mean >= FINEST
+    finest = max(FINEST, SHOWN * mean) if mean < FINEST else FINEST
+    lines += [] if mean >= FINEST else _wrapped([AVERAGED], width - 2 * PAD)
     at = replace(at, top=PAD + 22 + 17 * len(lines) + 30)
     bottom = at.floor(len(timeline.rows) - 1)
     legend, height = _legend(timeline, width, bottom + 30, critical_path=critical_path)
@@ -69,7 +72,7 @@ def svg(timeline: Timeline, *, unit: str = "", factor: float = 1.0, critical_pat
     body = [
         *_header(timeline, lines, width),
         *_axis(timeline, at, times, bottom),
-        *_lanes(timeline, at, times, apart=apart),
+        *_lanes(timeline, at, times, 0 if apart else finest),
         *(path_marks(path, at, blocks=apart, finest=FINEST) if path else ()),
         *legend,
     ]
@@ -103,26 +106,14 @@ def _axis(timeline: Timeline, at: Frame, unit: Unit, bottom: float) -> Iterator[
     yield f'<path class="grid" d="{"".join(lines)}"/>'
 
 
-def _apart(timeline: Timeline, at: Frame) -> bool:
-    """Whether every span is a block of its own: if they are few, and wide enough."""
-    return sum(map(len, timeline.rows)) <= MOST and _width(timeline, at) >= FINEST
-
-
-def _width(timeline: Timeline, at: Frame) -> float:
-    """The mean width of a span in a lane, in pixels."""
-    spans = [span for rank in lanes(timeline) for lane in rank for span in lane.row]
-    return sum(span.end - span.start for span in spans) * at.scale / max(len(spans), 1)
-
-
-def _lanes(timeline: Timeline, at: Frame, unit: Unit, *, apart: bool) -> Iterator[str]:
+def _lanes(timeline: Timeline, at: Frame, unit: Unit, finest: float) -> Iterator[str]:
+    """The lanes of all ranks: with a block per span, or if `finest` is not 0, in columns of so many pixels."""
     drawn, most, chunks = lanes(timeline), peaks(timeline), num_chunks(timeline)
-    width = _width(timeline, at)
-    finest = max(FINEST, SHOWN * width) if width < FINEST else FINEST
-    merged = [] if apart else pieces(drawn, at.scale / finest)
+    merged = pieces(drawn, at.scale / finest) if finest else []
     for rank, of_rank in enumerate(drawn):
         for number, lane in enumerate(of_rank):
             yield from _ground(lane, at)
-            if apart:
+            if not finest:
                 yield from _blocks(lane, chunks, at, unit)
             else:
                 height = at.height(lane.stream)
