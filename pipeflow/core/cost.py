@@ -186,21 +186,7 @@ class CostModel:
             reduce, optimizer, recompute, offload, unshard: as in `CostModel`, for a rank's whole share. 0: as if empty.
             input_bytes: the part of `saved_bytes` that a forward keeps if it is computed again later.
         """
-        numbers = {
-            "forward": forward,
-            "backward_input": backward_input,
-            "backward_weight": backward_weight,
-            "transfer": transfer,
-            "overlap": overlap,
-            "reduce": reduce,
-            "optimizer": optimizer,
-            "recompute": recompute,
-            "offload": offload,
-            "unshard": unshard,
-            "saved_bytes": saved_bytes,
-            "deferred_bytes": deferred_bytes,
-            "input_bytes": input_bytes,
-        }
+        numbers = {name: number for name, number in locals().items() if name in EVEN_COSTS}  # the arguments
         return even_costs(placement, numbers)
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from pipeflow.core.action import Kind, Pair
+from pipeflow.core.action import Kind
 from pipeflow.core.dataflow import DATAFLOW, KEPT, LASTING, MAKERS, ON_HOST, Content
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
@@ -161,7 +161,6 @@ EVEN_COSTS = {even: FIELDS[name] for name, even in EVEN_NAMES.items()}
 def without_use(even: Collection[str], schedules: Sequence[Schedule]) -> Iterator[tuple[str, str]]:
     """The names of even costs that no schedule has a use for, with the names of what would have."""
     kinds = frozenset[Kind]().union(*(schedule.kinds for schedule in schedules))
-    pairs = any(isinstance(entry, Pair) for schedule in schedules for row in schedule.rows for entry in row)
     for name in even:
         of = EVEN_COSTS[name].of
         if isinstance(of, Kind):
@@ -172,5 +171,5 @@ def without_use(even: Collection[str], schedules: Sequence[Schedule]) -> Iterato
             users = set()
         if users and not users & kinds:
             yield name, listed([f"{DATAFLOW[kind].name}s" for kind in Kind if kind in users], "or")
-        if name == "overlap" and not pairs:
+        if name == "overlap" and not any(schedule.has_pairs for schedule in schedules):
             yield name, "pairs of a forward and a backward"

@@ -57,7 +57,12 @@ class Schedule(Shown):
     @property
     def is_forward_only(self) -> bool:
         """Whether every action is a forward."""
-        return all(action.kind is Kind.F for rank in range(len(self.rows)) for action in self.actions(rank))
+        return self.kinds <= {Kind.F}
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether any entry is a pair."""
+        return any(isinstance(entry, Pair) for row in self.rows for entry in row)
 
     @cached_property
     def kinds(self) -> frozenset[Kind]:

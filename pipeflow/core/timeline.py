@@ -220,10 +220,7 @@ class Timeline(Shown):
             raise UsageError("this is not a timeline: it lacks paths or rows, which Timeline.to_json writes")
         if unknown := sorted(set(given) - {"paths", *(each.name for each in fields(cls))}):
             raise UsageError(f"a timeline has no field {', '.join(unknown)}")
-        paths = tuple(
-            tuple(_whole(rank, "paths") for rank in _list(path, "paths")) for path in _list(given["paths"], "paths")
-        )
-        placement = Placement(paths)
+        placement = Placement(given["paths"])
         rows = _rows(given["rows"], placement)
         kept_bytes = given.get("kept_bytes", {})
         if not isinstance(kept_bytes, dict):
@@ -319,12 +316,6 @@ def _amounts(value: object, name: str) -> tuple[float, ...]:
 def _list(value: object, where: str) -> list[Any]:
     if not isinstance(value, list):
         raise UsageError(f"{where}: {value!r} is not a list")
-    return value
-
-
-def _whole(value: object, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise UsageError(f"{where}: {value!r} is not the number of a rank")
     return value
 
 

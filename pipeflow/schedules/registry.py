@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from pipeflow.core.action import Kind, actions_of
-from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import SEVERAL
 from pipeflow.core.errors import UsageError, require_type, unknown
 from pipeflow.core.placement import Placement, require_positive
@@ -107,13 +106,7 @@ def make_schedule(
         takes = f"its options are {', '.join(known)}" if known else "it has no options"
         raise UsageError(f"schedule {name!r} does not take {', '.join(others)}; {takes}")
     made = SCHEDULES[name](ranks, microbatches, **options)
-    return with_memory_kinds(made, recompute=recompute, unshard=unshard, offload=offload, cost=_model(cost))
-
-
-def _model(cost: object) -> CostModel | None:
-    if cost is None or isinstance(cost, CostModel):
-        return cost
-    raise UsageError(f"cost must be a CostModel, got {cost!r}")
+    return with_memory_kinds(made, recompute=recompute, unshard=unshard, offload=offload, cost=cost)
 
 
 MEANINGS = {  # an option without an entry is described by its schedules alone

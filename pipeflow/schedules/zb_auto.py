@@ -62,8 +62,6 @@ def zb_auto(
     """
     from pipeflow.schedules.order_search import search  # which a command that only lists schedules does not need
 
-    if cost is not None and not isinstance(cost, CostModel):
-        raise UsageError(f"cost must be a CostModel, got {cost!r}")
     placement, saving = Placement.linear(ranks), kinds_named(kinds)
     actions = 3 * ranks * microbatches * (SLOWER if saving else 1)
     found = search(

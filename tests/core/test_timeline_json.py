@@ -52,7 +52,7 @@ def test_a_span_is_a_line_that_people_can_read() -> None:
         ({"rows": [[["0F0", 0, "1"]], []]}, "rank 0, span 0: a time must be a finite number, got '1'"),
         ({"rows": [[["0F0", 0, float("inf")]], []]}, "rank 0, span 0: a time must be a finite number, got inf"),
         ({"rows": [[["0F0", 3, 4], ["0F1", 2, 5]], []]}, "rank 0, span 1: 0F1 starts before 0F0"),
-        ({"paths": [[0, "a"]]}, "paths: 'a' is not the number of a rank"),
+        ({"paths": [[0, "a"]]}, "the ranks of a path must be a list of whole numbers, got 'a'"),
         ({"paths": [[0, 2]]}, "must cover ranks 0..R-1 without a gap"),
         ({"saved_bytes": [1]}, "saved_bytes: there are 1 for 2 stages"),
         ({"deferred_bytes": [1, -1]}, "deferred_bytes must not be negative"),

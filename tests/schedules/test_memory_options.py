@@ -31,7 +31,7 @@ def test_every_schedule_takes_them() -> None:
     ("options", "message"),
     [
         ({"offload": True}, r"an offload is planned by the time of its copies: give cost=CostModel\(...\)"),
-        ({"offload": [0], "cost": 3}, "cost must be a CostModel, got 3"),
+        ({"offload": [0], "cost": 3}, "the time of a copy per stage; got 3"),
         ({"recompute": 1}, r"recompute is True, for all stages, or a list of stages such as \[0, 1\], got 1"),
         ({"recompute": "all"}, "recompute is True, for all stages, or a list"),
         ({"unshard": 0}, r"unshard is True, for all stages, or a list of stages such as \[0, 1\], got 0"),

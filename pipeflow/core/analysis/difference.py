@@ -90,7 +90,7 @@ def moved_actions(first: Schedule, second: Schedule) -> tuple[frozenset[Action],
 
 def has_halves(schedule: Schedule) -> bool:
     """Whether the schedule splits backwards, so that some weight gradients have an action of their own."""
-    return any(action.kind is Kind.W for rank in range(len(schedule.rows)) for action in schedule.actions(rank))
+    return Kind.W in schedule.kinds
 
 
 def without_halves(schedule: Schedule) -> Schedule:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from pipeflow.core.action import Action, Entry, Kind, Pair, actions_of
+from pipeflow.core.action import Action, Entry, Kind, actions_of
 from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.dataflow import PASSING, Content, Stream, makes, stream_of
 from pipeflow.core.errors import UsageError
@@ -230,9 +230,7 @@ def _require(schedule: Schedule) -> None:
     if schedule.placement != Placement.looped(ranks, 1):
         raise UsageError(f"DeepSpeed has one stage on each rank, and {schedule.name} has another placement")
     rows = [[entry for entry in row if isinstance(entry, Action)] for row in schedule.without_reductions().rows]
-    if any(isinstance(entry, Pair) for row in schedule.rows for entry in row) or any(
-        each.kind not in (Kind.F, Kind.B) for row in rows for each in row
-    ):
+    if schedule.has_pairs or any(each.kind not in (Kind.F, Kind.B) for row in rows for each in row):
         raise UsageError(f"DeepSpeed has only forwards and whole backwards, and {schedule.name} has other actions")
     forwards = [[each.microbatch for each in row if each.kind is Kind.F] for row in rows]
     if any(each != forwards[0] for each in forwards):

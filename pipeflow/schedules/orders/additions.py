@@ -215,7 +215,7 @@ def with_memory_kinds(
     recompute: object = False,
     unshard: object = False,
     offload: object = False,
-    cost: CostModel | None = None,
+    cost: object = None,
 ) -> Schedule:
     """`schedule` as `with_recompute`, then `with_unshard` and then `with_offload` make it for these stages: True for
     all, False for none. `cost` is for offloads.
@@ -228,10 +228,10 @@ def with_memory_kinds(
         schedule = with_unshard(schedule, _stages("unshard", unshard))
     if offload is False:
         return schedule
-    if cost is None:
+    if not isinstance(cost, CostModel):
         raise UsageError(
             "an offload is planned by the time of its copies: give cost=CostModel(...) with offload=, the time of a "
-            "copy per stage"
+            f"copy per stage; got {cost!r}"
         )
     from pipeflow.schedules.orders.offloading import with_offload  # simulates: the command lists without it
 

@@ -343,7 +343,7 @@ def large_first(placement: Placement, cost: CostModel, *, forwards: bool) -> tup
     arriving: list[list[tuple[float, Job]]] = [[] for _ in ranks]
     ready: list[list[Job]] = [[] for _ in ranks]
     for microbatch in range(len(factors)):
-        ready[_rank(placement, 0, microbatch)].append((classes[0], microbatch, 0, 0))
+        ready[placement.rank_of(0, microbatch)].append((classes[0], microbatch, 0, 0))
     events = [(0.0, rank) for rank in ranks]
     while events:
         now, rank = heappop(events)
@@ -358,16 +358,12 @@ def large_first(placement: Placement, cost: CostModel, *, forwards: bool) -> tup
         free[rank] = end = now + cost.duration(HALVES[half], stage, microbatch)
         heappush(events, (end, rank))
         for later, its in _users(half, stage, placement.num_stages):
-            user = _rank(placement, its, microbatch)
+            user = placement.rank_of(its, microbatch)
             arrival = end + _delay(cost, min(stage, its), rank, user, factors[microbatch])
             first = later < 2 and factors[microbatch] >= large
             heappush(arriving[user], (arrival, (0 if first else classes[later], microbatch, later, its)))
             heappush(events, (arrival, user))
     return max(free), Schedule("for lengths", placement, len(factors), tuple(map(tuple, rows)))
-
-
-def _rank(placement: Placement, stage: int, microbatch: int) -> int:
-    return placement.paths[microbatch % len(placement.paths)][stage]
 
 
 def _users(half: int, stage: int, stages: int) -> Iterator[tuple[int, int]]:

@@ -15,7 +15,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.schedules.orders.list_scheduling import run_times
 from pipeflow.schedules.orders.lower_bounds import Bounds, bounds
 from pipeflow.schedules.orders.problem import Operations, Problem, numbered, to_schedule, to_sequences
-from pipeflow.schedules.orders.search import Found, fits, has_pairs, measured
+from pipeflow.schedules.orders.search import Found, fits, measured
 
 SCALES = (1, 10, 100, 1_000, 100_000)  # the first that makes all times whole numbers, else the last
 UNITS = 1_000_000  # of memory that a rank has room for
@@ -35,7 +35,7 @@ def proved(problem: Problem, cost: CostModel, found: Found, *, deadline: float, 
     """`found`, improved by the solver until it is proved best or `deadline` has passed, a time of `perf_counter`."""
     cp_model, objective = require_solver(), problem.objective
     begun = to_sequences(found.schedule)
-    is_beyond = bool(problem.factors or (cost.overlap and has_pairs(found.schedule)))
+    is_beyond = bool(problem.factors or (cost.overlap and found.schedule.has_pairs))
     if is_beyond or found.gap < 1e-9 or not all(fits(problem, rank, each) for rank, each in enumerate(begun)):
         return found
     scale = _scale(problem)

@@ -35,7 +35,6 @@ from pipeflow.schedules.orders.search import (
     ROUND,
     Found,
     critical_blocks,
-    has_pairs,
     longest,
     measured,
     neighbour,
@@ -231,7 +230,7 @@ class Best:
         objective = measured(timeline, problem.objective)
         second = inf if self.found is None else self.found.timeline.makespan + self.found.timeline.span
         if (objective, timeline.makespan + timeline.span) < (self.objective, second):
-            bound = self._hidden if has_pairs(schedule) else self.bound
+            bound = self._hidden if schedule.has_pairs else self.bound
             schedule, timeline = replace(schedule, name=self.name), replace(timeline, name=self.name)
             self.found = Found(schedule, timeline, min(bound, objective), problem.objective)
         return True

@@ -12,7 +12,6 @@ from random import Random
 from time import perf_counter
 from typing import NamedTuple
 
-from pipeflow.core.action import Pair
 from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
@@ -82,11 +81,6 @@ def measured(timeline: Timeline, objective: Objective) -> float:
     return timeline.span if objective == "span" else timeline.makespan
 
 
-def has_pairs(schedule: Schedule) -> bool:
-    """Whether any entry of a schedule is a pair."""
-    return any(isinstance(entry, Pair) for row in schedule.rows for entry in row)
-
-
 def improved(
     problem: Problem,
     cost: CostModel,
@@ -122,7 +116,7 @@ def improved(
         key=lambda each: (measured(each[1], problem.objective), each[1].makespan + each[1].span),
     )
     bound = proved.objective
-    if cost.overlap and has_pairs(schedule):
+    if cost.overlap and schedule.has_pairs:
         bound = bounds(with_hidden(problem, cost.overlap)).objective
     return Found(schedule, timeline, min(bound, measured(timeline, problem.objective)), problem.objective)
 
@@ -131,7 +125,7 @@ def _may_gain(problem: Problem, cost: CostModel, schedule: Schedule) -> bool:
     """Whether a schedule may become worse when its backwards are split into halves and its pairs are taken apart. This
     is so if halves keep more memory, if pairs hide time, or if links are occupied, which the search does not count.
     """
-    pairs = bool(cost.overlap) and has_pairs(schedule)
+    pairs = bool(cost.overlap) and schedule.has_pairs
     return pairs or bool(cost.activation_bytes or cost.route_bytes) or any(problem.memory.spare)
 
 

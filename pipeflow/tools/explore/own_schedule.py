@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from pipeflow.core.action import Kind, Pair
+from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError, Violation
 from pipeflow.core.liveness import MemoryCap
@@ -34,7 +34,7 @@ def par(state: State, made: Schedule, makespan: float | None) -> dict[str, Any]:
     """
     cost, unit = state.prices.cost_model(made.placement), state.unit
     caps = (None, None) if saving(made) else (state.memory_cap, state.options.get("bytes_cap"))
-    if cost.overlap and any(isinstance(entry, Pair) for row in made.rows for entry in row):
+    if cost.overlap and made.has_pairs:
         return _none("no lower bound is known for pairs that overlap")
     if makespan is not None and made.is_forward_only:
         return _none("the lower bound is that of a step with backwards")
