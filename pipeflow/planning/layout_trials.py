@@ -23,8 +23,7 @@ from pipeflow.planning.layout import Layout, Wanted
 from pipeflow.planning.layout_cells import Cell
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import Physical, physical_costs
-from pipeflow.planning.rank_memory import ALLOCATOR, state_bytes
-from pipeflow.planning.schedule_peaks import RankPeaks, peaks
+from pipeflow.planning.rank_memory import ALLOCATOR, RankPeaks, peaks, state_bytes
 from pipeflow.planning.setup import Setup
 from pipeflow.schedules import make_schedule, options_of
 from pipeflow.schedules.orders.memory_search import NoOrderError

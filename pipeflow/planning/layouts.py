@@ -1,5 +1,6 @@
-"""Layouts: the search for the fastest layouts of a model on a cluster, within memory. Must not contain: what a layout
-costs, and how the result is shown.
+"""Layouts: the search for the fastest layouts of a model on a cluster, within memory; and the error for a model that
+fits in none: how much memory is missing, and which changes would make it fit. Must not contain: what a layout costs,
+and how the result is shown.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import NamedTuple
+from typing import Any
 
 from pipeflow.core.errors import ScheduleError, UsageError, require_type
 from pipeflow.core.soundness.verify import verify
+from pipeflow.core.text import bytes_text
 from pipeflow.planning.estimate import plan
 from pipeflow.planning.layout import Layout, Wanted
-from pipeflow.planning.layout_cells import Cell, heavier, lighter, lightest_cells
+from pipeflow.planning.layout_cells import Cell, heavier, leanest_cells, lighter, lightest_cells
 from pipeflow.planning.layout_trials import Kept, LayoutTrial, least_seconds, trials
-from pipeflow.planning.misfits import no_room
 from pipeflow.planning.step_plan import Plan, StepParts
 
 # Theory of operation
@@ -33,7 +34,7 @@ from pipeflow.planning.step_plan import Plan, StepParts
 # 2. A `LayoutTrial` is checked for memory with few microbatches. If its step is long, it is estimated from two short
 #    steps. Both are cheap, and it goes back into the heap with the higher bound.
 #    A trial that does not fit brings those of its family on the next rung (`layout_cells`).
-# 3. A `_Checked` trial is simulated. Its time is exact, and it enters its group.
+# 3. A trial that was checked is simulated. Its time is exact, and it enters its group.
 #
 # The search ends when the lowest bound exceeds the time of the last layout that would be listed. All bounds are proved
 # but the estimate, which TRUST corrects. What is listed is the fastest, not the plainest of those that are about as
@@ -45,6 +46,7 @@ by time nevertheless, and `plainest` says which of them needs least."""
 
 RECOMPUTATION = ("none", "selective", "op", "full")  # the least first
 
+MORE = (2, 4, 8, 16, 32, 64)  # times as many devices are tried
 TRUST = 0.98  # an estimate of a long step may be too long by this share; of 334 layouts, the worst was by 1.8 %
 
 
@@ -113,7 +115,7 @@ def find_layouts(wanted: Wanted, *, top: int = 5, progress: Callable[[float], No
     with _no_collections():
         search.run()
     if not search.groups:
-        raise no_room(wanted.without_kinds)
+        raise _no_room(wanted.without_kinds)
     found = []
     for _, layout in ranking(search.groups.values())[:top]:
         schedule = layout.make_schedule()
@@ -181,24 +183,10 @@ def plainness(layout: Layout) -> tuple[int, ...]:
     return layout.tensor, layout.pipeline, layout.context, layout.expert, again, max(1, layout.zero)
 
 
-class _Checked(NamedTuple):
-    """A trial that is within memory as far as is known. If its simulation takes long, its time has been estimated."""
-
-    trial: LayoutTrial
-
-
-class _Heavier(NamedTuple):
-    """The layouts of a family in a cell that saves memory."""
-
-    cell: Cell
-    kept: Kept
-
-
-_Node = Cell | _Heavier | LayoutTrial | _Checked
-
-
 class _Search:
-    """Tries layouts sorted by their lower bound. Cells become trials, and trials are checked, then simulated."""
+    """Tries layouts sorted by their lower bound. The heap has what to do next, which is called with the bound: open a
+    cell or a family in one that saves memory, check a trial, or simulate one that was checked.
+    """
 
     def __init__(
         self, wanted: Wanted, top: int, progress: Callable[[float], None] | None, below: float = math.inf
@@ -208,29 +196,22 @@ class _Search:
         self.simulated = 0
         self._first = math.inf
         self._wanted, self._top, self._number = wanted, top, count()
-        self._heap: list[tuple[float, int, _Node]] = []
+        self._heap: list[tuple[float, int, Callable[[float], None]]] = []
         self._misfits: set[tuple[Cell, Kept]] = set()
         for cell in lightest_cells(wanted):
-            self._push(least_seconds(wanted, cell), cell)
+            self._push(least_seconds(wanted, cell), partial(self._open, cell, None))
 
     def run(self) -> None:
         """Runs the search, which fills `groups`."""
         while self._heap and self._heap[0][0] <= self._highest():
-            bound, _, node = heapq.heappop(self._heap)
+            bound, _, go_on = heapq.heappop(self._heap)
             self._report(bound)
-            if isinstance(node, Cell):
-                self._open(bound, node)
-            elif isinstance(node, _Heavier):
-                self._open(bound, *node)
-            elif isinstance(node, LayoutTrial):
-                self._check(bound, node)
-            else:
-                self._simulate(bound, node.trial)
+            go_on(bound)
 
-    def _open(self, bound: float, cell: Cell, only: Kept | None = None) -> None:
+    def _open(self, cell: Cell, only: Kept | None, bound: float) -> None:
         misfit = partial(self._climb, bound, cell)
         for least, trial in trials(self._wanted, cell, self._wanted.limit, only=only, misfit=misfit):
-            self._push(max(bound, least), trial)
+            self._push(max(bound, least), partial(self._check, trial))
 
     def _climb(self, bound: float, cell: Cell, kept: Kept) -> None:
         """A layout of a family does not fit: tries what saves more memory, if nothing that saves less fits."""
@@ -239,7 +220,7 @@ class _Search:
         self._misfits.add((cell, kept))
         for other in heavier(self._wanted, cell):
             if all((each, kept) in self._misfits for each in lighter(self._wanted, other)):
-                self._push(max(bound, least_seconds(self._wanted, other)), _Heavier(other, kept))
+                self._push(max(bound, least_seconds(self._wanted, other)), partial(self._open, other, kept))
 
     def _report(self, bound: float) -> None:
         """Tells how far the bound of what is tried has come, from the first one to the one that ends the search."""
@@ -249,8 +230,8 @@ class _Search:
         if self._first < (end := self._highest()) < math.inf:
             self._progress((bound - self._first) / (end - self._first))
 
-    def _push(self, bound: float, node: _Node) -> None:
-        heapq.heappush(self._heap, (bound, next(self._number), node))
+    def _push(self, bound: float, go_on: Callable[[float], None]) -> None:
+        heapq.heappush(self._heap, (bound, next(self._number), go_on))
 
     def _highest(self) -> float:
         """The bound above which nothing can be listed."""
@@ -258,16 +239,17 @@ class _Search:
         listed = times[self._top - 1] if len(times) >= self._top else math.inf
         return min(listed, self._below)
 
-    def _check(self, bound: float, trial: LayoutTrial) -> None:
+    def _check(self, trial: LayoutTrial, bound: float) -> None:
         if not self._is_needed(bound, trial):
             return
         if trial.least_bytes() > self._wanted.limit:
             self._climb(bound, trial.cell, trial.family.kept)
         else:
             estimate = trial.estimated_seconds()
-            self._push(bound if estimate is None else max(bound, TRUST * estimate), _Checked(trial))
+            known = bound if estimate is None else max(bound, TRUST * estimate)
+            self._push(known, partial(self._simulate, trial))
 
-    def _simulate(self, bound: float, trial: LayoutTrial) -> None:
+    def _simulate(self, trial: LayoutTrial, bound: float) -> None:
         if not self._is_needed(bound, trial):
             return
         self.simulated += 1
@@ -288,3 +270,118 @@ class _Search:
         cell, are_given = trial.cell, self._wanted.tensor is not None and self._wanted.pipeline is not None
         sizes = cell.setup.tensor, cell.pipeline, cell.setup.data, cell.setup.context
         return (*sizes, trial.family.name) if are_given else sizes
+
+
+def _no_room(wanted: Wanted) -> UsageError:
+    """The error for a model that fits nowhere."""
+    layout, least = smallest(wanted)
+    missing = least - wanted.limit
+    return UsageError(
+        f"no layout fits: the closest one, {described(layout)}, needs {bytes_text(least)} on its fullest device, "
+        f"which is {bytes_text(missing)} more than the limit of {bytes_text(wanted.limit)}; {_advice(wanted)}"
+    )
+
+
+def described(layout: Layout) -> str:
+    """The layout in a few words."""
+    kept = {
+        "none": "without recomputation",
+        "selective": "recomputing scores",
+        "op": "recomputing every other product",
+        "full": "recomputing layers",
+    }
+    zero = f", ZeRO-{layout.zero}" if layout.zero else ""
+    further = {"context": layout.context, "expert": layout.expert}
+    others = "".join(f" x {name} {ranks}" for name, ranks in further.items() if ranks > 1)
+    sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}{others}"
+    return (
+        f"{sizes} with {layout.schedule} and microbatches of {layout.microbatch_size}, {kept[layout.checkpoint]}{zero}"
+    )
+
+
+def smallest(wanted: Wanted, enough: float = 0.0) -> tuple[Layout, float]:
+    """The layout whose fullest device needs the fewest bytes, and these bytes. The search ends at the first layout that
+    needs at most `enough`.
+    """
+    number = count()
+    heap: list[tuple[float, int, Cell | LayoutTrial]] = [
+        (_least(wanted, cell), next(number), cell) for cell in leanest_cells(wanted)
+    ]
+    heapq.heapify(heap)
+    best: tuple[Layout, float] | None = None
+    while heap and (best is None or heap[0][0] < best[1]):
+        _, _, node = heapq.heappop(heap)
+        if isinstance(node, LayoutTrial):
+            needed = node.peak_bytes() if node.least_bytes() < (best[1] if best else float("inf")) else float("inf")
+            if best is None or needed < best[1]:
+                best = node.layout, needed
+                if needed <= enough:
+                    break
+        else:
+            for _, trial in trials(wanted, node, best[1] if best else float("inf")):
+                heapq.heappush(heap, (max(trial.state), next(number), trial))
+    if best is None:
+        raise UsageError(_undivided(wanted))
+    return best
+
+
+def _undivided(wanted: Wanted) -> str:
+    """The error for expert ranks or shards that divide no layout."""
+    if wanted.expert is not None or wanted.expert_tensor is not None:
+        free = (cell.setup.expert for cell in leanest_cells(replace(wanted, expert=None, expert_tensor=None)))
+        asked = f"{wanted.expert or 1} expert ranks of {wanted.expert_tensor or 1} devices"
+        works = " or ".join(map(str, sorted(set(free))))
+        return f"{asked} divide no stage of {wanted.devices} devices: expert {works} works"
+    return f"no layout has replicas in groups of shard_ranks={wanted.shard_ranks}: leave other sizes open"
+
+
+def _least(wanted: Wanted, cell: Cell) -> float:
+    """A lower bound on the bytes of the fullest device of a cell: its share of the weights, gradients and optimizer."""
+    setup, precision = cell.setup, cell.setup.precision
+    weight, gradient = (
+        of / (setup.shards if setup.zero > least else 1)
+        for of, least in ((precision.weight, 2), (precision.gradient, 1))
+    )
+    model, states = wanted.model, precision.master + precision.moments
+    routed = (model.layers - model.dense_layers) * model.expert_parameters(1, 1)
+    others = (model.parameters - routed) / (setup.tensor * cell.pipeline)
+    own = routed / (setup.expert * setup.expert_split * cell.pipeline)
+    divided = others * states / setup.shards + own * states / setup.expert_shards
+    return (others + own) * (weight + gradient) + divided
+
+
+def _advice(wanted: Wanted) -> str:
+    """The changes, each alone, with which a layout fits."""
+    found = [words for words, change in _changes(wanted) if _fits(replace(wanted, **change))]
+    more = next((times for times in MORE if _fits(_with_devices(wanted, times))), None)
+    if more is not None:
+        found.append(f"{wanted.devices * more} devices")
+    return (
+        f"it fits with {', or with '.join(found)}" if found else "it needs devices with more memory, or a smaller model"
+    )
+
+
+def _changes(wanted: Wanted) -> Iterator[tuple[str, dict[str, Any]]]:
+    given = {
+        "checkpoint": "recomputation",
+        "zero": "ZeRO-1",
+        "tensor": "another number of tensor ranks",
+        "pipeline": "another number of pipeline ranks",
+        "context": "another number of context ranks",
+        "expert": "another number of expert ranks",
+        "microbatch_size": "smaller microbatches",
+    }
+    yield from ((words, {name: None}) for name, words in given.items() if getattr(wanted, name) is not None)
+    if wanted.sequence_parallel is False:
+        yield "sequence parallelism", {"sequence_parallel": None}
+
+
+def _with_devices(wanted: Wanted, times: int) -> Wanted:
+    return replace(wanted, devices=wanted.devices * times)
+
+
+def _fits(wanted: Wanted) -> bool:
+    try:
+        return smallest(wanted, wanted.limit)[1] <= wanted.limit
+    except UsageError:  # nothing divides
+        return False

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeflow import GPT, PRECISIONS, Cluster, Setup, UsageError, make_schedule, plan
-from pipeflow.planning.time_shares import MEANINGS, Breakdown, breakdown
+from pipeflow.planning.estimate import MEANINGS, Breakdown, breakdown
 
 MODEL = GPT(layers=8, hidden=2048, heads=16, positions=2048, vocabulary=512, tied=False)
 A100 = Cluster.of("a100-80gb")

@@ -13,11 +13,10 @@ from pipeflow.core.dataflow import Content
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.cuts import cut_by_load, even_cut, least_makespan
 from pipeflow.planning.layout import SEARCHED, Layout, Wanted
-from pipeflow.planning.layout_cells import Cell, cells, heavier, lighter
+from pipeflow.planning.layout_cells import Cell, Sizes, cells, heavier, lighter, meshes
 from pipeflow.planning.layout_trials import LayoutTrial, families, least_seconds, trials
 from pipeflow.planning.layouts import TIE, faster_on_fewer, find_layouts, plainest, plainness, ranking
-from pipeflow.planning.mesh_sizes import Sizes, meshes
-from pipeflow.planning.schedule_peaks import peaks
+from pipeflow.planning.rank_memory import peaks
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.step_plan import Plan
 

@@ -13,11 +13,11 @@ from pipeflow.core.errors import UsageError, names_of
 from pipeflow.core.placement import require_positive
 from pipeflow.core.text import bytes_text
 from pipeflow.engine.stages.blocks import Blocks
+from pipeflow.planning.blocks import divisors
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.layout import SEARCHED, Layout
 from pipeflow.planning.layout_trials import ACTIONS, Family, families
 from pipeflow.planning.layouts import ranking
-from pipeflow.planning.mesh_sizes import divisors
 from pipeflow.planning.pricing.module_plan import CountedModule, ModulePlan
 from pipeflow.planning.setup import Checkpoint, Setup
 

@@ -1,18 +1,21 @@
 """plan_module: the plan of any module under a schedule, from one forward on fake tensors. Must not contain: how
-operations are counted, or what they cost.
+operations are counted, and what the parts of a transformer cost.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipeflow.core.action import Kind
+from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
+from pipeflow.core.partition import Part
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.engine.stages.blocks import Blocks, Cuts, labels_of
@@ -23,13 +26,24 @@ from pipeflow.engine.stages.planner import Planner
 from pipeflow.engine.stages.trace import Call, Trace
 from pipeflow.engine.torch_private.trees import tree_map
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.module_costs import CountedStage, ForwardPart, counted_plan, piece_seconds
-from pipeflow.planning.physical import rates_of
-from pipeflow.planning.pricing.operators import Counter
-from pipeflow.planning.rates import Rates
+from pipeflow.planning.estimate import step_plan
+from pipeflow.planning.layer_seconds import layer_times
+from pipeflow.planning.mesh import Mesh
+from pipeflow.planning.physical import Physical, StageCosts, physical_of, rates_of
+from pipeflow.planning.pricing.operators import Counter, ForwardPart
+from pipeflow.planning.rank_memory import Held, transferred
+from pipeflow.planning.rates import RankGroup, Rates
 from pipeflow.planning.setup import Setup
+from pipeflow.planning.sharding import StageLayers
+from pipeflow.planning.shares import Parameters
 from pipeflow.planning.step_plan import StepPlan
+from pipeflow.planning.work import added_bytes
 
+LAYER_OPERATIONS = 16
+"""Operations that a GPT's layer launches whose attention is not fused: two norms, four linears, two products of
+attention, mask and softmax, activation, three dropouts, two sums, and one to order the heads. `Efficiency` has the time
+to launch such a layer.
+"""
 _DTYPES = {"float32": torch.float32, "fp16": torch.float16}
 
 
@@ -80,13 +94,25 @@ def plan_module(
     return CountedModule.of(module, example, setup, blocks).plan(schedule, setup, cluster, cuts)
 
 
-class Staged(NamedTuple):
-    """A counted module cut into stages: these, the bytes on each route, the names of the cuts, and all pieces."""
+@dataclass(frozen=True, slots=True)
+class CountedStage:
+    """A stage of a counted module.
 
-    stages: tuple[CountedStage, ...]
-    far: dict[tuple[int, int], float]
-    names: tuple[str, ...]
+    Attributes:
+        pieces: what it computes.
+        blocks: its blocks [start, end).
+        parameters: sizes of the parameters that it needs, by name.
+        sent_bytes: what it sends to the next stage for a microbatch.
+    """
+
     pieces: tuple[ForwardPart, ...]
+    blocks: Part
+    parameters: Mapping[str, int]
+    sent_bytes: float
+
+
+Staged = tuple[list[CountedStage], dict[tuple[int, int], float], tuple[str, ...], list[ForwardPart]]
+"""A counted module cut into stages: these, the bytes on each route, the names of the cuts, and all pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +164,12 @@ class CountedModule:
         key = schedule.placement, cuts if cuts is None or isinstance(cuts, str) else tuple(cuts)
         if key not in self.staged:
             self.staged[key] = self._staged(schedule.placement, cuts)
-        staged = self.staged[key]
-        step = counted_plan(staged.stages, staged.far, schedule, setup, cluster)
-        known: dict[str, Any] = {each.name: getattr(step, each.name) for each in fields(step)}
+        stages, far, names, pieces = self.staged[key]
+        physical, held = _counted_costs(stages, schedule, setup, cluster)
+        physical = replace(physical, cost=replace(physical.cost, route_bytes=dict(far)))
         total = sum(parameter.numel() for parameter in self.typed.parameters())
-        return ModulePlan(cuts=staged.names, pieces=staged.pieces, parameters_total=total, **known)
+        further = {"cuts": names, "pieces": tuple(pieces), "parameters_total": total}
+        return step_plan(ModulePlan, schedule, setup, physical.cost, held, cluster, physical, **further)
 
     def _staged(self, placement: Placement, cuts: Cuts) -> Staged:
         planner = Planner(self.typed, placement.num_stages, cuts=cuts, blocks=self.blocks, placement=placement)
@@ -154,7 +181,7 @@ class CountedModule:
         far: dict[tuple[int, int], float] = {route: float(plan.bytes_between(*route)) for route in plan.routes}
         calls = self.trace.calls[1:]
         labels = dict(zip((call.index for call in calls), labels_of(calls), strict=True))
-        return Staged(tuple(stages), far, tuple(labels[cut.index] for cut in made), tuple(pieces))
+        return stages, far, tuple(labels[cut.index] for cut in made), pieces
 
 
 def _require_plain(setup: Setup) -> None:
@@ -200,7 +227,7 @@ def _given(leaf: object, dtype: torch.dtype) -> object:
 
 def _weights(pieces: Sequence[ForwardPart], rates: Rates, setup: Setup) -> list[float]:
     """The seconds of each block, including the parts before the first and after the last block."""
-    before, *blocks, after = (sum(piece_seconds(piece, rates, setup)[:2]) for piece in pieces)
+    before, *blocks, after = (sum(_piece_seconds(piece, rates, setup)[:2]) for piece in pieces)
     blocks[0] += before
     blocks[-1] += after
     return blocks
@@ -238,3 +265,89 @@ def _stages(
         owned = {name: sizes[name] for name in sorted(plan.stages[stage].owned)}
         found.append(CountedStage(tuple(pieces[first:last]), part, owned, sent))
     return found
+
+
+def _piece_seconds(piece: ForwardPart, rates: Rates, setup: Setup) -> tuple[float, float, float]:
+    """Seconds of a piece's forward, of its whole backward, and of the part of that for weight gradients. Fused
+    attention has the kernel of the setup.
+    """
+    kept, work = str(setup.checkpoint) if piece.is_block else "none", piece.work
+    if work.scores is not None:
+        work = work._replace(scores=work.scores._replace(kernel=setup.kernel))
+    work = work._replace(added_bytes=added_bytes(work.products, setup))
+    return layer_times(rates.seconds(work), rates, kept, launches=piece.operations / LAYER_OPERATIONS)
+
+
+def _counted_costs(
+    stages: Sequence[CountedStage], schedule: Schedule, setup: Setup, cluster: Cluster
+) -> tuple[Physical, list[Held]]:
+    """The costs of these stages, and what the ranks hold."""
+    placement, rates = schedule.placement, rates_of(cluster, setup)
+    mesh = Mesh.of(setup, len(schedule.rows), cluster.devices_per_node)
+    costs = [_stage_costs(stage, rates, setup) for stage in stages]
+    held = []
+    for rank in range(len(schedule.rows)):
+        own = [stages[stage] for stage in placement.stages_of(rank)]
+        names = {name: size for stage in own for name, size in stage.parameters.items()}
+        again, gradients = max((_in_backward(stage, setup) for stage in own), key=sum, default=(0, 0))
+        parts = tuple(stage.blocks for stage in own)
+        received = transferred(placement, rank, [stage.sent_bytes for stage in stages])
+        sizes = tuple(sum(stage.parameters.values()) for stage in own)
+        unit = max(size // max(1, end - start) for size, (start, end) in zip(sizes, parts, strict=True))
+        counts = Parameters(sum(names.values()), 0), Parameters(unit, 0), Parameters(0, 0)
+        each, tables = tuple(Parameters(size, 0) for size in sizes), (0,) * len(own)
+        held.append(Held(parts, again, gradients, received, each, *counts, tables))
+    tied = _tied(stages, schedule, setup, mesh, rates)
+    most = max((each.whole for each in held), key=lambda each: each.total)
+    return physical_of(costs, placement, setup, mesh, rates, most=most, tied=tied), held
+
+
+def _stage_costs(stage: CountedStage, rates: Rates, setup: Setup) -> StageCosts:
+    times = [_piece_seconds(piece, rates, setup) for piece in stage.pieces]
+    forward, backward, weight = (sum(column) for column in zip(*times, strict=True)) if times else (0.0, 0.0, 0.0)
+    saved: dict[int, int] = {}
+    deferred: dict[int, int] = {}
+    for piece in stage.pieces:
+        saved |= _kept(piece, setup)
+        deferred |= piece.deferred
+    held, blocks = sum(stage.parameters.values()), max(1, stage.blocks[1] - stage.blocks[0])
+    return StageCosts(
+        {Kind.F: forward, Kind.I: backward - weight, Kind.W: weight},
+        0.0,
+        {Content.SAVED: sum(saved.values()), Content.DEFERRED: sum(deferred.values())},
+        stage.sent_bytes,
+        Parameters(held, 0),
+        StageLayers(blocks, Parameters(held // blocks, 0), Parameters(0, 0), forward / blocks, backward / blocks),
+        Parameters(0 if setup.frozen else held, 0),
+    )
+
+
+def _kept(piece: ForwardPart, setup: Setup) -> Mapping[int, int]:
+    """The bytes that a forward keeps of a piece, by the number of their memory."""
+    return piece.given if setup.checkpoint == "full" and piece.is_block else piece.saved
+
+
+def _in_backward(stage: CountedStage, setup: Setup) -> tuple[int, int]:
+    """The most bytes that a backward has beside what its forward kept: of a piece computed again, and of gradients."""
+    found, held = [(0, 0)], dict[int, int]()
+    whole = {key: size for piece in stage.pieces for key, size in _kept(piece, setup).items()}
+    for piece in stage.pieces:
+        held |= (kept := _kept(piece, setup))
+        freed = sum(whole.values()) - sum(held.values())
+        again = sum(size for key, size in piece.saved.items() if key not in kept)
+        if (more := again + piece.gradients - freed) > 0:
+            found.append((min(again, more), more - min(again, more)))
+    return max(found, key=sum)
+
+
+def _tied(stages: Sequence[CountedStage], schedule: Schedule, setup: Setup, mesh: Mesh, rates: Rates) -> float:
+    """Seconds to sum the gradients of parameters that stages on several ranks share."""
+    sizes = {name: size for stage in stages for name, size in stage.parameters.items()}
+    shared: dict[tuple[int, ...], int] = {}
+    for name, size in sizes.items():
+        holders = [index for index, stage in enumerate(stages) if name in stage.parameters]
+        ranks = tuple(sorted({rank for index in holders for rank in schedule.placement.ranks_of(index)}))
+        if len(holders) > 1 and len(ranks) > 1:
+            shared[ranks] = shared.get(ranks, 0) + size
+    groups = {ranks: RankGroup(len(ranks), 1 if mesh.crosses(ranks[0], ranks[-1]) else len(ranks)) for ranks in shared}
+    return sum(rates.gradient_sum(groups[ranks], setup.precision.gradient * size) for ranks, size in shared.items())

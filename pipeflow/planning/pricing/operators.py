@@ -5,7 +5,7 @@ takes neither memory nor arithmetic. Must not contain: rates of devices, or stag
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import TracebackType
@@ -21,7 +21,6 @@ from pipeflow.engine.stages.flow import Flow
 from pipeflow.engine.torch_private.modes import TorchDispatchMode
 from pipeflow.engine.torch_private.trees import tree_leaves
 from pipeflow.planning.attention import Scores
-from pipeflow.planning.module_costs import ForwardPart
 from pipeflow.planning.work import ATTENTION_AGAIN, DeviceWork, MatrixProduct
 
 _aten: Any = torch.ops.aten
@@ -34,26 +33,29 @@ _PICKING |= {_aten.nll_loss_forward, _aten.nll_loss2d_forward}
 _MAKES_NOTHING = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 
 
-@dataclass(slots=True)
-class _Event:
-    """An operation that ran at a time of the flow's clock."""
+@dataclass(frozen=True, slots=True)
+class ForwardPart:
+    """A part of a forward, for one microbatch.
 
-    clock: int
-    product: MatrixProduct | None = None
-    attention_flops: float = 0.0
-    again_flops: float = 0.0
-    moved_bytes: float = 0.0
-    scores: Scores | None = None
-    gradients: int = 0
+    Attributes:
+        name: that of its block, or "".
+        work: what it computes.
+        operations: how many it launches.
+        saved: bytes that it keeps for the backward, by the number of their memory.
+        deferred: the inputs of its products with weights, and as many bytes as gradients of their outputs have.
+        given: its arguments, which alone are kept where the backward computes it again.
+        gradients: the most bytes of the gradients that the backward of one of its operators takes and makes.
+        is_block: whether the backward may compute it again.
+    """
 
-
-@dataclass(slots=True)
-class _SavedTensor:
-    """A tensor that a backward needs: the time when it was saved, the key of its memory, and its bytes."""
-
-    clock: int
-    key: int
-    nbytes: int
+    name: str
+    work: DeviceWork
+    operations: int
+    saved: Mapping[int, int]
+    deferred: Mapping[int, int]
+    given: Mapping[int, int]
+    gradients: int
+    is_block: bool
 
 
 @dataclass
@@ -76,9 +78,9 @@ class Counter:
     def __post_init__(self) -> None:
         self._weights = {self.flow.key(tensor) for tensor in self.weights}
         self._made_of_weights = set(self._weights)
-        self._events: list[_Event] = []
-        self._saved: list[_SavedTensor] = []
-        self._deferred: list[_SavedTensor] = []
+        self._events: list[tuple[int, DeviceWork, int]] = []  # when, what, and the bytes of its gradients
+        self._saved: list[tuple[int, int, int]] = []  # when, the number of its memory, and its bytes
+        self._deferred: list[tuple[int, int, int]] = []
         hooks = torch.autograd.graph.saved_tensors_hooks(self._save, _unpacked)
         self._contexts: tuple[Any, ...] = (_Operators(self), _FusedCalls(self), hooks)
 
@@ -100,55 +102,44 @@ class Counter:
 
         `blocks` has the names of the pieces that are blocks, and `given` the storages of their arguments, by index.
         """
-        sorted_events: list[list[_Event]] = [[] for _ in range(len(points) + 1)]
-        for event in self._events:
-            sorted_events[bisect_right(points, event.clock)].append(event)
-        saved, deferred = self._sorted(self._saved, points), self._sorted(self._deferred, points)
+        events: list[list[tuple[DeviceWork, int]]] = [[] for _ in range(len(points) + 1)]
+        for clock, work, gradients in self._events:
+            events[bisect_right(points, clock)].append((work, gradients))
+        saved, deferred = _kept_between(self._saved, points), _kept_between(self._deferred, points)
         return [
             ForwardPart(
                 blocks.get(index, ""),
-                DeviceWork(
-                    tuple(event.product for event in events if event.product is not None),
-                    attention_flops=sum(event.attention_flops for event in events),
-                    again_flops=sum(event.again_flops for event in events),
-                    moved_bytes=sum(event.moved_bytes for event in events),
-                    scores=next((event.scores for event in events if event.scores is not None), None),
-                ),
-                len(events),
+                _together([work for work, _ in each]),
+                len(each),
                 saved[index],
                 deferred[index],
                 {key: self.sizes[key] for key in given.get(index, ()) if key in self.sizes},
-                max((event.gradients for event in events), default=0),
+                max((gradients for _, gradients in each), default=0),
                 index in blocks,
             )
-            for index, events in enumerate(sorted_events)
+            for index, each in enumerate(events)
         ]
-
-    def _sorted(self, kept: Sequence[_SavedTensor], points: Sequence[int]) -> list[dict[int, int]]:
-        found: list[dict[int, int]] = [{} for _ in range(len(points) + 1)]
-        for each in kept:
-            found[bisect_right(points, each.clock)][each.key] = each.nbytes
-        return found
 
     def _save(self, tensor: Tensor) -> Tensor:
         key = self.flow.key(tensor)
         if key not in self._weights:
-            self._saved.append(_SavedTensor(self.flow.clock, key, _stored(tensor)))
+            self._saved.append((self.flow.clock, key, _stored(tensor)))
         return tensor.detach() if tensor.requires_grad else tensor
 
-    def _defer(self, tensor: Tensor) -> None:
-        nbytes = tensor.numel() * tensor.element_size()
-        self._deferred.append(_SavedTensor(self.flow.clock, self.flow.key(tensor), nbytes))
+    def _defer(self, *tensors: Tensor) -> None:
+        for each in tensors:
+            self._deferred.append((self.flow.clock, self.flow.key(each), each.numel() * each.element_size()))
+
+    def _add(self, work: DeviceWork, gradients: int) -> None:
+        self._events.append((self.flow.clock, work, gradients))
 
     def count_attention(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> None:
         """Counts fused attention, which skips what a causal mask leaves out."""
         batch, rows, width = query.shape[:-2].numel(), query.shape[-2], query.shape[-1] + value.shape[-1]
         flops = 2.0 * batch * rows * key.shape[-2] * width / (2 if is_causal else 1)
         shape = Scores("flash1", key.shape[-2], width / 2, is_causal)  # the kernel is that of the setup
-        again, gradients = ATTENTION_AGAIN * flops, self._gradients([query, key, value]) + _touched(query)
-        self._events.append(
-            _Event(self.flow.clock, attention_flops=flops, again_flops=again, scores=shape, gradients=gradients)
-        )
+        gradients = self._gradients([query, key, value]) + _touched(query)
+        self._add(DeviceWork((), flops, ATTENTION_AGAIN * flops, scores=shape), gradients)
 
     def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Counts an operator that has run."""
@@ -161,19 +152,27 @@ class Counter:
         if func.is_view or (not _writes(func) and all(self.flow.key(tensor) in keys for tensor in made)):
             return
         self._note(made, keys)
-        packet, event = func.overloadpacket, _Event(self.flow.clock)
-        self._events.append(event)
-        event.gradients = self._gradients([*given, *made])
+        self._add(self._work(func, args, kwargs, output, given, made), self._gradients([*given, *made]))
+
+    def _work(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        given: list[Tensor],
+        made: list[Tensor],
+    ) -> DeviceWork:
+        packet = func.overloadpacket
         if packet in _MATRICES:
             first = _MATRICES[packet]
-            self._multiply(event, args[first], args[first + 1], made[0])
-        elif packet is _aten.convolution:
-            self._convolve(event, args[0], args[1], made[0], is_transposed=args[6], groups=args[8])
-        elif packet in _FUSED:
-            event.attention_flops = float(flop_registry[packet](*args, **kwargs, out_val=output))
-            event.again_flops = ATTENTION_AGAIN * event.attention_flops
-        else:
-            event.moved_bytes = _moved(packet, given, made)
+            return self._product(args[first], args[first + 1], made[0])
+        if packet is _aten.convolution:
+            return self._convolution(args[0], args[1], made[0], is_transposed=args[6], groups=args[8])
+        if packet in _FUSED:
+            flops = float(flop_registry[packet](*args, **kwargs, out_val=output))
+            return DeviceWork((), flops, ATTENTION_AGAIN * flops)
+        return DeviceWork((), moved_bytes=_moved(packet, given, made))
 
     def _gradients(self, tensors: Sequence[Tensor]) -> int:
         """Bytes of gradients of activations."""
@@ -188,30 +187,48 @@ class Counter:
             if is_of_weights:
                 self._made_of_weights.add(key)
 
-    def _multiply(self, event: _Event, one: Tensor, other: Tensor, made: Tensor) -> None:
+    def _product(self, one: Tensor, other: Tensor, made: Tensor) -> DeviceWork:
         """A product with a weight, or of two activations, which counts as attention's."""
         rows, depth, columns = one.shape[-2], one.shape[-1], other.shape[-1]
         repeats = one.shape[:-2].numel()
         sides = [tensor for tensor in (one, other) if self.flow.key(tensor) not in self._made_of_weights]
         if len(sides) == 2:
-            event.attention_flops = 2.0 * rows * columns * depth * repeats
-            return
-        event.product = MatrixProduct(rows, columns, depth, repeats)
-        for tensor in (*sides, made):
-            self._defer(tensor)
+            return DeviceWork((), 2.0 * rows * columns * depth * repeats)
+        self._defer(*sides, made)
+        return DeviceWork((MatrixProduct(rows, columns, depth, repeats),))
 
-    def _convolve(
-        self, event: _Event, given: Tensor, weight: Tensor, made: Tensor, *, is_transposed: bool, groups: int
-    ) -> None:
+    def _convolution(
+        self, given: Tensor, weight: Tensor, made: Tensor, *, is_transposed: bool, groups: int
+    ) -> DeviceWork:
         """The product of patches with the weight, [out, in / groups, *kernel], or with in and out exchanged."""
         places = given if is_transposed else made
         rows = places.shape[0] * places.shape[2:].numel()
         inner, kernel = weight.shape[1], weight.shape[2:].numel()
         outer = weight.shape[0] // groups
         columns, depth = (inner * kernel, outer) if is_transposed else (outer, inner * kernel)
-        event.product = MatrixProduct(rows, columns, depth, groups)
-        for tensor in (given, made):
-            self._defer(tensor)
+        self._defer(given, made)
+        return DeviceWork((MatrixProduct(rows, columns, depth, groups),))
+
+
+def _together(works: Sequence[DeviceWork]) -> DeviceWork:
+    """The work of several operations, with the first shape of attention among them."""
+    return DeviceWork(
+        tuple(product for work in works for product in work.products),
+        attention_flops=sum(work.attention_flops for work in works),
+        again_flops=sum(work.again_flops for work in works),
+        moved_bytes=sum(work.moved_bytes for work in works),
+        scores=next((work.scores for work in works if work.scores is not None), None),
+    )
+
+
+def _kept_between(kept: Sequence[tuple[int, int, int]], points: Sequence[int]) -> list[dict[int, int]]:
+    """Before the first of `points`, which are times, between each two, and after the last: the bytes of what is kept by
+    the number of their memory.
+    """
+    found: list[dict[int, int]] = [{} for _ in range(len(points) + 1)]
+    for clock, key, nbytes in kept:
+        found[bisect_right(points, clock)][key] = nbytes
+    return found
 
 
 class _Operators(TorchDispatchMode):

@@ -22,7 +22,7 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.draw import Comparison, Scatter, Table, scatter_svg
 from pipeflow.draw.captions import Unit
 from pipeflow.draw.columns import COLUMNS, Column, changes, columns_in, difference_text, grouped, plot
-from pipeflow.planning.time_shares import MEANINGS, Breakdown
+from pipeflow.planning.estimate import MEANINGS, Breakdown
 from pipeflow.schedules import SCHEDULES
 from pipeflow.schedules.registry import COMPARED
 from pipeflow.tools.cli.options import UNITS, Commands, cost_options, schedule_name, schedule_options, unit_options

@@ -13,12 +13,12 @@ from pipeflow.draw import Axis, Bar, Point, Table, bars_svg, scatter_svg
 from pipeflow.draw.captions import Unit
 from pipeflow.planning.catalog import model_named
 from pipeflow.planning.cuts import even_cut
+from pipeflow.planning.estimate import MEANINGS, Breakdown, breakdown
 from pipeflow.planning.layout import Layout
 from pipeflow.planning.layouts import TIE, Layouts, Ranked, plainest
 from pipeflow.planning.replanning import Candidate, Replan
 from pipeflow.planning.similar import said, similar_values, uncounted, unpriced
 from pipeflow.planning.step_plan import TITLES, Plan
-from pipeflow.planning.time_shares import MEANINGS, Breakdown, breakdown
 from pipeflow.tools.cli.outputs import wrapped
 
 Lines = Iterator[Table | str]
