@@ -55,6 +55,7 @@ class Letters:
     joint: str = "+"
 
     def piece(self, piece: ColumnPiece) -> Iterator[Painted]:
+        """A piece, exactly `piece.width` columns wide."""
         text, room = self.label(piece), piece.width - piece.joined
         if len(text) > room > 0:
             yield self._letter(piece.kind, piece.chunk).ljust(room, "-") + self.joint * piece.joined, ""
@@ -65,11 +66,13 @@ class Letters:
     about_mixtures: ClassVar[str] = "Columns hold several actions and show the letter of one of them, in turn."
 
     def mixture(self, mixture: Mixture, stream: Stream) -> Painted:
+        """One column of a lane of `stream`."""
         if mixture.shown is None:
             return ("." if stream is Stream.COMPUTE else " "), ""
         return self._letter(*mixture.shown), ""
 
     def idle(self, first: int, end: int) -> Painted:
+        """Idle time: the columns from `first` to `end`, excluded."""
         return "".join(" " if column % self.grid else "." for column in range(first, end)), ""
 
     def label(self, piece: ColumnPiece) -> str:
@@ -85,6 +88,7 @@ class Letters:
         return "".join(" " if digit == last else digit for digit, last in zip(digits, before, strict=False)), ""
 
     def legend(self, kinds: Iterable[Kind], *, pairs: bool, memory: MemoryScale | None) -> Iterator[list[Painted]]:
+        """The entries of the legend."""
         texts = [f"{kind.value} {DATAFLOW[kind].name}" for kind in kinds]
         texts += ["lower case: chunk 1"] if self.chunks == 2 else []
         texts += ["4F0: stage 4, microbatch 0"] if self.chunks > 2 else []
@@ -93,6 +97,7 @@ class Letters:
         yield from ([(text, "")] for text in texts)
 
     def word(self, action: Action) -> Painted:
+        """An action within a text."""
         return str(action), ""
 
     def _letter(self, kind: Kind, chunk: int) -> str:
@@ -122,6 +127,7 @@ class Colours:
     few: bool = False
 
     def piece(self, piece: ColumnPiece) -> Iterator[Painted]:
+        """A piece, exactly `piece.width` columns wide."""
         colour = self._colour(piece.kind, piece.chunk)
         if not piece.is_computation:
             yield BAR * piece.width, colour
@@ -135,11 +141,13 @@ class Colours:
 
     @property
     def about_mixtures(self) -> str:
+        """The sentence that explains columns with several actions."""
         if self.few:
             return "Columns hold several actions and show the colour of one of them, in turn."
         return "Columns hold several actions and show their average colour, greyer where idle."
 
     def mixture(self, mixture: Mixture, stream: Stream) -> Painted:
+        """One column of a lane of `stream`."""
         text = " " if stream is Stream.COMPUTE else BAR
         on = "on " if stream is Stream.COMPUTE else ""
         if self.few:
@@ -150,6 +158,7 @@ class Colours:
         return text, on + css(between(colour, IDLE, busy))
 
     def idle(self, first: int, end: int) -> Painted:
+        """Idle time: the columns from `first` to `end`, excluded."""
         return "\u00b7" * (end - first), "bright_black"
 
     def memory(self, amounts: list[float], memory: MemoryScale) -> Painted:
@@ -157,6 +166,7 @@ class Colours:
         return "".join(EIGHTHS[memory.eighth(amount)] for amount in amounts), self._memory()
 
     def legend(self, kinds: Iterable[Kind], *, pairs: bool, memory: MemoryScale | None) -> Iterator[list[Painted]]:
+        """The entries of the legend."""
         for kind in kinds:
             colours = [self._colour(kind, chunk) for chunk in range(self.chunks)]
             computes = DATAFLOW[kind].stream is Stream.COMPUTE
@@ -172,6 +182,7 @@ class Colours:
             yield [(EIGHTHS[1:], self._memory()), (most, "")]
 
     def word(self, action: Action) -> Painted:
+        """An action within a text."""
         return str(action), self._colour(action.kind, 0)
 
     def _memory(self) -> str:
@@ -186,10 +197,8 @@ class Colours:
 
 
 Painter = Letters | Colours
-"""What paints the pieces of a timeline: `piece` exactly `piece.width` columns wide, `mixture` one column with several
-actions, `idle` the columns from `first` to `end`, `memory` an amount per column, and `word` an action within a text.
-`space` is the number of empty lines below a rank's memory, so that its bars do not seem to belong to the next rank.
-"""
+"""What paints the pieces of a timeline. `space` is the number of empty lines below a rank's memory, so that its bars do
+not seem to belong to the next rank."""
 
 
 def paint(line: Line, width: int, painter: Painter, stream: Stream) -> Iterator[Painted]:

@@ -45,7 +45,7 @@ class Rules:
     An F is not begun if a gradient is known to arrive within `patience[operation]` of the F's duration. The same is
     true for a W, if a gradient or an activation is known to arrive.
 
-    With a `slack`, these rules are for F and I alone, and W is added later (`orders.filling`). It may delay them
+    With a `slack`, these rules are for F and I alone, and W is added later (`filled`). It may delay them
     as long as the objective stays below `1 + slack` times its lower bound.
     """
 
