@@ -67,7 +67,7 @@ class ScheduleRequest:
         prices: what it costs, and is made for.
         ranks, microbatches: its size if it has a name.
         options: those of its family that are given, as (name, value).
-        stages: the stages of each way to save memory, as (argument of `with_memory_kinds`, stages); True: all.
+        stages: the stages of each way to save memory, as (name in STAGE_OPTIONS, stages); True: all.
         read: what was read; None: it has a name.
         title: what it is called in drawings; empty: as its family calls it.
         candidates: orders that a search tries; None: as many as it does by default.
@@ -98,7 +98,7 @@ class ScheduleRequest:
     @property
     def is_made_for_costs(self) -> bool:
         """Whether its order depends on the costs."""
-        return "offload" in dict(self.stages) or (self.read is None and is_searched(self.name))
+        return "offload_stages" in dict(self.stages) or (self.read is None and is_searched(self.name))
 
     def schedule(self) -> Schedule:
         """Makes the schedule. Raises UsageError if it cannot be made."""
@@ -110,7 +110,7 @@ class ScheduleRequest:
             raise UsageError(self.read.problem)
         else:
             made = self.read.schedule
-        stages = dict(self.stages)
+        stages = {option.removesuffix("_stages"): each for option, each in self.stages}
         cost = self.prices.cost_model(made.placement) if "offload" in stages else None
         made = self.completed(with_memory_kinds(made, **stages, cost=cost))
         return made.forward_only() if self.forward_only else made

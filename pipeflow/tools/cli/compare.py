@@ -28,7 +28,7 @@ from pipeflow.schedules.registry import COMPARED
 from pipeflow.tools.cli.options import UNITS, Commands, cost_options, schedule_name, schedule_options, unit_options
 from pipeflow.tools.cli.outputs import add_outputs, files_named, show, wrapped, write, write_drawings
 from pipeflow.tools.cli.plan_reports import breakdowns_svg
-from pipeflow.tools.cli.requests import Compared, ScheduleOptions, refuse, refuse_all_but, refuse_costs
+from pipeflow.tools.cli.requests import Compared, refuse, refuse_all_but, refuse_costs
 
 Found = dict[str, Measures]
 TABLE = tuple(name for name in COLUMNS if name != "span")
@@ -62,7 +62,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
     if arguments.svg is not None and not arguments.json:
         refuse(arguments, ("sort",), "for --svg, which has no order")
     names = list(dict.fromkeys(arguments.schedules)) or list(COMPARED)
-    found, refused, unit = _measured(names, ScheduleOptions.of(arguments))
+    found, refused, unit = _measured(names, arguments)
     if not found:
         raise UsageError("; ".join(grouped(refused)))
     found = _sorted(found, arguments.sort)
@@ -76,13 +76,13 @@ def run_compare(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(names: list[str], options: ScheduleOptions) -> tuple[Found, dict[str, str], Unit]:
+def _measured(names: list[str], arguments: argparse.Namespace) -> tuple[Found, dict[str, str], Unit]:
     """The measures of the schedules that can be made with these options, the reasons why the others cannot, and the
     unit of the times. A name that is unknown, or a file that does not fit, is an error.
     """
     found, refused = {}, {}
     timelines, schedules = [], []
-    compared = Compared.of(names, options)
+    compared = Compared.of(names, arguments)
     for name in names:
         try:
             schedule, timeline = compared.both(name)
@@ -94,7 +94,7 @@ def _measured(names: list[str], options: ScheduleOptions) -> tuple[Found, dict[s
                 raise
             refused[name] = " ".join(str(error).split())
     if schedules:
-        refuse_costs(options.costs, *schedules)
+        refuse_costs(compared.costs, *schedules)
     return found, refused, Unit.of(timelines)
 
 
@@ -211,10 +211,9 @@ def run_diff(arguments: argparse.Namespace) -> int:
         refuse(arguments, ("memory",), "for files, which always show it")
     if paths.keys() == {"perfetto"}:
         refuse(arguments, UNITS, "with --perfetto, whose unit of time is the second")
-    options = ScheduleOptions.of(arguments)
-    compared = Compared.of(names, options)
+    compared = Compared.of(names, arguments)
     schedules, timelines = zip(*map(compared.both, names), strict=True)
-    refuse_costs(options.costs, *schedules)
+    refuse_costs(compared.costs, *schedules)
     measured = [compared.request(name).measured is not None for name in names]
     titles = ("planned", "measured") if measured == [False, True] else ("first", "second")
     unit, factor = arguments.unit, arguments.factor

@@ -156,8 +156,8 @@ def _takes(hint: Any, choices: Sequence[Any] | None) -> dict[str, Any]:
     return {"type": kind, "metavar": "X" if kind is float else "N"}
 
 
-def given_fields(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """The values of the options of these names that were given."""
+def values_of(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """The values of those options among `names` that were given."""
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 

@@ -37,6 +37,7 @@ from pipeflow.planning.setup import CHOICES, PRECISIONS, Setup
 from pipeflow.planning.step_plan import Plan
 from pipeflow.planning.transformer import GPT, ViT
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
+from pipeflow.schedules.orders.additions import STAGE_OPTIONS
 from pipeflow.schedules.registry import family_options
 from pipeflow.tools.cli import plan_reports as reports
 from pipeflow.tools.cli.options import (
@@ -46,15 +47,17 @@ from pipeflow.tools.cli.options import (
     add_fields,
     argument,
     flag,
-    given_fields,
     schedule_name,
+    values_of,
 )
 from pipeflow.tools.cli.outputs import STANDARD_OUTPUT, doing, show, write
 from pipeflow.tools.cli.requests import (
-    ScheduleOptions,
+    GivenCosts,
+    changed,
     is_file,
     refuse,
     refuse_all_but,
+    request_of,
     require_size,
     sound_schedule,
 )
@@ -259,7 +262,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run_one(arguments: argparse.Namespace, model: Model) -> int:
     names = SEARCH if arguments.breakdown else (*SEARCH, "svg")
-    if given := [*map(flag, given_fields(arguments, names))]:
+    if given := [*map(flag, values_of(arguments, names))]:
         raise UsageError(f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} for a search: give --devices too")
     if arguments.breakdown and arguments.device is None and arguments.cluster is None:
         raise UsageError("--breakdown tells where seconds go: say on which device, with --device or --cluster")
@@ -352,7 +355,7 @@ def _require_one_output(arguments: argparse.Namespace) -> None:
 
 def model_of(arguments: argparse.Namespace) -> Model:
     """The model with the sizes that were given. Raises UsageError for sizes that it does not have."""
-    given, model = given_fields(arguments, SIZES), model_named(arguments.model)
+    given, model = values_of(arguments, SIZES), model_named(arguments.model)
     if arguments.layout and arguments.layout.mtp:
         given = {"mtp": arguments.layout.mtp, **given}
     own = [each.name for each in fields(model)]
@@ -363,7 +366,7 @@ def model_of(arguments: argparse.Namespace) -> Model:
 
 def setup_of(arguments: argparse.Namespace, names: Sequence[str]) -> Setup:
     """The setup with those of its fields that are among `names`."""
-    given = given_fields(arguments, names) | {"engine": arguments.engine or arguments.library}
+    given = values_of(arguments, names) | {"engine": arguments.engine or arguments.library}
     if "precision" in given:
         given["precision"] = PRECISIONS[given["precision"]]
     return Setup(**given)
@@ -373,7 +376,7 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster | None:
     """The cluster that the options describe; None where there are none. Raises UsageError for numbers without a device,
     and as Cluster.
     """
-    given = given_fields(arguments, CLUSTER)
+    given = values_of(arguments, CLUSTER)
     if arguments.device is not None and arguments.cluster is not None:
         raise UsageError("--device and --cluster both say what the devices are: give one of them")
     if arguments.cluster is not None:
@@ -389,13 +392,13 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster | None:
 def _schedule(
     arguments: argparse.Namespace, model: Model, setup: Setup, cut: Callable[[Placement], Cut], cluster: Cluster | None
 ) -> Schedule:
-    options, layout = given_fields(arguments, family_options()), arguments.layout
+    options, layout = values_of(arguments, family_options()), arguments.layout
     name, ranks = arguments.schedule, 4 if arguments.pipeline is None else arguments.pipeline
     if name is not None and is_file(name):
         if arguments.pipeline is not None:
             raise UsageError(f"--pipeline is for named schedules; {name} has its own ranks")
-        given = ScheduleOptions(microbatches=arguments.microbatches, options=tuple(options.items()))
-        return sound_schedule(given.request(name))
+        file = changed(arguments, ranks=None, placement=None, forward_only=False, **dict.fromkeys(STAGE_OPTIONS))
+        return sound_schedule(request_of(name, file, GivenCosts()))
     if layout and ranks > 0:  # without a name, 1F1B, which is interleaved for several stages per rank
         chunks = layout.chunks(ranks)
         name = name or ("1f1b" if chunks == 1 else "interleaved-1f1b")

@@ -28,7 +28,7 @@ from pipeflow.planning.schedule_request import ReadSchedule, ScheduleRequest
 from pipeflow.schedules import SCHEDULES, options_of
 from pipeflow.schedules.orders.additions import STAGE_OPTIONS
 from pipeflow.schedules.registry import family_options
-from pipeflow.tools.cli.options import flag
+from pipeflow.tools.cli.options import flag, values_of
 from pipeflow.tools.cli.outputs import doing
 
 LARGEST = 1_000_000  # stages times microbatches: needs a gigabyte of memory, and half a minute
@@ -78,7 +78,7 @@ class GivenCosts:
         """The costs that the arguments give. Raises UsageError for even costs together with a file, and for a file that
         is wrong.
         """
-        even = {name: getattr(arguments, name) for name in EVEN_COSTS if getattr(arguments, name) is not None}
+        even = values_of(arguments, EVEN_COSTS)
         if arguments.costs is None:
             return cls(even)
         if even:
@@ -117,81 +117,47 @@ class GivenCosts:
         raise UsageError(f"costs measured on {there} stages do not fit {stages}: give costs, as in --forward 1")
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class ScheduleOptions:
-    """The options of a command that are about schedules. None: not given.
-
-    Attributes:
-        costs: the given costs.
-        ranks, microbatches: the size of a named schedule.
-        options: the options of the schedule, as (name, value).
-        placement: the name of a placement for a CSV file.
-        forward_only: whether to leave out backwards.
-        stages: the stages of each option that saves memory, as (option of make_schedule, stages); True: all.
+def request_of(name: str, arguments: argparse.Namespace, costs: GivenCosts) -> ScheduleRequest:
+    """The schedule `name` with the options of a command with schedule_options. Raises UsageError for options that do
+    not fit it, and for a file that cannot be read.
     """
+    stages = tuple(values_of(arguments, STAGE_OPTIONS).items())
+    request = ScheduleRequest(name, costs, stages=stages, forward_only=arguments.forward_only)
+    if is_file(name):
+        request = replace(request, read=_read(name, arguments))
+        if request.measured is not None:
+            return request
+    else:
+        if arguments.placement is not None:
+            raise UsageError(f"--placement is for CSV files; schedule {name!r} has its own")
+        options = values_of(arguments, family_options())
+        request = replace(request, options=tuple(options.items()), **values_of(arguments, ("ranks", "microbatches")))
+        require_size(request.ranks, request.microbatches, options)
+    return replace(request, reduces=costs.adds("reduce"), steps=costs.adds("optimizer"))
 
-    costs: GivenCosts = GivenCosts()
-    ranks: int | None = None
-    microbatches: int | None = None
-    options: tuple[tuple[str, Any], ...] = ()
-    placement: str | None = None
-    forward_only: bool = False
-    stages: tuple[tuple[str, bool | tuple[int, ...]], ...] = ()
 
-    @classmethod
-    def of(cls, arguments: argparse.Namespace) -> ScheduleOptions:
-        """From the arguments of a command with schedule_options and cost_options."""
-        given = [(name, getattr(arguments, name)) for name in family_options()]
-        return cls(
-            GivenCosts.of(arguments),
-            arguments.ranks,
-            arguments.microbatches,
-            tuple((name, value) for name, value in given if value is not None),
-            arguments.placement,
-            arguments.forward_only,
-            tuple(
-                (name.removesuffix("_stages"), stages) for name in STAGE_OPTIONS if (stages := getattr(arguments, name))
-            ),
-        )
+def _read(name: str, arguments: argparse.Namespace) -> ReadSchedule:
+    """The schedule or the timeline in a file. Raises UsageError also for options that are not for it."""
+    if named := list(values_of(arguments, ("ranks", *family_options()))):
+        raise UsageError(f"{flag(named[0])} is for named schedules; {name} has its own")
+    text = read_text(name)
+    try:
+        read = ReadSchedule.of(name, text, arguments.microbatches)
+    except UsageError as error:
+        raise UsageError(f"{name}: {error}") from None
+    if read.measured is None:
+        return read if arguments.placement is None else _placed(read, arguments.placement)
+    names = ("microbatches", "placement", *["forward_only"] * arguments.forward_only)
+    if own := list(values_of(arguments, names)):
+        raise UsageError(f"{name}: {flag(own[0])} is for schedules; a timeline has its own")
+    if saving := list(values_of(arguments, STAGE_OPTIONS)):
+        raise UsageError(f"{flag(saving[0])} is for schedules; a timeline shows what ran")
+    return read
 
-    def request(self, name: str) -> ScheduleRequest:
-        """The schedule `name` with these options. Raises UsageError for options that do not fit it, and for a file that
-        cannot be read.
-        """
-        if is_file(name):
-            read = self._read(name)
-            request = ScheduleRequest(name, self.costs, read=read, stages=self.stages, forward_only=self.forward_only)
-            if read.measured is not None:
-                return request
-        else:
-            if self.placement is not None:
-                raise UsageError(f"--placement is for CSV files; schedule {name!r} has its own")
-            ranks, microbatches = 4 if self.ranks is None else self.ranks, self.microbatches
-            microbatches = 8 if microbatches is None else microbatches
-            require_size(ranks, microbatches, dict(self.options))
-            request = ScheduleRequest(name, self.costs, ranks, microbatches, self.options, self.stages)
-            request = replace(request, forward_only=self.forward_only)
-        return replace(request, reduces=self.costs.adds("reduce"), steps=self.costs.adds("optimizer"))
 
-    def _read(self, name: str) -> ReadSchedule:
-        for option, value in (("ranks", self.ranks), *self.options):
-            if value is not None:
-                raise UsageError(f"{flag(option)} is for named schedules; {name} has its own")
-        text = read_text(name)
-        try:
-            read = ReadSchedule.of(name, text, self.microbatches)
-            if read.measured is None:
-                return read if self.placement is None else _placed(read, self.placement)
-            given = {"microbatches": self.microbatches, "placement": self.placement}
-            for option, value in {**given, "forward_only": self.forward_only or None}.items():
-                if value is not None:
-                    raise UsageError(f"{flag(option)} is for schedules; a timeline has its own")
-        except UsageError as error:
-            raise UsageError(f"{name}: {error}") from None
-        if self.stages:
-            raise UsageError(f"{flag(f'{self.stages[0][0]}_stages')} is for schedules; a timeline shows what ran")
-        return read
+def changed(arguments: argparse.Namespace, **values: object) -> argparse.Namespace:
+    """The arguments with other values of some options."""
+    return argparse.Namespace(**{**vars(arguments), **values})
 
 
 def is_file(name: str) -> bool:
@@ -222,27 +188,28 @@ def sound_schedule(request: ScheduleRequest) -> Schedule:
     return schedule
 
 
-def ordered_schedule(name: str, options: ScheduleOptions) -> Schedule:
+def ordered_schedule(name: str, arguments: argparse.Namespace, costs: GivenCosts) -> Schedule:
     """The schedule `name`, for commands that show an order and no times. Raises UsageError for costs that it does not
     depend on.
     """
-    request = options.request(name)
+    request = request_of(name, arguments, costs)
     schedule = schedule_of(request)
-    _require_no_costs(request, options.costs)
-    if not request.is_made_for_costs and (unread := options.costs.times_only):
+    _require_no_costs(request, costs)
+    if not request.is_made_for_costs and (unread := costs.times_only):
         raise UsageError(f"{unread} does not change the order of {name}: leave it out")
     return schedule
 
 
-def timeline_of(name: str, options: ScheduleOptions) -> Timeline:
+def timeline_of(name: str, arguments: argparse.Namespace) -> Timeline:
     """The timeline of the schedule `name`, which is sound, or the one that was measured. Raises UsageError for costs
     beside a measured one, or that do not fit.
     """
-    request = options.request(name)
+    costs = GivenCosts.of(arguments)
+    request = request_of(name, arguments, costs)
     schedule = sound_schedule(request)
-    _require_no_costs(request, options.costs)
+    _require_no_costs(request, costs)
     timeline = _simulated(request, schedule)
-    refuse_costs(options.costs, schedule)
+    refuse_costs(costs, schedule)
     return timeline
 
 
@@ -277,51 +244,51 @@ class Compared:
 
     Attributes:
         files: per name of a file, what is asked for, which is sound.
-        options: the options for named schedules, of which each takes those that it has.
+        arguments: the options for named schedules, of which each takes those that it has.
+        costs: the costs that were given, or measured.
         reduces: whether named schedules get reductions, because a file has them.
     """
 
     files: Mapping[str, ScheduleRequest]
-    options: ScheduleOptions
+    arguments: argparse.Namespace
+    costs: GivenCosts
     reduces: bool
 
     @classmethod
-    def of(cls, names: Sequence[str], options: ScheduleOptions) -> Compared:
+    def of(cls, names: Sequence[str], arguments: argparse.Namespace) -> Compared:
         """The schedules with these names. A named schedule takes the sizes of the first file, unless sizes are given,
         and the costs of the first measured file, unless costs are given.
 
         Raises UsageError for a file that cannot be read or is unsound, for an option that applies to none, and for
         costs if everything was measured.
         """
-        known = [name for name in names if name in SCHEDULES]
-        for option, _ in options.options:
+        known, costs = [name for name in names if name in SCHEDULES], GivenCosts.of(arguments)
+        for option in values_of(arguments, family_options()):
             if known and not any(option in options_of(name) for name in known):
                 raise UsageError(f"none of {', '.join(known)} takes {flag(option)}")
-        paths = list(filter(is_file, names))
-        placed = options if len(paths) == len(names) else replace(options, ranks=None, microbatches=None, options=())
-        files = {path: placed.request(path) for path in paths}
+        paths, placed = list(filter(is_file, names)), arguments
+        if len(paths) < len(names):
+            placed = changed(arguments, **dict.fromkeys(("ranks", "microbatches", *family_options())))
+        files = {path: request_of(path, placed, costs) for path in paths}
         read = [sound_schedule(each) for each in files.values()]
-        costs, measured = options.costs, [each.measured for each in files.values() if each.measured is not None]
+        measured = [each.measured for each in files.values() if each.measured is not None]
         if costs.given is not None and len(measured) == len({*names}):
             raise UsageError(f"{costs.given} is for schedules; a timeline has its own times")
         if measured and costs.given is None:
             costs = replace(costs, per_stage=measured_costs(measured[0]))
         if read:
-            ranks, microbatches = read[0].placement.num_ranks, read[0].num_microbatches
-            ranks = ranks if options.ranks is None else options.ranks
-            microbatches = microbatches if options.microbatches is None else options.microbatches
-            options = replace(options, ranks=ranks, microbatches=microbatches, placement=None)
+            sizes = {"ranks": read[0].placement.num_ranks, "microbatches": read[0].num_microbatches}
+            arguments = changed(arguments, **sizes | values_of(arguments, sizes), placement=None)
         files = {path: replace(each, prices=costs) for path, each in files.items()}
-        reduces = any(Stream.REDUCE in schedule.streams for schedule in read)
-        return cls(files, replace(options, costs=costs), reduces)
+        return cls(files, arguments, costs, any(Stream.REDUCE in schedule.streams for schedule in read))
 
     def request(self, name: str) -> ScheduleRequest:
         """The request for the schedule with this name. Raises UsageError for options that do not fit it."""
         if name in self.files:
             return self.files[name]
         known = options_of(name) if name in SCHEDULES else ()
-        fitting = tuple((option, value) for option, value in self.options.options if option in known)
-        request = replace(self.options, options=fitting).request(name)
+        without = dict.fromkeys(option for option in family_options() if option not in known)
+        request = request_of(name, changed(self.arguments, **without), self.costs)
         return replace(request, reduces=request.reduces or self.reduces)
 
     def both(self, name: str) -> tuple[Schedule, Timeline]:

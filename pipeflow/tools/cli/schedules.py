@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable
-from dataclasses import replace
 
 from pipeflow.core.analysis.measures import busy_times, path_times, stream_times
 from pipeflow.core.analysis.other_engines import lowered_csv
@@ -19,7 +18,7 @@ from pipeflow.schedules import SCHEDULES, options_of
 from pipeflow.schedules.registry import family_options
 from pipeflow.tools.cli.options import UNITS, Commands, cost_options, schedule_argument, schedule_options, unit_options
 from pipeflow.tools.cli.outputs import FORMATS, STANDARD_OUTPUT, add_outputs, files_named, show, write, write_drawings
-from pipeflow.tools.cli.requests import ScheduleOptions, ordered_schedule, refuse, timeline_of, violations_of
+from pipeflow.tools.cli.requests import GivenCosts, changed, ordered_schedule, refuse, timeline_of, violations_of
 
 
 def add_draw(commands: Commands) -> None:
@@ -41,7 +40,7 @@ def run_draw(arguments: argparse.Namespace) -> int:
         refuse(arguments, ("memory",), "for files, which always show it")
     if paths.keys() == {"perfetto"} and not arguments.critical_path:
         refuse(arguments, UNITS, "with --perfetto, whose unit of time is the second")
-    timeline = timeline_of(arguments.schedule, ScheduleOptions.of(arguments))
+    timeline = timeline_of(arguments.schedule, arguments)
     unit, factor = arguments.unit, arguments.factor
     if paths:
         write_drawings(paths, timeline, unit=unit, factor=factor, critical_path=arguments.critical_path)
@@ -68,7 +67,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     """Prints the makespan, bubble, peaks and transfers of a schedule or a timeline."""
     if arguments.json:
         refuse(arguments, UNITS, "with --json, whose times are in the timeline's own unit")
-    timeline = timeline_of(arguments.schedule, ScheduleOptions.of(arguments))
+    timeline = timeline_of(arguments.schedule, arguments)
     if arguments.json:
         print(json.dumps(_measures(timeline)))
     else:
@@ -139,11 +138,11 @@ def add_verify(commands: Commands) -> None:
 def run_verify(arguments: argparse.Namespace) -> int:
     """Prints that the schedule is sound, or one line per violation."""
     name: str = arguments.schedule
-    options = ScheduleOptions.of(arguments)
+    costs, cap = GivenCosts.of(arguments), arguments.memory_cap
     if name not in SCHEDULES or "memory_cap" not in options_of(name):
-        options = replace(options, options=tuple(each for each in options.options if each[0] != "memory_cap"))
-    schedule = ordered_schedule(name, options)
-    violations = violations_of(schedule, arguments.memory_cap, options.costs)
+        arguments = changed(arguments, memory_cap=None)
+    schedule = ordered_schedule(name, arguments, costs)
+    violations = violations_of(schedule, cap, costs)
     for violation in violations:
         print(printable(str(violation)))
     if violations:
@@ -170,6 +169,6 @@ def add_export(commands: Commands) -> None:
 
 def run_export(arguments: argparse.Namespace) -> int:
     """Writes the schedule as CSV, with one line per rank."""
-    schedule = ordered_schedule(arguments.schedule, ScheduleOptions.of(arguments))
+    schedule = ordered_schedule(arguments.schedule, arguments, GivenCosts.of(arguments))
     write({arguments.csv: lowered_csv(schedule) if arguments.lowered else schedule.to_csv()})
     return 0

@@ -228,7 +228,7 @@ class State:
             self.ranks,
             self.microbatches,
             tuple((option, value) for option, value in given.items() if option not in STAGE_OPTIONS),
-            tuple((option.removesuffix("_stages"), given[option]) for option in STAGE_OPTIONS if option in given),
+            tuple((option, value) for option, value in given.items() if option in STAGE_OPTIONS),
             None if file is None else self.files[file],
             title(name),
             candidates,
