@@ -1,5 +1,5 @@
 """CutModel: a model that scripts hand over whole, and that is cut when it gets its first batch, as CutSettings say; and
-WholeOutputs: what it returns for a batch. PreparedModel: one of which a call in training runs a whole step of the
+what it returns for a batch. PreparedModel: one of which a call in training runs a whole step of the
 pipeline, whose gradients wait for the backward of its loss. Must not contain: names of a library.
 """
 
@@ -26,7 +26,7 @@ from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.runtime.microbatch import Batch, Divided, as_batch
 from pipeflow.engine.runtime.other_calls import HeldStep, held_step
 from pipeflow.engine.runtime.pipeline import Pipeline, execute_pipeline
-from pipeflow.engine.runtime.plain_values import PlainValues
+from pipeflow.engine.runtime.plain_values import whole_values
 from pipeflow.engine.runtime.step import LossOver, Output
 from pipeflow.engine.runtime.whole_loss import require_whole_loss
 from pipeflow.engine.stages.blocks import Blocks, Cuts
@@ -156,62 +156,56 @@ class CutModel(nn.Module):
         return self.inner.named_parameters(prefix, recurse, remove_duplicate)
 
 
-class WholeOutputs:
-    """What the last stage returns, as outputs of whole batches: plain numbers beside its tensors are the batch's.
+def whole_outputs(outputs: Any, batch: object, pipeline: Pipeline, schedule: Schedule | None = None) -> Any:
+    """What the last stage returns, as outputs of a whole batch: plain numbers beside its tensors are the batch's.
 
     Args:
-        pipeline: a Pipeline of a cut module.
+        outputs: those of the last stage, merged over the microbatches; None on other ranks.
+        batch: the batch, as the Pipeline reads it.
+        pipeline: the Pipeline of a cut module.
+        schedule: the schedule that ran it; by default the Pipeline's.
     """
+    if outputs is None or isinstance(batch, Divided):
+        return outputs
+    return whole_values(outputs, _read(batch, pipeline, schedule or pipeline.schedule), pipeline)
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
-        self._plain = PlainValues(pipeline)
 
-    def of(self, outputs: Any, batch: object, schedule: Schedule | None = None) -> Any:
-        """The outputs of a batch.
+def evaluate(
+    batch: object, pipeline: Pipeline, *, is_named: bool, makes_loss: bool, return_outputs: bool = True
+) -> Output:
+    """Evaluates a batch.
 
-        Args:
-            outputs: those of the last stage, merged over the microbatches; None on other ranks.
-            batch: the batch, as the Pipeline reads it.
-            schedule: the schedule that ran it; by default the Pipeline's.
-        """
-        if outputs is None or isinstance(batch, Divided):
-            return outputs
-        return self._plain.whole(outputs, self._read(batch, schedule or self._pipeline.schedule))
+    Args:
+        batch: the batch, as the Pipeline reads it.
+        pipeline: the Pipeline of a cut module.
+        is_named: whether the batch has an entry called labels.
+        makes_loss: whether the loss is computed, which is then known on every rank: also if the module computes one of
+            its own without an entry of this name.
+        return_outputs: as in `execute_pipeline`.
+    """
+    runner, read = pipeline.runner, pipeline.runner.read
+    is_own = makes_loss and not is_named and _has_loss(batch, pipeline)
+    with instead(vars(runner), read=lambda batch: (read(batch)[0], True)) if is_own else nullcontext():
+        return execute_pipeline(
+            iter([batch]),
+            pipeline,
+            forward_only=True,
+            return_outputs=return_outputs,
+            broadcast_loss=makes_loss and (is_named or is_own),
+        )
 
-    def evaluate(self, batch: object, *, is_named: bool, makes_loss: bool, return_outputs: bool = True) -> Output:
-        """Evaluates a batch.
 
-        Args:
-            batch: the batch, as the Pipeline reads it.
-            is_named: whether it has an entry called labels.
-            makes_loss: whether the loss is computed, which is then known on every rank: also if the module computes one
-                of its own without an entry of this name.
-            return_outputs: as in `execute_pipeline`.
-        """
-        pipeline, runner, read = self._pipeline, self._pipeline.runner, self._pipeline.runner.read
-        is_own = makes_loss and not is_named and self._has_loss(batch)
-        reading = instead(vars(runner), read=lambda batch: (read(batch)[0], True)) if is_own else nullcontext()
-        with reading:
-            return execute_pipeline(
-                iter([batch]),
-                pipeline,
-                forward_only=True,
-                return_outputs=return_outputs,
-                broadcast_loss=makes_loss and (is_named or is_own),
-            )
+def _has_loss(batch: object, pipeline: Pipeline) -> bool:
+    """True if the module computes a loss of its own of a batch, whatever its labels are called."""
+    stage = pipeline.chunks[0]
+    assert isinstance(stage, ModuleStage)
+    with pipeline.alarm.raised_everywhere():
+        made = _read(batch, pipeline, pipeline.schedule)
+        return stage.planner.plan(made.split(made.inputs)[0], stage.root).trace.loss is not None
 
-    def _has_loss(self, batch: object) -> bool:
-        """True if the module computes a loss of its own of a batch, whatever its labels are called."""
-        stage = self._pipeline.chunks[0]
-        assert isinstance(stage, ModuleStage)
-        with self._pipeline.alarm.raised_everywhere():
-            made = self._read(batch, self._pipeline.schedule)
-            return stage.planner.plan(made.split(made.inputs)[0], stage.root).trace.loss is not None
 
-    def _read(self, batch: object, schedule: Schedule) -> Batch:
-        runner, device = self._pipeline.runner, self._pipeline.context.device
-        return as_batch(batch, schedule.num_microbatches, device, runner.read)
+def _read(batch: object, pipeline: Pipeline, schedule: Schedule) -> Batch:
+    return as_batch(batch, schedule.num_microbatches, pipeline.context.device, pipeline.runner.read)
 
 
 class PreparedModel(CutModel):
@@ -234,7 +228,6 @@ class PreparedModel(CutModel):
         self._settings = settings
         self._context = context
         self._entries = Entries(module)
-        self._merging: WholeOutputs | None = None
         self._has_loss = self._is_bare = False  # of the module's output, as found when it is cut
 
     @contextmanager
@@ -330,7 +323,6 @@ class PreparedModel(CutModel):
         self._has_loss, self._is_bare = trace.loss is not None, trace.returned.spec.is_leaf()
         made.training = self.training
         made.runner.read = _as_it_is
-        self._merging = WholeOutputs(made)
         self._layer_random = random_of_layers(self._context)
         self.become(made)
 
@@ -345,13 +337,12 @@ class PreparedModel(CutModel):
         return self.step.loss
 
     def _evaluate(self, batch: tuple[dict[str, Any], object]) -> Any:
-        entries, labels = batch
-        assert self._merging is not None
-        read = (entries, labels if self._has_loss else None)
+        (entries, labels), pipeline, makes_loss = batch, self.pipeline, self._has_loss
+        read = (entries, labels if makes_loss else None)
         with self.layers():
-            told = self._merging.evaluate(read, is_named=labels is not None, makes_loss=self._has_loss)
-            with self.pipeline.alarm.raised_everywhere():
-                outputs = _without_caches(self._merging.of(told.outputs, (entries, None)))
+            told = evaluate(read, pipeline, is_named=labels is not None, makes_loss=makes_loss)
+            with pipeline.alarm.raised_everywhere():
+                outputs = _without_caches(whole_outputs(told.outputs, (entries, None), pipeline))
                 outputs = shared_outputs(outputs, self._context)
         return outputs if told.loss is None else _with_loss(outputs, told.loss)
 

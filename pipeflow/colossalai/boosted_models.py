@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeflow.adapters.batches import samples_of
-from pipeflow.adapters.cut_model import CutModel, WholeOutputs
+from pipeflow.adapters.cut_model import CutModel, whole_outputs
 from pipeflow.colossalai.gemini import spread
 from pipeflow.colossalai.plugins import HybridParallelPlugin
 from pipeflow.colossalai.policies import Policy, require_whole
@@ -237,7 +237,6 @@ class BoostedModel(CutModel):
         self.loss = Loss()
         self.reduces = True
         self._batches = Batches(module, dtype)
-        self._merging: WholeOutputs | None = None
         if plugin.pp_size == 1:
             self.inner = make_whole(module, plugin, self.loss, self._batches).train(module.training)
 
@@ -247,12 +246,11 @@ class BoostedModel(CutModel):
         """
         if not self.is_cut:
             made = make_stages(self.inner, self.plugin, self.loss, self._batches, batch)
-            self._merging = WholeOutputs(made)
             self.become(made.train(self.inner.training))
 
     def whole_outputs(self, outputs: Any, batch: object, schedule: Schedule) -> Any:
         """The outputs of a batch that `schedule` ran, from those of its microbatches."""
-        return outputs if self._merging is None else self._merging.of(outputs, batch, schedule)
+        return whole_outputs(outputs, batch, self.pipeline, schedule) if self.plugin.pp_size > 1 else outputs
 
     def forward(self, *arguments: Any, **entries: Any) -> Any:
         """Calls the module. Raises UsageError with several pipeline ranks."""

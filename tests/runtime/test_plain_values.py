@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeflow import Pipeline, execute_pipeline, make_schedule
 from pipeflow.engine.runtime.microbatch import as_batch
-from pipeflow.engine.runtime.plain_values import PlainValues
+from pipeflow.engine.runtime.plain_values import whole_values
 from pipeflow.testing import run_threads
 
 
@@ -43,7 +43,7 @@ def test_plain_values_are_those_of_the_whole_batch(samples: int) -> None:
         expected = module(batch)
         split = as_batch((batch, None), 4, torch.device("cpu"), model.runner.read)
         told = execute_pipeline(iter([(batch, None)]), model, forward_only=True, return_outputs=True)
-        found: Any = PlainValues(model).whole(told.outputs, split)
+        found: Any = whole_values(told.outputs, split, model)
         assert torch.allclose(found.pop("x"), expected.pop("x"), atol=1e-6)
         if samples > 1:
             expected["more"] = [size + 1 for size in split.sizes]

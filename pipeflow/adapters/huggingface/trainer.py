@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeflow.adapters.batches import samples_of
-from pipeflow.adapters.cut_model import WholeOutputs
+from pipeflow.adapters.cut_model import evaluate, whole_outputs
 from pipeflow.adapters.huggingface.accelerator import PipelineAccelerator, place_arguments
 from pipeflow.adapters.huggingface.classes import show_attributes
 from pipeflow.adapters.huggingface.own_loss import (
@@ -78,7 +78,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         if "ref_model" in takes.parameters:
             require_reference(given, model)
         self._root = model.chunks[0].root
-        self._whole = WholeOutputs(model)
         show_attributes(model)
         self._drawing = random_of_data(args.seed)
         super().__init__(*bound.args, **bound.kwargs)
@@ -242,14 +241,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         labels = tuple(inputs.get(name) for name in self.label_names)
         has_labels = bool(labels) and all(each is not None for each in labels)
         makes_loss = has_labels or (not labels and bool(inputs.get("return_loss", self.can_return_loss)))
-        told = self._whole.evaluate(
-            inputs, is_named="labels" in inputs, makes_loss=makes_loss, return_outputs=not prediction_loss_only
-        )
+        is_named, returns = "labels" in inputs, not prediction_loss_only
+        told = evaluate(inputs, self.model, is_named=is_named, makes_loss=makes_loss, return_outputs=returns)
         loss = told.loss if makes_loss else None
         if prediction_loss_only:
             return loss, None, None
         with self.model.alarm.raised_everywhere():
-            logits = self._shared(self._whole.of(told.outputs, inputs), labels, ignore_keys)
+            logits = self._shared(whole_outputs(told.outputs, inputs, self.model), labels, ignore_keys)
         prepared = self._prepare_input(labels) if has_labels else None
         return loss, logits, prepared[0] if prepared is not None and len(prepared) == 1 else prepared
 

@@ -22,7 +22,7 @@ from pipeflow.engine.parallel.transport.agreement import all_gather
 from pipeflow.engine.runtime.microbatch import Batch, as_batch
 from pipeflow.engine.runtime.other_calls import held_step
 from pipeflow.engine.runtime.pipeline import Pipeline, execute_pipeline
-from pipeflow.engine.runtime.plain_values import PlainValues
+from pipeflow.engine.runtime.plain_values import whole_values
 from pipeflow.engine.runtime.weighing import Divisors
 from pipeflow.engine.stages.loss import own_loss
 from pipeflow.engine.stages.stage import ModuleStage
@@ -155,7 +155,6 @@ class BatchResults:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._known: dict[str, tuple[Any, dict[str, Divisors | None]]] = {}
-        self._plain = PlainValues(pipeline)
 
     def whole(self, outputs: Any, entries: dict[str, Any], microbatches: int) -> Any:
         """The result of a batch without its loss, on every rank of the pipeline, which call it together.
@@ -173,7 +172,7 @@ class BatchResults:
             self._known[method] = self._traced(batch)
         spec, known = self._known[method]
         with pipeline.alarm.raised_everywhere():
-            outputs = None if outputs is None else self._plain.whole(outputs, batch)
+            outputs = None if outputs is None else whole_values(outputs, batch, pipeline)
             shared = self._shared(_without_loss(outputs), spec, known, len(batch.sizes))
         parts = cache(lambda: batch.split(batch.inputs))
 

@@ -1,13 +1,13 @@
-"""PlainValues: numbers and other plain values that a module returns beside tensors, as values of whole batches. Must
-not contain: tensors, which `merge` puts together.
+"""Numbers and other plain values that a module returns beside tensors, as values of whole batches. Must not contain:
+tensors, which `merge` puts together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -21,43 +21,37 @@ from pipeflow.engine.torch_private.trees import tree_leaves, tree_unflatten
 _CONSTANT, _ADDS = "constant", "adds"
 
 
-class PlainValues:
-    """Puts plain values of microbatches together. What a value depends on is read from forwards of two sizes.
+_KNOWN: WeakKeyDictionary[Planner, dict[str, list[str | None]]] = WeakKeyDictionary()
+"""How the leaves of what a module returns depend on the number of samples, by the tree of this."""
+
+
+def whole_values(outputs: Any, batch: Batch, pipeline: Pipeline) -> Any:
+    """The outputs of a batch, in which a plain value that is the same for any number of samples is itself, and one that
+    is proportional to it, such as a number of samples, is the sum over the microbatches; forwards of two sizes show
+    which. Other plain values are a list with one entry per microbatch, as in `merge`.
 
     Args:
-        pipeline: a Pipeline of a cut module.
+        outputs: those of the last stage, merged over the microbatches.
+        batch: the batch, which is not split yet.
+        pipeline: the Pipeline of a cut module.
     """
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
-        self._known: dict[Hashable, list[str | None]] = {}
-
-    def whole(self, outputs: Any, batch: Batch) -> Any:
-        """The outputs of a batch, in which a plain value that is the same for any number of samples is itself, and one
-        that is proportional to it, such as a number of samples, is the sum over the microbatches. Other plain values
-        are a list with one entry per microbatch, as in `merge`.
-
-        Args:
-            outputs: those of the last stage, merged over the microbatches.
-            batch: the batch, which is not split yet.
-        """
-        if all(isinstance(leaf, Tensor) for leaf in tree_leaves(outputs)):
-            return outputs
-        stage = self._pipeline.chunks[0]
-        assert isinstance(stage, ModuleStage)
-        planner, first = stage.planner, batch.split(batch.inputs)[0]
-        trace = planner.plan(first, stage.root).trace
-        key = str(trace.returned.spec)
-        if key not in self._known:
-            other, size = _otherwise(batch, planner)
-            self._known[key] = _kinds(trace, batch.sizes[0], other, size)
-        try:
-            leaves = trace.returned.spec.flatten_up_to(outputs)
-        except ValueError:  # another structure than in the trace
-            return outputs
-        found = zip(leaves, trace.returned.leaves, self._known[key], strict=True)
-        merged = [_merged(leaf, batch.sizes, kind) if isinstance(like, PLAIN) else leaf for leaf, like, kind in found]
-        return tree_unflatten(merged, trace.returned.spec)
+    if all(isinstance(leaf, Tensor) for leaf in tree_leaves(outputs)):
+        return outputs
+    stage = pipeline.chunks[0]
+    assert isinstance(stage, ModuleStage)
+    planner, first = stage.planner, batch.split(batch.inputs)[0]
+    trace = planner.plan(first, stage.root).trace
+    known, key = _KNOWN.setdefault(planner, {}), str(trace.returned.spec)
+    if key not in known:
+        other, size = _otherwise(batch, planner)
+        known[key] = _kinds(trace, batch.sizes[0], other, size)
+    try:
+        leaves = trace.returned.spec.flatten_up_to(outputs)
+    except ValueError:  # another structure than in the trace
+        return outputs
+    found = zip(leaves, trace.returned.leaves, known[key], strict=True)
+    merged = [_merged(leaf, batch.sizes, kind) if isinstance(like, PLAIN) else leaf for leaf, like, kind in found]
+    return tree_unflatten(merged, trace.returned.spec)
 
 
 def _otherwise(batch: Batch, planner: Planner) -> tuple[Trace | None, int]:
