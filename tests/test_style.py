@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
+from pkgutil import resolve_name
 
 import pytest
 
@@ -172,6 +173,34 @@ browser.open(url)
 path.write_text(value, **options)
 """
     assert [line for line, _ in without_encoding(Source("one.py", text))] == [2, 3, 4, 5, 6]
+
+
+def patched_nowhere(source: Source) -> Iterator[Fault]:
+    """Names in a text that `setattr` gets, such as those of a module that was renamed. Neither a type checker nor the
+    tests that are left to `make test-all` tell of them at once.
+    """
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.Call(ast.Attribute(attr="setattr"), [ast.Constant(str(name)), *_]) if name.startswith("pipeflow."):
+                try:
+                    resolve_name(name)
+                except (AttributeError, ImportError):
+                    yield node.lineno, f"there is no {name}"
+
+
+def test_what_a_test_patches_exists() -> None:
+    root = DOCS.parent
+    require(patched_nowhere, [Source.read(path, root) for path in sorted((root / "tests").rglob("*.py"))])
+
+
+def test_the_guard_sees_what_is_patched_nowhere() -> None:
+    text = """
+patch.setattr("pipeflow.core.schedule.Schedule.actions", 1)
+patch.setattr("pipeflow.core.schedule.Timetable", 1)
+patch.setattr("pipeflow.core.timetable.Schedule", 1)
+patch.setattr("torch.nothing", 1)
+"""
+    assert [line for line, _ in patched_nowhere(Source("one.py", text))] == [3, 4]
 
 
 def test_a_failure_lists_every_offender() -> None:

@@ -238,7 +238,7 @@ def require_no_header(*_: object) -> None:
 @pytest.mark.parametrize("variant", [*VARIANTS, ("chimera", 2, 1), ("zb-h1", 2, 1)], ids=str)
 def test_an_open_shape_takes_every_batch(variant: tuple[str, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is told by headers, neither in training nor in evaluation, and no program is compiled again."""
-    monkeypatch.setattr("pipeflow.engine.runtime.program.compile.DynamicChannels.sending", require_no_header)
+    monkeypatch.setattr("pipeflow.engine.runtime.program.compile.LearnedChannels.sending", require_no_header)
     require_ragged(run_threads(run_ragged, variant[1], variant))
 
 
