@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Protocol, final
 
 from pipeflow.core.analysis.measured_step import executed_schedule
@@ -15,7 +16,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.schedules import SCHEDULES, make_schedule
+from pipeflow.schedules import SCHEDULES, make_schedule, options_of
 from pipeflow.schedules.orders.additions import gathering, with_memory_kinds, with_optimizer_step
 from pipeflow.schedules.registry import is_searched
 
@@ -100,6 +101,15 @@ class ScheduleRequest:
         """Whether its order depends on the costs."""
         return "offload_stages" in dict(self.stages) or (self.read is None and is_searched(self.name))
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """The numbers of stages and of microbatches of a named schedule, before it is made."""
+        options = dict(self.options)
+        stages = self.ranks * _stages_per_rank(self.name, None)
+        for option in {*PER_RANK} & {*options}:
+            stages = self.ranks * _stages_per_rank(self.name, option) * max(int(options[option]), 1)
+        return stages, self.microbatches
+
     def schedule(self) -> Schedule:
         """Makes the schedule. Raises UsageError if it cannot be made."""
         if self.measured is not None and self.read is not None:
@@ -138,3 +148,15 @@ class ScheduleRequest:
         if self.reduces:
             schedule = schedule.with_reductions()
         return with_optimizer_step(schedule) if self.steps else schedule
+
+
+PER_RANK = ("chunks", "waves")  # options that set the number of stages per rank
+
+
+@cache
+def _stages_per_rank(name: str, option: str | None) -> int:
+    """The stages per rank of a named schedule, by default or with an option that is 1; 1 if it has no such option."""
+    if name not in SCHEDULES or option not in (None, *options_of(name)):
+        return 1
+    options = {} if option is None else {option: 1}
+    return int(make_schedule(name, ranks=2, microbatches=1, **options).placement.chunks_per_rank)

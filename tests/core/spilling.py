@@ -40,7 +40,7 @@ from pipeflow.core.dataflow import Content, Stream
 from pipeflow.core.soundness.programs import verify_programs
 from pipeflow.draw import CriticalPath, Gantt, html, perfetto, svg
 from pipeflow.tools.cli.command import main
-from pipeflow.tools.explore.code import python
+from pipeflow.tools.explore.answers import python
 from pipeflow.tools.explore.state import State
 
 SPILL, FETCH, DISK, FILE = Kind("D"), Kind("G"), Stream("disk"), Content("on the disk")

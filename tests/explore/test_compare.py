@@ -18,9 +18,8 @@ from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.schedules.registry import COMPARED
 from pipeflow.tools.explore.answers import code, file
 from pipeflow.tools.explore.fields import title
-from pipeflow.tools.explore.limits import Turns
 from pipeflow.tools.explore.state import State
-from pipeflow.tools.explore.views import compare, plan
+from pipeflow.tools.explore.views import Turns, compare, plan
 from tests.cli.run import out
 
 SIZE = {"ranks": "4", "microbatches": "6"}

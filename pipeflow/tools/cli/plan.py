@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import get_type_hints
@@ -33,10 +33,11 @@ from pipeflow.planning.libraries import LIBRARIES, LibraryOptions
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import physical_costs, stage_costs
 from pipeflow.planning.replanning import replan
+from pipeflow.planning.schedule_request import ScheduleRequest
 from pipeflow.planning.setup import CHOICES, PRECISIONS, Setup
 from pipeflow.planning.step_plan import Plan
 from pipeflow.planning.transformer import GPT, ViT
-from pipeflow.schedules import SCHEDULES, make_schedule, options_of
+from pipeflow.schedules import SCHEDULES, options_of
 from pipeflow.schedules.orders.additions import STAGE_OPTIONS
 from pipeflow.schedules.registry import family_options
 from pipeflow.tools.cli import plan_reports as reports
@@ -404,24 +405,32 @@ def _schedule(
         name = name or ("1f1b" if chunks == 1 else "interleaved-1f1b")
         if name in SCHEDULES and "chunks" in options_of(name):
             options = {"chunks": chunks, **options}
-    name = name or "1f1b"
-    microbatches = 8 if arguments.microbatches is None else arguments.microbatches
-    require_size(ranks, microbatches, options)
+    prices = _LayoutPrices(model, setup, cluster, cut)
+    sizes = {"ranks": ranks, **values_of(arguments, ("microbatches",))}
+    request = ScheduleRequest(name or "1f1b", prices, **sizes, options=tuple(options.items()))
+    require_size(request)
     layers = model.layers + model.further_layers
     if not layout and ranks > layers + MOST_LAYERLESS:  # before a schedule is made for them
         raise UsageError(f"{layers:,} layers cannot fill {ranks:,} pipeline ranks: use at most {layers:,}")
-    if name in SCHEDULES and "cost" in options_of(name):  # the schedule is made for given costs, which are per stage
-        placement = make_schedule(name, ranks=ranks, microbatches=1).placement
-        options["cost"] = _costs(model, placement, setup, cluster, cut(placement))
-    return make_schedule(name, ranks=ranks, microbatches=microbatches, **options)
+    return request.schedule()
 
 
-def _costs(model: Model, placement: Placement, setup: Setup, cluster: Cluster | None, cut: Cut) -> CostModel:
+@dataclass(frozen=True, slots=True)
+class _LayoutPrices:
     """The costs that an order is made for: in seconds, with copies to the host, if the cluster is known."""
-    if cluster is None:
-        return stage_costs(model, placement, setup, cut=cut)
-    mesh = Mesh.of(setup, placement.num_ranks, cluster.devices_per_node)
-    return physical_costs(model, placement, setup, mesh, cluster, cut=cut).cost
+
+    model: Model
+    setup: Setup
+    cluster: Cluster | None
+    cut: Callable[[Placement], Cut]
+
+    def cost_model(self, placement: Placement) -> CostModel:
+        """The costs of the stages of a placement."""
+        cut = self.cut(placement)
+        if self.cluster is None:
+            return stage_costs(self.model, placement, self.setup, cut=cut)
+        mesh = Mesh.of(self.setup, placement.num_ranks, self.cluster.devices_per_node)
+        return physical_costs(self.model, placement, self.setup, mesh, self.cluster, cut=cut).cost
 
 
 def _cuts(

@@ -24,7 +24,7 @@ from pipeflow.core.soundness.programs import verify_programs
 from pipeflow.core.soundness.verify import verify
 from pipeflow.core.text import listed, printable
 from pipeflow.core.timeline import Timeline
-from pipeflow.planning.schedule_request import ReadSchedule, ScheduleRequest
+from pipeflow.planning.schedule_request import PER_RANK, ReadSchedule, ScheduleRequest
 from pipeflow.schedules import SCHEDULES, options_of
 from pipeflow.schedules.orders.additions import STAGE_OPTIONS
 from pipeflow.schedules.registry import family_options
@@ -32,21 +32,17 @@ from pipeflow.tools.cli.options import flag, values_of
 from pipeflow.tools.cli.outputs import doing
 
 LARGEST = 1_000_000  # stages times microbatches: needs a gigabyte of memory, and half a minute
-PER_RANK = ("chunks", "waves")  # options that set the number of stages per rank
 
 
-def require_size(ranks: int, microbatches: int, options: Mapping[str, object]) -> None:
-    """Raises UsageError if stages times microbatches exceed what a machine can hold as actions. Other wrong numbers are
-    left to the schedule.
+def require_size(request: ScheduleRequest) -> None:
+    """Raises UsageError if a named schedule has more actions than a machine can hold. Other wrong numbers are left to
+    it.
     """
-    sizes = {"ranks": ranks, "microbatches": microbatches}
-    sizes |= {name: value for name in PER_RANK if isinstance(value := options.get(name), int)}
-    size = 1
-    for number in sizes.values():
-        size *= max(number, 1)
-    if size > LARGEST:
-        asked = " x ".join(f"{number:,} {name}" for name, number in sizes.items())
-        raise UsageError(f"{asked} is too large: the product may be at most {LARGEST:,}, got {size:,}")
+    stages, microbatches = request.size
+    if stages > 0 and stages * max(microbatches, 1) > LARGEST:
+        sizes = {"ranks": request.ranks, "microbatches": request.microbatches, **dict(request.options)}
+        asked = [f"{sizes[name]:,} {name}" for name in ("ranks", "microbatches", *PER_RANK) if name in sizes]
+        raise UsageError(f"{' x '.join(asked)} is too large: stages times microbatches may be at most {LARGEST:,}")
 
 
 ADDING = ("reduce", "optimizer")  # costs that give a schedule the actions that have them
@@ -130,9 +126,9 @@ def request_of(name: str, arguments: argparse.Namespace, costs: GivenCosts) -> S
     else:
         if arguments.placement is not None:
             raise UsageError(f"--placement is for CSV files; schedule {name!r} has its own")
-        options = values_of(arguments, family_options())
-        request = replace(request, options=tuple(options.items()), **values_of(arguments, ("ranks", "microbatches")))
-        require_size(request.ranks, request.microbatches, options)
+        options = tuple(values_of(arguments, family_options()).items())
+        request = replace(request, options=options, **values_of(arguments, ("ranks", "microbatches")))
+        require_size(request)
     return replace(request, reduces=costs.adds("reduce"), steps=costs.adds("optimizer"))
 
 

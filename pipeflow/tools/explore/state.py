@@ -1,5 +1,6 @@
 """State: what the page shows, read from the fields of a link, with the reader's own rows, and the schedules and
-timelines that it asks for; those that were asked for last are kept.
+timelines that it asks for; those that were asked for last are kept. An answer takes some seconds at most, and bounded
+memory.
 """
 
 from __future__ import annotations
@@ -39,10 +40,36 @@ from pipeflow.tools.explore.fields import (
     split,
     title,
 )
-from pipeflow.tools.explore.limits import LARGEST, require_length, require_ranks, require_size, require_table
 from pipeflow.tools.explore.prices import LinkPrices, Modelled
 
+LARGEST = 65_536  # stages times microbatches, over all schedules of a request
+SEARCH = 4  # how many times as long a schedule takes that is searched for, or offloads
+MOST_STAGES = 4_096
+MOST_RANKS = 256  # tables and drawings have a row per rank
+MOST_CELLS = 65_536  # of a table
+LONGEST = 100_000  # characters of any other field
 MORE = 64  # microbatches that rows may have beyond the number of their actions
+
+
+def _require_ranks(ranks: int) -> None:
+    """Raises UsageError for more ranks than the page shows."""
+    if ranks > MOST_RANKS:
+        raise UsageError(f"the page shows at most {MOST_RANKS} ranks, got {ranks:,}")
+
+
+def _require_table(rows: str) -> None:
+    """Raises UsageError if a table has too many lines or cells."""
+    if rows.strip().count("\n") >= MOST_RANKS:
+        raise UsageError(f"the page shows at most {MOST_RANKS} ranks; the table has more lines")
+    cells = sum(map(rows.count, ",; \t\n"))
+    if cells > MOST_CELLS:
+        raise UsageError(f"the table is too large for the page: at most {MOST_CELLS:,} cells, got {cells:,}")
+
+
+def _require_length(name: str, text: str) -> None:
+    """Raises UsageError if the text of a field is too long."""
+    if name not in ("rows", "files") and len(text) > LONGEST:
+        raise UsageError(f"{name} may have at most {LONGEST:,} characters, got {len(text):,}")
 
 
 def custom_fields(schedule: Schedule) -> dict[str, str]:
@@ -72,7 +99,7 @@ def read_rows(text: str, placement: Placement | None, microbatches: int, name: s
     if placement is None:
         return _without_placement(text, lines, microbatches, name)
     ranks = placement.num_ranks
-    require_ranks(ranks)
+    _require_ranks(ranks)
     if len(lines) > ranks:
         raise UsageError(f"there are {len(lines)} rows for a placement on {ranks} ranks: remove rows")
     rows = tuple(tuple(_row(line, rank)) for rank, line in enumerate(lines)) + ((),) * (ranks - len(lines))
@@ -145,7 +172,7 @@ class State:
             if name not in FIELDS:
                 raise unknown("field", name[:40], FIELDS)
         for name, text in fields.items():
-            require_length(name, text)
+            _require_length(name, text)
         values = {name: _value(FIELDS[name], text) for name, text in fields.items() if text}
         values = {name: _value(each, each.default) for name, each in FIELDS.items() if each.default} | values
         options = {each.name for each in FIELDS.values() if each.group == "Schedule"}
@@ -174,8 +201,8 @@ class State:
             values.get("rows_microbatches", 1),
             _file_name(values.get("rows_file", "")),
         )
-        require_size(state.families(state.schedules), state.ranks, state.microbatches)
-        require_table(state.rows)
+        state.require_size(state.schedules)
+        _require_table(state.rows)
         factor = state.unit.factor
         return replace(state, selected=(values.get("from", 0.0) / factor, values.get("to", math.inf) / factor))
 
@@ -194,9 +221,20 @@ class State:
         known = _known_options(split(name)[0])
         return {option: value for option, value in self.own.get(name, self.options).items() if option in known}
 
-    def families(self, names: Iterable[str]) -> list[tuple[str, dict[str, Any]]]:
-        """Those of the names that are of the registry, each with the options that it has."""
-        return [(split(name)[0], self.options_for(name)) for name in names if split(name)[0] in SCHEDULES]
+    def require_size(self, names: Iterable[str], largest: int = LARGEST) -> None:
+        """Raises UsageError if the named schedules among the names would take too long while somebody waits."""
+        _require_ranks(self.ranks)
+        named = [self.request(name) for name in names if split(name)[0] in SCHEDULES]
+        weights = [SEARCH if each.is_made_for_costs else 1 for each in named]
+        if any(weight * each.size[0] > MOST_STAGES for weight, each in zip(weights, named, strict=True)):
+            raise UsageError(
+                f"so many stages are too large for the page: {self.ranks:,} ranks may have {MOST_STAGES:,} together"
+            )
+        if sum(weight * math.prod(each.size) for weight, each in zip(weights, named, strict=True)) > largest:
+            asked = f"{self.ranks:,} ranks x {self.microbatches:,} microbatches is too large for the page"
+            many = f" for {len(named)} schedules together" if len(named) > 1 else ""
+            counted = f"; a search or an offload counts {SEARCH} times" if SEARCH in weights else ""
+            raise UsageError(f"{asked}: stages times microbatches may be at most {largest:,}{many}{counted}")
 
     def with_own_options(self, name: str) -> str:
         """The name with the options that it has now as its own. Files and the reader's own schedule have none."""

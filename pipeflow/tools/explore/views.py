@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from threading import Condition
 from typing import Any
 
 from pipeflow.core.action import Kind
@@ -28,7 +30,6 @@ from pipeflow.planning.similar import unpriced
 from pipeflow.planning.step_plan import Plan
 from pipeflow.schedules.registry import COMPARED, is_searched
 from pipeflow.tools.explore.fields import CUSTOM
-from pipeflow.tools.explore.limits import TURNS, require_size
 from pipeflow.tools.explore.own_schedule import custom
 from pipeflow.tools.explore.state import State
 
@@ -106,6 +107,43 @@ def _count(moved: Moved, timeline: Timeline) -> str:
     if moved is None:
         return "stages are placed differently"
     return f"{sum(map(len, moved))} of {sum(map(len, timeline.rows))}"
+
+
+LONGEST_WAIT = 2.0  # seconds
+
+
+class Turns:
+    """Lets threads go first. Threads of one process share the processor, so what runs beside a question delays it."""
+
+    def __init__(self) -> None:
+        self._first = 0
+        self._changed = Condition()
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """While this is open, whoever waits waits."""
+        with self._changed:
+            self._first += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._first -= 1
+                self._changed.notify_all()
+
+    @property
+    def free(self) -> bool:
+        """Whether nobody goes first."""
+        return not self._first
+
+    def wait(self) -> None:
+        """Returns when nobody goes first, or after some time, so that it is never left out."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.free, LONGEST_WAIT)
+
+
+TURNS = Turns()
+"""The turns of the questions of a page."""
 
 
 def plan(fields: Mapping[str, str]) -> dict[str, Any]:
@@ -186,7 +224,7 @@ def measured(state: State) -> tuple[dict[str, Measures], dict[str, str]]:
         candidates = CANDIDATES if _short(state, name) else None
         try:
             if name not in state.schedules:
-                require_size(state.families([name]), state.ranks, state.microbatches, LARGEST_COMPARED)
+                state.require_size([name], LARGEST_COMPARED)
             found[name] = state.measures(name, candidates)
         except UsageError as error:
             refused[name] = " ".join(str(error).split())
