@@ -15,6 +15,7 @@ COMPILED = [
     pytest.mark.slow,
     pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*"),
+    pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # torch hides it on one thread
 ]
 """Of tests that call torch.compile."""

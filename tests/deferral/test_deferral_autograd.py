@@ -429,6 +429,7 @@ def test_a_layer_of_ones_own_takes_part_by_the_protocol() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")
 def test_transforms_and_the_compiler_see_the_plain_layer() -> None:
     module, input = nn.Linear(5, 4), normal(3, 5, dtype=torch.float32)
     plain, weights = copy.deepcopy(module), dict(module.named_parameters())

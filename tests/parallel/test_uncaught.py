@@ -53,7 +53,7 @@ def test_a_traceback_of_a_usage_error_ends_in_the_callers_code(capsys: pytest.Ca
         make_schedule("1f1b", ranks=0, microbatches=1)
     *_, code, line = written(capsys, 0, caught.value).rstrip().splitlines()
     assert "ranks" in line
-    assert "make_schedule" in code or set(code.strip()) == {"^"}
+    assert "make_schedule" in code or set(code.strip()) <= {"^", "~"}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +124,10 @@ def test_exports_of_nsight_systems(kernels: bool, tmp_path: Path) -> None:
 )
 def test_a_table_of_nsight_whose_rows_are_computed_is_refused(schema: str, tmp_path: Path) -> None:
     nsight(path := tmp_path / "rank0.sqlite", TIMELINE, 0, kernels=False)
-    connection = sqlite3.connect(path)
-    connection.execute("DROP TABLE StringIds")
-    connection.execute(f"CREATE {schema}")
-    connection.commit()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("DROP TABLE StringIds")
+        connection.execute(f"CREATE {schema}")
+        connection.commit()
     with pytest.raises(UsageError, match="no export of Nsight Systems: StringIds is computed, not stored"):
         explain([path])
 
@@ -134,11 +135,11 @@ def test_a_table_of_nsight_whose_rows_are_computed_is_refused(schema: str, tmp_p
 def test_a_join_that_is_much_larger_than_its_tables_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeflow.tools.traces.nsight.LEAST", 0)
     nsight(path := tmp_path / "rank0.sqlite", TIMELINE, 0, kernels=False)
-    connection = sqlite3.connect(path)
-    for table, values in (("StringIds", "1, 'gemm'"), ("NVTX_EVENTS", "1, 2, NULL, 1")):
-        numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 800)"
-        connection.execute(f"INSERT INTO {table} {numbers} SELECT {values} FROM n")
-    connection.commit()
+    with closing(sqlite3.connect(path)) as connection:
+        for table, values in (("StringIds", "1, 'gemm'"), ("NVTX_EVENTS", "1, 2, NULL, 1")):
+            numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 800)"
+            connection.execute(f"INSERT INTO {table} {numbers} SELECT {values} FROM n")
+        connection.commit()
     with pytest.raises(UsageError, match="its tables have far more rows together than its size has room for"):
         explain([path])
 
@@ -157,7 +158,8 @@ def test_an_interrupt_ends_a_query(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_what_is_no_export_of_nsight_is_refused(tmp_path: Path) -> None:
     empty, other = tmp_path / "rank0.sqlite", tmp_path / "other.sqlite"
-    sqlite3.connect(empty).execute("CREATE TABLE Things (id INTEGER)")
+    with closing(sqlite3.connect(empty)) as connection:
+        connection.execute("CREATE TABLE Things (id INTEGER)")
     other.write_bytes(b"not a database, but long enough to be read as one" * 20)
     with pytest.raises(UsageError, match="it has no NVTX ranges: record with `nsys profile --trace=cuda,nvtx`"):
         explain([empty])
