@@ -125,10 +125,7 @@ class Accelerator(Operations, accelerate.Accelerator):  # type: ignore[misc]  # 
         """This rank in its pipeline."""
         return self._context.pipeline_rank
 
-    @property
-    def data_parallel_rank(self) -> int:
-        """The replica of this rank."""
-        return self._context.data_rank
+    data_parallel_rank = process_index
 
     def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
         """Returns the model as one that is cut at its first call. Raises UsageError for a second model."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipeflow.adapters.huggingface.generation import generate
 from pipeflow.adapters.huggingface.pretrained import from_config, from_pretrained, save_pretrained
+from pipeflow.adapters.libraries import needed, transformers_library
 
 if TYPE_CHECKING:
     from pipeflow.adapters.huggingface.trainer import Trainer, pipelined
@@ -19,9 +20,9 @@ def __getattr__(name: str) -> object:
     """The Trainer and `pipelined`; the class is made on first use, since it derives from transformers' Trainer."""
     if name not in ("Trainer", "pipelined"):
         raise AttributeError(f"module 'pipeflow.huggingface' has no attribute {name!r}")
-    from pipeflow.adapters.huggingface.refusals import require_libraries
-
-    require_libraries()
+    transformers_library()
+    with needed("accelerate", "huggingface", who="the Trainer"):
+        import accelerate  # noqa: F401  # asked for only
     from pipeflow.adapters.huggingface import trainer
 
     return getattr(trainer, name)

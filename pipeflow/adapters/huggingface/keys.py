@@ -47,17 +47,10 @@ def names_of(skeleton: Any) -> dict[str, tuple[str, ...]]:
     by_tensor: dict[int, list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
         by_tensor[id(tensor)].append(name)
-    aliases = _aliases(skeleton)
+    tied = getattr(skeleton, "all_tied_weights_keys", None)
+    aliases = set(tied if tied is not None else getattr(skeleton, "_tied_weights_keys", None) or ())
     ordered = {key: tuple(sorted(names, key=aliases.__contains__)) for key, names in by_tensor.items()}
     return {name: ordered[id(tensor)] for name, tensor in tensors.items()}
-
-
-def _aliases(skeleton: Any) -> set[str]:
-    """Names of tied tensors that checkpoints do not use."""
-    tied = getattr(skeleton, "all_tied_weights_keys", None)
-    if tied is None:
-        tied = getattr(skeleton, "_tied_weights_keys", None) or ()
-    return set(tied)
 
 
 def sources_of(skeleton: Any, keys: Iterable[str], shape: Shapes) -> list[Source]:

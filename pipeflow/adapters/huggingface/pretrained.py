@@ -18,7 +18,7 @@ from pipeflow.adapters.huggingface.classes import Kind, Model, example_for, mode
 from pipeflow.adapters.huggingface.keys import targets_of
 from pipeflow.adapters.huggingface.peft_adapters import add_adapters, is_adapted, save_adapters
 from pipeflow.adapters.huggingface.skeleton import Blueprint
-from pipeflow.adapters.huggingface.weights import StoredWeights, dtype_in, files_in, fill, make_owned, owned_names
+from pipeflow.adapters.huggingface.weights import StoredWeights, dtype_in, files_in, fill, make_owned
 from pipeflow.adapters.libraries import transformers_library
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
@@ -68,7 +68,7 @@ def from_config(
     model = Model.from_module(skeleton, schedule, example, **options)
     with _together():
         make_owned(model)
-        fill(model, blueprint.initial(owned_names(model), seed))
+        fill(model, blueprint.initial(dict(model.named_parameters()), seed))
         model.gradients.prepare()
     return model
 
@@ -134,7 +134,9 @@ def from_pretrained(
         make_owned(model)
         for names in (None,) if adapted is None else (adapted.weights, adapted.copies):
             stored.read(model, names, first)
-            owned = [(name, name if names is None else names.get(name, [""])[0]) for name in owned_names(model)]
+            owned = [
+                (name, name if names is None else names.get(name, [""])[0]) for name, _ in model.named_parameters()
+            ]
             values = blueprint.initial([name for _, name in owned if name in first], seed)
             fill(model, {own: values[name] for own, name in owned if name in values})
         model.gradients.prepare()

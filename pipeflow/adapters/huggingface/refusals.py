@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from pipeflow.adapters.libraries import needed, transformers_library
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.runtime.pipeline import Pipeline
 from pipeflow.engine.stages.stage import ModuleStage
@@ -42,13 +41,6 @@ _ARGUMENTS = {
 }
 _DATA = {"dispatch_batches": None, "even_batches": True, "use_seedable_sampler": True}
 _OF_MODELS = ("galore", "apollo", "lomo", "adalomo")
-
-
-def require_libraries() -> None:
-    """Raises UsageError if transformers or accelerate is not installed."""
-    transformers_library()
-    with needed("accelerate", "huggingface", who="the Trainer"):
-        import accelerate  # noqa: F401  # asked for only
 
 
 def require_pipeline(model: object) -> Pipeline:

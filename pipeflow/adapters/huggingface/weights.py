@@ -225,11 +225,6 @@ def make_owned(model: Pipeline) -> None:
     place(model, device)
 
 
-def owned_names(model: Pipeline) -> list[str]:
-    """Names in the whole model of this rank's parameters; the first name of each."""
-    return [name for name, _ in model.named_parameters()]
-
-
 def fill(model: Pipeline, values: Mapping[str, Tensor]) -> None:
     """Fills this rank's parameters from whole `values`, by name; split parameters get their part."""
     for local in local_tensors(model, model.context, None):

@@ -1,5 +1,5 @@
-"""StepModel: a LightningModule whose steps run in a pipeline, which is cut at the first batch, and Results: what steps
-compute for microbatches, as results of whole batches on every rank. Must not contain: the Trainer.
+"""StepModel: a LightningModule whose steps run in a pipeline, which is cut at the first batch, and BatchResults: what
+steps compute for microbatches, as results of whole batches on every rank. Must not contain: the Trainer.
 """
 
 from __future__ import annotations
