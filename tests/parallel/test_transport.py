@@ -148,7 +148,7 @@ class Unordered(LocalTransport):
 
     def _start(self, key: tuple[int, int, int, Tag], sending: bool, tensors: list[Tensor]) -> Work:  # type: ignore[override]
         if key[3] is not Tag.CONTROL and not sending:
-            self.hub.channels[key].sends.rotate(1)
+            self.hub.channels[key][0].rotate(1)
         return super()._start(key, sending, tensors)
 
 

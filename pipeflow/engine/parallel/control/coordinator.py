@@ -97,7 +97,7 @@ class Coordinator:
         self._complete: dict[int, asyncio.Event] = {}
         self._asked = 0
         self._named: dict[int, float] = {}  # by rank, when it was last said that others wait for it
-        forget_in_children(self)
+        forget_in_children(self.sockets)
         self._thread = threading.Thread(target=self._run, name="pipeflow coordinator", daemon=True)
         self._thread.start()
 

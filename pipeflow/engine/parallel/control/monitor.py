@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -31,17 +31,6 @@ HOST = 0  # the rank whose process has the coordinator
 _ANSWERED = 3  # times the grace: the coordinator may first ask all ranks, which takes up to one
 
 
-class Awaited(Protocol):
-    """Something that a rank can wait for."""
-
-    ranks: tuple[int, ...]  # one of these has to do something first
-
-
-class _AllOthers:
-    def __init__(self, rank: int, size: int) -> None:
-        self.ranks = tuple(other for other in range(size) if other != rank)
-
-
 def grace_of(timeout: float) -> float:
     """Seconds within which a live rank must answer, if waits give up after `timeout` seconds."""
     return min(max(timeout / 4, 0.5), 10.0)
@@ -52,7 +41,8 @@ class Monitor:
     time.
 
     Attributes:
-        waiting: what this rank waits for now. Set by the code that waits, which increases `waits` first.
+        waiting: the ranks for which this rank waits now: one of them has to do something first. Set by the code that
+            waits, which increases `waits` first; empty if it does not wait.
         patience, call: as in a `Status`; `call` is turned into a string only when it is needed.
         suspects: as in a `Transport`.
         number: of the call that all ranks make together.
@@ -61,7 +51,7 @@ class Monitor:
     """
 
     def __init__(self, address: str, port: int, *, rank: int, size: int, secret: bytes, timeout: float) -> None:
-        self.waiting: Awaited | None = None
+        self.waiting: tuple[int, ...] = ()
         self.waits = 0
         self.patience: float | None = None
         self.call: object = ""
@@ -70,7 +60,7 @@ class Monitor:
         self.expired = False
         self.rescue = Rescue(rank, min(grace_of(timeout), LONGEST))
         self._rank = rank
-        self._others = _AllOthers(rank, size)
+        self._others = tuple(other for other in range(size) if other != rank)
         self._timeout = timeout
         self._generation = 0
         self._reopens = False  # waits for all others, after a failure
@@ -90,7 +80,7 @@ class Monitor:
         self._socket = self._join(address, port, secret)
         self._readable = select.poll()  # unlike select, it works with over a thousand open files
         self._readable.register(self._socket, select.POLLIN)
-        forget_in_children(self)
+        forget_in_children(self.sockets)
         self._thread = threading.Thread(target=self._watch, name=f"pipeflow monitor of rank {rank}", daemon=True)
         self._thread.start()
 
@@ -219,7 +209,7 @@ class Monitor:
         try:
             self._sleep_until(ready, asks=asks)
         finally:
-            self.waiting = None
+            self.waiting = ()
 
     def _sleep_until(self, ready: Callable[[], bool], *, asks: bool) -> None:
         """Waits for `ready`. If it `asks` the coordinator, the wait ends with the coordinator, too."""
@@ -231,7 +221,7 @@ class Monitor:
         with self._changed:
             self._changed.wait_for(ends)
         if not ready():
-            raise LinkError(self._others.ranks[0], "opening channels", expired=self.expired)
+            raise LinkError(self._others[0], "opening channels", expired=self.expired)
 
     def _send(self, message: Message, *, owed: bool = False) -> None:
         if owed and self._owed_since is None:
@@ -249,7 +239,7 @@ class Monitor:
                 self._tell(self._generation, silent(HOST).failure(""))
             is_in_call = self.patience is not None
             (self.rescue.look if is_in_call else self.rescue.over)()
-            if (self.waiting is None and not is_in_call) or self.waits != watched:
+            if not (self.waiting or is_in_call) or self.waits != watched:
                 watched, since, complaints, asked = self.waits, now, 0, 0
             elif now - since > self._timeout * (1 + AGAIN * complaints):
                 complaints += 1
@@ -280,7 +270,7 @@ class Monitor:
         if self._host is None:
             late = {"generation": self._generation, "number": number, "seconds": seconds, "reopens": self._reopens}
             self._send({"op": "late", **late}, owed=True)
-        elif self.waiting is not None:
+        elif self.waiting:
             self._expire(self._generation)
 
     def _expire(self, generation: int) -> None:
@@ -292,13 +282,12 @@ class Monitor:
     def _handle(self, message: Message) -> None:
         match message["op"]:
             case "ask":
-                ranks = () if (waiting := self.waiting) is None else waiting.ranks
-                status = asdict(Status.of(self, ranks, self.patience, self._begun))
+                status = asdict(Status.of(self, self.waiting, self.patience, self._begun))
                 self._send({"op": "alive", "round": message["round"], "status": status})
             case "told":
                 self._tell(message["generation"], Failure(**message["failure"]))
             case "expire":
-                if self.waiting is not None and self.waits == message["number"]:
+                if self.waiting and self.waits == message["number"]:
                     self._expire(message["generation"])
             case "value":
                 with self._changed:

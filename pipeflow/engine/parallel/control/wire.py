@@ -8,10 +8,10 @@ import hashlib
 import hmac
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, Protocol
-from weakref import ref
+from typing import Any
+from weakref import WeakMethod
 
 Message = dict[str, Any]
 LONGEST = 1 << 24  # bytes
@@ -54,22 +54,15 @@ def prove(secret: bytes, challenge: str, rank: int) -> str:
     return hmac.new(secret, f"{challenge}/{rank}".encode(), hashlib.sha256).hexdigest()
 
 
-class Connected(Protocol):
-    """An object with open connections, such as a coordinator."""
-
-    def sockets(self) -> list[int]:
-        """The file descriptors of the connections."""
-
-
-def forget_in_children(connected: Connected) -> None:
-    """Closes the connections in processes that are forked from this one, such as workers of a data loader: they would
-    keep them open after this process dies.
+def forget_in_children(sockets: Callable[[], list[int]]) -> None:
+    """Closes the file descriptors that a method returns in processes that are forked from this one, such as workers of
+    a data loader: they would keep the connections open after this process dies.
     """
-    reference = ref(connected)
+    reference = WeakMethod(sockets)
 
     def close() -> None:
         if (still := reference()) is not None:
-            for descriptor in still.sockets():
+            for descriptor in still():
                 with suppress(OSError):
                     os.close(descriptor)
 

@@ -265,12 +265,12 @@ class ChannelEnd:
         try:
             for work in works:
                 monitor.waits += 1
-                monitor.waiting = self
+                monitor.waiting = self.ranks
                 channels.awaited = work
                 if channels.is_broken or not work.wait(*deadline):
                     raise RuntimeError(_CLOSED)
         finally:
-            monitor.waiting = channels.awaited = None
+            monitor.waiting, channels.awaited = (), None
 
     def lost(self, error: BaseException) -> BaseException:
         if not isinstance(error, RuntimeError):
@@ -296,11 +296,11 @@ class EndOfGroup(ChannelEnd):
         try:
             for work in works:
                 monitor.waits += 1
-                monitor.waiting = self
+                monitor.waiting = self.ranks
                 while not self._is_done(work):
                     pass
         finally:
-            monitor.waiting = None
+            monitor.waiting = ()
 
     def _is_done(self, work: Any) -> bool:
         try:

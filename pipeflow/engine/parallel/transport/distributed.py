@@ -5,7 +5,7 @@ and tag, so that a send never queues behind a receive. Headers and agreements al
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,22 +30,12 @@ from pipeflow.engine.parallel.transport.protocol import (
 )
 
 
-class GroupTransport(Protocol):
-    """The part of a transport that its groups use."""
-
-    rank: int
-
-    @property
-    def channels(self) -> Channels:
-        """The open channels of this rank."""
-
-
 class DistributedGroup:
     """The `ranks` of a transport as a group. Holds no channels itself, so that the transport can close and reopen all
     of them.
     """
 
-    def __init__(self, transport: GroupTransport, ranks: tuple[int, ...]) -> None:
+    def __init__(self, transport: DistributedTransport, ranks: tuple[int, ...]) -> None:
         self.rank = ranks.index(transport.rank)
         self.size = len(ranks)
         self.ranks = ranks

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import Condition, get_ident
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -55,12 +54,20 @@ class CallPosition:
     call: object = ""
 
 
-class Rendezvous:
-    """The state through which the threads of a world wait for each other, and their collectives."""
+class Hub:
+    """The state that the threads of a world share: through it they wait for each other.
+
+    Args:
+        size: number of ranks.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.changed = Condition()
+        # by generation, source, destination and tag: transfers that only the sender, or the receiver, has started
+        self.channels: dict[tuple[int, int, int, Tag], tuple[deque[_Transfer], deque[_Transfer]]]
+        self.channels = defaultdict(lambda: (deque(), deque()))
+        self.failures: dict[int, Failure] = {}  # by generation
         self.collectives: dict[tuple[int, tuple[int, ...], int], Collective] = {}  # by generation, ranks and number
         self.closed: set[tuple[int, int]] = set()  # (generation, rank) of ranks that know of a failure
         self.gone: set[int] = set()
@@ -70,7 +77,7 @@ class Rendezvous:
         self.begun: dict[int, float] = {}  # by rank, when its current call began
         self.blames: dict[tuple[int, int], Blame] = {}  # by generation and by the rank that gave up
 
-    def wait(self, by: Participant, generation: int, ranks: tuple[int, ...], done: Callable[[], bool]) -> None:
+    def wait(self, by: LocalTransport, generation: int, ranks: tuple[int, ...], done: Callable[[], bool]) -> None:
         """Waits, as rank `by` and with `changed` held, until `done()` or a rank of `ranks` has closed its channels.
         Raises LinkError.
         """
@@ -112,23 +119,10 @@ class Rendezvous:
         return tuple(other for (waiting, _), ranks in self.waits_for.items() if waiting == rank for other in ranks)
 
 
-class Participant(Protocol):
-    """The part of a rank's transport that its groups use."""
-
-    rank: int
-    generation: int
-    timeout: float
-    suspects: bool
-
-    @property
-    def hub(self) -> Rendezvous:
-        """The state that all ranks share."""
-
-
 class LocalGroup:
     """The `ranks` of a transport as a group; they are threads of this process."""
 
-    def __init__(self, transport: Participant, ranks: tuple[int, ...]) -> None:
+    def __init__(self, transport: LocalTransport, ranks: tuple[int, ...]) -> None:
         self.rank = ranks.index(transport.rank)
         self.size = len(ranks)
         self._ranks = ranks
@@ -184,7 +178,7 @@ class _CollectiveWork:
 
     __slots__ = ("_collective", "_generation", "_others", "_ranks", "_transport")
 
-    def __init__(self, transport: Participant, collective: Collective, ranks: tuple[int, ...]) -> None:
+    def __init__(self, transport: LocalTransport, collective: Collective, ranks: tuple[int, ...]) -> None:
         self._transport = transport
         self._generation = transport.generation
         self._collective = collective
@@ -243,27 +237,6 @@ def _scatter(inputs: Inputs) -> None:
     total = _summed([whole for _, whole in inputs])
     for (part, _), piece in zip(inputs, total.chunk(len(inputs)), strict=True):
         part.copy_(piece)
-
-
-class Hub(Rendezvous):
-    """The state that the ranks of one in-process world share.
-
-    Args:
-        size: number of ranks.
-    """
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.channels: dict[tuple[int, int, int, Tag], _Channel] = defaultdict(_Channel)
-        self.failures: dict[int, Failure] = {}  # by generation
-
-
-class _Channel:
-    """A FIFO of transfers that only one end has started so far."""
-
-    def __init__(self) -> None:
-        self.sends: deque[_Transfer] = deque()
-        self.receives: deque[_Transfer] = deque()
 
 
 class _Transfer:
@@ -354,8 +327,8 @@ class LocalTransport:
         with self.hub.changed:
             if (generation, transfer.peer) in self.hub.closed:
                 raise LinkError(transfer.peer)
-            channel = self.hub.channels[key]
-            mine, other = (channel.sends, channel.receives) if sending else (channel.receives, channel.sends)
+            sends, receives = self.hub.channels[key]
+            mine, other = (sends, receives) if sending else (receives, sends)
             if not other:
                 mine.append(transfer)
                 return transfer
