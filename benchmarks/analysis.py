@@ -72,7 +72,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def _ours(name: str, microbatches: int) -> Work:
-    from pipeflow.core.soundness.programs import verify_programs
+    from pipeflow.core.soundness.transfers import verify_programs
 
     schedule = pipeflow.make_schedule(name, ranks=RANKS, microbatches=microbatches)
     timeline, programs = pipeflow.simulate(schedule), pipeflow.lower(schedule)

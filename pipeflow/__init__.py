@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pipeflow.core.distributions import warn_of_others
 from pipeflow.core.errors import ScheduleError
-from pipeflow.core.notebook import draw_as
+from pipeflow.core.notebook import DRAWINGS
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 
@@ -33,14 +33,12 @@ _MODULES = {
 __all__ = sorted(_MODULES)
 
 
-@draw_as(Timeline)
 def _drawn(timeline: Timeline) -> str:
     from pipeflow.draw import svg
 
     return svg(timeline)
 
 
-@draw_as(Schedule)
 def _drawn_as_planned(schedule: Schedule) -> str | None:
     """An SVG of the simulated schedule. None if it cannot run: a notebook then shows its text."""
     from pipeflow.core.analysis.simulation import simulate
@@ -49,6 +47,9 @@ def _drawn_as_planned(schedule: Schedule) -> str | None:
         return _drawn(simulate(schedule))
     except ScheduleError:
         return None
+
+
+DRAWINGS.update({Timeline: _drawn, Schedule: _drawn_as_planned})
 
 
 def __getattr__(name: str) -> object:

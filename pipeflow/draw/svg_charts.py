@@ -65,20 +65,27 @@ def scatter_svg(points: Sequence[Point], x: Axis, y: Axis, *, width: int = WIDTH
     marks, nameless = _marks(dots, width, marked)
     below = _lines(nameless, int((right - LEFT) / LETTER)) if nameless else []
     height = HEIGHT + LINE * len(below)
+    body = [
+        _text(title[:1].upper() + title[1:], LEFT, 28, "title"),
+        *_grid([at(tick, up[0]) for tick in across], [x.text(tick) for tick in across], 0),
+        *_grid([at(across[0], tick) for tick in up], [y.text(tick) for tick in up], right),
+        _text(x.title, (LEFT + right) / 2, BOTTOM + 42, "quiet", "middle"),
+        f'<g transform="rotate(-90)">{_text(y.title, -(TOP + BOTTOM) / 2, 20, "quiet", "middle")}</g>',
+        *_front_line([at(point.x, point.y) for point in best], right),
+        *marks,
+        *(_names(line, LEFT, HEIGHT + LINE * number - 8, "quiet") for number, line in enumerate(below, start=1)),
+    ]
+    return _document(title, width, height, STYLE, body)
+
+
+def _document(title: str, width: int, height: int, style: str, body: list[str]) -> str:
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
             f' role="img" aria-label="{escaped(title)}">',
-            f"<style>{STYLE}</style>",
+            f"<style>{style}</style>",
             f'<rect class="paper" width="{width}" height="{height}"/>',
-            _text(title[:1].upper() + title[1:], LEFT, 28, "title"),
-            *(_grid([at(tick, up[0]) for tick in across], [x.text(tick) for tick in across], 0)),
-            *(_grid([at(across[0], tick) for tick in up], [y.text(tick) for tick in up], right)),
-            _text(x.title, (LEFT + right) / 2, BOTTOM + 42, "quiet", "middle"),
-            f'<g transform="rotate(-90)">{_text(y.title, -(TOP + BOTTOM) / 2, 20, "quiet", "middle")}</g>',
-            *_front_line([at(point.x, point.y) for point in best], right),
-            *marks,
-            *(_names(line, LEFT, HEIGHT + LINE * number - 8, "quiet") for number, line in enumerate(below, start=1)),
+            *body,
             "</svg>\n",
         ]
     )
@@ -226,22 +233,12 @@ def bars_svg(title: str, bars: Sequence[Bar], names: Sequence[str], text: Callab
     colours = {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
     legend = BARS_TOP + EACH * len(bars) + 8
     height = legend + ROW * (len(shown) + (len(bars) > 1)) + BARS_MARGIN
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
-            f' role="img" aria-label="{escaped(title)}">',
-            f"<style>{STYLE}\n.block {{ stroke: none }}\ntext.on {{ fill: #10141c; font-size: 12px }}</style>",
-            f'<rect class="paper" width="{WIDTH}" height="{height}"/>',
-            _text(title, BARS_MARGIN, 28, "title"),
-            *(
-                line
-                for place, bar in enumerate(bars)
-                for line in _bar(bar, BARS_TOP + EACH * place, shown, colours, scale, text)
-            ),
-            *_legend(bars, shown, colours, legend, text),
-            "</svg>\n",
-        ]
-    )
+    body = [_text(title, BARS_MARGIN, 28, "title")]
+    for place, bar in enumerate(bars):
+        body += _bar(bar, BARS_TOP + EACH * place, shown, colours, scale, text)
+    body += _legend(bars, shown, colours, legend, text)
+    style = f"{STYLE}\n.block {{ stroke: none }}\ntext.on {{ fill: #10141c; font-size: 12px }}"
+    return _document(title, WIDTH, height, style, body)
 
 
 def _bar(

@@ -10,7 +10,7 @@ from itertools import count
 from pipeflow.core.action import Action, Entry, Kind, Pair
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.schedules.rows import existing, require_even
+from pipeflow.schedules.row_parts import existing, require_even
 
 
 def dualpipe(ranks: int, microbatches: int) -> Schedule:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeflow.core.placement import Placement, require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules.interleaved_zb import grouped_row
-from pipeflow.schedules.rows import group_size
+from pipeflow.schedules.row_parts import group_size
 
 
 def gis(ranks: int, microbatches: int, *, chunks: int = 2, group: int | None = None) -> Schedule:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeflow.core.action import Entry, Kind
 from pipeflow.core.placement import Placement, require_at_least, require_positive
 from pipeflow.core.schedule import Schedule
-from pipeflow.schedules.rows import existing, group_size, in_groups, in_turn
+from pipeflow.schedules.row_parts import existing, group_size, in_groups, in_turn
 
 
 def interleaved_one_f_one_b(

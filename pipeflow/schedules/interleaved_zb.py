@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeflow.core.action import Entry, Kind
 from pipeflow.core.placement import Placement, require_positive
 from pipeflow.core.schedule import Schedule
-from pipeflow.schedules.rows import existing, in_groups, in_turn
+from pipeflow.schedules.row_parts import existing, in_groups, in_turn
 
 
 def interleaved_zb(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.placement import Placement, require_positive
 from pipeflow.core.schedule import Schedule
-from pipeflow.schedules.rows import in_groups
+from pipeflow.schedules.row_parts import in_groups
 
 
 def looped_bfs(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.placement import Placement, require_at_least
 from pipeflow.core.schedule import Schedule
-from pipeflow.schedules.rows import in_turn
+from pipeflow.schedules.row_parts import in_turn
 
 
 def one_f_one_b(ranks: int, microbatches: int, *, extra_warmup: int = 0) -> Schedule:

@@ -12,7 +12,7 @@ from pipeflow.core.action import Action, Kind
 from pipeflow.core.dataflow import sources
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.schedules.rows import require_even
+from pipeflow.schedules.row_parts import require_even
 
 
 def chimera(ranks: int, microbatches: int) -> Schedule:

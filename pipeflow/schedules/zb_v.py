@@ -7,7 +7,7 @@ from itertools import count
 from pipeflow.core.action import Action, Entry, Kind
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.schedules.rows import existing
+from pipeflow.schedules.row_parts import existing
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:

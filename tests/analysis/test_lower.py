@@ -13,7 +13,7 @@ from pipeflow.core.dataflow import Content
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.core.route import routes_among
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.programs import verify_programs
+from pipeflow.core.soundness.transfers import verify_programs
 from pipeflow.schedules import SCHEDULES, make_schedule
 from tests.families import make_near
 

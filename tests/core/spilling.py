@@ -37,7 +37,7 @@ from pipeflow.core.action import Entry
 from pipeflow.core.analysis.measured_step import executed_schedule, measured_costs
 from pipeflow.core.cost import even_costs
 from pipeflow.core.dataflow import Content, Stream
-from pipeflow.core.soundness.programs import verify_programs
+from pipeflow.core.soundness.transfers import verify_programs
 from pipeflow.draw import CriticalPath, Gantt, html, perfetto, svg
 from pipeflow.tools.cli.command import main
 from pipeflow.tools.explore.answers import python

@@ -20,7 +20,7 @@ from pipeflow import (
 from pipeflow.core.analysis.lowering import lower
 from pipeflow.core.analysis.measured_step import executed_schedule
 from pipeflow.core.dataflow import Stream
-from pipeflow.core.soundness.programs import verify_programs
+from pipeflow.core.soundness.transfers import verify_programs
 from pipeflow.schedules.orders.additions import without_optimizer_step
 from tests.families import make_near
 

@@ -25,7 +25,7 @@ from pipeflow import (
 from pipeflow.core.analysis.measured_step import executed_schedule, measured_costs
 from pipeflow.core.analysis.simulation import simulate_shared
 from pipeflow.core.dataflow import Content, Stream
-from pipeflow.core.soundness.programs import verify_programs
+from pipeflow.core.soundness.transfers import verify_programs
 from tests.families import make_near
 
 

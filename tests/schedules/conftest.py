@@ -9,7 +9,7 @@ from pipeflow.core.analysis.lowering import lower
 from pipeflow.core.dataflow import Content, Value
 from pipeflow.core.program import Compute, Program, Recv, Release, Send
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.programs import verify_programs
+from pipeflow.core.soundness.transfers import verify_programs
 from pipeflow.core.soundness.verify import verify
 
 

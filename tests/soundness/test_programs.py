@@ -17,7 +17,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.core.route import Route, Routes, routes_among
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.programs import verify_programs
+from pipeflow.core.soundness.transfers import verify_programs
 from pipeflow.schedules import SCHEDULES, make_schedule
 from tests.covering import thinned
 

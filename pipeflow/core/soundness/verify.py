@@ -1,5 +1,5 @@
 """Verify: everything that is wrong with a schedule, with place and reason. Must not contain: the search for deadlocks,
-which is in `deadlocks`, and checks of sends and receives, which `programs` has.
+which is in `deadlocks`, and checks of sends and receives, which `transfers` has.
 """
 
 from __future__ import annotations

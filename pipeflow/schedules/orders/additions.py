@@ -5,7 +5,8 @@ not contain: where offloads go, which follows from a simulation.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from pipeflow.core.action import Action, Entry, Kind, actions_of
@@ -123,7 +124,7 @@ def with_unshard(
         raise UsageError(f"most is at least 1 and ahead at least 0; got most={most} and ahead={ahead}")
     if schedule.kinds & {Kind.U, Kind.H}:
         raise UsageError(f"schedule {schedule.name!r} has unshards already: give schedule.without_unshards()")
-    rows = tuple(tuple(_UnshardRow(row, among, most, ahead).entries()) for row in schedule.rows)
+    rows = tuple(tuple(_unsharded(row, among, most, ahead)) for row in schedule.rows)
     return replace(schedule, name=f"{schedule.name} with unshard", rows=rows)
 
 
@@ -139,60 +140,46 @@ def gathering(schedule: Schedule) -> Schedule:
         return with_unshard(schedule, most=schedule.placement.num_stages)
 
 
-class _UnshardRow:
-    """A row, with the numbers of the unshards of each stage: those of its microbatches, so that no two ranks that hold
-    a stage have the same.
+def _unsharded(row: tuple[Entry, ...], stages: frozenset[int], most: int, ahead: int | None) -> Iterator[Entry]:
+    """The row with unshards and reshards of `stages`. The numbers of the unshards of a stage are those of its
+    microbatches, so that no two ranks that hold a stage have the same.
     """
-
-    def __init__(self, row: tuple[Entry, ...], stages: frozenset[int], most: int, ahead: int | None) -> None:
-        self.row, self.most, self.ahead = row, most, ahead
-        self.used = [_used(entry) for entry in row]
-        self.stages = stages
-        self.whole: dict[int, int] = {}  # stage -> the number of its unshard
-        self.gathered = dict.fromkeys(stages, 0)
-
-    def entries(self) -> Iterator[Entry]:
-        for entry, used, following in zip(self.row, self.used, self._following(), strict=True):
-            if used:
-                yield from self._before(following)
-            yield entry
-        yield from (Action(Kind.H, *each) for each in self.whole.items())
-
-    def _following(self) -> list[dict[int, int]]:
-        """Per entry, the stages that it or a later entry uses, with the number of computations before their next use,
-        the next ones first.
-        """
-        found: list[dict[int, int]] = []
-        following: dict[int, int] = {}
-        for used in reversed(self.used):
-            now = dict.fromkeys(sorted(used & self.stages), 0)
-            later = {stage: distance + bool(used) for stage, distance in following.items() if stage not in now}
-            following = now | later
-            found.append(following)
-        return found[::-1]
-
-    def _before(self, following: Mapping[int, int]) -> Iterator[Action]:
-        """The unshards and reshards before a computation."""
+    numbers: defaultdict[int, set[int]] = defaultdict(set)
+    for action in (action for entry in row for action in actions_of(entry)):
+        numbers[action.stage].add(action.microbatch)
+    left = {stage: iter(sorted(numbers[stage])) for stage in stages}
+    whole: dict[int, int] = {}  # stage -> the number of its unshard
+    for entry, following in zip(row, _next_uses(row, stages), strict=True):
         distances = [*following.values()]
-        last = distances[min(self.most, len(distances)) - 1] if distances else 0
-        wanted = [stage for stage, distance in following.items() if distance <= last]
-        for stage in [stage for stage in self.whole if stage not in wanted]:
-            yield Action(Kind.H, stage, self.whole.pop(stage))
+        last = distances[min(most, len(distances)) - 1] if distances else 0
+        wanted = [stage for stage, distance in following.items() if distance <= last] if _used(entry) else [*whole]
+        for stage in [stage for stage in whole if stage not in wanted]:
+            yield Action(Kind.H, stage, whole.pop(stage))
         for stage in wanted:
-            if stage not in self.whole and (self.ahead is None or following[stage] <= self.ahead):
-                self.whole[stage] = self._number(stage)
-                yield Action(Kind.U, stage, self.whole[stage])
+            if stage not in whole and (ahead is None or following[stage] <= ahead):
+                if (number := next(left[stage], None)) is None:
+                    raise UsageError(
+                        f"with most={most}, stage {stage} would be gathered more often than its {len(numbers[stage])} "
+                        "microbatches: allow more stages to be whole at once"
+                    )
+                whole[stage] = number
+                yield Action(Kind.U, stage, number)
+        yield entry
+    yield from (Action(Kind.H, *each) for each in whole.items())
 
-    def _number(self, stage: int) -> int:
-        actions = (action for entry in self.row for action in actions_of(entry) if action.stage == stage)
-        numbers = sorted({action.microbatch for action in actions})
-        if self.gathered[stage] == len(numbers):
-            raise UsageError(
-                f"with most={self.most}, stage {stage} would be gathered more often than its {len(numbers)} "
-                "microbatches: allow more stages to be whole at once"
-            )
-        self.gathered[stage] += 1
-        return numbers[self.gathered[stage] - 1]
+
+def _next_uses(row: tuple[Entry, ...], stages: frozenset[int]) -> list[dict[int, int]]:
+    """Per entry, the stages that it or a later entry uses, with the number of computations before their next use, the
+    next ones first.
+    """
+    found: list[dict[int, int]] = []
+    following: dict[int, int] = {}
+    for used in map(_used, reversed(row)):
+        now = dict.fromkeys(sorted(used & stages), 0)
+        later = {stage: distance + bool(used) for stage, distance in following.items() if stage not in now}
+        following = now | later
+        found.append(following)
+    return found[::-1]
 
 
 def _used(entry: Entry) -> frozenset[int]:

@@ -82,7 +82,8 @@ def bounds(problem: Problem) -> Bounds:
       running the available one with the longest tail would end all of them, tails included, soonest. This is Jackson's
       preemptive schedule (J. Carlier, The one-machine sequencing problem, 1982). No order can be faster.
     """
-    order = _topological(problem)
+    stages = range(len(problem.ranks))  # an order in which the operations of one microbatch can run
+    order = [3 * stage for stage in stages] + [3 * stage + half for stage in reversed(stages) for half in (1, 2)]
     found = list(arcs(problem))
     factors = problem.factors or (1,) * problem.num_microbatches
     times = [[time * factor for factor in factors] for time in problem.durations]
@@ -99,8 +100,8 @@ def bounds(problem: Problem) -> Bounds:
     if problem.factors:
         shortest_pass = min(passing) * sum(problem.delays)
         least = max(least, largest_microbatch(problem.durations, problem.factors, len(factors) - 1) + shortest_pass)
-    for stages in problem.stages:
-        operations = [3 * stage + half for stage in stages for half in range(3)]
+    for own in problem.stages:
+        operations = [3 * stage + half for stage in own for half in range(3)]
         jobs = chain.from_iterable(
             zip(heads[operation], times[operation], tails[operation], strict=True) for operation in operations
         )
@@ -119,12 +120,6 @@ def largest_microbatch(durations: Sequence[float], factors: Sequence[float], oth
     *rest, largest = sorted(factors)
     way = [time for operation, time in enumerate(durations) if operation % 3 < 2]
     return largest * (sum(way) + durations[2]) + min(way) * sum(rest[:others])
-
-
-def _topological(problem: Problem) -> list[int]:
-    """The operations, so that those of one microbatch are in an order in which they can run."""
-    stages = range(len(problem.ranks))
-    return [3 * stage for stage in stages] + [3 * stage + half for stage in reversed(stages) for half in (1, 2)]
 
 
 def _heads(problem: Problem, found: list[Arc], order: list[int], times: Times, passing: Sequence[float]) -> Times:

@@ -20,7 +20,7 @@ from pipeflow.core.files import read_text
 from pipeflow.core.liveness import MemoryCap
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.programs import verify_programs
+from pipeflow.core.soundness.transfers import verify_programs
 from pipeflow.core.soundness.verify import verify
 from pipeflow.core.text import listed, printable
 from pipeflow.core.timeline import Timeline
