@@ -13,7 +13,6 @@ from pathlib import Path
 
 from pipeflow.core.distributions import warn_of_others
 from pipeflow.core.errors import ScheduleError
-from pipeflow.core.notebook import DRAWINGS
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 
@@ -49,7 +48,7 @@ def _drawn_as_planned(schedule: Schedule) -> str | None:
         return None
 
 
-DRAWINGS.update({Timeline: _drawn, Schedule: _drawn_as_planned})
+Timeline.drawing, Schedule.drawing = staticmethod(_drawn), staticmethod(_drawn_as_planned)
 
 
 def __getattr__(name: str) -> object:

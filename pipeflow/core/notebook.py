@@ -5,17 +5,19 @@ provides.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-DRAWINGS: dict[type[Shown], Callable[[Any], str | None]] = {}
-"""Per type of value, the function that draws it. It returns HTML or SVG, or None for text."""
+from typing import Any, ClassVar
 
 
 class Shown:
-    """A value that a notebook shows as a picture: HTML or SVG, or text if there is no picture."""
+    """A value that a notebook shows as a picture: HTML or SVG, or text if there is no picture.
+
+    Attributes:
+        drawing: draws a value, as a static method: returns HTML or SVG, or None for text.
+    """
 
     __slots__ = ()
+    drawing: ClassVar[Callable[[Any], str | None] | None] = None
 
     def _repr_html_(self) -> str | None:
-        draw = DRAWINGS.get(type(self))
+        draw = type(self).drawing
         return None if draw is None else draw(self)
