@@ -14,7 +14,7 @@ from pipeflow.core.analysis.other_engines import deepspeed_schedule as deepspeed
 from pipeflow.core.analysis.simulation import simulate as simulate
 from pipeflow.core.analysis.simulation import step_time as step_time
 from pipeflow.core.cost import CostModel as CostModel
-from pipeflow.core.cost_fields import Link as Link
+from pipeflow.core.cost import Link as Link
 from pipeflow.core.errors import PipeflowError as PipeflowError
 from pipeflow.core.errors import PipelineError as PipelineError
 from pipeflow.core.errors import ScheduleError as ScheduleError

@@ -15,8 +15,7 @@ from itertools import pairwise
 
 from pipeflow.core.action import Kind
 from pipeflow.core.analysis.simulation import simulate, simulate_shared
-from pipeflow.core.cost import CostModel, costs_of
-from pipeflow.core.cost_fields import Link
+from pipeflow.core.cost import CostModel, Link, costs_of
 from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import Cut

@@ -7,8 +7,7 @@ import pytest
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.analysis.simulation import simulate, step_time
 from pipeflow.core.bruck import rounds
-from pipeflow.core.cost import CostModel
-from pipeflow.core.cost_fields import Link
+from pipeflow.core.cost import CostModel, Link
 from pipeflow.core.placement import Placement
 from pipeflow.core.timeline import Span, Timeline
 from pipeflow.schedules import make_schedule

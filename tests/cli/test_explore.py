@@ -17,7 +17,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from pipeflow.core.cost_fields import EVEN_COSTS, EVEN_NAMES
+from pipeflow.core.cost import EVEN_COSTS, EVEN_NAMES
 from pipeflow.tools.cli import explore
 from pipeflow.tools.cli.command import parser
 from pipeflow.tools.explore.answers import code

@@ -9,8 +9,7 @@ import pytest
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.analysis.measured_step import measured_costs
 from pipeflow.core.analysis.simulation import simulate
-from pipeflow.core.cost import CostModel
-from pipeflow.core.cost_fields import Link
+from pipeflow.core.cost import CostModel, Link
 from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement

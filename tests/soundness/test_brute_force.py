@@ -16,8 +16,7 @@ import pytest
 from pipeflow.core.action import Action, Entry, Kind, Pair, actions_of
 from pipeflow.core.analysis.idle_time import critical_path
 from pipeflow.core.analysis.simulation import simulate
-from pipeflow.core.cost import CostModel
-from pipeflow.core.cost_fields import Link
+from pipeflow.core.cost import CostModel, Link
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule

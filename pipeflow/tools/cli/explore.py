@@ -7,7 +7,7 @@ from contextlib import suppress
 from threading import Thread
 from urllib.parse import parse_qsl, urlencode
 
-from pipeflow.core.cost_fields import EVEN_NAMES
+from pipeflow.core.cost import EVEN_NAMES
 from pipeflow.core.errors import UsageError, unknown
 from pipeflow.schedules import SCHEDULES
 from pipeflow.schedules.orders.additions import STAGE_OPTIONS

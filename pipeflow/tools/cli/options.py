@@ -14,8 +14,7 @@ from functools import cache
 from types import MappingProxyType, NoneType
 from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
-from pipeflow.core.cost import LARGEST, SMALLEST
-from pipeflow.core.cost_fields import EVEN_COSTS
+from pipeflow.core.cost import EVEN_COSTS, LARGEST, SMALLEST
 from pipeflow.core.errors import UsageError, closest, meant_by, nearest
 from pipeflow.core.text import PER_SECOND
 from pipeflow.schedules import SCHEDULES

@@ -12,8 +12,7 @@ from typing import Any, final
 
 from pipeflow.core.analysis.lowering import lower
 from pipeflow.core.analysis.measured_step import measured_costs
-from pipeflow.core.cost import CostModel, even_costs, read_costs
-from pipeflow.core.cost_fields import EVEN_COSTS, without_use
+from pipeflow.core.cost import EVEN_COSTS, CostModel, even_costs, read_costs, without_use
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError, Violation
 from pipeflow.core.files import read_text

@@ -15,8 +15,7 @@ from typing import Any
 from pipeflow.core.action import Kind
 from pipeflow.core.analysis.measured_step import executed_schedule
 from pipeflow.core.analysis.simulation import simulate
-from pipeflow.core.cost import CostModel
-from pipeflow.core.cost_fields import EVEN_COSTS, EVEN_NAMES, NAMED, Link, without_use
+from pipeflow.core.cost import EVEN_COSTS, EVEN_NAMES, NAMED, CostModel, Link, without_use
 from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 from pipeflow.core.action import Kind as ActionKind
-from pipeflow.core.cost_fields import FIELDS as COSTS
-from pipeflow.core.cost_fields import CostField
+from pipeflow.core.cost import FIELDS as COSTS
+from pipeflow.core.cost import CostField
 from pipeflow.core.dataflow import DATAFLOW
 from pipeflow.core.placement import Placement
 from pipeflow.draw.page.page_data import MODES

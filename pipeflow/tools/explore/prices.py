@@ -11,8 +11,7 @@ from functools import lru_cache
 from typing import Any, final
 
 from pipeflow.core.analysis.measured_step import measured_costs
-from pipeflow.core.cost import CostModel, costs_of, even_costs
-from pipeflow.core.cost_fields import EVEN_NAMES
+from pipeflow.core.cost import EVEN_NAMES, CostModel, costs_of, even_costs
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
