@@ -86,7 +86,7 @@ from pipeflow.training.build import build_stages as build_stages
 from pipeflow.training.build import measure_layers as measure_layers
 from pipeflow.training.checkpoint.load import Loaded as Loaded
 from pipeflow.training.checkpoint.load import load_checkpoint as load_checkpoint
-from pipeflow.training.checkpoint.newest import latest_checkpoint as latest_checkpoint
+from pipeflow.training.checkpoint.load import latest_checkpoint as latest_checkpoint
 from pipeflow.training.checkpoint.safetensors import Rename as Rename
 from pipeflow.training.checkpoint.safetensors import Transform as Transform
 from pipeflow.training.checkpoint.safetensors import load_safetensors as load_safetensors

@@ -1,21 +1,25 @@
-"""load_checkpoint: loads a run's state from a folder, under any layout."""
+"""load_checkpoint: loads a run's state from a folder, under any layout; latest_checkpoint: finds the newest that is
+whole.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeflow.core.errors import UsageError
+from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_object
 from pipeflow.training.checkpoint import state
 from pipeflow.training.checkpoint.folders import path_of
-from pipeflow.training.checkpoint.manifest import Manifest, find, verified
+from pipeflow.training.checkpoint.manifest import LEFT_OUT, LOG, Manifest, find, saved_in_order, verified
 from pipeflow.training.checkpoint.pieces import (
     Names,
     Pieces,
@@ -26,7 +30,7 @@ from pipeflow.training.checkpoint.pieces import (
     wholes,
 )
 from pipeflow.training.checkpoint.storage import CheckpointStorage, fill
-from pipeflow.training.checkpoint.task import Task
+from pipeflow.training.checkpoint.task import Task, context_here
 from pipeflow.training.optim.optimizer import by_name
 from pipeflow.training.optim.rates import Scheduler
 
@@ -142,3 +146,67 @@ def _read_ahead(storage: CheckpointStorage, weights: Pieces, states: Pieces, ran
     state.require_random(random)
     for _ in storage.parts_of(weights):
         pass
+
+
+def latest_checkpoint(folder: str | os.PathLike[str], *, verify: bool = True) -> Path | None:
+    """Returns the newest complete checkpoint in `folder`, None if there is none. It is the one with the highest step.
+    If steps are equal, it is the one whose save began last. A checkpoint that was saved without a step counts as having
+    the highest step before it. Damaged checkpoints are skipped with a warning in the logger "pipeflow".
+
+    Args:
+        folder: the folder that contains the checkpoints.
+        verify: if True, check the digest of every file and read everything in the index. If pipeflow was launched, all
+            ranks must then call it together: each checks a share of the files, and all get the same answer. If False,
+            only the sizes of files are checked, and any rank may call it alone. `load_checkpoint` always verifies.
+
+    Raises PipelineError if a rank failed.
+    """
+    if not verify:
+        return _first_whole(_newest_first(Path(folder)), lambda path: _fault(path, 0, 0))
+    context = context_here()
+    with context.alarm.raised_everywhere():
+        names = [str(path) for path in _newest_first(Path(folder))] if context.rank == 0 else None
+        of_rank_0 = cast(list[str], all_gather_object(context.world, names)[0])
+        return _first_whole(map(Path, of_rank_0), partial(_fault_anywhere, context), warn=context.rank == 0)
+
+
+def _first_whole(paths: Iterable[Path], fault_of: Callable[[Path], str | None], *, warn: bool = True) -> Path | None:
+    for path in paths:
+        if (fault := fault_of(path)) is None:
+            return path
+        if warn:
+            LOG.warning(LEFT_OUT, path, fault)
+    return None
+
+
+def _fault(path: Path, rank: int, ranks: int) -> str | None:
+    """The fault of a checkpoint, None if it has none. `rank` checks its share of the files' contents, one of `ranks`
+    shares; none if `ranks` is 0.
+    """
+    try:
+        folder = find(path)
+        manifest = verified(folder, rank, ranks)
+        if ranks:
+            storage = CheckpointStorage(folder, manifest)
+            storage.require_readable(rank, ranks)
+            state.read_run(storage)
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def _fault_anywhere(context: Context, path: Path) -> str | None:
+    """The first fault that a rank found in its share, None if there is none; the same on all ranks."""
+    found: list[str | None] = []
+    Task(context, lambda: found.append(_fault(path, context.rank, context.world_size))).wait()
+    everyone = cast(list[str | None], all_gather_object(context.world, found[0]))
+    return next(filter(None, everyone), None)
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    """The checkpoints whose manifest can be read, newest first; warns of the others."""
+    reached, order = -1, dict[Path, tuple[int, int]]()
+    for path, manifest in saved_in_order(folder, warn=True):
+        step = reached if manifest.step is None else manifest.step
+        reached, order[path] = max(reached, step), (step, manifest.sequence)
+    return sorted(order, key=order.__getitem__, reverse=True)

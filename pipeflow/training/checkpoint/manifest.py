@@ -1,25 +1,31 @@
 """The manifest of a checkpoint: the step, the order of saving, the layout, and every file with its size and digest. It
-contains a digest of itself, so damage to it is detected too. It protects against accidents, not against forgery.
+contains a digest of itself, so damage to it is detected too. It protects against accidents, not against forgery. It is
+JSON that is checked in full when it is read, so nothing in it can run code or point outside the checkpoint.
 
-It is JSON that is checked in full when it is read, so nothing in it can run code or point outside the checkpoint.
+Also the checkpoints in a folder, in the order of their manifests, and which of them are removed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.layout import WorldLayout
-from pipeflow.training.checkpoint.folders import INDEX, MANIFEST, previous, write_durably
+from pipeflow.training.checkpoint import folders
+from pipeflow.training.checkpoint.folders import INDEX, MANIFEST, is_checkpoint, previous, write_durably
 
 FORMAT = 2  # increased when older versions could not read the new format
 T = TypeVar("T")
+LOG = logging.getLogger("pipeflow")
+LEFT_OUT = "checkpoint %s is skipped: %s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,3 +197,47 @@ def _sha256(content: Mapping[str, Any]) -> str:
     """The SHA-256 of JSON content, independent of its spacing."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def keep_newest(path: Path, keep: int) -> None:
+    """Removes old checkpoints beside `path`. Keeps the `keep` that were begun last, those that links in the folder
+    point to, and those in which somebody else has put something. Raises OSError.
+    """
+    linked = {os.path.realpath(each) for each in path.parent.iterdir() if each.is_symlink()}
+    for old, _ in saved_in_order(path.parent)[:-keep]:
+        if os.path.realpath(old) in linked:
+            continue
+        try:
+            if is_checkpoint(found := find(old)):
+                folders.put_away(found, old)
+        except (UsageError, FileNotFoundError):
+            continue  # another save removes it, too
+        except OSError as error:
+            LOG.warning("checkpoint %s cannot be removed: %s", old, error)
+
+
+def next_sequence(folder: Path) -> int:
+    """A sequence number larger than that of any checkpoint in `folder`, including those being written."""
+    complete = [manifest.sequence for _, manifest in saved_in_order(folder)]
+    return 1 + max([*complete, *(int(found["sequence"] or 0) for _, found in folders.hidden(folder))], default=0)
+
+
+def saved_in_order(folder: Path, *, warn: bool = False) -> list[tuple[Path, Manifest]]:
+    """All checkpoints whose manifest can be read, in the order of saving."""
+    found = []
+    for path in sorted(_paths(folder)):
+        try:
+            found.append((path, Manifest.read(find(path))))
+        except UsageError as error:
+            if warn:
+                LOG.warning(LEFT_OUT, path, error)
+    return sorted(found, key=lambda each: each[1].sequence)
+
+
+def _paths(folder: Path) -> Iterator[Path]:
+    """Paths of the checkpoints in `folder`, without links. Includes those whose replacement was cut short."""
+    there = {path for path in folder.iterdir() if not path.name.startswith(".")} if folder.is_dir() else set()
+    there |= {folder / found["name"] for _, found in folders.hidden(folder) if found["process"] is None}
+    for path in there:
+        if not path.is_symlink() and any((each / MANIFEST).is_file() for each in (path, previous(path))):
+            yield path

@@ -23,8 +23,7 @@ from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_object
 from pipeflow.training.checkpoint import folders, state
 from pipeflow.training.checkpoint.folders import INDEX, TORCHS, Hold, data_file, part_file
-from pipeflow.training.checkpoint.manifest import Digest, Manifest, read_json
-from pipeflow.training.checkpoint.newest import keep_newest, next_sequence
+from pipeflow.training.checkpoint.manifest import Digest, Manifest, keep_newest, next_sequence, read_json
 from pipeflow.training.checkpoint.pieces import (
     LocalTensor,
     Names,

@@ -14,8 +14,8 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import require_positive
 from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.transport.agreement import all_gather_object
-from pipeflow.training.checkpoint.load import Loaded, load_checkpoint
-from pipeflow.training.checkpoint.newest import keep_newest, latest_checkpoint
+from pipeflow.training.checkpoint.load import Loaded, latest_checkpoint, load_checkpoint
+from pipeflow.training.checkpoint.manifest import keep_newest
 from pipeflow.training.checkpoint.pieces import Names
 from pipeflow.training.checkpoint.save import Saving, save_checkpoint
 from pipeflow.training.engine import Step
