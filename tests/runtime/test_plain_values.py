@@ -51,3 +51,33 @@ def test_plain_values_are_those_of_the_whole_batch(samples: int) -> None:
         assert all(type(found[name]) is type(value) for name, value in expected.items())
 
     run_threads(rank, 1)
+
+
+class Asked(nn.Module):
+    """Returns a number that grows with the samples, or the same one, as it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, what: str) -> dict[str, Any]:
+        samples = len(x)
+        for block in self.blocks:
+            x = block(x)
+        return {"x": x, "number": samples if what == "grows" else 2}
+
+
+def test_what_a_value_depends_on_may_depend_on_another_entry() -> None:
+    def rank() -> list[int]:
+        batches = [{"x": torch.randn(8, 4), "what": what} for what in ("grows", "stays", "grows")]
+        schedule = make_schedule("gpipe", ranks=1, microbatches=4)
+        model = Pipeline.from_module(Asked(), schedule, batches[0])
+        found = []
+        for batch in batches:
+            told = execute_pipeline(iter([batch]), model, forward_only=True, return_outputs=True)
+            split = as_batch(batch, 4, torch.device("cpu"), model.runner.read)
+            whole: Any = whole_values(told.outputs, split, model)
+            found.append(whole["number"])
+        return found
+
+    assert run_threads(rank, 1) == [[8, 2, 8]]

@@ -21,8 +21,8 @@ from pipeflow.engine.torch_private.trees import tree_leaves, tree_unflatten
 _CONSTANT, _ADDS = "constant", "adds"
 
 
-_KNOWN: WeakKeyDictionary[Planner, dict[str, list[str | None]]] = WeakKeyDictionary()
-"""How the leaves of what a module returns depend on the number of samples, by the tree of this."""
+_KNOWN: WeakKeyDictionary[Trace, list[str | None]] = WeakKeyDictionary()
+"""How the leaves of what a forward returns depend on the number of samples. A forward depends on its entries."""
 
 
 def whole_values(outputs: Any, batch: Batch, pipeline: Pipeline) -> Any:
@@ -41,15 +41,15 @@ def whole_values(outputs: Any, batch: Batch, pipeline: Pipeline) -> Any:
     assert isinstance(stage, ModuleStage)
     planner, first = stage.planner, batch.split(batch.inputs)[0]
     trace = planner.plan(first, stage.root).trace
-    known, key = _KNOWN.setdefault(planner, {}), str(trace.returned.spec)
-    if key not in known:
-        other, size = _otherwise(batch, planner)
-        known[key] = _kinds(trace, batch.sizes[0], other, size)
+    if trace not in _KNOWN:
+        has_values = any(leaf is not None and isinstance(leaf, PLAIN) for leaf in trace.returned.leaves)
+        other, size = _otherwise(batch, planner) if has_values else (None, 0)
+        _KNOWN[trace] = _kinds(trace, batch.sizes[0], other, size)
     try:
         leaves = trace.returned.spec.flatten_up_to(outputs)
     except ValueError:  # another structure than in the trace
         return outputs
-    found = zip(leaves, trace.returned.leaves, known[key], strict=True)
+    found = zip(leaves, trace.returned.leaves, _KNOWN[trace], strict=True)
     merged = [_merged(leaf, batch.sizes, kind) if isinstance(like, PLAIN) else leaf for leaf, like, kind in found]
     return tree_unflatten(merged, trace.returned.spec)
 

@@ -208,7 +208,7 @@ class Leak(NamedTuple):
     sources: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Trace:
     """The record of a forward. Call 0 is the call of the whole module.
 
