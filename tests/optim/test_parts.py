@@ -25,7 +25,7 @@ from pipeflow import (
 )
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.sharding import splits_of
-from pipeflow.engine.tensor.stepping import way_of
+from pipeflow.engine.tensor.stepping import stepping_of
 from pipeflow.optim import Lamb
 from pipeflow.tensor import cut
 from pipeflow.testing import run_processes, run_threads
@@ -270,7 +270,7 @@ def ways() -> dict[str, int]:
         "lamb": Lamb(model.parameters()),
         "muon-still": torch.optim.Muon(matrices(model), lr=0.0),
     }
-    return {name: len(way_of(each).wholes) for name, each in optimizers.items()}
+    return {name: len(stepping_of(each).wholes) for name, each in optimizers.items()}
 
 
 def test_only_what_is_not_elementwise_is_stepped_whole() -> None:

@@ -151,11 +151,11 @@ Stepped = Mapping[nn.Parameter, nn.Parameter]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Stepping:
     """How one optimizer is stepped on this rank.
 
     Attributes:
-        targets: ids of the tensors that it steps, in order; other tensors need another way.
+        targets: ids of the tensors that it steps, in order; other tensors need another one.
         is_known: whether a model here has any of their parameters; True if it steps none, as on a replica without any.
         splits: by id, the splits of those of which this rank has a part.
         is_elementwise: whether it steps parts as it steps them within whole weights.
@@ -170,22 +170,22 @@ class Way:
 
 
 @dataclass(slots=True)
-class _Ways:
-    """The models of this rank, and the ways of their optimizers."""
+class _Steppings:
+    """The models of this rank, and how their optimizers are stepped."""
 
     models: WeakSet[nn.Module] = field(default_factory=WeakSet)
     stepped: WeakKeyDictionary[Optimizer, Stepped] = field(default_factory=WeakKeyDictionary)
     shared: WeakSet[Optimizer] = field(default_factory=WeakSet)  # replicas step others of the weights
-    found: WeakKeyDictionary[Optimizer, Way] = field(default_factory=WeakKeyDictionary)
+    found: WeakKeyDictionary[Optimizer, Stepping] = field(default_factory=WeakKeyDictionary)
 
-    def of(self, optimizer: Optimizer) -> Way:
+    def of(self, optimizer: Optimizer) -> Stepping:
         targets = [id(target) for group in optimizer.param_groups for target in group["params"]]
-        way = self.found.get(optimizer)
-        if way is None or way.targets != targets:
-            way = self.found[optimizer] = self._find(optimizer, targets)
-        return way
+        stepping = self.found.get(optimizer)
+        if stepping is None or stepping.targets != targets:
+            stepping = self.found[optimizer] = self._find(optimizer, targets)
+        return stepping
 
-    def _find(self, optimizer: Optimizer, targets: list[int]) -> Way:
+    def _find(self, optimizer: Optimizer, targets: list[int]) -> Stepping:
         context, stepped = context_if_launched(), self.stepped.get(optimizer, {})
         known: dict[int, Split | None] = {}
         for model in self.models:
@@ -195,14 +195,14 @@ class _Ways:
         splits = {target: split for target in targets if (split := known.get(target)) is not None}
         is_known = not targets or not known.keys().isdisjoint(targets)
         if context is None or not is_known or getattr(optimizer, "steps_parts", False):
-            return Way(targets, is_known, splits)
+            return Stepping(targets, is_known, splits)
         if context.world_size == context.data_size and optimizer not in self.shared:
-            return Way(targets, is_known, splits)
-        return Way(targets, is_known, splits, *_wholes(optimizer, splits))
+            return Stepping(targets, is_known, splits)
+        return Stepping(targets, is_known, splits, *_wholes(optimizer, splits))
 
 
 def _wholes(optimizer: Optimizer, splits: Mapping[int, Split]) -> tuple[bool, dict[int, frozenset[str]]]:
-    """Tries an optimizer once for each kind of weight. Returns `is_elementwise` and `wholes` of its Way. Raises
+    """Tries an optimizer once for each kind of weight. Returns `is_elementwise` and `wholes` of its Stepping. Raises
     UsageError if it needs all weights of a model at once.
     """
     name, trials, found = type(optimizer).__name__, dict[tuple[int, int, int], Trial](), {}
@@ -236,10 +236,10 @@ def watch(model: nn.Module) -> None:
     """From now on, optimizers of the model's parameters step them as with one rank. Raises UsageError on a thread that
     is not a rank.
     """
-    ways = _here()
-    if model not in ways.models:
-        ways.models.add(model)
-        ways.found.clear()
+    known = _here()
+    if model not in known.models:
+        known.models.add(model)
+        known.found.clear()
 
 
 def tell(optimizer: Optimizer, model: nn.Module, stepped: Stepped, *, is_shared: bool) -> None:
@@ -247,15 +247,15 @@ def tell(optimizer: Optimizer, model: nn.Module, stepped: Stepped, *, is_shared:
     update others of them.
     """
     watch(model)
-    ways, optimizer = _here(), _innermost(optimizer)
-    ways.stepped[optimizer] = stepped
+    known, optimizer = _here(), _innermost(optimizer)
+    known.stepped[optimizer] = stepped
     if is_shared:
-        ways.shared.add(optimizer)
-    ways.found.pop(optimizer, None)
+        known.shared.add(optimizer)
+    known.found.pop(optimizer, None)
 
 
-def way_of(optimizer: Optimizer) -> Way:
-    """Runs an optimizer's step on this rank. Tries the optimizer when it is first asked about its weights.
+def stepping_of(optimizer: Optimizer) -> Stepping:
+    """How an optimizer steps weights on this rank. It is tried when it is first asked for with these weights.
 
     Raises UsageError if ranks that have some of the weights of a model cannot step them with it.
     """
@@ -268,10 +268,10 @@ def _innermost(optimizer: Optimizer) -> Optimizer:
     return optimizer if inner is None else _innermost(inner)
 
 
-def _here() -> _Ways:
-    if (ways := kept(_KEY)) is None:
-        keep(_KEY, ways := _Ways())
-    found: _Ways = ways
+def _here() -> _Steppings:
+    if (known := kept(_KEY)) is None:
+        keep(_KEY, known := _Steppings())
+    found: _Steppings = known
     return found
 
 
@@ -285,8 +285,8 @@ def _before_step(
         return None
     if _innermost(optimizer) is not optimizer:
         return None  # the optimizer in it comes here, too
-    way, context = way_of(optimizer), current_context()
-    if way.is_elementwise or context.tensor_size == 1:
+    stepping, context = stepping_of(optimizer), current_context()
+    if stepping.is_elementwise or context.tensor_size == 1:
         return None
     if any(each is not None for each in (*arguments[1:], *keywords.values())):
         raise UsageError(
@@ -294,21 +294,21 @@ def _before_step(
             "no closure: run the batch first, then call step()"
         )
     with context.alarm.raised_everywhere(), torch.no_grad():
-        _step(optimizer, way, context.tensor)
+        _step(optimizer, stepping, context.tensor)
     return (_twin(optimizer, [{**group, "params": []} for group in optimizer.param_groups]),), {}
 
 
 register_optimizer_step_pre_hook(_before_step)
 
 
-def _step(optimizer: Optimizer, way: Way, group: Group) -> None:
+def _step(optimizer: Optimizer, stepping: Stepping, group: Group) -> None:
     """Steps one after the other the weights that must be whole, then all others together."""
     rest: list[list[nn.Parameter]] = []
     for options in optimizer.param_groups:
-        rest.append([target for target in options["params"] if id(target) not in way.wholes])
+        rest.append([target for target in options["params"] if id(target) not in stepping.wholes])
         for target in options["params"]:
-            if id(target) in way.wholes and target.grad is not None:
-                _step_whole(optimizer, options, target, way, group)
+            if id(target) in stepping.wholes and target.grad is not None:
+                _step_whole(optimizer, options, target, stepping, group)
     whole = [options["params"] for options in optimizer.param_groups]
     try:
         for options, targets in zip(optimizer.param_groups, rest, strict=True):
@@ -319,11 +319,13 @@ def _step(optimizer: Optimizer, way: Way, group: Group) -> None:
             options["params"] = targets
 
 
-def _step_whole(optimizer: Optimizer, options: Mapping[str, Any], part: nn.Parameter, way: Way, group: Group) -> None:
+def _step_whole(
+    optimizer: Optimizer, options: Mapping[str, Any], part: nn.Parameter, stepping: Stepping, group: Group
+) -> None:
     """Puts a weight, its gradient and its states together from the parts of all tensor ranks, steps it, and keeps this
     rank's part. States of another shape than the weight stay whole.
     """
-    split, alike, states = way.splits[id(part)], way.wholes[id(part)], optimizer.state
+    split, alike, states = stepping.splits[id(part)], stepping.wholes[id(part)], optimizer.state
     whole = nn.Parameter(_joined(part, split, group), requires_grad=part.requires_grad)
     vars(whole).update(vars(part))  # some optimizers read marks
     assert part.grad is not None

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import context_if_launched, current_context
 from pipeflow.engine.parallel.sharding import Split, local_part, settled
-from pipeflow.engine.tensor.stepping import Way, watch, way_of
+from pipeflow.engine.tensor.stepping import Stepping, stepping_of, watch
 from pipeflow.engine.torch_private.tensors import (
     foreach_add_,
     foreach_addcmul_,
@@ -91,16 +91,16 @@ class Lamb(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        way = way_of(self)
-        with self._on_all_ranks(way):
-            self._step(way.splits)
+        stepping = stepping_of(self)
+        with self._on_all_ranks(stepping):
+            self._step(stepping.splits)
         return loss
 
-    def _on_all_ranks(self, way: Way) -> AbstractContextManager[None]:
+    def _on_all_ranks(self, stepping: Stepping) -> AbstractContextManager[None]:
         context = context_if_launched()
         if context is None or context.tensor_size == 1:
             return nullcontext()
-        if not way.is_known:
+        if not stepping.is_known:
             raise UsageError(
                 "Lamb needs the norms of whole weights, but tensor ranks hold parts of them: pass the module that has "
                 "them, as in Lamb(model.parameters(), ..., model=model)"

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.runtime.original import plain_name
-from pipeflow.engine.tensor.stepping import tell, way_of
+from pipeflow.engine.tensor.stepping import stepping_of, tell
 
 MASTER = "master"  # a parameter's state that is the float32 weight stepped in its place
 
@@ -125,7 +125,7 @@ def states_alike(optimizer: Wrapper) -> dict[str, frozenset[str]]:
     """For each split parameter that is stepped whole, by name: the names of its states that are split in the same way.
     All other states are whole on every tensor rank.
     """
-    called, wholes = _names_of(optimizer.model), way_of(optimizer).wholes
+    called, wholes = _names_of(optimizer.model), stepping_of(optimizer).wholes
     return {
         called[id(parameter)]: wholes[id(target)]
         for parameter, target in optimizer.stepped.items()

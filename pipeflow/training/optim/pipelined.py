@@ -16,7 +16,7 @@ from pipeflow.core.errors import NonFiniteGradientError, UsageError
 from pipeflow.engine.parallel.sharding import local_part
 from pipeflow.engine.runtime.confirmation import scale_gradient
 from pipeflow.engine.runtime.pipeline import Pipeline
-from pipeflow.engine.tensor.stepping import needs_closure, plain_step, way_of
+from pipeflow.engine.tensor.stepping import needs_closure, plain_step, stepping_of
 from pipeflow.training.optim.clip import clip_factor, norms_of, require_checks, whole_norm
 from pipeflow.training.optim.optimizer import Wrapper, options_of, require_parameters_of
 
@@ -250,7 +250,7 @@ def _require_fitting(model: Pipeline, optimizer: Optimizer) -> None:
             f"{name}.step needs a closure that computes the loss again, but a schedule runs each batch once: choose an "
             "optimizer whose step takes no closure, such as AdamW or SGD"
         )
-    if not way_of(optimizer).is_elementwise and model.context.tensor_size > 1:
+    if not stepping_of(optimizer).is_elementwise and model.context.tensor_size > 1:
         raise UsageError(
             f"{name} needs whole weights, but tensor ranks have parts of them: step it after execute_pipeline, or use "
             "an elementwise optimizer such as AdamW"

@@ -24,7 +24,7 @@ from pipeflow.engine.runtime.gradients.sums import Orders, Sums, widen_gradient
 from pipeflow.engine.runtime.gradients.ties import tie
 from pipeflow.engine.runtime.gradients.values import (
     Description,
-    Looks,
+    TensorProperties,
     compare,
     named_tensors,
     share_in_group,
@@ -198,17 +198,20 @@ class Gradients:
         return [stage for stage in self._stages if len(self._placement.ranks_of(stage)) > 1]
 
     def _compare(self, *, values: bool) -> None:
-        look = partial(Looks.of, values=values)
+        described = partial(TensorProperties.of, values=values)
         description = Description(
-            [look(name, tensor) for name, tensor in named_tensors(self._model)],
-            [look(name, tensor) for name, tensor in self._whole()],
-            {stage: [look(*named) for named in named_tensors(self._stages[stage])] for stage in self._copied},
-            [(tie.ranks, [look(f"copy {index}", p) for index, p in enumerate(tie.parameters)]) for tie in self._ties],
+            [described(name, tensor) for name, tensor in named_tensors(self._model)],
+            [described(name, tensor) for name, tensor in self._whole()],
+            {stage: [described(*named) for named in named_tensors(self._stages[stage])] for stage in self._copied},
+            [
+                (tie.ranks, [described(f"copy {index}", p) for index, p in enumerate(tie.parameters)])
+                for tie in self._ties
+            ],
         )
         everyone: list[Any] = all_gather_object(self._context.world, description)
         with told_alike(self._context.world):
             compare(everyone, self._context.layout)
-        self._unmade = any(looks.is_meta for each in everyone for looks in each.all)
+        self._unmade = any(properties.is_meta for each in everyone for properties in each.all)
 
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors that every tensor rank has in full, by name."""

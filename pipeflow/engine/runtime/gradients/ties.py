@@ -69,16 +69,16 @@ class PipelineSharedModuleWrapper:
 
     def _copy(self, parameters: list[nn.Parameter]) -> _Copy:
         shared = self._shared
-        looks: dict[str, list[Any]] = {
+        properties: dict[str, list[Any]] = {
             "shapes": [tuple(parameter.shape) for parameter in parameters],
             "dtypes": [parameter.dtype for parameter in parameters],
         }
         if self._rank not in self.ranks:
             raise UsageError(f"rank {self._rank} is not among the ranks {list(self.ranks)} that share this weight")
-        for what, of_first in shared.looks.items():
-            if looks[what] != of_first:
-                raise UsageError(f"a copy of {what} {looks[what]} cannot be tied to one of {what} {of_first}")
-        shared.looks = looks
+        for what, of_first in shared.properties.items():
+            if properties[what] != of_first:
+                raise UsageError(f"a copy of {what} {properties[what]} cannot be tied to one of {what} {of_first}")
+        shared.properties = properties
         shared.copies += 1
         return _Copy(shared, shared.copies)
 
@@ -89,7 +89,7 @@ class _Shared:
 
     named: tuple[int, ...]
     number: int = field(default_factory=lambda: next(_NUMBERS))
-    looks: Mapping[str, list[Any]] = field(default_factory=dict)  # of the first copy
+    properties: Mapping[str, list[Any]] = field(default_factory=dict)  # of the first copy
     copies: int = 0
     adopted: set[int] = field(default_factory=set)  # indices of registered parameters whose marks were moved to modules
 

@@ -21,7 +21,7 @@ from pipeflow.engine.parallel.transport.protocol import Group, Tag, Transport
 from pipeflow.engine.runtime.original import plain_name
 
 
-class Looks(NamedTuple):
+class TensorProperties(NamedTuple):
     """The properties of a parameter or buffer. `name` is its name without torch.compile; `values` is a digest of its
     values if these can no longer be made equal, else empty.
     """
@@ -34,7 +34,7 @@ class Looks(NamedTuple):
     values: str = ""
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor, *, values: bool = False) -> Looks:
+    def of(cls, name: str, tensor: Tensor, *, values: bool = False) -> TensorProperties:
         digest = _digest(tensor) if values and not tensor.is_meta else ""
         return cls(
             plain_name(name),
@@ -61,10 +61,10 @@ class Description(NamedTuple):
         ties: for each weight or module that users tied, the pipeline ranks that hold it, and its parameters.
     """
 
-    all: list[Looks]
-    whole: list[Looks]
-    stages: Mapping[int, list[Looks]]
-    ties: list[tuple[tuple[int, ...], list[Looks]]]
+    all: list[TensorProperties]
+    whole: list[TensorProperties]
+    stages: Mapping[int, list[TensorProperties]]
+    ties: list[tuple[tuple[int, ...], list[TensorProperties]]]
 
 
 def compare(everyone: Sequence[Description], layout: WorldLayout) -> None:
@@ -85,17 +85,19 @@ def compare(everyone: Sequence[Description], layout: WorldLayout) -> None:
             _compare_ties(ranks, {place: everyone[pipeline[place]] for place in ranks})
 
 
-def _require(what: str, found: Sequence[Looks], expected: Sequence[Looks]) -> None:
+def _require(what: str, found: Sequence[TensorProperties], expected: Sequence[TensorProperties]) -> None:
     for mine, its in zip_longest(found, expected):
         if mine != its:
             raise UsageError(f"{what}, but has {mine or 'nothing'}, not {its or 'nothing'}")
 
 
 def _compare_ties(ranks: tuple[int, ...], holders: Mapping[int, Description]) -> None:
-    registered = {rank: [looks for shared, looks in its.ties if shared == ranks] for rank, its in holders.items()}
+    registered = {
+        rank: [properties for shared, properties in its.ties if shared == ranks] for rank, its in holders.items()
+    }
     first = registered[ranks[0]]
     for rank, ties in registered.items():
-        mine, its = ([[looks.shape for looks in tie] for tie in each] for each in (first, ties))
+        mine, its = ([[properties.shape for properties in tie] for tie in each] for each in (first, ties))
         if mine != its:
             raise UsageError(
                 f"ranks {list(ranks)} share a weight, but rank {ranks[0]} registered shapes {mine} and rank {rank} "
