@@ -18,11 +18,10 @@ import pipeflow
 from pipeflow import schedules
 from pipeflow.checking.recorder import Recording, shares_dropped
 from pipeflow.checking.scripts import VARIABLE, Changes
+from pipeflow.checking.watching import TRIALS
 from pipeflow.engine.parallel import launcher
 from pipeflow.engine.runtime import pipeline as pipeline_module
 from pipeflow.schedules import registry
-
-_TRIALS = ("_forward_metadata_inference", "_backward_metadata_inference")  # torch's pipelining learns shapes
 
 
 def trained_around(module: nn.Module) -> Sequence[nn.Module]:
@@ -35,7 +34,7 @@ def trained_around(module: nn.Module) -> Sequence[nn.Module]:
         return []  # a wrapper that trains a Pipeline
     found: Sequence[nn.Module] = [module]
     for frame in _frames():
-        if str(frame.f_globals.get("__name__")).startswith("pipeflow.") or frame.f_code.co_name in _TRIALS:
+        if str(frame.f_globals.get("__name__")).startswith("pipeflow.") or frame.f_code.co_name in TRIALS:
             return []
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and any(each is found[0] for each in owner.modules()):

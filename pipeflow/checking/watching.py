@@ -147,6 +147,9 @@ def clipping_seen(seen: Callable[[Iterable[Tensor], float, Tensor], None]) -> It
         yield
 
 
+TRIALS = ("_forward_metadata_inference", "_backward_metadata_inference")  # torch's pipelining learns shapes
+
+
 @contextmanager
 def trials_seen(seen: Callable[[bool], None]) -> Iterator[None]:
     """Calls `seen(True)` when torch's pipelining begins to run a stage on no data, to learn the shapes that it sends,
@@ -166,7 +169,7 @@ def trials_seen(seen: Callable[[bool], None]) -> Iterator[None]:
         return trial
 
     with ExitStack() as stack:
-        for name in ("_forward_metadata_inference", "_backward_metadata_inference"):
+        for name in TRIALS:
             if hasattr(owner, name):
                 stack.enter_context(_replaced(owner, name, around))
         yield
