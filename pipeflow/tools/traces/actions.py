@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind, Pair, actions_of, parse_entry
@@ -153,14 +153,8 @@ def recorded_actions(events: RankEvents, names: Names) -> list[RecordedAction]:
     inside = _Inside(events)
     found = [each for event in events.ranges for each in inside.actions(event, names.read(event.name))]
     if not found and not names.is_own:
-        found = list(_unannotated(events))
+        found = list(inside.unannotated())
     return sorted(found, key=attrgetter("start"))
-
-
-def _marked_steps(events: RankEvents) -> list[tuple[float, int]]:
-    """The steps that torch's profiler marks: their starts and numbers."""
-    marks = ((each.start, each.name.removeprefix(STEP)) for each in events.ranges if each.name.startswith(STEP))
-    return sorted((start, int(number)) for start, number in marks if number.isdecimal() and len(number) < 10)
 
 
 class _Inside:
@@ -169,13 +163,10 @@ class _Inside:
     def __init__(self, events: RankEvents) -> None:
         self._events = events
         self._has_parts = bool(events.kernels or events.operators or events.backwards)
-        self._launched = [launched for launched, _ in events.kernels]
-        self._marks = _marked_steps(events)
-        self._forwards = [each for run in forward_runs(events) for each in run] or events.operators
-        self._middles = {
-            Kind.F: [(each.start + each.end) / 2 for each in self._forwards],
-            Kind.B: [(each.start + each.end) / 2 for each in events.backwards],
-        }
+        marks = ((each.start, each.name.removeprefix(STEP)) for each in events.ranges if each.name.startswith(STEP))
+        self._marks = sorted((start, int(text)) for start, text in marks if text.isdecimal() and len(text) < 10)
+        self._runs = forward_runs(events)
+        self._forwards = [each for run in self._runs for each in run] or events.operators
 
     def actions(self, event: Event, named: Sequence[Named]) -> Iterator[RecordedAction]:
         for each in named:
@@ -198,18 +189,38 @@ class _Inside:
         return Kind.B if self._on_host(event, Kind.B) else Kind.F
 
     def _on_host(self, event: Event, kind: Kind) -> list[Event]:
-        is_forward = kind is Kind.F
-        middles = self._middles[Kind.F if is_forward else Kind.B]
-        events = self._forwards if is_forward else self._events.backwards
-        return events[bisect_left(middles, event.start) : bisect_left(middles, event.end)]
+        """The operators of a forward, or nodes of a backward, whose middle is inside of a range."""
+        events = self._forwards if kind is Kind.F else self._events.backwards
+        first, last = (bisect_left(events, time, key=_middle) for time in (event.start, event.end))
+        return events[first:last]
 
     def _kernels(self, event: Event, kind: Kind, named: Named) -> list[Event]:
         """The kernels that were launched inside of a range; of a pair, before or after its backward began."""
         first, last = event.start, event.end
         if named.partner is not None and (backwards := self._on_host(event, Kind.B)):
             first, last = (first, backwards[0].start) if kind is Kind.F else (backwards[0].start, last)
-        places = slice(bisect_left(self._launched, first), bisect_left(self._launched, last))
-        return [kernel for _, kernel in self._events.kernels[places]]
+        kernels = self._events.kernels
+        places = slice(*(bisect_left(kernels, time, key=itemgetter(0)) for time in (first, last)))
+        return [kernel for _, kernel in kernels[places]]
+
+    def unannotated(self) -> Iterator[RecordedAction]:
+        """The actions that operators show: runs of operators, and the backwards that have the same numbers."""
+        owner = {each.number: index for index, run in enumerate(self._runs) for each in run}
+        parts: dict[int, list[Event]] = {}
+        last: int | None = None
+        for each in self._events.backwards:  # what has no operator, as sums into gradients, belongs to the one before
+            last = owner.get(each.number, last)
+            if last is not None:
+                parts.setdefault(last, []).append(each)
+        for index, run in enumerate(self._runs):
+            for kind, own in ((Kind.F, run), (Kind.B, parts.get(index, []))):
+                for action in self.actions(Event("", *_extent(own)), [Named(kind)]) if own else ():
+                    action.index = index
+                    yield action
+
+
+def _middle(event: Event) -> float:
+    return (event.start + event.end) / 2
 
 
 def _extent(events: Sequence[Event]) -> tuple[float, float]:
@@ -231,22 +242,3 @@ def forward_runs(events: RankEvents) -> list[list[Event]]:
         for place, run in enumerate(runs)
         if any(each.number in numbers and last_with[each.number] == place for each in run)
     ]
-
-
-def _unannotated(events: RankEvents) -> Iterator[RecordedAction]:
-    """The actions that operators show: runs of operators, and the backwards that have the same numbers."""
-    runs = forward_runs(events)
-    owner = {each.number: index for index, run in enumerate(runs) for each in run}
-    parts: dict[int, list[Event]] = {}
-    last: int | None = None
-    for each in events.backwards:  # what has no operator, such as sums into gradients, belongs to the one before
-        last = owner.get(each.number, last)
-        if last is not None:
-            parts.setdefault(last, []).append(each)
-    device = _Inside(events)
-    for index, run in enumerate(runs):
-        for kind, own in ((Kind.F, run), (Kind.B, parts.get(index, []))):
-            if own:
-                for action in device.actions(Event("", *_extent(own)), [Named(kind)]):
-                    action.index = index
-                    yield action
