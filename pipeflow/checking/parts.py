@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ class Part:
         shape: of the whole tensor.
         cut: cuts a tensor of the local shape, such as a gradient, into blocks of the whole.
         stage: index of its pipeline stage; None if the engine does not say.
-        gradient: returns the gradient that the optimizer will use; None if there is none.
+        own_gradient: returns its gradient where an engine keeps it elsewhere.
         chunk: index of the module that has it, of those that are recorded.
         offsets: where the blocks lie: (offset, shape) for each.
     """
@@ -50,8 +49,15 @@ class Part:
     shape: tuple[int, ...]
     cut: Cut
     stage: int | None = None
-    gradient: Callable[[], Tensor | None] | None = None
+    own_gradient: Callable[[], Tensor | None] | None = None
     chunk: int = 0
+
+    def gradient(self) -> Tensor | None:
+        """The gradient that the optimizer will use; None if there is none."""
+        if self.own_gradient is not None:
+            return self.own_gradient()
+        found: Tensor | None = getattr(self.tensor, "main_grad", None)  # where Megatron-LM adds gradients up
+        return self.tensor.grad if found is None or self.tensor.grad is not None else found
 
     @property
     def offsets(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -73,8 +79,6 @@ def parts_of(models: Sequence[nn.Module], given: Parts | None, names: Callable[[
         found.extend(known)
     for part in found:
         part.name = part.name if names is None else names(part.name)
-        if part.gradient is None:
-            part.gradient = _gradient_of(part.tensor)
         if given is not None and (told := given(part.name, part.tensor)) is not None:
             part.cut, part.shape = _told(part, told)
     return found
@@ -86,14 +90,6 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield unwrapped_name(name), parameter
     for name, buffer in model.named_buffers(remove_duplicate=False):
         yield unwrapped_name(name), buffer
-
-
-def _gradient_of(parameter: Tensor) -> Callable[[], Tensor | None]:
-    def gradient() -> Tensor | None:
-        found = getattr(parameter, "main_grad", None)  # where Megatron-LM adds gradients up
-        return parameter.grad if found is None or parameter.grad is not None else found
-
-    return gradient
 
 
 def _plain_part(name: str, tensor: Tensor) -> Part:
@@ -244,7 +240,12 @@ def _told(part: Part, told: Any) -> tuple[Cut, tuple[int, ...]]:
             counts = [count if each == dim % tensor.dim() else 1 for each in range(tensor.dim())]
             moved = [index * size * (many > 1) for size, many in zip(tensor.shape, counts, strict=True)]
             whole = tuple(size * many for size, many in zip(tensor.shape, counts, strict=True))
-            return partial(_moved, known, moved), whole
+
+            def cut(values: Tensor) -> list[Block]:
+                places = ((each, zip(each.offset, moved, strict=True)) for each in known(values))
+                return [Block(each.values, tuple(map(sum, place))) for each, place in places]
+
+            return cut, whole
         case (shape, [*blocks]):
             return lambda values: [Block(values[where], tuple(offset)) for where, offset in blocks], tuple(shape)
         case _:
@@ -252,14 +253,6 @@ def _told(part: Part, told: Any) -> tuple[Cut, tuple[int, ...]]:
                 f"parts({name!r}, tensor) returned {told!r}: return None, (dim, index, count) for an even part, or "
                 "(shape of the whole, [(slices of the tensor, offset in the whole), ...])"
             )
-
-
-def _moved(cut: Cut, by: Sequence[int], values: Tensor) -> list[Block]:
-    """The blocks of a cut, with their offsets moved."""
-    return [
-        Block(each.values, tuple(start + more for start, more in zip(each.offset, by, strict=True)))
-        for each in cut(values)
-    ]
 
 
 INDEX, VALUES = "weights.json", "weights.f32"

@@ -259,8 +259,7 @@ class Recording:
 
     def _gradients(self, kind: str, parts: Iterable[Part], seen: set[str]) -> None:
         for part in parts:
-            gradient = part.gradient() if part.gradient is not None else None
-            if gradient is not None and part.name not in seen:
+            if part.name not in seen and (gradient := part.gradient()) is not None:
                 seen.add(part.name)
                 self._tensor(kind, part, gradient)
 
@@ -268,7 +267,7 @@ class Recording:
         """Keeps the gradients of what this optimizer does not step, for the case that none does."""
         names = {part.name for part in mine} | self._seen
         for part in self._parts:
-            gradient = part.gradient() if part.gradient is not None and part.name not in names else None
+            gradient = None if part.name in names else part.gradient()
             if gradient is not None and (found := _sketched(part, gradient)) is not None:
                 self._others[part.name] = {"name": part.name, "dtype": str(gradient.dtype)}, found
 
