@@ -14,6 +14,7 @@ E and L in other stages.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import Part
+from pipeflow.core.placement import Placement
 
 MEANINGS = {"E": "embedding", "t": "transformer layer", "m": "MTP layer", "L": "head and loss"}
 BORDER = "|"
@@ -53,8 +55,7 @@ class LayoutString:
     @classmethod
     def read(cls, text: str) -> LayoutString:
         """The layout that a string describes. Raises UsageError for a string that is none, with the position in it."""
-        symbols = [Symbol(letter, position) for position, letter in enumerate(text, 1) if letter != ","]
-        found = _Repetitions(symbols).read()
+        found = _written_out(text)
         _require_order([symbol for symbol in found if symbol.letter != BORDER])
         return cls(tuple("".join(symbol.letter for symbol in found).split(BORDER)))
 
@@ -102,6 +103,24 @@ class LayoutString:
             raise UsageError(f"the layout has {sum(sizes)} layers ('t'), but the model has {layers}")
         return list(pairwise(accumulate(sizes, initial=0)))
 
+    def placed(self, layers: int, mtp: int, placement: Placement) -> list[Part]:
+        """The cut for the stages of a placement, and a model with so many layers and MTP layers. Raises UsageError as
+        `cut`, for another number of MTP layers, and unless the placement has as many stages, with stage i on rank i
+        modulo its ranks.
+        """
+        ranks, stages, there = placement.num_ranks, len(self.stages), placement.num_stages
+        parts = self.cut(layers)
+        if self.mtp != mtp:
+            raise UsageError(f"the layout has {self.mtp} MTP layers ('m'), but the model has {mtp}")
+        if there != stages:
+            raise UsageError(f"the layout has {stages} stages, but the schedule has {there} on {ranks} ranks")
+        if stages % ranks or placement != Placement.looped(ranks, stages // ranks):
+            raise UsageError(
+                f"the layout has {stages} stages, each on the rank of its number modulo {ranks}, but the schedule has "
+                f"{there} stages on other ranks: leave out --schedule, or use --cut"
+            )
+        return parts
+
     def _require_ends(self) -> None:
         last = len(self.stages) - 1
         for letter, wanted, name in (("E", 0, "first"), ("L", last, "last")):
@@ -113,57 +132,45 @@ class LayoutString:
                 )
 
 
-class _Repetitions:
-    """Writes out the repetitions of a string, from its first symbol to its last."""
-
-    def __init__(self, symbols: list[Symbol]) -> None:
-        self._symbols, self._next = symbols, 0
-
-    def read(self, opened: Symbol | None = None) -> list[Symbol]:
-        """The letters and borders up to the end of the string, or of the group that `opened` begins."""
-        found: list[Symbol] = []
-        while symbol := self._taken():
-            if symbol.letter == ")" and opened is not None:
-                return found
+def _written_out(text: str) -> list[Symbol]:
+    """The letters and borders of a string, with its repetitions written out."""
+    found: list[list[Symbol]] = [[]]  # of the string, and of each group that is open
+    opened: list[Symbol] = []
+    piece: list[Symbol] = []  # what a '*' after it repeats
+    for token in re.finditer(r"\*[\d,]*|[^,]", text, re.ASCII):
+        symbol = Symbol(token[0][0], token.start() + 1)
+        if symbol.letter == "(":
+            opened.append(symbol)
+            found.append([])
+            piece = []
+        elif symbol.letter == ")" and opened:
+            begin, piece = opened.pop().position, found.pop()
+            if not piece:
+                raise UsageError(f"the group from position {begin} of the layout is empty")
+            if not text[token.end() :].lstrip(",").startswith("*"):
+                raise UsageError(f"the group from position {begin} of the layout is not repeated: write '*N' after it")
+            found[-1] += piece
+        elif symbol.letter == "*" and piece:
+            before = len(found[-1]) - len(piece)
+            found[-1][before:] = piece * _times(symbol, token[0][1:].replace(",", ""), len(piece), before)
+            piece = []
+        elif symbol.letter in {*MEANINGS, BORDER}:
             piece = [symbol]
-            if symbol.letter == "(":
-                piece = self.read(symbol)
-                if not piece:
-                    raise UsageError(f"the group from position {symbol.position} of the layout is empty")
-                if not self._is_next("*"):
-                    raise UsageError(
-                        f"the group from position {symbol.position} of the layout is not repeated: write '*N' after it"
-                    )
-            elif symbol.letter not in {*MEANINGS, BORDER}:
-                raise _unexpected(symbol)
-            found += self._repeated(piece, len(found))
-        if opened is not None:
-            raise UsageError(f"the '(' at position {opened.position} of the layout has no ')'")
-        return found
+            found[-1] += piece
+        else:
+            raise _unexpected(symbol)
+    if opened:
+        raise UsageError(f"the '(' at position {opened[-1].position} of the layout has no ')'")
+    return found[0]
 
-    def _repeated(self, piece: list[Symbol], before: int) -> list[Symbol]:
-        if not self._is_next("*"):
-            return piece
-        star, digits = self._taken(), ""
-        assert star is not None
-        while self._next < len(self._symbols) and self._symbols[self._next].letter in "0123456789":
-            digits += self._symbols[self._next].letter
-            self._next += 1
-        if not digits:
-            raise UsageError(f"the '*' at position {star.position} of the layout has no number after it")
-        if len(digits) > 6 or before + len(piece) * int(digits) > LARGEST:
-            raise UsageError(f"the '*{digits}' at position {star.position} of the layout makes over {LARGEST} symbols")
-        return piece * int(digits)
 
-    def _taken(self) -> Symbol | None:
-        """The next symbol, which counts as read; None at the end."""
-        if self._next == len(self._symbols):
-            return None
-        self._next += 1
-        return self._symbols[self._next - 1]
-
-    def _is_next(self, letter: str) -> bool:
-        return self._next < len(self._symbols) and self._symbols[self._next].letter == letter
+def _times(star: Symbol, digits: str, length: int, before: int) -> int:
+    """How often a piece of a `length` is repeated, `before` which there are so many symbols."""
+    if not digits:
+        raise UsageError(f"the '*' at position {star.position} of the layout has no number after it")
+    if len(digits) > 6 or before + length * int(digits) > LARGEST:
+        raise UsageError(f"the '*{digits}' at position {star.position} of the layout makes over {LARGEST} symbols")
+    return int(digits)
 
 
 def _unexpected(symbol: Symbol) -> UsageError:

@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, get_args, get_ori
 
 from pipeflow.core.cost import EVEN_COSTS, LARGEST, SMALLEST
 from pipeflow.core.errors import UsageError, closest, meant_by, nearest
+from pipeflow.core.placement import Placement
 from pipeflow.core.text import PER_SECOND
 from pipeflow.schedules import SCHEDULES
 from pipeflow.schedules.orders.additions import STAGE_OPTIONS, stages_in
@@ -24,7 +25,12 @@ from pipeflow.schedules.registry import OTHER_NAMES, Option, family_options
 Value = TypeVar("Value")
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 UNITS = ("unit", "factor")
-PLACEMENTS = ("linear", "looped", "vee", "bidirectional")
+PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {  # from the numbers of ranks and stages
+    "linear": lambda ranks, _: Placement.linear(ranks),
+    "looped": lambda ranks, stages: Placement.looped(ranks, max(stages // ranks, 1)),
+    "vee": lambda ranks, stages: Placement.zigzag(ranks, max(stages // (2 * ranks), 1)),  # as many vees as fit
+    "bidirectional": lambda ranks, _: Placement.bidirectional(ranks),
+}
 
 
 class Parser(argparse.ArgumentParser):

@@ -8,16 +8,14 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
-from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
-from pipeflow.core.files import read_text
-from pipeflow.core.partition import Cut, Part
+from pipeflow.core.partition import Cut
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
@@ -30,8 +28,6 @@ from pipeflow.planning.layout import GIVEN, SEARCHED, Wanted
 from pipeflow.planning.layout_string import LayoutString
 from pipeflow.planning.layouts import faster_on_fewer, find_layouts
 from pipeflow.planning.libraries import LIBRARIES, LibraryOptions
-from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.physical import physical_costs, stage_costs
 from pipeflow.planning.replanning import replan
 from pipeflow.planning.schedule_request import ScheduleRequest
 from pipeflow.planning.setup import CHOICES, PRECISIONS, Setup
@@ -56,12 +52,14 @@ from pipeflow.tools.cli.requests import (
     GivenCosts,
     changed,
     is_file,
+    read_as,
     refuse,
     refuse_all_but,
     request_of,
     require_size,
     sound_schedule,
 )
+from pipeflow.tools.explore.prices import ModelPrices
 
 DESCRIPTION = """\
 Plans the training of a model before anything runs: one layout, or with --devices the best ones. Needs no GPU.
@@ -275,16 +273,9 @@ def _run_one(arguments: argparse.Namespace, model: Model) -> int:
         if arguments.cut == "cost" and cluster is not None:
             parts = cut_for(model, schedule, setup, cluster, parts)
         found = plan(model, schedule, setup, flops=arguments.flops, cluster=cluster, cut=parts)
-    if arguments.svg is not None:
-        write({arguments.svg: reports.plan_svg(found)})
-    if arguments.library is not None:
-        _print_options(arguments.library, found)
-    elif arguments.json:
-        print(json.dumps(reports.plan_json(found)))
-    elif arguments.svg != STANDARD_OUTPUT:
-        says_layout = arguments.layout is not None
-        show(*reports.plan_lines(arguments.model, found, says_layout=says_layout, has_parts=arguments.breakdown))
-    return 0
+    told = {"says_layout": arguments.layout is not None, "has_parts": arguments.breakdown}
+    lines = reports.plan_lines(arguments.model, found, **told)
+    return _tell(arguments, [found], lambda: reports.plan_svg(found), lambda: reports.plan_json(found), lines)
 
 
 def _run_search(arguments: argparse.Namespace, model: Model) -> int:
@@ -296,35 +287,38 @@ def _run_search(arguments: argparse.Namespace, model: Model) -> int:
         found = find_layouts(wanted, top=top, progress=progress)
     with doing("searching on fewer devices"):
         fewer = faster_on_fewer(found)
-    if arguments.svg is not None:
-        write({arguments.svg: reports.search_svg(found, has_parts=arguments.breakdown)})
-    if arguments.library is not None:
-        _print_options(arguments.library, *(each.plan for each in found.ranked))
-    elif arguments.json:
-        print(json.dumps(reports.search_json(found, fewer)))
-    elif arguments.svg != STANDARD_OUTPUT:
-        says_layout = arguments.layout is not None
-        lines = reports.search_lines(
-            arguments.model, found, fewer, says_layout=says_layout, has_parts=arguments.breakdown
-        )
-        show(*lines)
-    return 0
+    plans, has_parts = [each.plan for each in found.ranked], arguments.breakdown
+    told = {"says_layout": arguments.layout is not None, "has_parts": has_parts}
+    lines = reports.search_lines(arguments.model, found, fewer, **told)
+    drawn = partial(reports.search_svg, found, has_parts=has_parts)
+    return _tell(arguments, plans, drawn, lambda: reports.search_json(found, fewer), lines)
 
 
 def _run_replan(arguments: argparse.Namespace) -> int:
-    text = read_text(arguments.measured)
-    try:
-        measured = Timeline.from_json(text)
-    except UsageError as error:
-        raise UsageError(f"{arguments.measured}: {error}") from None
+    measured = read_as(arguments.measured, Timeline.from_json)
     with doing("planning"):
         found = replan(measured)
     if arguments.csv is not None:
         write({arguments.csv: found.best.schedule.to_csv()})
-    if arguments.json:
-        print(json.dumps(reports.replan_json(found)))
-    else:
-        show(*reports.replan_lines(found))
+    return _tell(arguments, [], str, lambda: reports.replan_json(found), reports.replan_lines(found))
+
+
+def _tell(
+    arguments: argparse.Namespace,
+    plans: Sequence[Plan],
+    drawn: Callable[[], str],
+    values: Callable[[], Mapping[str, Any]],
+    lines: reports.Lines,
+) -> int:
+    """Writes the picture, and prints the options of a library, JSON, or the lines, as it is asked for."""
+    if arguments.svg is not None:
+        write({arguments.svg: drawn()})
+    if arguments.library is not None:
+        _print_options(arguments.library, *plans)
+    elif arguments.json:
+        print(json.dumps(values()))
+    elif arguments.svg != STANDARD_OUTPUT:
+        show(*lines)
     return 0
 
 
@@ -405,7 +399,7 @@ def _schedule(
         name = name or ("1f1b" if chunks == 1 else "interleaved-1f1b")
         if name in SCHEDULES and "chunks" in options_of(name):
             options = {"chunks": chunks, **options}
-    prices = _LayoutPrices(model, setup, cluster, cut)
+    prices = ModelPrices(model, setup, cluster, cut)
     sizes = {"ranks": ranks, **values_of(arguments, ("microbatches",))}
     request = ScheduleRequest(name or "1f1b", prices, **sizes, options=tuple(options.items()))
     require_size(request)
@@ -413,24 +407,6 @@ def _schedule(
     if not layout and ranks > layers + MOST_LAYERLESS:  # before a schedule is made for them
         raise UsageError(f"{layers:,} layers cannot fill {ranks:,} pipeline ranks: use at most {layers:,}")
     return request.schedule()
-
-
-@dataclass(frozen=True, slots=True)
-class _LayoutPrices:
-    """The costs that an order is made for: in seconds, with copies to the host, if the cluster is known."""
-
-    model: Model
-    setup: Setup
-    cluster: Cluster | None
-    cut: Callable[[Placement], Cut]
-
-    def cost_model(self, placement: Placement) -> CostModel:
-        """The costs of the stages of a placement."""
-        cut = self.cut(placement)
-        if self.cluster is None:
-            return stage_costs(self.model, placement, self.setup, cut=cut)
-        mesh = Mesh.of(self.setup, placement.num_ranks, self.cluster.devices_per_node)
-        return physical_costs(self.model, placement, self.setup, mesh, self.cluster, cut=cut).cost
 
 
 def _cuts(
@@ -450,26 +426,8 @@ def _cuts(
             raise UsageError("--first-stage-layers and --last-stage-layers must be at least 0")
         return lambda placement: cut_with_ends(model.layers, placement, *ends)
     if layout:
-        return partial(placed, layout, model)
+        return partial(layout.placed, model.layers, model.further_layers)
     return lambda placement: cut_of(arguments.cut, model, placement, setup, cluster)
-
-
-def placed(layout: LayoutString, model: Model, placement: Placement) -> list[Part]:
-    """The cut of the model. Raises UsageError unless the placement has stage i on rank i modulo its ranks, and as many
-    stages, and as `LayoutString.cut`.
-    """
-    ranks, stages = placement.num_ranks, len(layout.stages)
-    cut = layout.cut(model.layers)
-    if layout.mtp != model.further_layers:
-        raise UsageError(f"the layout has {layout.mtp} MTP layers ('m'), but the model has {model.further_layers}")
-    if stages % ranks or placement != Placement.looped(ranks, stages // ranks):
-        raise UsageError(
-            f"the layout has {stages} stages, each on the rank of its number modulo {ranks}, but the schedule has "
-            f"{placement.num_stages} stages on other ranks: leave out --schedule, or use --cut"
-            if placement.num_stages == stages
-            else f"the layout has {stages} stages, but the schedule has {placement.num_stages} on {ranks} ranks"
-        )
-    return cut
 
 
 def cut_of(

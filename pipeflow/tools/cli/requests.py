@@ -8,7 +8,7 @@ import argparse
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from pipeflow.core.analysis.lowering import lower
 from pipeflow.core.analysis.measured_step import measured_costs
@@ -27,9 +27,10 @@ from pipeflow.planning.schedule_request import PER_RANK, ReadSchedule, ScheduleR
 from pipeflow.schedules import SCHEDULES, options_of
 from pipeflow.schedules.orders.additions import STAGE_OPTIONS
 from pipeflow.schedules.registry import family_options
-from pipeflow.tools.cli.options import flag, values_of
+from pipeflow.tools.cli.options import PLACEMENTS, flag, values_of
 from pipeflow.tools.cli.outputs import doing
 
+Read = TypeVar("Read")
 LARGEST = 1_000_000  # stages times microbatches: needs a gigabyte of memory, and half a minute
 
 
@@ -45,12 +46,6 @@ def require_size(request: ScheduleRequest) -> None:
 
 
 ADDING = ("reduce", "optimizer")  # costs that give a schedule the actions that have them
-MAKE_PLACEMENT: dict[str, Callable[[int, int], Placement]] = {  # from the numbers of ranks and stages
-    "linear": lambda ranks, _: Placement.linear(ranks),
-    "looped": lambda ranks, stages: Placement.looped(ranks, max(stages // ranks, 1)),
-    "vee": lambda ranks, stages: Placement.zigzag(ranks, max(stages // (2 * ranks), 1)),  # as many vees as fit
-    "bidirectional": lambda ranks, _: Placement.bidirectional(ranks),
-}
 
 
 @final
@@ -78,11 +73,7 @@ class GivenCosts:
             return cls(even)
         if even:
             raise UsageError(f"{flag(min(even))} and --costs are two ways to give costs: choose one")
-        text = read_text(arguments.costs)
-        try:
-            return cls({}, read_costs(text), arguments.costs)
-        except UsageError as error:
-            raise UsageError(f"{arguments.costs}: {error}") from None
+        return cls({}, read_as(arguments.costs, read_costs), arguments.costs)
 
     @property
     def given(self) -> str | None:
@@ -112,6 +103,15 @@ class GivenCosts:
         raise UsageError(f"costs measured on {there} stages do not fit {stages}: give costs, as in --forward 1")
 
 
+def read_as(path: str, read: Callable[[str], Read]) -> Read:
+    """What `read` makes of the text of a file. Raises UsageError that names the file."""
+    text = read_text(path)
+    try:
+        return read(text)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
 def request_of(name: str, arguments: argparse.Namespace, costs: GivenCosts) -> ScheduleRequest:
     """The schedule `name` with the options of a command with schedule_options. Raises UsageError for options that do
     not fit it, and for a file that cannot be read.
@@ -135,11 +135,7 @@ def _read(name: str, arguments: argparse.Namespace) -> ReadSchedule:
     """The schedule or the timeline in a file. Raises UsageError also for options that are not for it."""
     if named := list(values_of(arguments, ("ranks", *family_options()))):
         raise UsageError(f"{flag(named[0])} is for named schedules; {name} has its own")
-    text = read_text(name)
-    try:
-        read = ReadSchedule.of(name, text, arguments.microbatches)
-    except UsageError as error:
-        raise UsageError(f"{name}: {error}") from None
+    read = read_as(name, lambda text: ReadSchedule.of(name, text, arguments.microbatches))
     if read.measured is None:
         return read if arguments.placement is None else _placed(read, arguments.placement)
     names = ("microbatches", "placement", *["forward_only"] * arguments.forward_only)
@@ -164,7 +160,7 @@ def _placed(read: ReadSchedule, placement: str) -> ReadSchedule:
     """A schedule with the named placement instead of the one that its rows show."""
     schedule, ranks = read.schedule, len(read.schedule.rows)
     stages = 1 + max(action.stage for rank in range(ranks) for action in schedule.actions(rank))
-    made = replace(schedule, placement=MAKE_PLACEMENT[placement](ranks, stages))
+    made = replace(schedule, placement=PLACEMENTS[placement](ranks, stages))
     return replace(read, source=(read.source, placement), schedule=made)
 
 
@@ -302,7 +298,7 @@ def refuse(arguments: argparse.Namespace, names: Collection[str], why: str) -> N
 
 def refuse_all_but(arguments: argparse.Namespace, names: Collection[str], why: str) -> None:
     """Raises UsageError if an option was given that is not among `names`."""
-    _refuse([typed for name, typed in arguments.given.items() if name not in names], why)
+    refuse(arguments, arguments.given.keys() - {*names}, why)
 
 
 def refuse_costs(costs: GivenCosts, *schedules: Schedule) -> None:

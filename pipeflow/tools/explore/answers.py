@@ -64,8 +64,8 @@ def search(fields: Mapping[str, str]) -> dict[str, Any]:
         placement,
         made.num_microbatches,
         cost,
-        memory_cap=state.memory_cap,
-        bytes_cap=state.bytes_cap,
+        memory_cap=state.options.get("memory_cap"),
+        bytes_cap=state.options.get("bytes_cap"),
         kinds=saving(made),
         budget=BUDGET,
         start=[] if wrong else [without_optimizer_step(made.without_reductions())],
@@ -97,7 +97,7 @@ def _wrong(state: State, made: Schedule) -> str:
         return "is unsound"
     if made.is_forward_only:
         return "has no backwards"
-    return "keeps more than the memory cap" if verify(made, memory_cap=state.memory_cap) else ""
+    return "keeps more than the memory cap" if verify(made, memory_cap=state.options.get("memory_cap")) else ""
 
 
 def _proved(gap: float, bound: str) -> str:

@@ -33,7 +33,7 @@ def par(state: State, made: Schedule, makespan: float | None) -> dict[str, Any]:
     bound. `bound_text`: why there is none, else what it says.
     """
     cost, unit = state.prices.cost_model(made.placement), state.unit
-    caps = (None, None) if saving(made) else (state.memory_cap, state.options.get("bytes_cap"))
+    caps = (None, None) if saving(made) else (state.options.get("memory_cap"), state.options.get("bytes_cap"))
     if cost.overlap and made.has_pairs:
         return _none("no lower bound is known for pairs that overlap")
     if makespan is not None and made.is_forward_only:
@@ -88,7 +88,7 @@ def custom(state: State) -> dict[str, Any]:
     """
     made, drawn = state.schedule(CUSTOM), state.draft()
     why = waits(made, drawn.stuck)
-    wrong = verify(made, memory_cap=state.memory_cap)
+    wrong = verify(made, memory_cap=state.options.get("memory_cap"))
     cycle = next((each.cycle for each in wrong if each.cycle), ())
     waiting = {(each.rank, each.position): each for each in why}
     return {

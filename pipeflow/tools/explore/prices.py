@@ -5,7 +5,7 @@ contain: the prices of models, which are those of `planning`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, final
@@ -13,74 +13,69 @@ from typing import Any, final
 from pipeflow.core.analysis.measured_step import measured_costs
 from pipeflow.core.cost import EVEN_NAMES, CostModel, costs_of, even_costs
 from pipeflow.core.dataflow import Stream
+from pipeflow.core.partition import Cut
 from pipeflow.core.placement import Placement
-from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.captions import Unit
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.catalog import model_named
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.estimate import plan
 from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.physical import physical_costs
+from pipeflow.planning.physical import physical_costs, stage_costs
 from pipeflow.planning.schedule_request import ReadSchedule
 from pipeflow.planning.setup import PRECISIONS, Setup
 from pipeflow.planning.sharding import require_pipeline
-from pipeflow.planning.step_plan import Plan
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Modelled:
-    """A model in a layout on a cluster, which prices schedules in seconds and bytes.
+class ModelPrices:
+    """The prices of a model in a layout: in seconds and bytes on a cluster, otherwise relative to a layer's forward.
 
     Attributes:
         model: its sizes.
         setup: the layout of a stage, and what is kept.
-        cluster: the devices.
+        cluster: the devices, if they are known.
+        cut: gives the layers of each stage of a placement; None: as many for each.
     """
 
     model: Transformer
     setup: Setup
-    cluster: Cluster
+    cluster: Cluster | None
+    cut: Callable[[Placement], Cut] | None = None
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Modelled | None:
+    def of(cls, values: Mapping[str, Any]) -> ModelPrices | None:
         """From the values of a link's fields; None if they name no model. Raises UsageError for values that do not fit
         each other.
         """
         if "model" not in values:
             return None
+        names = ("tensor", "data", "microbatch_size", "checkpoint")
         setup = Setup(
-            tensor=values["tensor"],
-            data=values["data"],
-            microbatch_size=values["microbatch_size"],
+            **{name: values[name] for name in names},
             precision=PRECISIONS[values["precision"]],
-            checkpoint=values["checkpoint"],
             zero=int(values["zero"]),
             sequence_parallel="sequence_parallel" in values,
         )
-        cluster = Cluster.of(
-            values["device"],
-            devices_per_node=values["devices_per_node"],
-            link_bandwidth=values.get("link_bandwidth"),
-            network_bandwidth=values.get("network_bandwidth"),
-        )
+        numbers = ("devices_per_node", "link_bandwidth", "network_bandwidth")
+        cluster = Cluster.of(values["device"], **{name: values.get(name) for name in numbers})
         return cls(model_named(values["model"]), setup, cluster)
 
-    def plan(self, schedule: Schedule) -> Plan:
-        """The time and the memory of a step."""
-        return plan(self.model, schedule, self.setup, cluster=self.cluster)
+    def cost_model(self, placement: Placement) -> CostModel:
+        """The costs of the stages of `placement`. Raises UsageError for a model that cannot be laid out so."""
+        return _model_costs(self, placement)
 
 
 @lru_cache(64)
-def _modelled_costs(modelled: Modelled, placement: Placement) -> CostModel:
-    """The costs of the stages of `placement`, in seconds and bytes. Raises UsageError for a model that cannot be laid
-    out so.
-    """
-    require_pipeline(modelled.setup.zero, placement.num_ranks)
-    mesh = Mesh.of(modelled.setup, placement.num_ranks, modelled.cluster.devices_per_node)
-    return physical_costs(modelled.model, placement, modelled.setup, mesh, modelled.cluster).cost
+def _model_costs(prices: ModelPrices, placement: Placement) -> CostModel:
+    model, setup, cluster = prices.model, prices.setup, prices.cluster
+    cut: Cut = "uniform" if prices.cut is None else prices.cut(placement)
+    if cluster is None:
+        return stage_costs(model, placement, setup, cut=cut)
+    require_pipeline(setup.zero, placement.num_ranks)
+    mesh = Mesh.of(setup, placement.num_ranks, cluster.devices_per_node)
+    return physical_costs(model, placement, setup, mesh, cluster, cut=cut).cost
 
 
 @lru_cache(16)
@@ -103,7 +98,7 @@ class LinkPrices:
 
     costs: Mapping[str, float] = field(hash=False)
     factors: tuple[float, ...] = ()
-    modelled: Modelled | None = None
+    modelled: ModelPrices | None = None
     read: ReadSchedule | None = None
 
     @property
@@ -118,7 +113,7 @@ class LinkPrices:
             costs = _measured_costs(self.read)  # divided by depth for another number of stages
             times = {kind: spread(each, stages) for kind, each in costs.given.items()}
             return costs_of(times, latency=costs.latency, unit=costs.unit)
-        model = self._by_hand(placement) if self.modelled is None else _modelled_costs(self.modelled, placement)
+        model = (self.modelled.cost_model if self.modelled else self._by_hand)(placement)
         if not self.factors:
             return model
         factors = [mean(self.factors, stage, stages) for stage in range(stages)]
@@ -157,7 +152,7 @@ class LinkPrices:
         have none. It follows from the busiest stage, so that links can say times before anything is simulated.
         """
         if self.modelled is not None:
-            cost = _modelled_costs(self.modelled, Placement.linear(ranks))
+            cost = self.modelled.cost_model(Placement.linear(ranks))
             stages = zip(cost.forward, cost.backward_input, cost.backward_weight, strict=True)
             return Unit.readable(microbatches * max(map(sum, stages)))
         return Unit() if self.measured is None else Unit.of([self.measured])

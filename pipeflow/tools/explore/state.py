@@ -40,7 +40,7 @@ from pipeflow.tools.explore.fields import (
     split,
     title,
 )
-from pipeflow.tools.explore.prices import LinkPrices, Modelled
+from pipeflow.tools.explore.prices import LinkPrices, ModelPrices
 
 LARGEST = 65_536  # stages times microbatches, over all schedules of a request
 SEARCH = 4  # how many times as long a schedule takes that is searched for, or offloads
@@ -142,7 +142,7 @@ class State:
     Attributes:
         schedules: the names of the schedules, as `names` describes them.
         ranks, microbatches: the size of named schedules.
-        options: given options of schedules.
+        options: given options of schedules, among them the memory caps.
         prices: the costs.
         own: per name that has options of its own, these.
         files: per name of a file, what is in it.
@@ -193,7 +193,7 @@ class State:
             values["ranks"],
             values["microbatches"],
             {name: values[name] for name in FIELDS if name in options and name in values},
-            LinkPrices(costs, values.get("factors", ()), Modelled.of(values), measured[0] if measured else None),
+            LinkPrices(costs, values.get("factors", ()), ModelPrices.of(values), measured[0] if measured else None),
             {name: own for name, own in names.items() if own is not None},
             files,
             values.get("rows", ""),
@@ -205,16 +205,6 @@ class State:
         _require_table(state.rows)
         factor = state.unit.factor
         return replace(state, selected=(values.get("from", 0.0) / factor, values.get("to", math.inf) / factor))
-
-    @property
-    def memory_cap(self) -> float | tuple[float, ...] | None:
-        """The most activations that a rank may keep, if that is given."""
-        return self.options.get("memory_cap")
-
-    @property
-    def bytes_cap(self) -> float | tuple[float, ...] | None:
-        """The most bytes that a rank may keep, if that is given."""
-        return self.options.get("bytes_cap")
 
     def options_for(self, name: str) -> dict[str, Any]:
         """The given options that the schedule `name` has: its own, or those of the link. Files have only stages."""

@@ -25,6 +25,7 @@ from pipeflow.draw.columns import COLUMNS, MeasureChange, changes, grouped, plot
 from pipeflow.draw.page.page_data import table
 from pipeflow.draw.page.timeline_page import parts
 from pipeflow.draw.svg_charts import scatter_svg
+from pipeflow.planning.estimate import plan as estimated
 from pipeflow.planning.rank_memory import RankPlan
 from pipeflow.planning.similar import unpriced
 from pipeflow.planning.step_plan import Plan
@@ -161,7 +162,7 @@ def plan(fields: Mapping[str, str]) -> dict[str, Any]:
         state = State.of(fields)
         own = custom(state) if CUSTOM in state.schedules else None
         drawn = tuple(_timeline(state, name, own) for name in state.schedules)
-        cap = state.bytes_cap if drawn[0].saved_bytes else state.memory_cap
+        cap = state.options.get("bytes_cap" if drawn[0].saved_bytes else "memory_cap")
         made = [state.schedule(name) for name in state.schedules]
         names: dict[str, Any] = {"schedules": state.schedules, "own": [*map(state.with_own_options, state.schedules)]}
         names["titles"] = [each.name for each in drawn]
@@ -300,11 +301,12 @@ def model(fields: Mapping[str, str]) -> dict[str, Any]:
     Raises UsageError for fields that are wrong, and for a schedule that cannot be made or cannot run.
     """
     state = State.of(fields)
-    if state.prices.modelled is None:
+    prices = state.prices.modelled
+    if prices is None or prices.cluster is None:
         return {"tables": "", "misfits": []}
-    plans = [state.prices.modelled.plan(state.schedule(name).without_reductions()) for name in state.schedules]
-    memory = state.prices.modelled.cluster.usable_bytes
-    device = state.prices.modelled.cluster.device.name
+    schedules = [state.schedule(name).without_reductions() for name in state.schedules]
+    plans = [estimated(prices.model, each, prices.setup, cluster=prices.cluster) for each in schedules]
+    memory, device = prices.cluster.usable_bytes, prices.cluster.device.name
     tables = [_times(plans, device), *(_memory(each, memory) for each in plans)]
     return {"tables": "".join(tables), "misfits": [above_device(each, memory, device) for each in plans]}
 
