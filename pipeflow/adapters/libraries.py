@@ -52,9 +52,9 @@ def instead(entries: dict[str, Any], **others: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in others:
+        entries.update(before)  # in the same order
+        for name in others.keys() - before.keys():
             del entries[name]
-        entries.update(before)
 
 
 def require_unwrapped(module: nn.Module) -> None:

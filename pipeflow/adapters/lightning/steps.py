@@ -6,7 +6,7 @@ whole batches, on every rank. Must not contain: how results are used.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
@@ -94,9 +94,7 @@ class StepForward:
             is_dict = isinstance(returned, Mapping)
             returned = {name: each for name, each in returned.items() if name != "loss"} if is_dict else {}
         found = {"rest": returned, "logs": logs.numbers(), "calls": calls_of(logs.recorded), "lists": grown}
-        found = {
-            name: each for name, each in found.items() if not (each is None or (isinstance(each, dict) and not each))
-        }
+        found = {name: each for name, each in found.items() if (each if isinstance(each, dict) else each is not None)}
         if found and method in running.silent:
             raise UsageError(
                 f"{own.__name__}.{method} returns or logs something in some batches only, after a first batch without: "
@@ -301,18 +299,14 @@ def names_of_metrics(module: nn.Module) -> list[str]:
 @contextmanager
 def recording(module: nn.Module, names: Sequence[str]) -> Iterator[list[RecordedMetric]]:
     """Inside the `with` block, what is returned takes the place of the metrics in `module` with these names."""
-    places = []
-    for name in names:
-        owner, _, key = name.rpartition(".")
-        modules = module.get_submodule(owner)._modules
-        places.append((modules, key, modules[key], RecordedMetric(name, modules[key])))
-    for modules, key, _, recorded in places:
-        modules[key] = recorded
-    try:
-        yield [recorded for *_, recorded in places]
-    finally:
-        for modules, key, metric, _ in places:
-            modules[key] = metric
+    recorded = []
+    with ExitStack() as stack:
+        for name in names:
+            owner, _, key = name.rpartition(".")
+            modules: dict[str, Any] = module.get_submodule(owner)._modules
+            recorded.append(RecordedMetric(name, modules[key]))
+            stack.enter_context(instead(modules, **{key: recorded[-1]}))
+        yield recorded
 
 
 def calls_of(recorded: Iterable[RecordedMetric]) -> Calls:
