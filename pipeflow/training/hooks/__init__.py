@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from pipeflow.training.hooks.checkpoints import CheckpointHook
 from pipeflow.training.hooks.logs import LoggerHook, LogHook, MetricLogger, TensorBoardHook
-from pipeflow.training.hooks.measures import BubbleHook, MemoryHook, RateHook, ThroughputHook, TimingHook
-from pipeflow.training.hooks.metrics import AccuracyHook, MetricHook
+from pipeflow.training.hooks.measures import (
+    AccuracyHook,
+    BubbleHook,
+    MemoryHook,
+    MetricHook,
+    RateHook,
+    ThroughputHook,
+    TimingHook,
+)
 from pipeflow.training.hooks.progress import ProgressHook
 from pipeflow.training.trainer import Hook, Trainer
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -116,12 +116,8 @@ def norms_of(model: Pipeline, norm_type: float, factors: Mapping[nn.Parameter, T
             dtype = torch.complex128 if local.is_complex() else torch.float64
             norm = torch.linalg.vector_norm(local, norm_type, dtype=dtype)
             norms[not first].append(norm * factors[parameter] if parameter in factors else norm)
-    device = model.context.device
-    return torch.stack([combined(_stacked(each, device), norm_type) for each in norms])
-
-
-def _stacked(norms: Iterable[Tensor], device: torch.device) -> Tensor:
-    return torch.stack([torch.zeros((), dtype=torch.float64, device=device), *norms])
+    none = torch.zeros((), dtype=torch.float64, device=model.context.device)
+    return torch.stack([combined(torch.stack([none, *each]), norm_type) for each in norms])
 
 
 def whole_norm(norms: Tensor, norm_type: float) -> Tensor:
