@@ -17,8 +17,8 @@ HEADER = "# Written by `make stubs` from the table of the package.\n"
 
 
 def stubs(face: Face) -> dict[Path, str]:
-    """The texts of a face's stubs, by their files."""
-    return {file_of(face, path): stub(face, path) for path in face.modules()}
+    """The texts of a face's stubs, by their files. A package that only has modules needs none."""
+    return {file_of(face, path): stub(face, path) for path in face.modules() if face.names(path)}
 
 
 def file_of(face: Face, path: str) -> Path:

@@ -40,68 +40,12 @@ from pipeflow.training.optim.zero import Zero
 Criterion = Callable[[Any, Any], Tensor]
 
 
-class Batches:
-    """Reads batches for a module: a batch is a dict of its forward's arguments, a tuple of all of them, or the first
-    one. Floating-point tensors are converted to `dtype`, unless it is None.
-    """
-
-    def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
-        self._entries = Entries(module)
-        self._dtype = dtype
-
-    def read(self, batch: object) -> tuple[dict[str, Any], object]:
-        """Returns the forward's arguments by name, and the whole batch for the criterion."""
-        batch = dict(batch) if isinstance(batch, Mapping) else batch
-        entries, _ = self._entries.of(batch if isinstance(batch, dict) else (batch, None))
-        return self.cast(entries), batch
-
-    def cast(self, tree: Any) -> Any:
-        """Returns the tree with its floating-point tensors in the model's dtype."""
-        dtype = self._dtype
-        if dtype is None:
-            return tree
-        return tree_map(lambda leaf: leaf.to(dtype) if _is_floating(leaf) else leaf, tree)
-
-
-class Loss:
-    """The loss of a microbatch in ColossalAI's form, computed from the output and the whole microbatch.
-
-    Attributes:
-        criterion: the criterion of the current call.
-    """
-
-    def __init__(self) -> None:
-        self.criterion: Criterion | None = None
-
-    def __call__(self, output: Any, microbatch: Any) -> Tensor:
-        assert self.criterion is not None
-        return self.criterion(output, microbatch)
-
-    @contextmanager
-    def by(self, criterion: Criterion | None) -> Iterator[None]:
-        """Uses `criterion` inside the `with` block; None keeps the current one."""
-        before, self.criterion = self.criterion, self.criterion if criterion is None else criterion
-        try:
-            yield
-        finally:
-            self.criterion = before
-
-    @property
-    def key(self) -> object:
-        """Equal for losses of the same criterion."""
-        return self, self.criterion
-
-
 def samples_in(batch: object) -> int:
     """Number of samples in a batch. Raises UsageError for a batch without tensors."""
     found = samples_of(batch)
     if not found:
         raise UsageError(f"a batch must contain tensors, got a {type(batch).__name__} without one")
     return found
-
-
-def _is_floating(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def held_cuts(policy: Policy, module: nn.Module, plugin: HybridParallelPlugin) -> list[str] | None:
@@ -148,7 +92,7 @@ def _require_shared(policy: Policy) -> None:
             )
 
 
-def make_whole(module: nn.Module, plugin: HybridParallelPlugin, loss: Loss, batches: Batches) -> Pipeline:
+def make_whole(module: nn.Module, plugin: HybridParallelPlugin) -> Pipeline:
     """Makes a Pipeline with one stage, the module itself. With zero_stage=2 its parameters are whole from a forward to
     its backward, and their gradients and optimizer states distributed over the replicas.
     """
@@ -161,9 +105,7 @@ def make_whole(module: nn.Module, plugin: HybridParallelPlugin, loss: Loss, batc
         module = sharder.model
     if plugin.settings.zero_stage == 2 and plugin.dp_size > 1:
         spread(module, plugin.context.mesh["data"], reshard_after_forward=False)
-    made = Pipeline(module, plugin.schedule(1), criterion=loss)
-    made.runner.read = batches.read
-    return _compiled(made, plugin)
+    return Pipeline(module, plugin.schedule(1))
 
 
 def policy_of(plugin: HybridParallelPlugin) -> Policy | None:
@@ -174,15 +116,12 @@ def policy_of(plugin: HybridParallelPlugin) -> Policy | None:
     return policy
 
 
-def make_stages(
-    module: nn.Module, plugin: HybridParallelPlugin, loss: Loss, batches: Batches, first: object
-) -> Pipeline:
-    """Makes a Pipeline over several ranks, planned with a first batch.
+def make_stages(module: nn.Module, plugin: HybridParallelPlugin, schedule: Schedule, example: object) -> Pipeline:
+    """Makes a Pipeline over several ranks, planned with the arguments of a forward.
 
     Raises UsageError as `Pipeline.from_module` does, and if the policy replaces a layer that stages share.
     """
     policy = policy_of(plugin)
-    schedule, (example, _) = plugin.schedule(samples_in(first)), batches.read(first)
     cuts = (None if policy is None else held_cuts(policy, module, plugin)) or plugin.cuts
     with torch.enable_grad():
         rules = DEFAULT_RULES if policy is None else ()
@@ -190,13 +129,6 @@ def make_stages(
     if policy is not None:
         with plugin.context.alarm.raised_everywhere():
             _carry_out(policy, made, plugin)
-    made.runner.criterion, made.runner.read = loss, batches.read
-    return _compiled(made, plugin)
-
-
-def _compiled(made: Pipeline, plugin: HybridParallelPlugin) -> Pipeline:
-    if plugin.shard_config.enable_jit_fused:
-        made.compile()
     return made
 
 
@@ -222,7 +154,7 @@ class BoostedModel(CutModel):
         plugin: the plugin that says how to make it parallel.
 
     Attributes:
-        loss: the loss of a microbatch.
+        criterion: `criterion(outputs, inputs)`, by default for every batch; None if there is none.
         reduces: True if gradients are averaged over the replicas.
     """
 
@@ -234,19 +166,43 @@ class BoostedModel(CutModel):
         module.to(dtype=dtype)
         super().__init__(module)
         self.plugin = plugin
-        self.loss = Loss()
+        self.criterion: Criterion | None = None
         self.reduces = True
-        self._batches = Batches(module, dtype)
+        self._dtype = dtype
+        self._entries = Entries(module)
         if plugin.pp_size == 1:
-            self.inner = make_whole(module, plugin, self.loss, self._batches).train(module.training)
+            self.inner = self._ready(make_whole(module, plugin))
 
     def prepare(self, batch: object) -> None:
         """Makes the Pipeline with a first batch, unless there is one already. All ranks call it together. Raises
         UsageError as `Pipeline.from_module` does.
         """
         if not self.is_cut:
-            made = make_stages(self.inner, self.plugin, self.loss, self._batches, batch)
-            self.become(made.train(self.inner.training))
+            schedule, (example, _) = self.plugin.schedule(samples_in(batch)), self._read(batch)
+            made = make_stages(self.inner, self.plugin, schedule, example)
+            self.become(self._ready(made))
+
+    def _ready(self, made: Pipeline) -> Pipeline:
+        made.runner.read = self._read
+        if self.plugin.shard_config.enable_jit_fused:
+            made.compile()
+        return made.train(self.inner.training)
+
+    def _read(self, batch: object) -> tuple[dict[str, Any], object]:
+        """The forward's arguments by name, from a dict of them, a tuple of all of them, or the first one; and the whole
+        batch for the criterion.
+        """
+        batch = dict(batch) if isinstance(batch, Mapping) else batch
+        entries, _ = self._entries.of(batch if isinstance(batch, dict) else (batch, None))
+        return self._cast(entries), batch
+
+    def _cast(self, tree: Any) -> Any:
+        """The tree with its floating-point tensors in the dtype of the plugin's precision."""
+
+        def cast(leaf: Any) -> Any:
+            return leaf.to(self._dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+        return tree if self._dtype is None else tree_map(cast, tree)
 
     def whole_outputs(self, outputs: Any, batch: object, schedule: Schedule) -> Any:
         """The outputs of a batch that `schedule` ran, from those of its microbatches."""
@@ -260,7 +216,7 @@ class BoostedModel(CutModel):
                 "run every batch with booster.execute_pipeline(data_iter, model, criterion, optimizer)"
             )
         [stage] = self.pipeline.runner.stages.values()
-        return stage.call(*self._batches.cast(arguments), **self._batches.cast(entries))
+        return stage.call(*self._cast(arguments), **self._cast(entries))
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

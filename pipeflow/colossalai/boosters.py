@@ -87,7 +87,7 @@ class Booster:
         if not isinstance(model, nn.Module) or isinstance(model, BoostedModel):
             raise UsageError(f"boost takes an nn.Module that is not boosted yet, got {type(model).__name__}")
         made = BoostedModel(model, self.plugin)
-        made.loss.criterion = criterion
+        made.criterion = criterion
         return made, optimizer and BoostedOptimizer(optimizer, made), criterion, dataloader, lr_scheduler
 
     def execute_pipeline(
@@ -124,22 +124,22 @@ class Booster:
             raise UsageError(
                 "training needs the optimizer that boost returned: pass it, or evaluate under torch.no_grad()"
             )
-        if criterion is None and boosted.loss.criterion is None:
+        if (chosen := boosted.criterion if criterion is None else criterion) is None:
             raise UsageError("there is no criterion: pass one to execute_pipeline or to boost")
         batch = next(data_iter, None) if isinstance(data_iter, Iterator) else None
         if batch is None:
             raise UsageError("data_iter has no batch left: make a new one, iter(dataloader), for every epoch")
         boosted.prepare(batch)
         schedule = self.plugin.schedule(samples_in(batch))
-        with boosted.loss.by(criterion):
-            output = execute_pipeline(
-                iter([batch]),
-                boosted.pipeline,
-                forward_only=not trains,
-                return_outputs=return_outputs,
-                reduce=boosted.reduces,
-                schedule=schedule,
-            )
+        boosted.pipeline.runner.criterion = chosen
+        output = execute_pipeline(
+            iter([batch]),
+            boosted.pipeline,
+            forward_only=not trains,
+            return_outputs=return_outputs,
+            reduce=boosted.reduces,
+            schedule=schedule,
+        )
         outputs = boosted.whole_outputs(output.outputs, batch, schedule)
         return {"loss": output.loss if return_loss else None, "outputs": outputs}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from inspect import signature
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -124,24 +124,14 @@ class ByOptimizerSteps:
         return getattr(self.scheduler, name)
 
 
-class Listener(Protocol):
-    """An object that an engine calls for every batch."""
-
-    def before_batch(self, *, is_training: bool) -> None:
-        """Called before each batch of training or evaluation."""
-
-    def after_batch(self, output: Output, labels: object, *, is_training: bool) -> None:
-        """Called after a batch, with its labels."""
-
-
 class Engine(native.Engine):
     """pipeflow's Engine with ColossalAI's methods; `initialize` makes it.
 
     Attributes:
-        listener: an object that is called for every batch, or None.
+        listener: an object that is called for every batch, such as a Trainer; or None.
     """
 
-    listener: Listener | None = None
+    listener: Any = None
 
     @property
     def schedule(self) -> Schedule:
@@ -206,16 +196,11 @@ class Engine(native.Engine):
         if batch is not None:
             data_iter = iter([batch if return_loss else (batch[0], None)])
         output = self.execute(data_iter, forward_only=forward_only, return_outputs=return_output_label)
-        if not has_last_stage(self):
+        placement = self.schedule.placement
+        if self.model.context.pipeline_rank not in placement.ranks_of(placement.num_stages - 1):
             return None, None, None
         loss = output.loss if return_loss else None
         return (output.outputs, labels, loss) if return_output_label else (None, None, loss)
-
-
-def has_last_stage(engine: native.Engine) -> bool:
-    """True if this rank has the outputs."""
-    placement = engine.model.schedule.placement
-    return engine.model.context.pipeline_rank in placement.ranks_of(placement.num_stages - 1)
 
 
 def labels_of(batch: Any) -> Any:

@@ -27,6 +27,10 @@ class LossHook(Hook):
         self.priority = priority
 
 
+class LogMetricByStepHook(LossHook):
+    """Does nothing: a trainer stores the metrics of steps itself, and `display_progress` shows them."""
+
+
 class AccuracyHook(native.AccuracyHook):
     """pipeflow's AccuracyHook; `accuracy_func(outputs, labels)` returns the number of correct answers in a batch."""
 
@@ -138,13 +142,6 @@ def _names_collide(model: Pipeline) -> bool:
     mine = [(index, name) for index, stage in model.runner.stages.items() for name in stage.module.state_dict()]
     told = {each for row in objects_of_all(model.context, mine) for each in row}
     return max(Counter(name for _, name in told).values(), default=0) > 1
-
-
-class LogMetricByStepHook(Hook):
-    """Does nothing: a trainer stores the metrics of steps itself, and `display_progress` shows them."""
-
-    def __init__(self, priority: int = 10) -> None:
-        self.priority = priority
 
 
 class LogMetricByEpochHook(BaseHook):

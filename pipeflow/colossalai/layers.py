@@ -19,7 +19,6 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import partition_uniform
 from pipeflow.core.placement import Placement
 from pipeflow.engine.parallel.context import context_if_launched
-from pipeflow.engine.tensor.regions import gather_from_sequence_region, scatter_to_sequence_region
 from pipeflow.training.build import build_stages, cut_layers
 from pipeflow.training.layers import Layers, Registry, makers, named_layers
 from pipeflow.training.logging import get_dist_logger
@@ -129,29 +128,6 @@ PatchEmbedding1D = _named("PatchEmbedding1D", ours.PatchEmbedding)
 LayerNorm1D = _named("LayerNorm1D", ours.LayerNorm)
 Dropout1D = _named("Dropout1D", ours.Dropout)
 VocabParallelCrossEntropyLoss1D = _named("VocabParallelCrossEntropyLoss1D", ours.VocabParallelCrossEntropy)
-
-
-def split_forward_gather_backward(input_: Tensor, dim: int, process_group: Any = None) -> Tensor:
-    """Returns this rank's piece of the sequence of `input_` (batch, sequence, hidden), which is the same on all ranks;
-    gradients are gathered. Raises UsageError for a `dim` other than 1, and if the sequence cannot be split evenly.
-    """
-    _require_sequence(dim)
-    return scatter_to_sequence_region(input_, tensor_group(process_group))
-
-
-def gather_forward_split_backward(input_: Tensor, dim: int, process_group: Any = None) -> Tensor:
-    """Returns the whole sequence from each rank's piece `input_` (batch, sequence / ranks, hidden); each rank takes its
-    piece of the gradient. Raises UsageError for a `dim` other than 1.
-    """
-    _require_sequence(dim)
-    return gather_from_sequence_region(input_, tensor_group(process_group))
-
-
-def _require_sequence(dim: int) -> None:
-    if dim != 1:
-        raise UsageError(
-            f"dim must be 1, the dimension of the sequence, got {dim}; pipeflow.tensor has the other mappings"
-        )
 
 
 LAYERS = Registry("LAYERS", [nn])

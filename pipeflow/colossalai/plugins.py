@@ -11,7 +11,7 @@ from inspect import signature
 from itertools import accumulate
 from math import lcm
 from types import SimpleNamespace
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,13 @@ from pipeflow.schedules import make_schedule
 from pipeflow.training.data import DataParallelLoader, get_dataloader
 from pipeflow.training.optim.precision import HalfPrecision, require_dtype
 
-Style = Literal["1f1b", "interleaved", "zbv"]
+STYLES: dict[str, tuple[str, int | None]] = {
+    "1f1b": ("1f1b", 1),
+    "interleaved": ("interleaved-1f1b", None),
+    "zbv": ("zb-v", 2),
+}
+"""The schedule of each style of a pipeline, and its number of stages per rank; None for any."""
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": None}
-_CHUNKS = {"1f1b": 1, "zbv": 2}
 _SCALER = (
     "initial_scale",
     "min_scale",
@@ -83,7 +87,7 @@ class Settings:
     max_scale: float = 2.0**32
     max_norm: float = 0.0
     custom_policy: Policy | None = None
-    pp_style: Style = "1f1b"
+    pp_style: Literal["1f1b", "interleaved", "zbv"] = "1f1b"
     num_model_chunks: int = 1
     num_layers_per_stage: Sequence[int] | None = None
     cpu_offload: bool = False
@@ -116,9 +120,9 @@ class Settings:
         self.half()  # checks the options of the scaler
 
     def _check_pipeline(self) -> None:
-        if self.pp_style not in get_args(Style):
-            raise UsageError(f"pp_style must be one of {', '.join(get_args(Style))}, got {self.pp_style!r}")
-        chunks, given = _CHUNKS.get(self.pp_style), self.num_model_chunks
+        if self.pp_style not in STYLES:
+            raise UsageError(f"pp_style must be one of {', '.join(STYLES)}, got {self.pp_style!r}")
+        (_, chunks), given = STYLES[self.pp_style], self.num_model_chunks
         if chunks is None and given < 2:
             raise UsageError(f"pp_style='interleaved' needs num_model_chunks of at least 2, got {given}")
         if chunks is not None and given not in (1, chunks):
@@ -234,12 +238,9 @@ class HybridParallelPlugin:
 
     def _schedule_of(self, microbatches: int) -> Schedule:
         given = self.settings
-        options: dict[str, Any] = {"ranks": given.pp_size, "microbatches": microbatches}
-        if given.pp_size == 1 or given.pp_style == "1f1b":
-            return make_schedule("1f1b", **options)
-        if given.pp_style == "zbv":
-            return make_schedule("zb-v", **options)
-        return make_schedule("interleaved-1f1b", **options, chunks=given.num_model_chunks)
+        name, chunks = STYLES["1f1b" if given.pp_size == 1 else given.pp_style]
+        options = {"chunks": given.num_model_chunks} if chunks is None else {}
+        return make_schedule(name, ranks=given.pp_size, microbatches=microbatches, **options)
 
     @property
     def tp_size(self) -> int:

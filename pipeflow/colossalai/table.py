@@ -45,8 +45,7 @@ NAMES = {
     "shardformer": {"policies": "ShardConfig", "sharders": "ModelSharder, ShardFormer"},
     "shardformer.layer": {
         "layers": "Classifier1D, Dropout1D, Embedding1D, LayerNorm1D, Linear1D_Col, Linear1D_Row, PatchEmbedding1D, "
-        "VocabParallelClassifier1D, VocabParallelCrossEntropyLoss1D, VocabParallelEmbedding1D, "
-        "gather_forward_split_backward, split_forward_gather_backward",
+        "VocabParallelClassifier1D, VocabParallelCrossEntropyLoss1D, VocabParallelEmbedding1D",
     },
     "shardformer.modeling.chatglm2_6b.configuration_chatglm": {"chatglm": "ChatGLMConfig"},
     "shardformer.modeling.chatglm2_6b.modeling_chatglm": {"chatglm": "ChatGLMForConditionalGeneration, ChatGLMModel"},
@@ -88,6 +87,8 @@ INSTEAD = {
     "nn.lr_scheduler.PolynomialLR": "colossalai.nn.lr_scheduler.PolynomialWarmupLR with warmup_steps=0",
     "pipeline": "pipeflow.build_stages, or pipeflow.Pipeline.from_module with cuts=",
     **dict.fromkeys((f"registry.{name}" for name in ("DATASETS", "HOOKS", "LOSSES", "OPTIMIZERS")), _REGISTRY),
+    "shardformer.layer.gather_forward_split_backward": "pipeflow.tensor.gather_from_sequence_region",
+    "shardformer.layer.split_forward_gather_backward": "pipeflow.tensor.scatter_to_sequence_region",
     "shardformer.policies.auto_policy": "custom_policy= of HybridParallelPlugin, or policy= of ShardFormer.optimize",
     "trainer.hooks.LogMemoryByEpochHook": "pipeflow.training.MemoryHook, which a Trainer takes too",
     "trainer.hooks.LogTimingByEpochHook": "pipeflow.training.TimingHook, which a Trainer takes too",

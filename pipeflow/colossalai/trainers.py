@@ -5,11 +5,11 @@ calls its hooks for every batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pipeflow.training as native
-from pipeflow.colossalai.engines import Engine, has_last_stage, unwrapped
+from pipeflow.colossalai.engines import Engine, unwrapped
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.runtime.step import Output
 from pipeflow.training import Hook, MultiTimer, Step
@@ -99,17 +99,18 @@ class BaseHook(Hook):
         priority: hooks are called in ascending order of priority; hooks of equal priority in the order given.
     """
 
-    iterations: Iterations
+    attached_to: Trainer
 
     def __init__(self, priority: int = 10) -> None:
         self.priority = priority
 
-    def attach(self, iterations: Iterations) -> None:
+    def attach(self, trainer: Trainer, *, keeps_outputs: bool) -> None:
         """Attaches the hook to a trainer, before it trains or evaluates."""
-        self.iterations = iterations
+        self.attached_to = trainer
         told = {"train": "after_train_iter", "test": "after_test_iter"}
         wanted = {when for when, name in told.items() if getattr(type(self), name) is not getattr(BaseHook, name)}
-        self.needs_outputs = frozenset(wanted) if iterations.keeps_outputs else frozenset()
+        self.needs_outputs = frozenset(wanted) if keeps_outputs else frozenset()
+        self.after_hook_is_attached(trainer)
 
     def init_runner_states(self, trainer: Trainer, key: str, val: Any) -> None:
         """Sets a state of the trainer unless it exists."""
@@ -142,106 +143,39 @@ class BaseHook(Hook):
     def after_test_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None: ...
 
     def before_fit(self, trainer: native.Trainer) -> None:
-        self.before_train(self.iterations.trainer)
+        self.before_train(self.attached_to)
 
     def before_epoch(self, trainer: native.Trainer) -> None:
-        self.before_train_epoch(self.iterations.trainer)
+        self.before_train_epoch(self.attached_to)
 
     def before_step(self, trainer: native.Trainer) -> None:
-        self.before_train_iter(self.iterations.trainer)
+        self.before_train_iter(self.attached_to)
 
     def after_step(self, trainer: native.Trainer, step: Step) -> None:
-        self.iterations.tell(self)
+        self.attached_to.tell(self)
 
     def after_training(self, trainer: native.Trainer) -> None:
-        self.after_train_epoch(self.iterations.trainer)
+        self.after_train_epoch(self.attached_to)
 
     def before_evaluation(self, trainer: native.Trainer) -> None:
-        self.before_test(self.iterations.trainer)
-        self.before_test_epoch(self.iterations.trainer)
+        self.before_test(self.attached_to)
+        self.before_test_epoch(self.attached_to)
 
     def after_batch(self, trainer: native.Trainer, output: Output, labels: object) -> None:
-        self.iterations.tell_of_test(self)
+        self.after_test_iter(self.attached_to, *self.attached_to.last_batch)
 
     def after_evaluation(self, trainer: native.Trainer) -> None:
-        self.after_test_epoch(self.iterations.trainer)
-        self.after_test(self.iterations.trainer)
+        self.after_test_epoch(self.attached_to)
+        self.after_test(self.attached_to)
 
     def after_fit(self, trainer: native.Trainer) -> None:
-        self.after_train(self.iterations.trainer)
-
-
-class Iterations:
-    """Listens to the engine and calls hooks between two batches of a step. Before the first and after the last batch of
-    a step, pipeflow's trainer calls them, in the order of all hooks.
-
-    Args:
-        trainer: the trainer whose hooks are called.
-        keeps_outputs: True if hooks get outputs and labels.
-
-    Attributes:
-        uncounted: 1 while hooks are called for a batch that `cur_step` does not count yet; else 0.
-    """
-
-    def __init__(self, trainer: Trainer, *, keeps_outputs: bool) -> None:
-        self.trainer = trainer
-        self.hooks: list[BaseHook] = []
-        self.keeps_outputs = keeps_outputs
-        self.uncounted = 0
-        self._last: tuple[Any, Any, Any] = (None, None, None)
-
-    @contextmanager
-    def attached(self, hooks: list[Hook]) -> Iterator[None]:
-        """Attaches the hooks to the trainer inside the `with` block. Raises UsageError for a hook that needs outputs if
-        none are kept.
-        """
-        self.hooks = [hook for hook in hooks if isinstance(hook, BaseHook)]
-        for hook in self.hooks:
-            hook.attach(self)
-            hook.after_hook_is_attached(self.trainer)
-        needing = [type(hook).__name__ for hook in hooks if hook.needs_outputs]
-        if needing and not self.keeps_outputs:
-            raise UsageError(f"{needing[0]} needs outputs, and return_output_label=False drops them: leave one out")
-        self.trainer.trainer.hooks, self.engine.listener = hooks, self
-        try:
-            yield
-        finally:
-            self.trainer.trainer.hooks, self.engine.listener = [], None
-
-    @property
-    def engine(self) -> Engine:
-        return self.trainer.engine
-
-    def before_batch(self, *, is_training: bool) -> None:
-        for hook in self.hooks:
-            if not is_training:
-                hook.before_test_iter(self.trainer)
-            elif self.engine.batches_of_step:
-                hook.before_train_iter(self.trainer)
-
-    def after_batch(self, output: Output, labels: object, *, is_training: bool) -> None:
-        is_here = has_last_stage(self.engine)
-        kept = labels if is_here and self.keeps_outputs else None
-        self._last = (output.outputs, kept, output.loss if is_here else None)
-        if is_training and self.engine.batches_of_step < self.engine.gradient_accumulation:
-            for hook in self.hooks:
-                self.tell(hook)
-
-    def tell(self, hook: BaseHook) -> None:
-        """Calls a hook for the last batch of training."""
-        self.uncounted = 1
-        try:
-            hook.after_train_iter(self.trainer, *self._last)
-        finally:
-            self.uncounted = 0
-
-    def tell_of_test(self, hook: BaseHook) -> None:
-        """Calls a hook for the last batch of an evaluation."""
-        hook.after_test_iter(self.trainer, *self._last)
+        self.after_train(self.attached_to)
 
 
 class Trainer:
-    """A `pipeflow.training.Trainer` with ColossalAI's names. An iteration is a batch.
+    """A `pipeflow.training.Trainer` with ColossalAI's names. An iteration is a batch. It listens to the engine, and
+    calls hooks between two batches of a step. Before the first and after the last batch of a step, pipeflow's trainer
+    calls them, in the order of all hooks.
 
     Args:
         engine: the engine that `initialize` returned.
@@ -251,6 +185,7 @@ class Trainer:
     Attributes:
         trainer: pipeflow's Trainer.
         states: states that hooks share; see `states_of`.
+        last_batch: its output, label and loss, as hooks get them.
     """
 
     def __init__(self, engine: Engine, timer: MultiTimer | None = None, logger: Any = None) -> None:
@@ -261,7 +196,10 @@ class Trainer:
         self.logger = logger
         self.trainer = native.Trainer(engine)
         self.states = states_of(self.trainer)
-        self._iterations = Iterations(self, keeps_outputs=False)
+        self.last_batch: tuple[Any, Any, Any] = (None, None, None)
+        self._hooks: list[BaseHook] = []
+        self._keeps_outputs = False
+        self._uncounted = 0  # 1 while hooks are called for a batch that `cur_step` does not count yet
 
     @property
     def cur_epoch(self) -> int:
@@ -276,7 +214,7 @@ class Trainer:
     def cur_step(self) -> int:
         """Number of batches trained so far, without the one that hooks are being called for."""
         steps = self.engine.steps * self.engine.gradient_accumulation
-        return steps + self.engine.batches_of_step - self._iterations.uncounted
+        return steps + self.engine.batches_of_step - self._uncounted
 
     def fit(
         self,
@@ -328,8 +266,49 @@ class Trainer:
         """Returns the last stage's outputs for a batch of inputs on the ranks that have it, None on the others."""
         return self.trainer.predict(data)
 
-    def _attached(self, hooks: Sequence[Hook] | None, shows: bool, keeps_outputs: bool) -> AbstractContextManager[None]:
-        """Attaches these hooks to the trainer inside the `with` block."""
+    @contextmanager
+    def _attached(self, hooks: Sequence[Hook] | None, shows: bool, keeps_outputs: bool) -> Iterator[None]:
+        """Attaches these hooks to the trainer inside the `with` block. Raises UsageError for a hook that needs outputs
+        if none are kept.
+        """
         hooks = [*(hooks or ()), *([] if self.timer is None else [Timed(self.timer)])]
-        self._iterations = Iterations(self, keeps_outputs=keeps_outputs)
-        return self._iterations.attached(native.Trainer(self.engine, hooks, progress=shows).hooks)
+        hooks = native.Trainer(self.engine, hooks, progress=shows).hooks  # in their order, with those that show
+        self._hooks, self._keeps_outputs = [hook for hook in hooks if isinstance(hook, BaseHook)], keeps_outputs
+        for hook in self._hooks:
+            hook.attach(self, keeps_outputs=keeps_outputs)
+        needing = [type(hook).__name__ for hook in hooks if hook.needs_outputs]
+        if needing and not keeps_outputs:
+            raise UsageError(f"{needing[0]} needs outputs, and return_output_label=False drops them: leave one out")
+        self.trainer.hooks, self.engine.listener = hooks, self
+        try:
+            yield
+        finally:
+            self.trainer.hooks, self.engine.listener = [], None
+
+    def before_batch(self, *, is_training: bool) -> None:
+        """Called by the engine before each batch of training or evaluation."""
+        for hook in self._hooks:
+            if not is_training:
+                hook.before_test_iter(self)
+            elif self.engine.batches_of_step:
+                hook.before_train_iter(self)
+
+    def after_batch(self, output: Output, labels: object, *, is_training: bool) -> None:
+        """Called by the engine after a batch, with its labels."""
+        is_here = self.trainer.has_last_stage
+        self.last_batch = (
+            output.outputs,
+            labels if is_here and self._keeps_outputs else None,
+            output.loss if is_here else None,
+        )
+        if is_training and self.engine.batches_of_step < self.engine.gradient_accumulation:
+            for hook in self._hooks:
+                self.tell(hook)
+
+    def tell(self, hook: BaseHook) -> None:
+        """Calls a hook for the last batch of training."""
+        self._uncounted = 1
+        try:
+            hook.after_train_iter(self, *self.last_batch)
+        finally:
+            self._uncounted = 0

@@ -16,8 +16,6 @@ from pipeflow.colossalai.shardformer.layer import (
     LayerNorm1D,
     Linear1D_Col,
     Linear1D_Row,
-    gather_forward_split_backward,
-    split_forward_gather_backward,
 )
 from pipeflow.colossalai.shardformer.policies.base_policy import (
     ModulePolicyDescription,
@@ -25,6 +23,7 @@ from pipeflow.colossalai.shardformer.policies.base_policy import (
     SubModuleReplacementDescription,
 )
 from pipeflow.core.errors import UsageError
+from pipeflow.tensor import gather_from_sequence_region, scatter_to_sequence_region
 from pipeflow.testing import run_threads
 from tests.colossalai.boosted import require_as_plain
 from tests.colossalai.test_shardformer import WIDTH, Attention, mean_square
@@ -60,8 +59,8 @@ class Model(nn.Module):
 def in_pieces(self: Any, x: Tensor) -> Tensor:
     """The forward of Layer, between pieces of the sequence."""
     group = self.wide.group
-    made = Layer.forward(self, split_forward_gather_backward(x, 1, group))
-    return gather_forward_split_backward(made, 1, group)
+    made = Layer.forward(self, scatter_to_sequence_region(x, group))
+    return gather_from_sequence_region(made, group)
 
 
 class SequencePolicy(Policy):
@@ -138,10 +137,7 @@ def test_rules_keep_sequences_whole() -> None:
     run_threads(rank, 2, tensor=2)
 
 
-def test_other_dimensions_and_modes() -> None:
-    for function in (split_forward_gather_backward, gather_forward_split_backward):
-        with pytest.raises(UsageError, match="dim must be 1, the dimension of the sequence, got 0"):
-            function(torch.ones(1, 2, 3), 0)
+def test_other_modes() -> None:
     for layer in (Linear1D_Col, Linear1D_Row):
         with pytest.raises(UsageError, match="sequence_parallelism_mode='all_to_all' is not supported"):
             layer.from_native_module(nn.Linear(2, 2), seq_parallel_mode="all_to_all")
