@@ -83,7 +83,10 @@ INSTEAD = {
     "cluster.process_group_mesh": "torch.distributed.device_mesh.init_device_mesh",
     "lazy": "from_config or from_pretrained of pipeflow's huggingface, with which a rank makes only its own parameters",
     "nn.layer.parallel_1d": "colossalai.shardformer.layer",
-    **{f"nn.lr_scheduler.{name}": f"torch.optim.lr_scheduler.{name}" for name in _RATES.split(", ")},
+    **{
+        f"nn.lr_scheduler.{name}": f"torch.optim.lr_scheduler.{name}, with torch's arguments"
+        for name in _RATES.split(", ")
+    },
     "nn.lr_scheduler.PolynomialLR": "colossalai.nn.lr_scheduler.PolynomialWarmupLR with warmup_steps=0",
     "pipeline": "pipeflow.build_stages, or pipeflow.Pipeline.from_module with cuts=",
     **dict.fromkeys((f"registry.{name}" for name in ("DATASETS", "HOOKS", "LOSSES", "OPTIMIZERS")), _REGISTRY),

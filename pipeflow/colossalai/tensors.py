@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.parallel.context import Context, current_context
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.layout import WorldLayout
 from pipeflow.engine.parallel.transport.protocol import Group
 from pipeflow.engine.tensor.linear import Mode, column_linear, row_linear
@@ -39,6 +39,10 @@ class ProcessGroup:
         tp_degree: number of tensor ranks; by default the world size / `dp_degree`.
         dp_degree: number of data ranks; by default the world size / `tp_degree`. Without either all are data ranks.
 
+    Attributes:
+        layout: the degrees.
+        context: the context of the launch in which it was made.
+
     Raises UsageError before `launch`, if the degrees do not fit the world, and for a world with a pipeline.
     """
 
@@ -56,10 +60,10 @@ class ProcessGroup:
         if dp_degree is not None and tensor * dp_degree != world:
             raise UsageError(f"tp_degree={tp_degree} x dp_degree={dp_degree} is not the world of {world} ranks")
         self.layout = WorldLayout(pipeline=1, tensor=tensor, data=world // tensor)
-        self._context = context
+        self.context = context
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ProcessGroup) and (self.layout, self._context) == (other.layout, other._context)
+        return isinstance(other, ProcessGroup) and (self.layout, self.context) == (other.layout, other.context)
 
     def __hash__(self) -> int:
         return hash(self.layout)
@@ -70,20 +74,15 @@ class ProcessGroup:
     def __deepcopy__(self, memo: object) -> ProcessGroup:
         return self  # channels cannot be copied
 
-    @property
-    def context(self) -> Context:
-        """The context of the launch in which it was made."""
-        return self._context
-
     @cached_property
     def tensor(self) -> Group:
         """The ranks that hold the other parts of the same parameters."""
-        return self._group(self.layout.tensor_ranks(self._context.rank), self._context.tensor)
+        return self._group(self.tp_rank_list(), self.context.tensor)
 
     @cached_property
     def data(self) -> Group:
         """The ranks that hold the same parts for other data."""
-        return self._group(self.layout.data_ranks(self._context.rank), self._context.data)
+        return self._group(self.dp_rank_list(), self.context.data)
 
     def tp_world_size(self) -> int:
         """Returns the number of tensor ranks."""
@@ -95,25 +94,23 @@ class ProcessGroup:
 
     def tp_local_rank(self) -> int:
         """Returns this rank's index among the tensor ranks."""
-        return self.layout.place(self._context.rank).tensor
+        return self.layout.place(self.context.rank).tensor
 
     def dp_local_rank(self) -> int:
         """Returns this rank's index among the data ranks."""
-        return self.layout.place(self._context.rank).data
+        return self.layout.place(self.context.rank).data
 
     def tp_rank_list(self) -> list[int]:
         """Returns the world ranks of the tensor ranks."""
-        return list(self.layout.tensor_ranks(self._context.rank))
+        return list(self.layout.tensor_ranks(self.context.rank))
 
     def dp_rank_list(self) -> list[int]:
         """Returns the world ranks of the data ranks."""
-        return list(self.layout.data_ranks(self._context.rank))
+        return list(self.layout.data_ranks(self.context.rank))
 
-    def _group(self, ranks: tuple[int, ...], known: Group) -> Group:
+    def _group(self, ranks: list[int], known: Group) -> Group:
         """The context's own group if it has these ranks, else a new one."""
-        here = self._context
-        same = here.layout.tensor_ranks(here.rank) if known is here.tensor else here.layout.data_ranks(here.rank)
-        return known if ranks == same else here.world.group(ranks)
+        return known if self.layout == self.context.layout else self.context.world.group(tuple(ranks))
 
 
 @dataclass(frozen=True)

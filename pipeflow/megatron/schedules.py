@@ -47,7 +47,6 @@ def forward_backward(
     micro_batch_size: int | None = None,
     decoder_seq_length: int | None = None,
     forward_only: bool = False,
-    collect_non_loss_data: bool = False,
 ) -> list[Any]:
     """Runs one step: each stage of this rank calls `forward_step_func(data_iterator, model)` once per microbatch, in
     order. The gradients of the mean loss over the microbatches, averaged over the replicas, are added to `.grad`; those
@@ -64,18 +63,14 @@ def forward_backward(
         num_microbatches: number of microbatches in the step.
         forward_only: evaluate, without gradients.
         seq_length, micro_batch_size, decoder_seq_length: have no effect; shapes are those of the data.
-        collect_non_loss_data: with `forward_only`, collect the results of the loss function called with
-            `non_loss_data=True`.
 
     Returns the logged values, one entry per microbatch, on ranks with the last stage; an empty list elsewhere.
 
     Raises UsageError if the iterator has ended. Raises PipelineError on all ranks if one failed, or if the first
     batches of a replica's ranks differ.
     """
-    if collect_non_loss_data and not forward_only:
-        raise UsageError("collect_non_loss_data=True computes no loss to train with: pass forward_only=True too")
     prepared = _prepared((model,) if isinstance(model, nn.Module) else tuple(model), num_microbatches)
-    prepared.loss.begin(collect_non_loss_data)
+    prepared.loss.logged = []
     batch = _batch(prepared.stages, forward_step_func, data_iterator, num_microbatches)
     schedule = _schedule_of(len(prepared.stages), num_microbatches)
     execute_pipeline(batch, prepared.pipeline, forward_only=forward_only, schedule=schedule)
@@ -102,15 +97,10 @@ class _Stage(nn.Module):
 class _Loss:
     """The criterion of the Pipeline; it stores the values to log."""
 
-    def begin(self, collect_non_loss_data: bool) -> None:
-        """Called before a step; removes what the last step logged."""
-        self.collect_non_loss_data, self.logged = collect_non_loss_data, list[Any]()
+    logged: list[Any]  # in this step
 
     def __call__(self, output: tuple[Tensor, LossFunction], _: Tensor) -> Tensor:
         tensor, loss_function = output
-        if self.collect_non_loss_data:
-            self.logged.append(loss_function(tensor, non_loss_data=True))
-            return tensor.new_zeros(())
         match loss_function(tensor):
             case loss, values:
                 self.logged.append(tree_map_only(Tensor, Tensor.detach, values))

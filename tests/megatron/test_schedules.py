@@ -157,21 +157,6 @@ def test_a_sum_over_tokens_may_be_given_with_their_number() -> None:
     run_threads(compute, 1)
 
 
-def test_other_data_than_losses_are_collected() -> None:
-    def shapes(data_iterator: Any, model: Any) -> Any:
-        losses, _ = forward_step(data_iterator, model)
-        return losses, lambda each, non_loss_data: (tuple(each.shape), non_loss_data)
-
-    def compute() -> Any:
-        options: dict[str, Any] = {"forward_step_func": shapes, "collect_non_loss_data": True}
-        with pytest.raises(UsageError, match="forward_only=True"):
-            run_step(models(), iter(loader()), **options)
-        return run_step(models(), iter(loader()), forward_only=True, **options)
-
-    first, last = run_threads(compute, 2)
-    assert (first, last) == ([], [((4, 16), True)] * 4)
-
-
 def refusal(ranks: int, message: str, *arguments: Any, error: type[Exception] = UsageError, **options: Any) -> None:
     """A step of `arguments` is refused on the rank that is last, at least, in these words."""
 
