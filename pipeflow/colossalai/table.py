@@ -75,21 +75,17 @@ NAMES = {
     "utils.timer": {"pipeflow.training": "MultiTimer, Timer"},
 }
 
-_RATES = "CosineAnnealingLR, ExponentialLR, LambdaLR, MultiStepLR, MultiplicativeLR, OneCycleLR, StepLR"
-_REGISTRY = "pipeflow.training.Registry"
+_RATES = ("CosineAnnealing", "Exponential", "Lambda", "MultiStep", "Multiplicative", "OneCycle", "Step")
 INSTEAD = {
     "booster.plugin.dp_plugin_base": "colossalai.booster.plugin.HybridParallelPlugin",
     "cluster.ProcessGroupMesh": "torch.distributed.device_mesh.init_device_mesh",
     "cluster.process_group_mesh": "torch.distributed.device_mesh.init_device_mesh",
     "lazy": "from_config or from_pretrained of pipeflow's huggingface, with which a rank makes only its own parameters",
     "nn.layer.parallel_1d": "colossalai.shardformer.layer",
-    **{
-        f"nn.lr_scheduler.{name}": f"torch.optim.lr_scheduler.{name}, with torch's arguments"
-        for name in _RATES.split(", ")
-    },
+    **{f"nn.lr_scheduler.{name}LR": f"torch.optim.lr_scheduler.{name}LR, with torch's arguments" for name in _RATES},
     "nn.lr_scheduler.PolynomialLR": "colossalai.nn.lr_scheduler.PolynomialWarmupLR with warmup_steps=0",
     "pipeline": "pipeflow.build_stages, or pipeflow.Pipeline.from_module with cuts=",
-    **dict.fromkeys((f"registry.{name}" for name in ("DATASETS", "HOOKS", "LOSSES", "OPTIMIZERS")), _REGISTRY),
+    **{f"registry.{name}": "pipeflow.training.Registry" for name in ("DATASETS", "HOOKS", "LOSSES", "OPTIMIZERS")},
     "shardformer.layer.gather_forward_split_backward": "pipeflow.tensor.gather_from_sequence_region",
     "shardformer.layer.split_forward_gather_backward": "pipeflow.tensor.scatter_to_sequence_region",
     "shardformer.policies.auto_policy": "custom_policy= of HybridParallelPlugin, or policy= of ShardFormer.optimize",
