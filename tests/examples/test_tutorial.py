@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -184,7 +185,7 @@ def test_what_the_migration_names_exists() -> None:
     for line in imports:
         exec(line, {})
     for name in re.findall(r"`pipeflow\.(\w+)", here):
-        assert hasattr(pipeflow, name)
+        assert hasattr(pipeflow, name) or find_spec(f"pipeflow.{name}") is not None
 
 
 def with_our_name(program: str) -> str:
