@@ -85,7 +85,7 @@ class Row:
         mesh = Mesh.of(self.setup, self.pipeline, self.cluster.devices_per_node, self.inner)
         placement = _schedule(self.pipeline, self.chunks, self.pipeline).placement
         with coefficients(known):
-            return physical_costs(self.model, placement, self.setup, mesh, self.cluster)
+            return physical_costs(self.model, placement, self.setup, self.cluster, mesh=mesh)
 
     def _makespan(self, costs: Physical, microbatches: int) -> float:
         return simulate(_schedule(self.pipeline, self.chunks, microbatches), costs.cost).makespan

@@ -19,7 +19,6 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import Physical, physical_costs, stage_costs
 from pipeflow.planning.setup import Setup
 
@@ -113,11 +112,7 @@ def profile(model: Transformer, setup: Setup, cluster: Cluster | None) -> Profil
     layers, setup = model.layers, setup if setup.expert > 1 else replace(setup, data=1)
     cut = list(pairwise(sorted({0, 1, max(layers - 1, 1), layers})))
     placement = Placement.linear(len(cut))
-    if cluster is None:
-        cost = stage_costs(model, placement, setup, cut=cut)
-    else:
-        mesh = Mesh.of(setup, len(cut), cluster.devices_per_node)
-        cost = physical_costs(model, placement, setup, mesh, cluster, cut=cut).cost
+    cost = stage_costs(model, placement, setup, cluster, cut=cut)
     times = [sum(each) for each in zip(cost.forward, cost.backward_input, cost.backward_weight, strict=True)]
     layer = times[1] / (layers - 2) if layers > 2 else min(times)
     before, after = (round(max(times[end] / layer - 1, 0.0), 1) if layers > 1 else 0.0 for end in (0, -1))
@@ -150,7 +145,6 @@ def fastest_cut(model: Transformer, schedule: Schedule, setup: Setup, cluster: C
     of a cluster does not have this property: rounding may make it worse. Raises UsageError as `physical_costs`.
     """
     placement = schedule.placement
-    mesh = Mesh.of(setup, placement.num_ranks, cluster.devices_per_node)
     is_split = any(action.kind is Kind.W for rank in range(len(schedule.rows)) for action in schedule.actions(rank))
     reducing = schedule.with_reductions()
 
@@ -158,8 +152,7 @@ def fastest_cut(model: Transformer, schedule: Schedule, setup: Setup, cluster: C
         return physical.after + least_makespan(physical.cost, placement, schedule.num_microbatches, split=is_split)
 
     costs = {
-        cut: physical_costs(model, placement, setup, mesh, cluster, cut=cut)
-        for cut in cuts_to_try(model.layers, placement)
+        cut: physical_costs(model, placement, setup, cluster, cut=cut) for cut in cuts_to_try(model.layers, placement)
     }
     best: tuple[float, tuple[Part, ...]] | None = None
     for bound, cut in sorted(((least(physical), cut) for cut, physical in costs.items()), key=lambda each: each[0]):

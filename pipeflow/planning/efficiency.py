@@ -101,18 +101,18 @@ def on_device(known: Mapping[str, Any], relative: Mapping[str, float], intensity
     return {name: value * relative[name] if name in relative else value for name, value in known.items()}
 
 
-def _in_half(shares: Mapping[str, float]) -> dict[str, Mapping[str, float]]:
-    return {"fp16": shares, "bf16": shares}
+def _in_half(share: float) -> dict[str, Mapping[str, float]]:
+    return {"fp16": {"products": share}, "bf16": {"products": share}}
 
 
 REACHES: Mapping[str, Mapping[str, Mapping[str, float]]] = {
     "a100": {},
-    "a100-pcie": _in_half({"products": 0.93}),
-    "h100": {**_in_half({"products": 0.844}), "fp8": {"products": 0.766}},
+    "a100-pcie": _in_half(0.93),
+    "h100": {**_in_half(0.844), "fp8": {"products": 0.766}},
     "h20": {"fp8": {"products": 0.766}},
-    "b200": {**_in_half({"products": 0.83}), "fp8": {"products": 0.766}},
-    "mi250x": _in_half({"products": 0.885}),
-    "mi300x": _in_half({"products": 0.69}),
+    "b200": {**_in_half(0.83), "fp8": {"products": 0.766}},
+    "mi250x": _in_half(0.885),
+    "mi300x": _in_half(0.69),
 }
 """Coefficients relative to those of A100, per device that was measured (`Device.like`) and precision. The maximum
 achievable FLOP/s of ml-engineering are what is expected: A100 reaches 0.87 of its peak, A100 PCIe 0.81, H100 0.80, B200
@@ -121,21 +121,9 @@ hold its power longer. B200 has as much less; nobody published steps of it that 
 in the same power, so only 8 bits concern it.
 """
 
-SHARES = frozenset(
-    {
-        "products",
-        "attention",
-        "fused",
-        "memory",
-        "link",
-        "network",
-        "reduction",
-        "transfer",
-        "backward",
-        "gradients",
-        "optimizer",
-    }
-)
+TIMES = {"forward_launch", "backward_launch", "sync", "collective", "transfer_start", "contention"}
+SHARES = {each.name for each in fields(Efficiency)} - TIMES - {"depth", "rows"}
+"""The coefficients that are shares of a rate, or multiples of it; others may be 0."""
 
 PUBLISHED = Efficiency(
     products=0.8,

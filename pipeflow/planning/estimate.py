@@ -22,7 +22,6 @@ from pipeflow.core.schedule import Schedule, require_schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import Physical, physical_costs, stage_costs
 from pipeflow.planning.rank_memory import Held, RankPlan, held_by, rank_plan, stage_gradients, with_gradients
 from pipeflow.planning.rates import KINDS
@@ -91,8 +90,7 @@ def plan(
     elif flops is not None:
         raise UsageError("flops and cluster both give the speed of a device: pass only one of them")
     else:
-        mesh = Mesh.of(setup, len(schedule.rows), cluster.devices_per_node)
-        physical = physical_costs(model, schedule.placement, setup, mesh, cluster, cut=cut)
+        physical = physical_costs(model, schedule.placement, setup, cluster, cut=cut)
         cost = physical.cost
     cost = replace(cost, microbatch_factors=microbatch_factors)
     physical = physical and replace(physical, cost=cost)
@@ -221,8 +219,7 @@ def _without(found: Plan, setup: Setup, free: Sequence[str]) -> Physical:
     """The costs of a plan in a `setup`, if these kinds of work were free."""
     assert found.cluster is not None
     placement = found.schedule.placement
-    mesh = Mesh.of(setup, placement.num_ranks, found.cluster.devices_per_node)
-    return physical_costs(found.model, placement, setup, mesh, found.cluster, cut=found.cut, free=frozenset(free))
+    return physical_costs(found.model, placement, setup, found.cluster, cut=found.cut, free=frozenset(free))
 
 
 def _runs(found: Plan, rank: int) -> dict[int, float]:

@@ -21,7 +21,6 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.planning.cuts import Profile, cut_by_load, even_cut, least_makespan, profile
 from pipeflow.planning.layout import Layout, Wanted
 from pipeflow.planning.layout_cells import Cell
-from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import Physical, physical_costs
 from pipeflow.planning.rank_memory import ALLOCATOR, RankPeaks, peaks, state_bytes
 from pipeflow.planning.setup import Setup
@@ -266,8 +265,7 @@ def _costs_of(wanted: Wanted, cell: Cell, placement: Placement, limit: float, cu
     state, step = state_bytes(model, setup, placement, cut)
     if max(*state, *step) > limit:
         return None
-    mesh = Mesh.of(setup, cell.pipeline, wanted.cluster.devices_per_node)
-    physical = physical_costs(model, placement, setup, mesh, wanted.cluster, cut=cut)
+    physical = physical_costs(model, placement, setup, wanted.cluster, cut=cut)
     of_one = zip(state, _of_one(physical.cost, placement), strict=True)
     if max(held + (1 + ALLOCATOR) * kept for held, kept in of_one) > limit:
         return None

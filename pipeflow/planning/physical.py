@@ -116,19 +116,21 @@ def physical_costs(
     model: Transformer,
     placement: Placement,
     setup: Setup,
-    mesh: Mesh,
     cluster: Cluster,
     *,
+    mesh: Mesh | None = None,
     cut: Cut = "uniform",
     free: frozenset[str] = frozenset(),
 ) -> Physical:
     """The costs of `model`, with the layers of `stage_layers` on each stage. `cluster.efficiency` may replace
-    coefficients of `PUBLISHED`. What is in `free`, some of `rates.KINDS`, takes no time.
+    coefficients of `PUBLISHED`. Devices are as in `mesh`, by default as `Mesh.of` a setup has them. What is in `free`,
+    some of `rates.KINDS`, takes no time.
 
     Raises UsageError for a model that the setup does not fit, a precision that the device does not have, and unknown
     coefficients.
     """
     rates = rates_of(cluster, setup, free)
+    mesh = Mesh.of(setup, placement.num_ranks, cluster.devices_per_node) if mesh is None else mesh
     tokens_of(model, setup)  # raises the error for a sequence before others
     parts = stage_layers(model, placement, cut)
     stages = for_shares(model, parts, lambda share: _stage_costs(model, setup, mesh, rates, share))
@@ -295,14 +297,22 @@ def _optimizer(most: Parameters, setup: Setup, rates: Rates) -> float:
 
 
 def stage_costs(
-    model: Transformer, placement: Placement, setup: Setup, *, flops: float | None = None, cut: Cut = "uniform"
+    model: Transformer,
+    placement: Placement,
+    setup: Setup,
+    cluster: Cluster | None = None,
+    *,
+    flops: float | None = None,
+    cut: Cut = "uniform",
 ) -> CostModel:
-    """The costs of one microbatch on each stage, with the layers of `stage_layers`. Times are in seconds if `flops`,
-    the operations per second of one device, is given, otherwise in forwards of one layer. Bytes are those of one
-    device. Transfers are free.
+    """The costs of one microbatch on each stage, with the layers of `stage_layers`: on a `cluster` those of
+    `physical_costs`. Without one, times are in seconds if `flops`, the operations per second of one device, is given,
+    otherwise in forwards of one layer; bytes are those of one device, and transfers are free.
 
     Raises UsageError for a model that the setup does not fit.
     """
+    if cluster is not None:
+        return physical_costs(model, placement, setup, cluster, cut=cut).cost
     tokens = tokens_of(model, setup)
     if flops is not None and not (math.isfinite(flops) and flops > 0):
         raise UsageError(f"flops must be positive and finite, got {flops}: operations per second of one device")

@@ -115,7 +115,7 @@ def test_a_backward_takes_longer_by_every_other_product() -> None:
     model = replace(LLAMA, layers=1, hidden=4096, heads=32, kv_heads=8, ffn=14336, positions=4096)
     mesh, placement = Mesh.of(Setup(), 1, 8), Placement.linear(1)
     plain, again = (
-        physical_costs(model, placement, each, mesh, H100).cost.backward_input[0]
+        physical_costs(model, placement, each, H100, mesh=mesh).cost.backward_input[0]
         for each in (Setup(), Setup(checkpoint="op"))
     )
     rates = rates_of(H100, Setup())

@@ -108,7 +108,8 @@ def test_two_ranks_sum_the_gradient_of_a_table_that_they_share() -> None:
 def test_transfers_between_nodes_use_the_network() -> None:
     placement = Placement.linear(2)
     near, far = (
-        physical_costs(SMALL, placement, Setup(tensor=tensor), Mesh(tensor, 2, 1, 8), A100).cost for tensor in (4, 8)
+        physical_costs(SMALL, placement, Setup(tensor=tensor), A100, mesh=Mesh(tensor, 2, 1, 8)).cost
+        for tensor in (4, 8)
     )
     assert near.link(0, 1).bandwidth == A100.link_bandwidth * PUBLISHED.transfer
     assert far.link(0, 1).bandwidth == far.link(1, 0).bandwidth == A100.network_bandwidth * PUBLISHED.network
@@ -119,7 +120,7 @@ def test_a_device_that_sends_alone_has_the_whole_network_card_of_its_node() -> N
     def bandwidth(mesh: Mesh, per_nic: int) -> float:
         cluster = Cluster.of("v100-32gb", network_bandwidth=1.5e9, devices_per_nic=per_nic)
         half = Setup(tensor=mesh.tensor, data=mesh.data, precision=PRECISIONS["fp16"])
-        cost = physical_costs(replace(SMALL, layers=16), Placement.linear(mesh.pipeline), half, mesh, cluster).cost
+        cost = physical_costs(replace(SMALL, layers=16), Placement.linear(mesh.pipeline), half, cluster, mesh=mesh).cost
         return min(link.bandwidth for link in cost.links.values()) / (1.5e9 * PUBLISHED.network)
 
     assert bandwidth(Mesh(1, 16, 1, 8), 8) == 8  # one of the node's eight is the last stage of the node
@@ -161,7 +162,7 @@ def test_a_layer_takes_at_least_its_launch() -> None:
 def test_recomputation_and_split_backwards_cost_what_they_compute() -> None:
     placement, mesh, large = Placement.linear(1), Mesh(1, 1, 1, 8), GPT(4, 8192, 64, 2048)
     none, full = (
-        physical_costs(large, placement, Setup(checkpoint=kept, microbatch_size=16), mesh, A100).cost
+        physical_costs(large, placement, Setup(checkpoint=kept, microbatch_size=16), A100, mesh=mesh).cost
         for kept in ("none", "full")
     )
     layers = none.forward[0] - (full.forward[0] + full.backward_input[0] - none.forward[0] - none.backward_input[0])
@@ -255,7 +256,7 @@ def test_tensor_ranks_hide_all_but_a_part_of_their_communication_where_engines_d
     def communicating(overlap: bool, tensor: int = 4, cluster: Cluster = A100) -> float:
         wide, setup = GPT(8, 8192, 64), Setup(tensor=tensor, sequence_parallel=True, overlap=overlap)
         mesh = Mesh(tensor, 2, 1, 8)
-        return physical_costs(wide, Placement.linear(2), setup, mesh, cluster).communication[0]
+        return physical_costs(wide, Placement.linear(2), setup, cluster, mesh=mesh).communication[0]
 
     assert communicating(overlap=True) < 0.5 * communicating(overlap=False)
     slow = replace(A100, link_bandwidth=1e9)  # over which it lasts longer than the computations beside it
@@ -327,7 +328,7 @@ def test_fp8_leaves_attention_and_the_head_in_16_bits() -> None:
     cut = [(0, 1), *((layer, layer + 1) for layer in range(1, SMALL.layers))]
     heads = []
     for setup in (Setup(), fp8):
-        cost = physical_costs(SMALL, Placement.linear(SMALL.layers), setup, mesh, cluster, cut=cut).cost
+        cost = physical_costs(SMALL, Placement.linear(SMALL.layers), setup, cluster, mesh=mesh, cut=cut).cost
         heads.append(cost.forward[-1] - cost.forward[1])
     assert heads[0] == pytest.approx(heads[1])
 
@@ -373,7 +374,9 @@ def test_a_device_reaches_what_its_row_says_whatever_its_name() -> None:
     times = []
     for like in ("a100", "h100"):
         cluster = replace(A100, device=replace(Device.named("h100-80gb"), name="x900", like=like))
-        times.append(physical_costs(SMALL, Placement.linear(1), Setup(), Mesh(1, 1, 1, 8), cluster).cost.forward[0])
+        times.append(
+            physical_costs(SMALL, Placement.linear(1), Setup(), cluster, mesh=Mesh(1, 1, 1, 8)).cost.forward[0]
+        )
     assert times[0] < times[1]
     with pytest.raises(UsageError, match="unknown measured device 'b300'"):
         replace(A100.device, like="b300")
@@ -381,7 +384,9 @@ def test_a_device_reaches_what_its_row_says_whatever_its_name() -> None:
 
 def test_sequence_parallel_stages_pass_parts() -> None:
     whole, parts = (
-        physical_costs(SMALL, Placement.linear(2), Setup(tensor=4, sequence_parallel=split), Mesh(4, 2, 1, 8), A100)
+        physical_costs(
+            SMALL, Placement.linear(2), Setup(tensor=4, sequence_parallel=split), A100, mesh=Mesh(4, 2, 1, 8)
+        )
         for split in (False, True)
     )
     assert whole.cost.activation_bytes[0] == 4 * parts.cost.activation_bytes[0]
@@ -425,7 +430,7 @@ def test_a_device_that_does_not_run_ahead_launches_and_computes_in_turn() -> Non
     for tensor, sums in ((1, 0), (2, 1)):
         setup = Setup(tensor=tensor)
         ahead, both = (
-            physical_costs(SMALL, placement, setup, replace(mesh, tensor=tensor), cluster).cost
+            physical_costs(SMALL, placement, setup, cluster, mesh=replace(mesh, tensor=tensor)).cost
             for cluster in (FREE, cpu)
         )
         work = Rates(FREE, Efficiency.of({"collective": 0}), "bf16").seconds(layer_work(SMALL, setup)).forward

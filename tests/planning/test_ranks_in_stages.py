@@ -132,7 +132,7 @@ def test_the_way_to_experts_may_hide_behind_another_microbatch() -> None:
 def test_gradients_of_experts_are_summed_over_the_devices_that_have_them() -> None:
     setup = Setup(data=8, expert=8)
     mesh, placement = Mesh.of(setup, 1, 8), Placement.linear(1)
-    reduced = physical_costs(MIXTURE, placement, setup, mesh, H100).cost.reduce[0]
+    reduced = physical_costs(MIXTURE, placement, setup, H100, mesh=mesh).cost.reduce[0]
     others = MIXTURE.parameters - 4 * 16 * EXPERT
     assert reduced == pytest.approx(rates(setup).gradient_sum(RankGroup(8, 8), 2 * others))
 

@@ -53,7 +53,7 @@ def test_a_module_within_another_counts_once() -> None:
 
 def costs(model: GPT, setup: Setup) -> Physical:
     placement = Placement.linear(1)
-    return physical_costs(model, placement, setup, Mesh.of(setup, 1, 8), H100)
+    return physical_costs(model, placement, setup, H100)
 
 
 def added(model: GPT, setup: Setup, *modules: str) -> float:
@@ -126,12 +126,12 @@ def test_offloaded_layers_leave_the_device_but_for_two() -> None:
     one, other = (costs(DENSE, each).cost for each in (none, five))
     assert one.saved_bytes[0] - other.saved_bytes[0] == 3 * 2 * 4096 * layer_kept(DENSE, none)
     slow = replace(H100, device=replace(H100.device, host_bandwidth=1e9))
-    longer = physical_costs(DENSE, Placement.linear(1), five, Mesh.of(five, 1, 8), slow).cost
+    longer = physical_costs(DENSE, Placement.linear(1), five, slow).cost
     copied = 2 * 4096 * layer_kept(DENSE, none) / 1e9
     assert longer.forward[0] - one.forward[0] == pytest.approx(3 * copied - 3 / 8 * layers_forward(none))
     unknown = replace(H100, device=replace(H100.device, host_bandwidth=0.0))
     with pytest.raises(UsageError, match="has no host_bandwidth, which copies to the host take"):
-        physical_costs(DENSE, Placement.linear(1), five, Mesh.of(five, 1, 8), unknown)
+        physical_costs(DENSE, Placement.linear(1), five, unknown)
 
 
 def layers_forward(setup: Setup) -> float:

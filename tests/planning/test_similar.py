@@ -40,8 +40,8 @@ def test_a_plan_prints_the_error_of_similar_jobs(capsys: pytest.CaptureFixture[s
     printed = " ".join(capsys.readouterr().out.replace("\n  ", " ").split("\n"))
     assert said(MODEL, Setup(), Cluster.of("a100-80gb")) in printed
     assert main([*command, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["similar_error"] == found._asdict()
-    assert found.error == KINDS["a100, 16 bits"][2]
+    assert json.loads(capsys.readouterr().out)["similar_error"] == found
+    assert found["error"] == KINDS["a100, 16 bits"][2]
 
 
 @pytest.mark.parametrize("words", [["mi300x"], ["v100-32gb", "--precision", "fp16"]], ids=["none", "one publisher"])

@@ -132,6 +132,13 @@ def test_the_step_and_its_memory_are_near_those_of_the_sizes() -> None:
     assert mine.cost.activation_bytes[0] == its.cost.activation_bytes[0]
 
 
+def test_gradients_that_come_and_go_with_an_engine_are_planned_for_modules_too() -> None:
+    module, _ = decoder()
+    setup = Setup(data=2, zero=3, engine="torchtitan")
+    found = planned(module, ids(), setup=setup)
+    assert all(rank.gradient_bytes > 0 and rank.weight_bytes == 0 for rank in found.ranks)
+
+
 def test_convolutions_count_as_the_products_that_they_are() -> None:
     found = planned(UNet(), torch.zeros(2, 3, 16, 16))
     flops = [sum(each.flops for each in piece.work.products) for piece in found.pieces]

@@ -17,7 +17,7 @@ from pipeflow.planning.estimate import MEANINGS, Breakdown, breakdown
 from pipeflow.planning.layout import Layout
 from pipeflow.planning.layouts import TIE, Layouts, Ranked, plainest
 from pipeflow.planning.replanning import Candidate, Replan
-from pipeflow.planning.similar import said, similar_values, uncounted, unpriced
+from pipeflow.planning.similar import said, similar_error, uncounted, unpriced
 from pipeflow.planning.step_plan import TITLES, Plan
 from pipeflow.tools.cli.outputs import wrapped
 
@@ -55,7 +55,7 @@ def _layout(found: Plan) -> Iterator[str]:
 
 def _omissions(found: Plan) -> Lines:
     """What the numbers leave out, and how far off those of similar plans were."""
-    yield from wrapped(f"not counted: {'; '.join(uncounted(found.model, found.cluster))}")
+    yield from wrapped(f"not counted: {'; '.join(uncounted(found.cluster))}")
     if missing := unpriced(found.model, found.setup):
         yield from wrapped(f"not priced: {'; '.join(missing)}")
     yield from wrapped(said(found.model, found.setup, found.cluster))
@@ -112,7 +112,7 @@ def plan_json(found: Plan) -> dict[str, Any]:
         **_step_json(found),
         "outside_bytes": found.outside_bytes,
         "fits": found.fits,
-        "similar_error": similar_values(found.model, found.setup, found.cluster),
+        "similar_error": similar_error(found.model, found.setup, found.cluster),
         "tokens": found.tokens,
     }
 
@@ -122,7 +122,7 @@ def _model_json(found: Plan) -> dict[str, Any]:
     return {
         "model": asdict(found.model),
         "cluster": None if found.cluster is None else asdict(found.cluster),
-        "not_counted": uncounted(found.model, found.cluster),
+        "not_counted": uncounted(found.cluster),
         "not_priced": unpriced(found.model, found.setup),
     }
 

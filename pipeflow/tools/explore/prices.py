@@ -20,8 +20,7 @@ from pipeflow.draw.captions import Unit
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.catalog import model_named
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.physical import physical_costs, stage_costs
+from pipeflow.planning.physical import stage_costs
 from pipeflow.planning.schedule_request import ReadSchedule
 from pipeflow.planning.setup import PRECISIONS, Setup
 from pipeflow.planning.sharding import require_pipeline
@@ -71,11 +70,9 @@ class ModelPrices:
 def _model_costs(prices: ModelPrices, placement: Placement) -> CostModel:
     model, setup, cluster = prices.model, prices.setup, prices.cluster
     cut: Cut = "uniform" if prices.cut is None else prices.cut(placement)
-    if cluster is None:
-        return stage_costs(model, placement, setup, cut=cut)
-    require_pipeline(setup.zero, placement.num_ranks)
-    mesh = Mesh.of(setup, placement.num_ranks, cluster.devices_per_node)
-    return physical_costs(model, placement, setup, mesh, cluster, cut=cut).cost
+    if cluster is not None:
+        require_pipeline(setup.zero, placement.num_ranks)
+    return stage_costs(model, placement, setup, cluster, cut=cut)
 
 
 @lru_cache(16)
