@@ -166,6 +166,8 @@ def parts_in(index: Any, files: Mapping[str, Digest]) -> list[Part]:
     for name, tensor in index["tensors"].items():
         dtype, shape = tensor["dtype"], _sizes(tensor["shape"])
         itemsize = dtype_named(dtype).itemsize
+        if not tensor["parts"]:
+            raise ValueError(f"{name!r} has no parts")
         for offset, sizes, *place in tensor["parts"]:
             part = _placed(Part(name, 0, dtype, shape, _sizes(offset), _sizes(sizes)), place, files)
             if math.prod(part.sizes) * itemsize > part.bytes:
