@@ -25,7 +25,7 @@ def posted_first(latency: float) -> int:
     execute_pipeline(iter([batch]), pipeline)
     require_near(gradients_of(pipeline), MODEL.plain_step(batch)[1])
     [kept] = pipeline.runner.programs._kept
-    posts = [operation.doing is Doing.POST for operation in kept.compiled.operations]
+    posts = [operation.doing is Doing.POST for operation in kept.operations]
     return posts.index(False) if current_context().rank else 0
 
 

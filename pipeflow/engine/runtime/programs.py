@@ -4,7 +4,6 @@ not contain: batches and losses.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -21,36 +20,13 @@ from pipeflow.engine.parallel.transport.agreement import all_gather, connect_dev
 from pipeflow.engine.runtime.confirmation import Confirmation
 from pipeflow.engine.runtime.devices import require_placed
 from pipeflow.engine.runtime.gradients.step_end import Gradients
-from pipeflow.engine.runtime.gradients.sums import Orders, orders_of
-from pipeflow.engine.runtime.program.compile import Compiled, channels_of, compile_program
+from pipeflow.engine.runtime.program.compile import Compiled, RunMode, channels_of, compile_program
 from pipeflow.engine.runtime.program.pairs import Overlap
 from pipeflow.engine.runtime.program.saved import HostMemory
 from pipeflow.engine.runtime.program.slots import Promise
 from pipeflow.engine.runtime.stage import Stage
 
 KEPT = 16  # compiled programs of one pipeline, the most recently used ones
-
-
-class RunMode(NamedTuple):
-    """The way to run a schedule: the number of microbatches, with or without backwards, with or without averaging over
-    replicas.
-    """
-
-    microbatches: int
-    training: bool
-    reduce: bool
-
-
-class Runnable(NamedTuple):
-    """A compiled schedule of this rank, with a digest of the schedule that ranks compare, and the order in which each
-    rank reduces its stages.
-    """
-
-    schedule: Schedule
-    mode: RunMode
-    digest: float
-    orders: Orders
-    compiled: Compiled
 
 
 class Options(NamedTuple):
@@ -87,7 +63,7 @@ class Programs:
         self.options = options
         self.host = HostMemory(context.device)
         self.confirmation = Confirmation(context)
-        self._kept: list[Runnable] = []  # the most recently used one first
+        self._kept: list[Compiled] = []  # the most recently used one first
         self._sizes: list[int] = []  # samples of each microbatch of the last step
 
     def __len__(self) -> int:
@@ -122,7 +98,7 @@ class Programs:
             self._sizes = sizes
         compiled.fit(sizes)
 
-    def get(self, schedule: Schedule, mode: RunMode) -> Runnable:
+    def get(self, schedule: Schedule, mode: RunMode) -> Compiled:
         """The program for `schedule` in this mode, compiled on first use.
 
         Raises UsageError for a schedule that is not sound, has another placement, or has no backwards when training.
@@ -136,7 +112,7 @@ class Programs:
         require_sound(schedule, self.placement)
         for stage in self.stages.values():
             require_placed(stage.module, self.context.device)
-        made = Runnable(schedule, mode, digest_of(schedule), orders_of(schedule), self._compile(schedule, mode))
+        made = self._compile(schedule, mode)
         self._kept = [made, *self._kept[: KEPT - 1]]
         return made
 
@@ -157,16 +133,16 @@ class Programs:
             self.gradients.connect()
         return compile_program(
             program,
-            schedule=ran,
+            ran,
+            schedule,
+            mode,
             routes=self.options.routes,
             stages=self.stages,
             transport=transport,
             host=self.host,
             promise=self.options.promise if holds else None,
-            training=mode.training,
             overlap=self.options.overlap,
             gradients=self.gradients,
-            reduce=mode.reduce,
             step=self.confirmation.step,
         )
 
@@ -200,9 +176,3 @@ def require_sound(schedule: Schedule, placement: Placement) -> None:
         )
     if violations := verify(schedule):
         raise ScheduleError(f"schedule {schedule.name!r} is not sound:", violations)
-
-
-def digest_of(schedule: Schedule) -> float:
-    """A digest of the schedule, a number that float64 represents exactly."""
-    value = repr((schedule.name, schedule.placement, schedule.num_microbatches)) + schedule.to_csv()
-    return float(int.from_bytes(hashlib.sha256(value.encode()).digest()[:6]))

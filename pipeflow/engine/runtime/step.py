@@ -20,9 +20,9 @@ from pipeflow.engine.runtime.microbatch import Batch, Divided, as_batch, as_pair
 from pipeflow.engine.runtime.original import Original
 from pipeflow.engine.runtime.outputs import merged
 from pipeflow.engine.runtime.pace import Pace
-from pipeflow.engine.runtime.program.compile import Compiled
+from pipeflow.engine.runtime.program.compile import Compiled, RunMode
 from pipeflow.engine.runtime.program.operations import Operation, run
-from pipeflow.engine.runtime.programs import Programs, RunMode, Runnable
+from pipeflow.engine.runtime.programs import Programs
 from pipeflow.engine.runtime.trace import StepTrace
 from pipeflow.engine.runtime.weighing import Weigher, share_of
 from pipeflow.engine.runtime.whole_loss import require_forwards_first, require_whole_loss
@@ -156,13 +156,12 @@ class Runner:
         self._runs = True
         try:
             self.confirmation.confirm_all()
-            batch, runnable = self._start(data_iter, call)
-            compiled = runnable.compiled
+            batch, compiled = self._start(data_iter, call)
             self.programs.fit(compiled, batch.sizes)
             region = region_of(self.transport.device.type, self.autocast)
             with torch.inference_mode(mode=False), torch.no_grad(), outside(region):
                 self._load(compiled, batch, call, region)
-                self._run(runnable, compiled.operations, batch)
+                self._run(compiled, compiled.operations, batch)
             outputs = merged(compiled.results, self.transport, self.programs.placement)
             self._unload(compiled)
             return None if self._last_stage not in self.stages else outputs
@@ -177,9 +176,9 @@ class Runner:
             )
         self.gradients.prepare()
         self.confirmation.recover()
-        batch, runnable = self._start(data_iter, call)
+        batch, compiled = self._start(data_iter, call)
         self.transport.call = call._replace(batch=(self.context.data_rank, sum(batch.sizes)))
-        compiled, results = runnable.compiled, runnable.compiled.results
+        results = compiled.results
         if compiled.ahead is None or call.trace:
             self.confirmation.confirm_all()
         self.programs.fit(compiled, batch.sizes)
@@ -191,36 +190,36 @@ class Runner:
                 if results.weights:
                     results.gradient_scale *= share_of(results, self.context)
             measured = StepTrace(compiled.operations, self.transport) if call.trace else None
-            self._run(runnable, compiled.operations if measured is None else measured.operations, batch)
+            self._run(compiled, compiled.operations if measured is None else measured.operations, batch)
         self._pace.step()
         # merging may fail, so it must come before the agreement
         outputs = merged(results, self.transport, self.programs.placement)
-        agreed = self._end(call, runnable, batch)
-        timeline = None if measured is None else measured.timeline(runnable.schedule, self.gradients.writing)
+        agreed = self._end(call, compiled, batch)
+        timeline = None if measured is None else measured.timeline(compiled.schedule, self.gradients.writing)
         losses = results.computed()
         self._unload(compiled)
         if call.training and agreed.loss is not None:
             agreed.loss.backward = _Ran()  # type: ignore[method-assign]  # of this tensor alone
         return Output(agreed.loss, outputs, timeline, losses, agreed.samples, agreed.weight)
 
-    def _end(self, call: StepCall, runnable: Runnable, batch: Batch) -> Agreed:
+    def _end(self, call: StepCall, compiled: Compiled, batch: Batch) -> Agreed:
         """Ends a step. If it has stepped the optimizer, the other ranks need not have ended it yet."""
-        told = self._told(call, runnable, batch)
-        if runnable.compiled.ahead is None:
-            return self._agree(told, call, runnable)
+        told = self._told(call, compiled, batch)
+        if compiled.ahead is None:
+            return self._agree(told, call, compiled)
         alone = self.context.data.size == len(self._last_ranks) == 1 and not (call.broadcast_loss or call.trace)
         taken = self.confirmation.take(told, alone=alone)
         if taken is self.confirmation.pending:
-            return told_alone(told, runnable.compiled.results)
-        agreed = self._agree(taken.told, call, runnable)
+            return told_alone(told, compiled.results)
+        agreed = self._agree(taken.told, call, compiled)
         self.confirmation.judge(agreed.rows)
         return agreed
 
-    def _told(self, call: StepCall, runnable: Runnable, batch: Batch) -> AgreementRow:
+    def _told(self, call: StepCall, compiled: Compiled, batch: Batch) -> AgreementRow:
         gradients = self.gradients
         return AgreementRow(
             call.number,
-            runnable.digest,
+            compiled.digest,
             sum(batch.sizes),
             batch.digest(),
             change=gradients.change,
@@ -228,15 +227,15 @@ class Runner:
             buffers=call.training and gradients.buffers.are_changed,
         )
 
-    def _agree(self, told: AgreementRow, call: StepCall, runnable: Runnable) -> Agreed:
+    def _agree(self, told: AgreementRow, call: StepCall, compiled: Compiled) -> Agreed:
         """The agreement of all ranks at the end of a step, after which gradients and buffers are as all ranks need."""
         gradients = self.gradients
         agreed = agree(
             told,
-            runnable.compiled.results,
+            compiled.results,
             self.context,
             self._last_ranks,
-            microbatches=runnable.schedule.num_microbatches,
+            microbatches=compiled.schedule.num_microbatches,
             everywhere=call.broadcast_loss,
         )
         if agreed.buffers:
@@ -247,7 +246,7 @@ class Runner:
                 stage.defer()
         return agreed
 
-    def _start(self, data_iter: Iterator[object], call: StepCall) -> tuple[Batch, Runnable]:
+    def _start(self, data_iter: Iterator[object], call: StepCall) -> tuple[Batch, Compiled]:
         given, schedule = next_of(data_iter), call.schedule
         if isinstance(given, Divided):
             schedule = given.schedule or schedule
@@ -267,12 +266,12 @@ class Runner:
             )
         return batch, self.programs.get(schedule, RunMode(microbatches, call.training, call.training and call.reduce))
 
-    def _run(self, runnable: Runnable, operations: Sequence[Operation], batch: Batch) -> None:
-        if not runnable.mode.training:
+    def _run(self, compiled: Compiled, operations: Sequence[Operation], batch: Batch) -> None:
+        if not compiled.mode.training:
             run(operations)
             return
-        compiled, begun = runnable.compiled, 0
-        self.gradients.begin(runnable.orders)
+        begun = 0
+        self.gradients.begin(compiled.orders)
         if compiled.ahead is not None:
             if self.gradients.change:
                 raise UsageError(
@@ -282,7 +281,7 @@ class Runner:
             begun = self.confirmation.begin(compiled.ahead, [*self.stages.values()])
         run(operations[begun : compiled.closing])
         batch.backward()
-        self.gradients.end(reduce=runnable.mode.reduce)
+        self.gradients.end(reduce=compiled.mode.reduce)
         run(operations[compiled.closing :])
 
     def _load(self, compiled: Compiled, batch: Batch, call: StepCall, region: torch.autocast | None) -> None:

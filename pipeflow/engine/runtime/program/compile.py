@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import filterfalse, takewhile
+from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind, Pair
 from pipeflow.core.dataflow import DATAFLOW, Content, Value, makes, needs
@@ -17,6 +19,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.engine.parallel.transport.protocol import Channel, Tag, Transport
 from pipeflow.engine.runtime.gradients.fully_sharded import average, fully_sharded_in
 from pipeflow.engine.runtime.gradients.step_end import Gradients
+from pipeflow.engine.runtime.gradients.sums import Orders, orders_of
 from pipeflow.engine.runtime.program.actions import OPERATIONS, Shared
 from pipeflow.engine.runtime.program.ahead import Ahead, runs_ahead, split_ahead
 from pipeflow.engine.runtime.program.operations import Beside, Doing, Operation, end
@@ -40,12 +43,27 @@ from pipeflow.engine.runtime.stage import Stage
 # ends all of them.
 
 
-@dataclass(slots=True)
-class Compiled:
-    """A program that is ready to run. A step puts its batch into the lists that the operations hold. The last
-    operations, from `closing` on, step the optimizer.
+class RunMode(NamedTuple):
+    """The way to run a schedule: the number of microbatches, with or without backwards, with or without averaging over
+    replicas.
     """
 
+    microbatches: int
+    training: bool
+    reduce: bool
+
+
+@dataclass(slots=True)
+class Compiled:
+    """A schedule's program on this rank, ready to run. A step puts its batch into the lists that the operations hold.
+    The last operations, from `closing` on, step the optimizer. Ranks compare `digest`, a number that stands for the
+    schedule; `orders` are those in which they reduce their stages.
+    """
+
+    schedule: Schedule
+    mode: RunMode
+    digest: float
+    orders: Orders
     operations: list[Operation]
     closing: int
     ahead: Ahead | None  # if there are any of these
@@ -65,53 +83,59 @@ class Compiled:
 
 def compile_program(
     program: Program,
-    *,
+    ran: Schedule,
     schedule: Schedule,
+    mode: RunMode,
+    *,
     routes: Routes,
     stages: Mapping[int, Stage],
     transport: Transport,
     host: HostMemory,
     promise: Promise | None,
-    training: bool,
     overlap: Overlap | None,
     gradients: Gradients,
-    reduce: bool,
     step: Callable[[int], None],
 ) -> Compiled:
     """The operations of `program` on this rank.
 
     Args:
         program: program of this rank.
-        schedule, routes: the schedule and routes from which it was lowered.
+        ran, routes: the schedule and routes from which it was lowered.
+        schedule, mode: the schedule that was asked for, and how it runs.
         stages: stages of this rank, by index.
         transport: transport that makes the channels.
         host: memory that takes what is offloaded.
         promise: shape and dtype of activations between ranks; None to send them in headers.
-        training: True if forwards keep what backwards need.
         overlap: function that runs pairs; without it the schedule must have none.
         gradients: gradients of all stages, for reductions.
-        reduce: True to average gradients over the replicas.
         step: function that steps the optimizer for a stage.
     """
-    results = Results(schedule.num_microbatches)
-    given: list[tuple[object, ...]] = [()] * schedule.num_microbatches
+    results = Results(ran.num_microbatches)
+    given: list[tuple[object, ...]] = [()] * ran.num_microbatches
     kinds = defaultdict[tuple[int, int], frozenset[Kind]](frozenset)
-    for action in schedule.actions(program.rank):
+    for action in ran.actions(program.rank):
         kinds[action.stage, action.microbatch] |= {action.kind}
-    num_stages, device = schedule.placement.num_stages, transport.device
-    shared = Shared(stages, num_stages, device, host, training, gradients, step, results, given, routes, kinds)
-    compiler = _Compiler(shared, transport, promise is not None, overlap, first_uses(schedule.actions(program.rank)))
+    num_stages, device = ran.placement.num_stages, transport.device
+    shared = Shared(stages, num_stages, device, host, mode.training, gradients, step, results, given, routes, kinds)
+    compiler = _Compiler(shared, transport, promise is not None, overlap, first_uses(ran.actions(program.rank)))
     operations, first = compiler.program(program.instructions)
-    if training:
-        begins, operations = _averaged(operations, stages, reduce)
+    if mode.training:
+        begins, operations = _averaged(operations, stages, mode.reduce)
         operations, first = [*begins, *operations], len(begins) + first
     steps = list(filter(_steps, operations))
     ahead = None
     if steps:
-        operations, ahead = split_ahead(operations, first, schedule, routes)
+        operations, ahead = split_ahead(operations, first, ran, routes)
     operations = [*filterfalse(_steps, operations), *steps]
     known = [wire for wire in compiler.wires.values() if isinstance(wire, KnownWire)]
-    return Compiled(operations, len(operations) - len(steps), ahead, results, given, promise, known)
+    compiled = schedule, mode, digest_of(schedule), orders_of(schedule), operations, len(operations) - len(steps)
+    return Compiled(*compiled, ahead, results, given, promise, known)
+
+
+def digest_of(schedule: Schedule) -> float:
+    """A digest of the schedule, a number that float64 represents exactly."""
+    value = repr((schedule.name, schedule.placement, schedule.num_microbatches)) + schedule.to_csv()
+    return float(int.from_bytes(hashlib.sha256(value.encode()).digest()[:6]))
 
 
 def _steps(operation: Operation) -> bool:
