@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.stages.absent import AbsentTensor, Reads
+from pipeflow.engine.stages.flow import LEAST, Flow
 from pipeflow.engine.stages.module_state import ModuleState
 from pipeflow.engine.torch_private.modes import FakeTensorMode
 
@@ -31,8 +32,9 @@ class Fakes:
     Attributes:
         mode: mode of the fake tensors.
         module: the copy.
-        parameters: names of the parameters, in the order of their sources.
-        buffers: names of the buffers; their sources follow those of the parameters.
+        parameters, buffers: their names.
+        bits: the bit of each of them, by name.
+        of_parameters: the bits of all parameters.
         draws: whether the forward draws numbers from Python or NumPy, so that each run has other constants.
 
     Raises UsageError for a module that cannot be copied, or that has parameters without a shape.
@@ -57,8 +59,9 @@ class Fakes:
         self.module = copied(module, instead)
         for name, each in self.module.named_modules():
             vars(each)["_apply"] = partial(_unchanged, each, name)
-        self.parameters = list(named)
-        self.buffers = list(buffers)
+        self.parameters, self.buffers = list(named), list(buffers)
+        self.bits = {name: 2 << index for index, name in enumerate([*named, *buffers])}
+        self.of_parameters = sum(self.bits[name] for name in named)
         self._state = ModuleState("the module", self.module)
 
     @contextmanager
@@ -75,30 +78,25 @@ class Fakes:
         with self.mode:
             return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
 
-    def sources(self) -> dict[str, int]:
-        """The bit of every parameter and buffer, by name."""
-        return {name: 2 << index for index, name in enumerate([*self.parameters, *self.buffers])}
+    def flow(self, *, draw: float = LEAST, guess: bool = True) -> Flow:
+        """A Flow in which the parameters and buffers of the copy are sources, with arguments as in Flow."""
+        flow = Flow(self.mode, self._of_buffers, draw=draw, guess=guess, draws=self.draws)
+        for name, tensor in self.tensors().items():
+            flow.give(tensor, self.bits[name])
+        return flow
 
     def tensors(self) -> dict[str, Tensor]:
         """The parameters and buffers of the copy, by name."""
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
     @property
-    def of_buffers(self) -> int:
+    def _of_buffers(self) -> int:
         """The bits of buffers that have values."""
-        bits, found = self.sources(), 0
-        for name, buffer in self.module.named_buffers():
-            found |= bits[name] * (type(buffer) is Tensor)
-        return found
-
-    @property
-    def of_parameters(self) -> int:
-        """The bit mask of all parameters."""
-        return ((1 << len(self.parameters)) - 1) << 1
+        return sum(self.bits[name] for name, buffer in self.module.named_buffers() if type(buffer) is Tensor)
 
     def owners(self, sources: int) -> list[str]:
         """The names of the parameters and buffers in `sources`."""
-        return [name for name, bit in self.sources().items() if bit & sources]
+        return [name for name, bit in self.bits.items() if bit & sources]
 
 
 def _unchanged(module: nn.Module, name: str, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -194,6 +194,17 @@ class Flow(TorchDispatchMode):
         self.identities.give(tensor, Identity.of_source(source) if identity is None else identity)
         return self.mark(tensor, source)
 
+    def recorded(self, buffers: Iterable[tuple[str, Tensor]]) -> Tape:
+        """Records the operators from now on. Returns the tape, which knows these buffers by their names."""
+
+        def is_known(tensor: Tensor) -> bool:
+            return self.is_known(tensor) and not self.sources(tensor) & RANDOM
+
+        self.tape = Tape(self.key, is_known, lambda tensor: bool(self.sources(tensor)))
+        for name, buffer in buffers:
+            self.tape.give_buffer(name, buffer)
+        return self.tape
+
     def has_branches(self, tensor: Tensor) -> bool:
         """Returns True if a forward may branch on a tensor that has values: known whole numbers, or a guessed mask or
         number.

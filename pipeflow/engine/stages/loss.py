@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.stages.copies import Fakes, cells_of
-from pipeflow.engine.stages.flow import RANDOM, Flow
 from pipeflow.engine.stages.isolation import isolated
 from pipeflow.engine.stages.scaling import Scalars
-from pipeflow.engine.stages.tape import BATCH_NORMS, Recorded, Tape, upstream
+from pipeflow.engine.stages.tape import BATCH_NORMS, Recorded, upstream
 from pipeflow.engine.stages.values import UnprovedError
 from pipeflow.engine.torch_private.modes import TorchDispatchMode
 from pipeflow.engine.torch_private.trees import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -109,15 +108,6 @@ class _Alone(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def tape_of(flow: Flow) -> Tape:
-    """A tape of the operators that run under `flow`."""
-
-    def is_known(tensor: Tensor) -> bool:
-        return flow.is_known(tensor) and not flow.sources(tensor) & RANDOM
-
-    return Tape(flow.key, is_known, lambda tensor: bool(flow.sources(tensor)))
-
-
 def recorded(
     criterion: Callable[..., Tensor],
     output: Any,
@@ -142,16 +132,11 @@ def recorded(
     """
     with _tracing(criterion):
         fakes = Fakes(_Criterion(criterion), device)
-        flow = Flow(fakes.mode, fakes.of_buffers)
-        bits = fakes.sources()
-        for name, tensor in fakes.tensors().items():
-            flow.give(tensor, bits[name])
-        flow.tape = tape = tape_of(flow)
-        for name, buffer in fakes.module.named_buffers():
-            tape.give_buffer(name, buffer)
+        flow = fakes.flow()
+        tape = flow.recorded(fakes.module.named_buffers())
         copied: Any = fakes.module.pipeflow_criterion
         before = [(owner, name, each, tape.of(each)) for owner, name, each in _held(copied)]
-        of_output = 2 << len(bits)
+        of_output = 2 << len(fakes.bits)
         given, spec = tree_flatten(output)
         numbers = set[object]()
         for index, leaf in enumerate(given):

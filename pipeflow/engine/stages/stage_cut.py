@@ -81,11 +81,10 @@ class StageCut:
         """Runs the stage on fake tensors. Returns its plan. Raises UsageError if it does not compute what the whole
         forward does.
         """
-        flow = Flow(self.fakes.mode, self.fakes.of_buffers, draws=self.fakes.draws)
-        bits, tensors = self.fakes.sources(), self.fakes.tensors()
-        own = {name: flow.give(tensor, bits[name]) for name, tensor in tensors.items()}
+        flow = self.fakes.flow()
+        own = {name: flow.key(tensor) for name, tensor in self.fakes.tensors().items()}
         values = self._values()
-        value_bits = {value: 2 << (len(bits) + index) for index, value in enumerate(values)}
+        value_bits = {value: 2 << (len(self.fakes.bits) + index) for index, value in enumerate(values)}
         stubs = {value: self._stub(self.trace.look(*value)) for value in values}
         keys = {value: flow.give(stub, value_bits[value], self._identity(value)) for value, stub in stubs.items()}
         for value in values:
@@ -237,8 +236,8 @@ class StageCut:
             for value in floating  # within a reentrant checkpoint nothing requires a gradient yet
             if self.trace.look(*value).requires_grad or self.trace.calls[value.call].checkpoint == "reentrant"
         )
-        names, own = self.fakes.sources(), dict(self.fakes.module.named_parameters())
-        tracked |= sum(names[name] for name in self.fakes.parameters if own[name].requires_grad) & sources
+        own = self.fakes.module.named_parameters()
+        tracked |= sum(self.fakes.bits[name] for name, each in own if each.requires_grad) & sources
         for value in used:
             call = self.trace.calls[value.call]
             if call.checkpoint == "reentrant" and given.get(call.index, 0) & tracked:

@@ -18,7 +18,7 @@ from pipeflow.engine.stages.absent import NO_DATA
 from pipeflow.engine.stages.calls import surroundings, watched
 from pipeflow.engine.stages.copies import Fakes
 from pipeflow.engine.stages.flow import LEAST, Flow, Identity
-from pipeflow.engine.stages.loss import loss_in, tape_of
+from pipeflow.engine.stages.loss import loss_in
 from pipeflow.engine.stages.module_state import held_by
 from pipeflow.engine.stages.tape import Recorded, upstream
 from pipeflow.engine.torch_private.modes import DataDependentOutputException, DynamicOutputShapeException
@@ -376,14 +376,9 @@ def record(
     `draw` and `guess` are the arguments of Flow. With `guess=False`, a forward that raises UsageError is recorded up to
     that point.
     """
-    flow = Flow(fakes.mode, fakes.of_buffers, draw=draw, guess=guess, draws=fakes.draws)
-    bits = fakes.sources()
-    for name, tensor in fakes.tensors().items():
-        flow.give(tensor, bits[name])
-    flow.tape = tape = tape_of(flow)
+    flow = fakes.flow(draw=draw, guess=guess)
+    tape = flow.recorded(fakes.module.named_buffers())
     tape.give(flattened(batch)[0])
-    for name, buffer in fakes.module.named_buffers():
-        tape.give_buffer(name, buffer)
     modules = {name: module for name, module in fakes.module.named_modules() if name}
     recorder, output, held = Recorder(flow, modules), None, held_by(fakes.module)
     try:
