@@ -148,14 +148,18 @@ class Planner:
             fakes = Fakes(module, self._fakes.device)
             with fakes.mode:
                 change(fakes.module)
-            return record(fakes, self.entries.arguments(tree_map(_copied, dict(entries))))
+            return record(fakes, self._arguments(entries))
 
     def observed(self, entries: Mapping[str, Any], within: Callable[[Flow, Fakes], Any]) -> tuple[Trace, list[Call]]:
         """The forward of a microbatch, in the context that `within` makes, and the blocks after which it can be cut."""
         with _ONE_AT_A_TIME, isolated():
-            batch = self.entries.arguments(tree_map(_copied, dict(entries)))
-            trace = self._recorded(batch, within=lambda flow: within(flow, self._fakes))
+            trace = self._recorded(self._arguments(entries), within=lambda flow: within(flow, self._fakes))
             return trace, blocks_of(trace, self._fakes.module, self._blocks)
+
+    def _arguments(self, entries: Mapping[str, Any]) -> Batch:
+        """The arguments of a forward that is planned, which it may change."""
+        plain = {name: each.planned() if isinstance(each, Stateful) else each for name, each in entries.items()}
+        return self.entries.arguments(tree_map(_copied, plain))
 
     def _otherwise(self, entries: Mapping[str, Any], first: CutPlan) -> list[CutPlan]:
         """The plans of the first batch in training, if the module is in evaluation, and in evaluation, as far as they
@@ -181,11 +185,7 @@ class Planner:
 
     def _made(self, entries: Mapping[str, Any], known: Trace | None = None, *, grads: bool = True) -> CutPlan | None:
         """The plan, or None if the same parameters flow into the output of each call as in the trace `known`."""
-
-        def batch() -> Batch:
-            plain = {name: each.planned() if isinstance(each, Stateful) else each for name, each in entries.items()}
-            return self.entries.arguments(tree_map(_copied, plain))
-
+        batch = partial(self._arguments, entries)
         with isolated(grads=grads):
             trace = self._trace(batch)
             if self._first is None and self._made_afresh(trace):

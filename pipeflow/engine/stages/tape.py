@@ -336,9 +336,12 @@ class Tape:
         return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
     def _replaced(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self.of(value)
-        return type(value)(map(self._replaced, value)) if type(value) in (tuple, list) else value
+        return _mapped(value, lambda each: self.of(each) if isinstance(each, Tensor) else each)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """An argument of an operator with `change` of each entry of its tuples and lists."""
+    return type(value)(_mapped(each, change) for each in value) if type(value) in (tuple, list) else change(value)
 
 
 def _entries(tensor: Tensor) -> tuple[Any, ...]:
@@ -395,11 +398,9 @@ def again(node: TapeNode, valued: Callable[[Any], Any]) -> Any:
     """The result of an operator on the CPU, with the arguments that `valued` returns for those of the node."""
 
     def of(value: Any) -> Any:
-        if type(value) in (tuple, list):
-            return type(value)(map(of, value))
         return torch.device("cpu") if isinstance(value, torch.device) else valued(value)
 
-    args, kwargs = of(node.args), {name: of(each) for name, each in node.kwargs.items()}
+    args, kwargs = _mapped(node.args, of), {name: _mapped(each, of) for name, each in node.kwargs.items()}
     if node.func._schema.is_mutable:
         args = (args[0].clone(), *args[1:])
     found = (_RESHAPED if node.func is _VIEW else node.func)(*args, **kwargs)  # parts of a batch need not be contiguous
