@@ -130,8 +130,10 @@ class ModuleStage(nn.Module):
 
     def _absent_of(self, name: str, value: TensorRef, look: Look, device: torch.device) -> AbsentTensor:
         what = f"the output of {name}" if value.leaf >= 0 else f"what {name} writes to its input"
-        is_sparse, options = len(look.stride) < len(look.shape), {"dtype": look.dtype, "device": "meta"}
-        like = torch.empty(look.shape, **options) if is_sparse else torch.empty_strided(*look[:2], **options)
+        if len(look.stride) < len(look.shape):  # it is sparse
+            like = torch.empty(look.shape, dtype=look.dtype, device="meta")
+        else:
+            like = torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device="meta")
         return AbsentTensor(what, self._reads, like, device)
 
     def _sent(self, run: Run, received: dict[TensorRef, Tensor], value: TensorRef, plan: CutPlan) -> Tensor:
