@@ -22,9 +22,8 @@ from pipeflow.engine.parallel.transport.agreement import all_gather
 from pipeflow.engine.runtime.other_calls import backward
 from pipeflow.engine.runtime.pipeline import Pipeline, execute_pipeline
 from pipeflow.engine.runtime.step import Output
-from pipeflow.engine.tensor.stepping import needs_closure
 from pipeflow.training.optim.clip import clip_grad_norm_, require_checks
-from pipeflow.training.optim.optimizer import Wrapper, innermost, require_parameters_of
+from pipeflow.training.optim.optimizer import Wrapper, require_no_closure, require_parameters_of
 from pipeflow.training.optim.precision import MasterWeights
 from pipeflow.training.optim.rates import Scheduler
 
@@ -165,10 +164,8 @@ class Engine:
     ) -> None:
         if not isinstance(model, Pipeline):
             raise UsageError(f"an Engine trains a pipeflow.Pipeline, got {type(model).__name__}")
-        if not isinstance(optimizer, Optimizer):
-            raise UsageError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         require_parameters_of(model, optimizer)
-        _require_no_closure(optimizer)
+        require_no_closure(optimizer)
         if gradient_accumulation < 1:
             raise UsageError(f"gradient_accumulation must be at least 1, got {gradient_accumulation}")
         require_checks(clip_grad_norm, non_finite)
@@ -241,10 +238,8 @@ class Engine:
                 "an Engine steps the optimizer itself, but the Pipeline has a PipelinedOptimizer: call "
                 "execute_pipeline in a loop of your own, or make a Pipeline without one"
             )
-        reduce = self._is_last_batch()
-        with self._forgetting():
-            output = run(reduce=reduce, gradient_scale=1 / self.gradient_accumulation)
-        self._batches += 1
+        with self._batch() as is_last:
+            output = run(reduce=is_last, gradient_scale=1 / self.gradient_accumulation)
         self._outputs.append(output)
         return output
 
@@ -253,10 +248,8 @@ class Engine:
         Raises UsageError if the pipeline has several ranks or `step` must be called first, and PipelineError as
         `execute_pipeline` does.
         """
-        reduce = self._is_last_batch()
-        with self._forgetting():
-            backward(loss, self.model, reduce=reduce, gradient_scale=1 / self.gradient_accumulation)
-        self._batches += 1
+        with self._batch() as is_last:
+            backward(loss, self.model, reduce=is_last, gradient_scale=1 / self.gradient_accumulation)
 
     def zero_grad(self) -> None:
         """Clears the gradients before the first batch of a step; keeps them before the other batches."""
@@ -310,27 +303,15 @@ class Engine:
         self._batches, self._outputs = 0, []
 
     @contextmanager
-    def _forgetting(self) -> Iterator[None]:
-        """Forgets the batches of the current step if an error is raised inside the `with` block, because the gradients
-        are then undefined.
+    def _batch(self) -> Iterator[bool]:
+        """A region that runs a batch; yields True if it is the last one of the step. An error inside it makes the step
+        start again, because the gradients are then undefined.
         """
+        if self._batches == self.gradient_accumulation:
+            raise UsageError(f"{self._batches} batches were run since the last step: call step() after each of them")
         try:
-            yield
+            yield self._batches == self.gradient_accumulation - 1
         except BaseException:
             self.forget_batches()
             raise
-
-    def _is_last_batch(self) -> bool:
-        if self._batches == self.gradient_accumulation:
-            raise UsageError(f"{self._batches} batches were run since the last step: call step() after each of them")
-        return self._batches == self.gradient_accumulation - 1
-
-
-def _require_no_closure(optimizer: Optimizer) -> None:
-    """Raises UsageError if `optimizer.step` cannot be called without a closure."""
-    plain = innermost(optimizer)
-    if needs_closure(plain):
-        raise UsageError(
-            f"{type(plain).__name__}.step needs a closure that computes the loss again, but an Engine runs each batch "
-            "once: choose an optimizer whose step takes no closure, such as AdamW or SGD"
-        )
+        self._batches += 1

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.runtime.original import plain_name
-from pipeflow.engine.tensor.stepping import stepping_of, tell
+from pipeflow.engine.tensor.stepping import needs_closure, stepping_of, tell
 
 MASTER = "master"  # a parameter's state that is the float32 weight stepped in its place
 
@@ -91,10 +91,22 @@ class Wrapper(Optimizer):
 
 
 def require_parameters_of(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raises UsageError if `optimizer` steps parameters that are not in `model`."""
+    """Raises UsageError if `optimizer` is not an optimizer, or steps parameters that are not in `model`."""
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     known = {id(parameter) for parameter in model.parameters()}
     if any(id(parameter) not in known for parameter in stepped_by(optimizer)):
         raise UsageError("the optimizer has parameters that are not in the model: make it from model.parameters()")
+
+
+def require_no_closure(optimizer: Optimizer) -> None:
+    """Raises UsageError if `optimizer.step` cannot be called without a closure."""
+    plain = innermost(optimizer)
+    if needs_closure(plain):
+        raise UsageError(
+            f"{type(plain).__name__}.step needs a closure that computes the loss again, but each batch is run once: "
+            "choose an optimizer whose step takes no closure, such as AdamW or SGD"
+        )
 
 
 def by_name(optimizer: Optimizer, model: nn.Module) -> Wrapper:
@@ -102,11 +114,7 @@ def by_name(optimizer: Optimizer, model: nn.Module) -> Wrapper:
 
     Raises UsageError if `optimizer` is not an optimizer, or has parameters that are not in `model`.
     """
-    if isinstance(optimizer, Wrapper):
-        return optimizer
-    if isinstance(optimizer, Optimizer):
-        return Wrapper(model, optimizer)
-    raise UsageError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    return optimizer if isinstance(optimizer, Wrapper) else Wrapper(model, optimizer)
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from pipeflow.core.errors import NonFiniteGradientError, UsageError
 from pipeflow.engine.parallel.sharding import local_part
 from pipeflow.engine.runtime.confirmation import scale_gradient
 from pipeflow.engine.runtime.pipeline import Pipeline
-from pipeflow.engine.tensor.stepping import needs_closure, plain_step, stepping_of
+from pipeflow.engine.tensor.stepping import plain_step, stepping_of
 from pipeflow.training.optim.clip import clip_factor, norms_of, require_checks, whole_norm
-from pipeflow.training.optim.optimizer import Wrapper, options_of, require_parameters_of
+from pipeflow.training.optim.optimizer import Wrapper, options_of, require_no_closure, require_parameters_of
 
 
 class PipelinedOptimizer:
@@ -236,20 +236,14 @@ def _require_fitting(model: Pipeline, optimizer: Optimizer) -> None:
     """Raises UsageError for an optimizer whose step cannot be taken stage by stage."""
     if not isinstance(model, Pipeline):
         raise UsageError(f"a PipelinedOptimizer steps a pipeflow.Pipeline, got {type(model).__name__}")
-    if not isinstance(optimizer, Optimizer):
-        raise UsageError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    require_parameters_of(model, optimizer)
     name = type(optimizer).__name__
     if isinstance(optimizer, Wrapper):
         raise UsageError(
             f"a PipelinedOptimizer cannot step a {name}, which changes more than the weights of a stage: give it the "
             "optimizer inside, or step after execute_pipeline"
         )
-    require_parameters_of(model, optimizer)
-    if needs_closure(optimizer):
-        raise UsageError(
-            f"{name}.step needs a closure that computes the loss again, but a schedule runs each batch once: choose an "
-            "optimizer whose step takes no closure, such as AdamW or SGD"
-        )
+    require_no_closure(optimizer)
     if not stepping_of(optimizer).is_elementwise and model.context.tensor_size > 1:
         raise UsageError(
             f"{name} needs whole weights, but tensor ranks have parts of them: step it after execute_pipeline, or use "
