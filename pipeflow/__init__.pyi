@@ -12,7 +12,6 @@ from pipeflow.core.analysis.measured_step import measured_costs as measured_cost
 from pipeflow.core.analysis.order import dependency_graph as dependency_graph
 from pipeflow.core.analysis.other_engines import deepspeed_schedule as deepspeed_schedule
 from pipeflow.core.analysis.simulation import simulate as simulate
-from pipeflow.core.analysis.simulation import step_time as step_time
 from pipeflow.core.cost import CostModel as CostModel
 from pipeflow.core.cost import Link as Link
 from pipeflow.core.errors import PipeflowError as PipeflowError
@@ -23,6 +22,7 @@ from pipeflow.core.errors import Violation as Violation
 from pipeflow.core.partition import partition_balanced as partition_balanced
 from pipeflow.core.partition import partition_uniform as partition_uniform
 from pipeflow.core.placement import Placement as Placement
+from pipeflow.core.rounds import step_time as step_time
 from pipeflow.core.schedule import Schedule as Schedule
 from pipeflow.core.soundness.verify import verify as verify
 from pipeflow.core.timeline import Span as Span

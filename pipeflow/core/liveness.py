@@ -5,7 +5,7 @@ follows from the table of `dataflow`. Must not contain: when actions run.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -54,20 +54,15 @@ ACTIVATIONS = {kind: change.net(Content.SAVED) for kind, change in CHANGES.items
 """Per kind of action, by how much it changes the number of activations that a rank keeps."""
 
 
-def made_again(actions: Iterable[Action]) -> dict[tuple[int, int], int]:
-    """Per (stage, microbatch), the position of the last action that makes again what earlier ones made, such as a
-    recomputation. The changes of memory before it are those of `REDUCED`.
+def memory_changes(actions: Sequence[Action]) -> list[MemoryChange]:
+    """Per action of a rank, in order, how it changes memory. The changes are those of `REDUCED` before the last action
+    that makes again what earlier ones of its stage and microbatch made, such as a recomputation.
     """
-    return {
+    again = {
         (action.stage, action.microbatch): position
         for position, action in enumerate(actions)
         if DATAFLOW[action.kind].needs_only
     }
-
-
-def memory_changes(actions: Sequence[Action]) -> list[MemoryChange]:
-    """Per action of a rank, in order, how it changes memory."""
-    again = made_again(actions)
     return [
         (REDUCED if position < again.get((action.stage, action.microbatch), 0) else CHANGES)[action.kind]
         for position, action in enumerate(actions)

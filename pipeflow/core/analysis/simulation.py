@@ -1,26 +1,30 @@
-"""Simulate: when every action would run; of a schedule that may be unsound, as far as it runs; and the time of a whole
-step, in which all ranks agree at the end that it is over. An action starts when its values have arrived and its stream
-is free. Must not contain: costs, and the order in which actions can run.
+"""Simulate: when every action would run; of a schedule that may be unsound, as far as it runs. An action starts when
+its values have arrived and its stream is free.
+
+All simulations have one loop. A clock is an iterator over turns with their starts and ends. The loop takes each turn
+that has ended, writes its spans, and sets the times when its values arrive at their users. The clock reads these times
+when it continues. `unlimited` is the clock of ranks that share nothing. `SharedClock` goes forward in time, for ranks
+that share processors or links to their hosts. Must not contain: costs, and the order in which actions can run.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from math import inf
-from typing import final
+from operator import attrgetter
+from typing import NamedTuple, final
 
-from pipeflow.core.action import Action, Entry, actions_of
-from pipeflow.core.analysis.event_loop import Ran, SharedClock, loop, transfers, unlimited
+from pipeflow.core.action import Action, Entry, Kind, actions_of
 from pipeflow.core.analysis.order import Order, Stuck, Turn
-from pipeflow.core.bruck import rounds
 from pipeflow.core.cost import CostModel, require_cost_model, require_factors
-from pipeflow.core.dataflow import COPIES, DATAFLOW, Stream
+from pipeflow.core.dataflow import COPIES, DATAFLOW, End, Stream
 from pipeflow.core.errors import ScheduleError, UsageError
-from pipeflow.core.route import routes_among
+from pipeflow.core.route import Route, routes_among
 from pipeflow.core.schedule import Schedule, require_schedule
-from pipeflow.core.timeline import Row, Timeline, require_timeline
+from pipeflow.core.timeline import Row, Span, Timeline
 
 
 def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
@@ -188,34 +192,295 @@ def _places(spans: Row, row: tuple[Entry, ...]) -> Iterator[int]:
     return (found[span.action].popleft() for span in spans)
 
 
-def step_time(timeline: Timeline, cost: CostModel) -> float:
-    """The time from the start of a step until its last rank continues: the makespan, plus the agreement at the end.
+Ran = tuple[Turn, float, float, float]
+"""A turn, its start and its end, and the end of its first action, which differs from the end only for pairs."""
 
-    When a rank has finished its row, it posts the receives of all rounds of the agreement. In each round it sends its
-    results to one rank and waits for the results of another rank. A message leaves when its rank has it and knows that
-    the receiver has posted its receive. The rank knows this one latency after the post. The message then takes another
-    latency to arrive. Messages are so short that their bytes do not count.
+Durations = Mapping[Kind, Sequence[float] | Mapping[int, float]]
+"""The time of an action per kind and stage."""
 
-    Two ranks end at 11 and at 10, with a latency of 1. Rank 1 knows at 12 of the receive that rank 0 posts at 11, and
-    its message arrives at 13:
 
-    >>> from pipeflow import CostModel, make_schedule, simulate
-    >>> schedule = make_schedule("gpipe", ranks=2, microbatches=1)
-    >>> cost = CostModel((5, 4), (0, 0), (0, 0), latency=1)
-    >>> timeline = simulate(schedule, cost)
-    >>> timeline.makespan, step_time(timeline, cost)
-    (11.0, 13.0)
+class Transfer(NamedTuple):
+    """The transfer of a value to the rank that uses it: it occupies `link` for the time `held`, and arrives a `latency`
+    later.
     """
-    require_timeline(timeline)
-    require_cost_model(cost)
-    ends = [max((span.end for span in row), default=0.0) for row in timeline.rows]
-    size, now, gone = len(ends), list(ends), list(ends)
-    for distance, _ in rounds(size):
-        leaves = []
-        for rank, time in enumerate(now):
-            to = (rank - distance) % size
-            leaves.append(max(time, ends[to] + cost.link(to, rank).latency))
-        sources = [(rank + distance) % size for rank in range(size)]
-        now = [max(now[rank], leaves[source] + cost.link(source, rank).latency) for rank, source in enumerate(sources)]
-        gone = [max(pair) for pair in zip(gone, leaves, strict=True)]
-    return max((*now, *gone), default=0.0)
+
+    link: tuple[int, int]
+    held: float = 0.0
+    latency: float = 0.0
+
+
+def loop(clock: Iterable[Ran], there: list[float], transfers: Sequence[Transfer], ranks: int) -> tuple[Row, ...]:
+    """Per rank, its spans in the order of their starts.
+
+    Args:
+        clock: turns that ran, each after the turns that made its values.
+        there: per value, the time when it arrives at its user. The loop writes these times.
+        transfers: per value, its transfer to its user.
+        ranks: number of ranks.
+    """
+    left: defaultdict[tuple[int, int], float] = defaultdict(float)  # per link, when its last value has left
+    spans: list[list[Span]] = [[] for _ in range(ranks)]
+    for (rank, actions, _, makes), start, end, middle in clock:
+        if len(actions) == 1:
+            spans[rank].append(Span(actions[0], rank, start, end))
+        else:
+            forward, backward = actions
+            spans[rank] += Span(forward, rank, start, middle, backward), Span(backward, rank, middle, end, forward)
+        for value in makes:
+            link, held, latency = transfers[value]
+            if held:
+                left[link] = there[value] = max(left[link], end) + held
+                there[value] += latency
+            else:
+                there[value] = end + latency
+    return tuple(tuple(sorted(row, key=attrgetter("start"))) for row in spans)
+
+
+def unlimited(
+    turns: Iterable[Turn],
+    there: list[float],
+    durations: Durations,
+    overlap: float,
+    varied: Sequence[Durations] = (),
+    *,
+    joint: bool = True,
+    begin: float = 0.0,
+) -> Iterator[Ran]:
+    """The clock of ranks that compute as fast as the costs say: from `begin` on, a turn runs as soon as its values have
+    arrived and its stream is free. `turns` come in an order in which their values are made. Joint actions run at the
+    same time on all ranks that have them, unless `joint` is false. `varied` has the durations of each microbatch, if
+    microbatches differ.
+    """
+    free: defaultdict[int, float] = defaultdict(lambda: begin)
+    beside: defaultdict[tuple[int, Stream], float] = defaultdict(float)  # when each other stream is free
+    reached: defaultdict[tuple[Kind, int], list[tuple[float, Turn]]] = defaultdict(list)
+    for turn in turns:
+        rank, actions, needs, _ = turn
+        action, start = actions[0], free[rank]
+        kind = action.kind
+        if varied:
+            durations = varied[action.microbatch]  # joint actions have the same time in all of them
+        for value in needs:
+            if there[value] > start:
+                start = there[value]
+        if len(actions) > 1:
+            other = actions[1]
+            its = varied[other.microbatch] if varied else durations
+            whole, first = paired(durations[kind][action.stage], its[other.kind][other.stage], overlap)
+            end = free[rank] = start + whole
+            yield turn, start, end, start + first
+        elif kind not in _BESIDE:
+            end = free[rank] = start + durations[kind][action.stage]
+            yield turn, start, end, end
+        elif joint and DATAFLOW[kind].joint:
+            reached[kind, action.stage].append((start, turn))
+        else:
+            lane = rank, _BESIDE[kind]
+            start = max(start, beside[lane])
+            end = beside[lane] = start + durations[kind][action.stage]
+            yield turn, start, end, end
+    yield from _together(reached, durations, beside)
+
+
+_BESIDE = {kind: flow.stream for kind, flow in DATAFLOW.items() if flow.stream is not Stream.COMPUTE}
+
+
+def _together(
+    reached: Mapping[tuple[Kind, int], list[tuple[float, Turn]]],
+    durations: Durations,
+    free: defaultdict[tuple[int, Stream], float],
+) -> Iterator[Ran]:
+    """When joint actions run, from the times at which their ranks reach them in their rows. All ranks that hold the
+    stage run one at the same time. On one stream they run one at a time, in the order in which their last rank reaches
+    them.
+    """
+    for (kind, stage), parts in sorted(reached.items(), key=lambda each: max(time for time, _ in each[1])):
+        stream = DATAFLOW[kind].stream
+        start = max(max(time, free[turn.rank, stream]) for time, turn in parts)
+        for _, turn in parts:
+            end = free[turn.rank, stream] = start + durations[kind][stage]
+            yield turn, start, end, end
+
+
+def paired(one: float, other: float, overlap: float) -> tuple[float, float]:
+    """The time of a pair whose actions take these times alone, and the part of it that the span of its forward gets: in
+    proportion to the time that it takes alone.
+    """
+    whole = one + other - overlap * min(one, other)
+    return whole, whole * one / (one + other) if one + other else 0.0
+
+
+def transfers(schedule: Schedule, cost: CostModel, order: Order) -> list[Transfer]:
+    """The transfer of each value of `order`."""
+    return [transfer for end in order.ends for transfer in _of_end(schedule, cost, end)]
+
+
+def _of_end(schedule: Schedule, cost: CostModel, end: End) -> list[Transfer]:
+    """The transfer of a value, per microbatch. A gradient is as large as the activation it belongs to."""
+    paths, source, target = schedule.placement.paths, *sorted((end.stage, end.of(0).user))
+    route = None if end.to is None else Route(source, target)
+    by_path = []
+    for path in paths:
+        link = path[end.stage], path[end.of(0).user]
+        stays = source == target or link[0] == link[1]
+        costs = (0.0, 0.0) if stays else (cost.holding(source, *link, route), cost.link(*link).latency)
+        by_path.append(Transfer(link, *costs))
+    each = [by_path[microbatch % len(paths)] for microbatch in range(schedule.num_microbatches)]
+    factors = cost.microbatch_factors
+    if not factors or not any(move.held for move in by_path):
+        return each
+    return [Transfer(link, held * factor, latency) for (link, held, latency), factor in zip(each, factors, strict=True)]
+
+
+class _Task(NamedTuple):
+    """A turn that runs. It ends when each running task has had `end` seconds of a processor since the start of the
+    simulation.
+    """
+
+    end: float
+    number: int
+    turn: Turn
+    start: float
+
+
+@dataclass(slots=True, eq=False)
+class _Reached:
+    """A turn beside the computations that its rank has reached and that has not started, with the values that are not
+    there yet.
+    """
+
+    turn: Turn
+    awaited: list[int]
+
+    def runs(self, action: Action) -> bool:
+        [mine] = self.turn.actions
+        return (mine.kind, mine.stage) == (action.kind, action.stage)
+
+
+class SharedClock:
+    """The clock of ranks that share processors, and whose copies share the links of `cost.copy_groups`. Times of tasks
+    are in seconds of a processor that each running task has had: since all have the same share, they end in the order
+    of these times, even if other tasks start or end meanwhile.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        cost: CostModel,
+        processors: float,
+        turns: Iterable[Turn],
+        there: list[float],
+        moved: Sequence[Transfer],
+    ) -> None:
+        self._placement, self._cost, self._processors = schedule.placement, cost, processors
+        self._turns: list[deque[Turn]] = [deque() for _ in schedule.rows]
+        for turn in turns:
+            self._turns[turn.rank].append(turn)
+        self._there, self._moved = there, moved
+        self._link = {rank: group[0] for group in cost.copy_groups for rank in group}  # which rank it is called after
+        self._now = self._had = 0.0  # seconds, and seconds of a processor
+        self._running: list[_Task] = []
+        self._number = 0
+        self._looks: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(schedule.rows))]
+        self._busy: set[tuple[int, Stream]] = set()  # by rank, or by link for copies
+        self._reached: list[_Reached] = []
+
+    def __iter__(self) -> Iterator[Ran]:
+        while self._running or self._looks:
+            share = min(1.0, self._processors / len(self._running)) if self._running else 1.0
+            ends = self._now + (self._running[0].end - self._had) / share if self._running else inf
+            if self._looks and self._looks[0][0] <= ends:
+                time, rank = heappop(self._looks)
+                self._pass(max(time, self._now), share)
+                self._proceed(rank)
+                continue
+            self._pass(ends, share)
+            self._had = max(self._had, self._running[0].end)
+            task = heappop(self._running)
+            yield self._ended(task)
+            for rank in sorted({task.turn.rank, *(self._moved[value].link[1] for value in task.turn.makes)}):
+                self._proceed(rank)
+            self._start_beside()
+
+    def _pass(self, now: float, share: float) -> None:
+        self._had += (now - self._now) * share
+        self._now = now
+
+    def _proceed(self, rank: int) -> None:
+        """Starts the turns that the rank can start. It is called again when the next turn can start."""
+        turns = self._turns[rank]
+        while turns and (rank, Stream.COMPUTE) not in self._busy:
+            turn = turns[0]
+            if _stream_of(turn) is not Stream.COMPUTE:
+                self._reached.append(_Reached(turns.popleft(), turn.needs))
+                self._start_beside()
+                continue
+            latest = max((self._there[value] for value in turn.needs), default=0.0)
+            if latest > self._now:
+                if latest < inf:
+                    heappush(self._looks, (latest, rank))
+                return
+            self._take(turn.needs)
+            self._start(turns.popleft())
+
+    def _take(self, values: Iterable[int]) -> list[int]:
+        """Uses up those of `values` that are there, until they are made again, and returns the others."""
+        left = []
+        for value in values:
+            if self._there[value] > self._now:
+                left.append(value)
+            else:
+                self._there[value] = inf
+        return left
+
+    def _lane(self, rank: int, stream: Stream) -> tuple[int, Stream]:
+        """The resource that a rank occupies while an action runs on a stream."""
+        return (self._link.get(rank, rank) if stream in COPIES else rank), stream
+
+    def _start_beside(self) -> None:
+        """Starts the actions beside the computations whose values are there and whose streams are free, and that all
+        their ranks have reached if they are joint. Those that were reached first come first, and no action comes before
+        an earlier one of its rank and stream.
+        """
+        waiting: set[tuple[int, Stream]] = set()
+        for reached in self._reached.copy():
+            turn = reached.turn
+            [action] = turn.actions
+            flow = DATAFLOW[action.kind]
+            reached.awaited = self._take(reached.awaited)
+            if reached.awaited or (turn.rank, flow.stream) in waiting:
+                waiting.add((turn.rank, flow.stream))
+                continue
+            ranks = self._placement.ranks_of(action.stage) if flow.joint else (turn.rank,)
+            parts = [each for each in self._reached if each.turn.rank in ranks and each.runs(action)]
+            is_free = not any(self._lane(rank, flow.stream) in self._busy for rank in ranks)
+            if reached in self._reached and is_free and (len(parts) == len(ranks) or not flow.joint):
+                for part in parts if flow.joint else (reached,):
+                    self._reached.remove(part)
+                    self._start(part.turn)
+
+    def _start(self, turn: Turn) -> None:
+        seconds, *others = self._times(turn)
+        for other in others:
+            seconds, _ = paired(seconds, other, self._cost.overlap)
+        self._busy.add(self._lane(turn.rank, _stream_of(turn)))
+        self._number += 1
+        heappush(self._running, _Task(self._had + seconds, self._number, turn, self._now))
+
+    def _ended(self, task: _Task) -> Ran:
+        """A pair is divided in proportion to the times that its actions take alone."""
+        turn, start = task.turn, task.start
+        self._busy.remove(self._lane(turn.rank, _stream_of(turn)))
+        if len(turn.actions) == 1:
+            return turn, start, self._now, self._now
+        first, second = self._times(turn)
+        share = first / (first + second) if first + second else 0.0
+        return turn, start, self._now, start + (self._now - start) * share
+
+    def _times(self, turn: Turn) -> list[float]:
+        """The time that each action of a turn takes alone."""
+        return [self._cost.duration(action.kind, action.stage, action.microbatch) for action in turn.actions]
+
+
+def _stream_of(turn: Turn) -> Stream:
+    return DATAFLOW[turn.actions[0].kind].stream

@@ -13,9 +13,8 @@ from random import Random
 from typing import NamedTuple
 
 from pipeflow.core.action import Action
-from pipeflow.core.analysis.event_loop import transfers
 from pipeflow.core.analysis.order import Order
-from pipeflow.core.analysis.simulation import require_costs, simulate
+from pipeflow.core.analysis.simulation import require_costs, simulate, transfers
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.liveness import ACTIVATIONS, MemoryCap, cap_per_rank

@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor
 
-from pipeflow.core.bruck import rounds
 from pipeflow.core.errors import UsageError
+from pipeflow.core.rounds import rounds
 from pipeflow.engine.parallel.transport.plain import pack, unpack
 from pipeflow.engine.parallel.transport.protocol import Exchange, Group, LinkError, Tag, Transport, Work
 
