@@ -82,7 +82,8 @@ def improved_with_memory(
     given = [schedule.without_reductions() for schedule in start]
     for schedule in given:
         best.start(schedule)
-    best.use_all(given)
+    for schedule in sorted(given, key=lambda each: simulate(each, cost).makespan):
+        best.use(schedule)
     tried = 0
 
     def goes_on() -> bool:
@@ -244,18 +245,20 @@ class Best:
                 places = ((stage, each) for stage in stages for each in range(schedule.num_microbatches))
                 self.spill(sequences, {place: self.storage.needs(place).again for place in places}, self.objective)
 
-    def use_all(self, schedules: Sequence[Schedule]) -> None:
-        """Offers schedules and their simple uses, as far as they are shorter than the best: the shortest first."""
-        for schedule in sorted(schedules, key=lambda each: simulate(each, self.cost).makespan):
-            self._use(schedule)
-
-    def _use(self, schedule: Schedule) -> None:
-        for each in chain((schedule,), recomputed_uses(schedule) if self.storage.recomputes else ()):
+    def use(self, schedule: Schedule) -> None:
+        """Offers a schedule and its simple uses, as far as they are shorter than the best: with chunks computed again,
+        and where that keeps too much, with chunks offloaded, first all of them.
+        """
+        chunks, storage = chunk_sets(schedule.placement), self.storage
+        again = [with_recompute(schedule, stages) for stages in chunks] if storage.recomputes else []
+        for each in (schedule, *again):
             timeline = simulate(each, self.cost)
-            is_shorter = measured(timeline, self.storage.problem.objective) < self.objective
-            if is_shorter and not self.offer(each, timeline) and may_keep(self.storage, timeline):
-                for use in offloaded_uses(each, self.cost):
-                    self.offer(use, simulate(use, self.cost))
+            if measured(timeline, storage.problem.objective) >= self.objective or self.offer(each, timeline):
+                continue
+            if storage.offloads and all(_may_keep(storage, timeline, ranks) for ranks in storage.links):
+                for stages in reversed(chunks):
+                    offloaded = with_offload(each, self.cost, stages)
+                    self.offer(offloaded, simulate(offloaded, self.cost))
 
     def spill(self, sequences: Sequence[Operations], again: Mapping[Place, float], stop: float) -> Spilled | None:
         """Spills an order, and offers it if it is better than the best. None if its simulation keeps too much, because
@@ -274,16 +277,6 @@ class Best:
 FEW = 3  # chunks per rank, up to which every subset is used
 
 
-def recomputed_uses(schedule: Schedule) -> Iterator[Schedule]:
-    """`schedule` with each of `chunk_sets` computed again."""
-    return (with_recompute(schedule, stages) for stages in chunk_sets(schedule.placement))
-
-
-def offloaded_uses(schedule: Schedule, cost: CostModel) -> Iterator[Schedule]:
-    """`schedule` with each of `chunk_sets` offloaded, all of them first. Raises UsageError as `with_offload` does."""
-    return (with_offload(schedule, cost, stages) for stages in reversed(chunk_sets(schedule.placement)))
-
-
 def chunk_sets(placement: Placement) -> list[tuple[int, ...]]:
     """The stages of sets of chunks, the same on all ranks, from small to large: every set of up to `FEW` chunks per
     rank, else the first ones and the last ones.
@@ -292,25 +285,15 @@ def chunk_sets(placement: Placement) -> list[tuple[int, ...]]:
     chunks = max(map(len, stages))
     sets = [own for number in range(1, chunks + 1) for own in combinations(range(chunks), number)]
     if chunks > FEW:
-        sets = [tuple(own) for number in range(1, chunks + 1) for own in _ends(chunks, number)]
+        every = tuple(range(chunks))
+        sets = [*(own for number in range(1, chunks) for own in (every[:number], every[-number:])), every]
     return [tuple(own[chunk] for own in stages for chunk in each if chunk < len(own)) for each in sets]
 
 
-def _ends(chunks: int, number: int) -> list[range]:
-    """The first so many chunks, and the last."""
-    return [range(number), range(chunks - number, chunks)][: 1 if number == chunks else 2]
-
-
-def may_keep(storage: Storage, timeline: Timeline) -> bool:
-    """Whether offloads may keep a schedule within the room. They cannot where, even if copies ran all the time from the
-    end of the first forward on, the ranks of a link together would keep too much.
-    """
-    if not storage.offloads:
-        return False
-    return all(_may_keep(storage, timeline, ranks) for ranks in storage.links)
-
-
 def _may_keep(storage: Storage, timeline: Timeline, ranks: Sequence[int]) -> bool:
+    """Whether offloads may keep the ranks of a link within their room. They cannot where, even if copies ran all the
+    time from the end of the first forward on, these ranks together would keep too much.
+    """
     stages = [stage for rank in ranks for stage in storage.problem.stages[rank]]
     first = min(span.end for rank in ranks for span in timeline.rows[rank][:1])
     rates = (storage.stage_needs[stage].saved / (storage.stage_needs[stage].out or SMALLEST) for stage in stages)
