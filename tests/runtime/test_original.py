@@ -107,3 +107,19 @@ def test_changes_that_stages_do_not_see_are_told_once(name: str, caplog: pytest.
     run_threads(rank, 1)
     told = [each.getMessage() for each in caplog.records if "after from_module" in each.getMessage()]
     assert [each.split(" of the module")[0] for each in told] == [name] * bool(name)
+
+
+def test_modes_that_change_between_steps_of_a_training_are_given_when_asked() -> None:
+    """A callback of a trainer may freeze the statistics of a layer at any moment."""
+
+    def rank() -> None:
+        module, model, step = made()
+        step()
+        step()
+        module.get_submodule("1.norm").eval()
+        module.get_submodule("2.drop").eval()
+        assert model.runner.original is not None
+        model.runner.original.give_modes()
+        step()
+
+    run_threads(rank, 1)

@@ -48,7 +48,6 @@ class StepModel(PreparedModel):
         super().__init__(module, settings, context)
         vars(self)["whole"] = module
         self.running = StepState(trainer)
-        self._modes: list[bool] = []
         self.results: BatchResults | None = None
 
     def run(self, method: str, batch: Any, *places: int) -> Any:
@@ -64,7 +63,8 @@ class StepModel(PreparedModel):
         self.running.places = places
         entries = {"labels": batch, "method": method}
         self._make(entries)
-        self._set_modes()
+        assert self.pipeline.runner.original is not None
+        self.pipeline.runner.original.give_modes()  # which the Trainer, or a callback, may set before any step
         is_silent = method in self.running.silent
         outputs, loss = self._told(entries, return_outputs=not is_silent)
         result: dict[str, Any] = {}
@@ -119,18 +119,6 @@ class StepModel(PreparedModel):
         assert self.pipeline.runner.original is not None
         self.pipeline.runner.original.others = _OF_LIGHTNING
         keep_own(whole, self.pipeline)
-
-    def _set_modes(self) -> None:
-        """Gives the stages the modes of the module, which the Trainer sets."""
-        modes = {name: module.training for name, module in self.whole.named_modules()}
-        if [*modes.values()] == self._modes:
-            return
-        self._modes = [*modes.values()]
-        for chunk in self.pipeline.chunks:
-            assert isinstance(chunk, ModuleStage)
-            chunk.training = modes[""]
-            for name, module in chunk.root.named_modules():
-                module.training = modes[name]
 
 
 def keep_own(whole: nn.Module, pipeline: Pipeline) -> None:

@@ -99,12 +99,18 @@ class Original:
         if module is None or (training and self._trains and module.training is self._modes[""]):
             return
         self._trains = training
-        modes = _modes(module)
-        self._give({name: mode for name, mode in modes.items() if mode is not self._modes.get(name)})
-        self._modes = modes
+        self.give_modes()
         if self._tells and (change := self._change(module)):
             LOG.warning(CHANGED, change)
             self._tells = False
+
+    def give_modes(self) -> None:
+        """Gives the stages the modes that were changed in the module since the last look."""
+        module = self._module()
+        if module is not None:
+            modes = _modes(module)
+            self._give({name: mode for name, mode in modes.items() if mode is not self._modes.get(name)})
+            self._modes = modes
 
     def train(self, *, mode: bool) -> None:
         """Sets the mode of the module, and gives the stages the modes that it has then."""
