@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.engine.runtime.pipeline import Pipeline
 from pipeflow.engine.runtime.step import Output
 from pipeflow.engine.torch_private.trees import tree_map
-from pipeflow.training import DistributedLogger, Hook, Step
+from pipeflow.training import DistributedLogger, Hook, MultiTimer, Step
 from pipeflow.training.optim.rates import Scheduler
 
 
@@ -161,13 +161,85 @@ class LogMetricByEpochHook(BaseHook):
         self.interval = interval
 
     def after_train_epoch(self, trainer: Trainer) -> None:
-        self._log_metrics(trainer, "Train")
+        self._log(trainer, "Train")
 
     def after_test_epoch(self, trainer: Trainer) -> None:
-        self._log_metrics(trainer, "Test")
+        self._log(trainer, "Test")
 
-    def _log_metrics(self, trainer: Trainer, when: str) -> None:
+    def _log(self, trainer: Trainer, when: str) -> None:
         if trainer.cur_epoch % self.interval == 0:
-            metrics = trainer.states["metrics"][when.lower()].items()
-            said = " | ".join(f"{name} = {value:.5g}" for name, value in metrics)
+            said = " | ".join(self._said(trainer, when))
             self.logger.info(f"[Epoch {trainer.cur_epoch} / {when}]: {said}", ranks=[0])
+
+    def _said(self, trainer: Trainer, when: str) -> Iterator[str]:
+        """The parts of a line."""
+        for name, value in trainer.states["metrics"][when.lower()].items():
+            yield f"{name} = {value:.5g}"
+
+
+class LogTimingByEpochHook(LogMetricByEpochHook):
+    """Logs the times of epochs, steps and evaluations as LogMetricByEpochHook logs metrics::
+
+        [Epoch 0 / Train]: Train-epoch: last = 2.5 s, mean = 2.5 s | Train-step: last = 0.02 s, mean = 0.025 s
+        [Epoch 0 / Test]: Test-epoch: last = 0.5 s, mean = 0.5 s | Test-step: last = 0.01 s, mean = 0.01 s
+
+    Args:
+        timer: the timer of the Trainer.
+        logger, interval, priority: as in LogMetricByEpochHook.
+        log_eval: log evaluations.
+        ignore_num_train_steps: number of steps at the start that means leave out.
+
+    Raises UsageError if the interval is less than 1, and when training starts if the Trainer has another timer.
+    """
+
+    def __init__(
+        self,
+        timer: MultiTimer,
+        logger: DistributedLogger,
+        interval: int = 1,
+        priority: int = 10,
+        log_eval: bool = True,
+        ignore_num_train_steps: int = 0,
+    ) -> None:
+        super().__init__(logger, interval, priority)
+        self.timer = timer
+        self.log_eval = log_eval
+        self.ignored = {"Train-step": ignore_num_train_steps}
+
+    def after_hook_is_attached(self, trainer: Trainer) -> None:
+        if trainer.timer is not self.timer:
+            raise UsageError("LogTimingByEpochHook logs what a Trainer measures: pass its timer to Trainer(timer=...)")
+
+    def after_test_epoch(self, trainer: Trainer) -> None:
+        if self.log_eval:
+            super().after_test_epoch(trainer)
+
+    def _said(self, trainer: Trainer, when: str) -> Iterator[str]:
+        for name, timer in self.timer:
+            if name.startswith(when):
+                counted = timer.history[self.ignored.get(name, 0) :]
+                mean = sum(counted) / max(1, len(counted))
+                yield f"{name}: last = {timer.elapsed:.5g} s, mean = {mean:.5g} s"
+
+
+class LogMemoryByEpochHook(native.MemoryHook):
+    """pipeflow's MemoryHook; logs the memory of each rank after every `interval` epochs: that of the accelerator, or
+    without one that of the process. Evaluations need no line, so `log_eval` changes nothing.
+    """
+
+    def __init__(
+        self,
+        logger: DistributedLogger,
+        interval: int = 1,
+        priority: int = 10,
+        log_eval: bool = True,
+        report_cpu: bool = False,
+    ) -> None:
+        super().__init__()
+        self.logger, self.interval, self.priority = logger, interval, priority
+
+    def after_training(self, trainer: native.Trainer) -> None:
+        super().after_training(trainer)
+        if trainer.epoch % self.interval == 0:
+            held = ", ".join(f"{each:.3f}" for each in self.by_rank)
+            self.logger.info(f"[Epoch {trainer.epoch} / Train]: GiB of each rank: {held}", ranks=[0])

@@ -64,8 +64,8 @@ NAMES = {
     "trainer": {"trainers": "Trainer", "trainer": "hooks"},
     "trainer.hooks": {
         "trainers": "BaseHook",
-        "hooks": "AccuracyHook, LRSchedulerHook, LogMetricByEpochHook, LogMetricByStepHook, LossHook, "
-        "SaveCheckpointHook, TensorboardHook, ThroughputHook",
+        "hooks": "AccuracyHook, LRSchedulerHook, LogMemoryByEpochHook, LogMetricByEpochHook, LogMetricByStepHook, "
+        "LogTimingByEpochHook, LossHook, SaveCheckpointHook, TensorboardHook, ThroughputHook",
     },
     "utils": {
         "processes": "get_current_device, is_using_pp",
@@ -89,8 +89,6 @@ INSTEAD = {
     "shardformer.layer.gather_forward_split_backward": "pipeflow.tensor.gather_from_sequence_region",
     "shardformer.layer.split_forward_gather_backward": "pipeflow.tensor.scatter_to_sequence_region",
     "shardformer.policies.auto_policy": "custom_policy= of HybridParallelPlugin, or policy= of ShardFormer.optimize",
-    "trainer.hooks.LogMemoryByEpochHook": "pipeflow.training.MemoryHook, which a Trainer takes too",
-    "trainer.hooks.LogTimingByEpochHook": "pipeflow.training.TimingHook, which a Trainer takes too",
 }
 """Names of ColossalAI that no tutorial uses, with what does the same."""
 

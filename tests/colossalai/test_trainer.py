@@ -230,15 +230,17 @@ def logged(logger: Any) -> None:
     engine, loader, test, _ = initialized(
         {}, get_dataloader(samples(8), 4), test_dataloader=get_dataloader(samples(4), 2)
     )
-    rates = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, 0.5)
+    timer, rates = MultiTimer(), torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, 0.5)
     own = [
         hooks.LossHook(),
         hooks.LogMetricByStepHook(),
         hooks.LogMetricByEpochHook(logger, interval=2),
+        hooks.LogTimingByEpochHook(timer, logger, interval=2, ignore_num_train_steps=1),
+        hooks.LogMemoryByEpochHook(logger, interval=2, log_eval=False),
         hooks.LRSchedulerHook(rates, by_epoch=True),
         hooks.ThroughputHook(ignored_steps=1, tflop_per_step=8.0),
     ]
-    trainer = Trainer(engine)
+    trainer = Trainer(engine, timer)
     trainer.fit(loader, 3, test_dataloader=test, hooks=own, return_output_label=False)
     metrics = trainer.states["metrics"]["train"]
     assert metrics["TFLOP/s"] == pytest.approx(metrics["Throughput"] * 2.0)
@@ -261,13 +263,20 @@ def test_logs_come_every_so_many_epochs() -> None:
     said = Said()
     run_threads(logged, 2, said)
     number = r"[\d.e+-]+"
+    times = [
+        " | ".join(f"{when}-{each}: last = {number} s, mean = {number} s" for each in ("epoch", "step"))
+        for when in ("Train", "Test")
+    ]
     for epoch in (0, 2):
         for line in (
             rf"\[Epoch {epoch} / Train\]: Loss = {number} \| LR = {0.1 * 0.5**epoch:.5g}( \| [\w/ ]+ = {number})+",
             rf"\[Epoch {epoch} / Test\]: Loss = {number}",
+            rf"\[Epoch {epoch} / Train\]: {times[0]}".replace("|", r"\|"),
+            rf"\[Epoch {epoch} / Test\]: {times[1]}".replace("|", r"\|"),
+            rf"\[Epoch {epoch} / Train\]: GiB of each rank: .*",
         ):
             assert len([each for each in said.lines if re.fullmatch(line, each)]) == 1, "\n".join([line, *said.lines])
-    assert len(said.lines) == 4
+    assert len(said.lines) == 10
 
 
 def other_bad_input() -> None:
@@ -279,6 +288,8 @@ def other_bad_input() -> None:
         with pytest.raises(UsageError, match=message):
             make()
     engine, *_ = initialized({})
+    with pytest.raises(UsageError, match=r"pass its timer to Trainer\(timer=...\)"):
+        Trainer(engine).fit([MODEL.batch(4)], 1, hooks=[hooks.LogTimingByEpochHook(MultiTimer(), Said())])  # type: ignore[arg-type]  # as above
     with pytest.raises(UsageError, match="got another one"):
         Trainer(engine).fit(
             [MODEL.batch(4)], 1, hooks=[hooks.SaveCheckpointHook(checkpoint_dir="c", model=torch.nn.Linear(1, 1))]

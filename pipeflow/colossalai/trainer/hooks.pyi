@@ -1,5 +1,5 @@
 # Written by `make stubs` from the table of the package.
 from pipeflow.colossalai.trainers import BaseHook
-from pipeflow.colossalai.hooks import AccuracyHook, LRSchedulerHook, LogMetricByEpochHook, LogMetricByStepHook, LossHook, SaveCheckpointHook, TensorboardHook, ThroughputHook
+from pipeflow.colossalai.hooks import AccuracyHook, LRSchedulerHook, LogMemoryByEpochHook, LogMetricByEpochHook, LogMetricByStepHook, LogTimingByEpochHook, LossHook, SaveCheckpointHook, TensorboardHook, ThroughputHook
 
-__all__ = ["AccuracyHook", "BaseHook", "LRSchedulerHook", "LogMetricByEpochHook", "LogMetricByStepHook", "LossHook", "SaveCheckpointHook", "TensorboardHook", "ThroughputHook"]
+__all__ = ["AccuracyHook", "BaseHook", "LRSchedulerHook", "LogMemoryByEpochHook", "LogMetricByEpochHook", "LogMetricByStepHook", "LogTimingByEpochHook", "LossHook", "SaveCheckpointHook", "TensorboardHook", "ThroughputHook"]
