@@ -22,9 +22,16 @@ def _llama(layers: int, hidden: int, heads: int, ffn: int, positions: int, vocab
     return GPT(layers, hidden, heads, positions, vocabulary, ffn=ffn, position_table=False, **usual | given)
 
 
-def _mixture(shape: GPT, experts: int, each: int, shared: int = 0, **given: Any) -> GPT:
-    """The shape with experts, of which a token uses `each` and all `shared` ones."""
-    return replace(shape, experts=experts, experts_per_token=each, shared_experts=shared, **given)
+def _mixture(
+    shape: GPT, experts: int, each: int, shared: int = 0, dense: tuple[int, int] = (0, 0), groups: int = 0
+) -> GPT:
+    """The shape with experts, of which a token uses `each` and all `shared` ones. `dense` has the number of the first
+    layers with one MLP, and its width. With `groups`, a token uses experts of so many of 8 groups.
+    """
+    sizes: dict[str, Any] = {"experts": experts, "experts_per_token": each, "shared_experts": shared}
+    sizes |= {"expert_groups": 8, "groups_per_token": groups} if groups else {}
+    sizes |= {"dense_layers": dense[0], "dense_ffn": dense[1]} if dense[0] else {}
+    return replace(shape, **sizes)
 
 
 def _latent(layers: int, hidden: int, heads: int, ffn: int, vocabulary: int, q_rank: int | None) -> GPT:
@@ -41,8 +48,10 @@ _QWEN3: dict[str, Any] = {"head_size": 128, "head_norms": True}
 _LLAMA3_8B = _llama(32, 4096, 32, 14336, 8192, 128256, kv_heads=8)
 _LLAMA3_70B = _llama(80, 8192, 64, 28672, 8192, 128256, kv_heads=8)
 _MISTRAL = _llama(32, 4096, 32, 14336, 8192, 32000, kv_heads=8)
-_FOUR: dict[str, Any] = {"expert_groups": 8, "groups_per_token": 4}
-_THREE: dict[str, Any] = {"expert_groups": 8, "groups_per_token": 3}
+_PARALLEL: dict[str, Any] = {"parallel_block": True, "tied": True}
+_GEMMA2: dict[str, Any] = {"tied": True, "window": 4096, "full_every": 2}
+_GEMMA3: dict[str, Any] = {"tied": True, "window": 1024, "full_every": 6, "head_norms": True}
+_GLM: dict[str, Any] = {"kv_heads": 8, "biases": "qkv"}
 _GPT_OSS = _mixture(
     _llama(24, 2880, 64, 2880, 4096, 201088, kv_heads=8, head_size=64, biases="all", window=128, full_every=2), 32, 4
 )
@@ -68,21 +77,9 @@ _GPTS = {
     "bloom-176b": GPT(70, 14336, 112, 2048, 250880, position_table=False, dropout=False),
     "gpt-j-6b": GPT(28, 4096, 16, 2048, 50400, parallel_block=True, **_ROTARY),
     "gpt-neox-20b": GPT(44, 6144, 64, 2048, 50432, parallel_block=True, **_ROTARY),
-    "palm-540b": _llama(
-        *(118, 18432, 48, 73728, 2048, 256000),
-        kv_heads=1,
-        head_size=256,
-        parallel_block=True,
-        tied=True,
-    ),
-    "falcon-7b": _llama(
-        *(32, 4544, 71, 18176, 2048, 65024),
-        kv_heads=1,
-        parallel_block=True,
-        tied=True,
-        **_NEMOTRON,
-    ),
-    "command-r-35b": _llama(40, 8192, 64, 22528, 8192, 256000, parallel_block=True, tied=True),
+    "palm-540b": _llama(118, 18432, 48, 73728, 2048, 256000, kv_heads=1, head_size=256, **_PARALLEL),
+    "falcon-7b": _llama(32, 4544, 71, 18176, 2048, 65024, kv_heads=1, **_PARALLEL, **_NEMOTRON),
+    "command-r-35b": _llama(40, 8192, 64, 22528, 8192, 256000, **_PARALLEL),
     "nemotron4-15b": _llama(32, 6144, 48, 24576, 4096, 256000, kv_heads=8, **_NEMOTRON),
     "nemotron4-340b": _llama(96, 18432, 96, 73728, 4096, 256000, kv_heads=8, **_NEMOTRON),
 }
@@ -122,26 +119,11 @@ _DENSE = {
     "qwen3-32b": _llama(64, 5120, 64, 25600, 4096, 151936, kv_heads=8, **_QWEN3),
     "gemma-2b": _llama(18, 2048, 8, 16384, 8192, 256000, kv_heads=1, head_size=256, tied=True),
     "gemma-7b": _llama(28, 3072, 16, 24576, 8192, 256000, head_size=256, tied=True),
-    "gemma2-2b": _llama(
-        *(26, 2304, 8, 9216, 8192, 256000), kv_heads=4, head_size=256, tied=True, window=4096, full_every=2
-    ),
-    "gemma2-9b": _llama(
-        *(42, 3584, 16, 14336, 8192, 256000), kv_heads=8, head_size=256, tied=True, window=4096, full_every=2
-    ),
-    "gemma2-27b": _llama(
-        *(46, 4608, 32, 36864, 8192, 256000), kv_heads=16, head_size=128, tied=True, window=4096, full_every=2
-    ),
-    "gemma3-12b": _llama(
-        *(48, 3840, 16, 15360, 8192, 262208),
-        kv_heads=8,
-        tied=True,
-        window=1024,
-        full_every=6,
-        **_QWEN3 | {"head_size": 256},
-    ),
-    "gemma3-27b": _llama(
-        *(62, 5376, 32, 21504, 8192, 262208), kv_heads=16, tied=True, window=1024, full_every=6, **_QWEN3
-    ),
+    "gemma2-2b": _llama(26, 2304, 8, 9216, 8192, 256000, kv_heads=4, head_size=256, **_GEMMA2),
+    "gemma2-9b": _llama(42, 3584, 16, 14336, 8192, 256000, kv_heads=8, head_size=256, **_GEMMA2),
+    "gemma2-27b": _llama(46, 4608, 32, 36864, 8192, 256000, kv_heads=16, head_size=128, **_GEMMA2),
+    "gemma3-12b": _llama(48, 3840, 16, 15360, 8192, 262208, kv_heads=8, head_size=256, **_GEMMA3),
+    "gemma3-27b": _llama(62, 5376, 32, 21504, 8192, 262208, kv_heads=16, head_size=128, **_GEMMA3),
     "phi-2": GPT(32, 2560, 32, 2048, 51200, parallel_block=True, **_ROTARY),
     "phi3-mini-4b": _llama(32, 3072, 32, 8192, 4096, 32064),
     "phi3-medium-14b": _llama(40, 5120, 40, 17920, 4096, 32064, kv_heads=10),
@@ -159,27 +141,13 @@ _MIXTURES = {
     "llama4-scout-17b-16e": _mixture(_llama(48, 5120, 40, 8192, 8192, 202048, kv_heads=8), 16, 1, 1),
     "gpt-oss-20b": _GPT_OSS,
     "gpt-oss-120b": replace(_GPT_OSS, layers=36, experts=128),
-    "glm4.5-air-106b": _mixture(
-        _llama(46, 4096, 96, 1408, 4096, 151552, kv_heads=8, head_size=128, biases="qkv"),
-        *(128, 8, 1),
-        dense_layers=1,
-        dense_ffn=10944,
-    ),
-    "glm4.5-355b": _mixture(
-        _llama(92, 5120, 96, 1536, 4096, 151552, kv_heads=8, biases="qkv", **_QWEN3),
-        *(160, 8, 1),
-        dense_layers=3,
-        dense_ffn=12288,
-    ),
-    "deepseek-v2-lite": _mixture(_latent(27, 2048, 16, 1408, 102400, None), 64, 6, 2, dense_layers=1, dense_ffn=10944),
-    "deepseek-v2": _mixture(
-        _latent(60, 5120, 128, 1536, 102400, 1536), 160, 6, 2, dense_layers=1, dense_ffn=12288, **_THREE
-    ),
-    "deepseek-v3": _mixture(
-        _latent(61, 7168, 128, 2048, 129280, 1536), 256, 8, 1, dense_layers=3, dense_ffn=18432, **_FOUR
-    ),
-    "moonlight-16b-a3b": _mixture(_latent(27, 2048, 16, 1408, 163840, None), 64, 6, 2, dense_layers=1, dense_ffn=11264),
-    "kimi-k2": _mixture(_latent(61, 7168, 64, 2048, 163840, 1536), 384, 8, 1, dense_layers=1, dense_ffn=18432),
+    "glm4.5-air-106b": _mixture(_llama(46, 4096, 96, 1408, 4096, 151552, head_size=128, **_GLM), 128, 8, 1, (1, 10944)),
+    "glm4.5-355b": _mixture(_llama(92, 5120, 96, 1536, 4096, 151552, **_GLM, **_QWEN3), 160, 8, 1, (3, 12288)),
+    "deepseek-v2-lite": _mixture(_latent(27, 2048, 16, 1408, 102400, None), 64, 6, 2, (1, 10944)),
+    "deepseek-v2": _mixture(_latent(60, 5120, 128, 1536, 102400, 1536), 160, 6, 2, (1, 12288), groups=3),
+    "deepseek-v3": _mixture(_latent(61, 7168, 128, 2048, 129280, 1536), 256, 8, 1, (3, 18432), groups=4),
+    "moonlight-16b-a3b": _mixture(_latent(27, 2048, 16, 1408, 163840, None), 64, 6, 2, (1, 11264)),
+    "kimi-k2": _mixture(_latent(61, 7168, 64, 2048, 163840, 1536), 384, 8, 1, (1, 18432)),
 }
 
 GPT_PRESETS: Mapping[str, GPT] = MappingProxyType(_GPTS | _DENSE | _MIXTURES)

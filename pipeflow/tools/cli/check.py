@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from pipeflow.core.errors import UsageError
-from pipeflow.tools.cli.options import Commands
+from pipeflow.tools.cli.options import Commands, values_of
 from pipeflow.tools.cli.outputs import doing, show, wrapped, write
 
 if TYPE_CHECKING:
@@ -86,12 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
                 arguments.whole = parameter
                 result = _result(arguments, *_recorded(arguments, Path(folder)))
             return _show(arguments, result, "plain", "parallel")
-    given = [
-        name
-        for name in ("ranks", "tensor", "schedule", "plain", "whole", "steps")
-        if getattr(arguments, name) is not None
-    ]
-    if given:
+    if given := list(values_of(arguments, ("ranks", "tensor", "schedule", "plain", "whole", "steps"))):
         raise UsageError(f"--{given[0]} is for scripts: name a file that ends with .py")
     if arguments.arguments:
         raise UsageError("arguments after -- are for scripts: name a file that ends with .py")

@@ -7,12 +7,12 @@ from contextlib import suppress
 from threading import Thread
 from urllib.parse import parse_qsl, urlencode
 
-from pipeflow.core.cost import EVEN_NAMES
+from pipeflow.core.cost import EVEN_COSTS, EVEN_NAMES
 from pipeflow.core.errors import UsageError, unknown
 from pipeflow.schedules import SCHEDULES
 from pipeflow.schedules.orders.additions import STAGE_OPTIONS
 from pipeflow.schedules.registry import OTHER_NAMES, family_options
-from pipeflow.tools.cli.options import Commands, even_cost_options, schedule_name, size_options
+from pipeflow.tools.cli.options import Commands, even_cost_options, schedule_name, size_options, values_of
 
 EXAMPLES = """\
 examples:
@@ -78,11 +78,9 @@ def fields(arguments: argparse.Namespace) -> dict[str, str]:
         found |= _linked(arguments.link)
     if arguments.schedules:
         found["schedule"] = ",".join(arguments.schedules)
-    options = {name: name for name in ("ranks", "microbatches", *family_options(), *STAGE_OPTIONS)}
-    for field, option in {**options, **EVEN_NAMES}.items():
-        value = getattr(arguments, option)
-        if value is not None:
-            found[field] = option_text(value)
+    options = values_of(arguments, ("ranks", "microbatches", *family_options(), *STAGE_OPTIONS, *EVEN_COSTS))
+    named = {option: field for field, option in EVEN_NAMES.items()}
+    found |= {named.get(option, option): option_text(value) for option, value in options.items()}
     State.of(found)
     return found
 
