@@ -33,7 +33,6 @@ def add_calibrate(commands: Commands) -> None:
         "calibrate",
         help="measure this machine into a cluster file, for plans",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = command.add_argument
     add("--output", metavar="FILE", default="cluster.json", help="file to write (default: %(default)s)")

@@ -35,7 +35,6 @@ def add_check(commands: Commands) -> None:
         "check",
         help="find the first wrong value of a parallel run, of any engine, and why it is wrong",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = command.add_argument
     which = "folders of pipeflow.checking.record: the plain run, and the one to check; or a script, arguments after --"

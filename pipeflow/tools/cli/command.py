@@ -98,7 +98,6 @@ def parser(name: str | None = None) -> Parser:
         prog="pipeflow",
         description="Explore, draw, simulate, compare, verify and export pipeline schedules; plan the layout of a GPT.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"pipeflow {__version__}")
     parser.set_defaults(run=partial(_help, parser))

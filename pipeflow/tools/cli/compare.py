@@ -25,7 +25,7 @@ from pipeflow.draw.columns import COLUMNS, Column, changes, columns_in, differen
 from pipeflow.planning.estimate import MEANINGS, Breakdown
 from pipeflow.schedules import SCHEDULES
 from pipeflow.schedules.registry import COMPARED
-from pipeflow.tools.cli.options import UNITS, Commands, cost_options, schedule_name, schedule_options, unit_options
+from pipeflow.tools.cli.options import UNITS, Commands, add_costs, add_sizes, add_units, schedule_name
 from pipeflow.tools.cli.outputs import add_outputs, files_named, show, wrapped, write, write_drawings
 from pipeflow.tools.cli.plan_reports import breakdowns_svg
 from pipeflow.tools.cli.requests import Compared, refuse, refuse_all_but, refuse_costs
@@ -36,8 +36,9 @@ TABLE = tuple(name for name in COLUMNS if name != "span")
 
 def add_compare(commands: Commands) -> None:
     """Adds the command and its options."""
-    parents = [schedule_options(), cost_options()]
-    command = commands.add_parser("compare", help="compare schedules under the same costs", parents=parents)
+    command = commands.add_parser("compare", help="compare schedules under the same costs")
+    add_sizes(command)
+    add_costs(command)
     help_ = "names or files (default: every schedule)"
     command.add_argument("schedules", type=schedule_name, metavar="SCHEDULE", nargs="*", help=help_)
     group = command.add_argument_group("output")
@@ -183,10 +184,10 @@ FORMATS = ("html", "perfetto")  # the formats of `draw` that can hold two timeli
 
 def add_diff(commands: Commands) -> None:
     """Adds the command and its options."""
-    parents = [schedule_options(), cost_options(), unit_options()]
-    command = commands.add_parser(
-        "diff", help="show how two schedules differ, a plan and a measured step, or two plans", parents=parents
-    )
+    help_ = "show how two schedules differ, a plan and a measured step, or two plans"
+    command = commands.add_parser("diff", help=help_)
+    for add in (add_sizes, add_costs, add_units):
+        add(command)
     which = (
         "a name from `pipeflow list`, a CSV file, or in a JSON file a timeline or what `pipeflow plan --json` printed"
     )

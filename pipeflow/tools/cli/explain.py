@@ -18,7 +18,7 @@ from pipeflow.core.text import number, percent
 from pipeflow.draw import Table
 from pipeflow.draw.captions import Unit
 from pipeflow.planning.replanning import Candidate
-from pipeflow.tools.cli.options import UNITS, Commands, unit_options
+from pipeflow.tools.cli.options import UNITS, Commands, add_units
 from pipeflow.tools.cli.outputs import doing, files_named, show, wrapped, write, write_drawings
 from pipeflow.tools.cli.requests import refuse
 from pipeflow.tools.traces.explanation import NOTABLE, Explanation, explain
@@ -40,10 +40,9 @@ def add_explain(commands: Commands) -> None:
     command = commands.add_parser(
         "explain",
         help="explain a recorded step of any engine: its schedule, its bubbles, and what would be faster",
-        parents=[unit_options()],
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_units(command)
     add = command.add_argument
     which = "a trace per rank (torch.profiler, Chakra, Nsight Systems, OpenTelemetry), a folder of them, or a timeline"
     add("traces", nargs="+", metavar="TRACE", help=which)

@@ -12,7 +12,7 @@ from pipeflow.core.errors import UsageError, unknown
 from pipeflow.schedules import SCHEDULES
 from pipeflow.schedules.orders.additions import STAGE_OPTIONS
 from pipeflow.schedules.registry import OTHER_NAMES, family_options
-from pipeflow.tools.cli.options import Commands, even_cost_options, schedule_name, size_options, values_of
+from pipeflow.tools.cli.options import Commands, add_costs, add_sizes, schedule_name, values_of
 
 EXAMPLES = """\
 examples:
@@ -28,10 +28,10 @@ def add_explore(commands: Commands) -> None:
     command = commands.add_parser(
         "explore",
         help="explore schedules in the browser: a local page, computed by this machine",
-        parents=[size_options(), even_cost_options()],
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_sizes(command, has_files=False)
+    add_costs(command, has_file=False)
     help_ = "names from `pipeflow list` (default: 1f1b)"
     command.add_argument("schedules", type=schedule_name, metavar="SCHEDULE", nargs="*", help=help_)
     help_ = "show what the page at this address shows, or what its part from # on says; other options change it"

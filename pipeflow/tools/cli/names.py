@@ -67,7 +67,6 @@ def add_completion(commands: Commands) -> None:
         "completion",
         help="print a completion script for a shell",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
     command.set_defaults(run=run)

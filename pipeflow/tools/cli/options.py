@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from types import MappingProxyType, NoneType
 from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
@@ -35,6 +34,9 @@ PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {  # from the numbers o
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises errors as UsageError, and suggests what a misspelt word may mean."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """The arguments; `given` has those that differ from their defaults, as they are typed. Raises UsageError for
@@ -171,87 +173,48 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
-@cache
-def schedule_argument() -> Parser:
-    """The argument that names a schedule."""
-    parser = Parser(add_help=False)
+def add_schedule(command: Parser) -> None:
+    """Adds the argument that names a schedule."""
     help_ = "a name from `pipeflow list`, a CSV file, or a timeline in a JSON file"
-    parser.add_argument("schedule", type=schedule_name, metavar="SCHEDULE", help=help_)
-    return parser
+    command.add_argument("schedule", type=schedule_name, metavar="SCHEDULE", help=help_)
 
 
-@cache
-def size_options() -> Parser:
-    """Options for the size of a named schedule."""
-    parser = Parser(add_help=False)
-    _add_sizes(parser.add_argument_group("schedule"), "8")
-    return parser
-
-
-@cache
-def schedule_options() -> Parser:
-    """Options for the size of a named schedule, and for what a file does not say."""
-    parser = Parser(add_help=False)
-    group = parser.add_argument_group("schedule")
-    _add_sizes(group, "8, or as many as the file has")
-    group.add_argument(
-        "--placement", choices=PLACEMENTS, help="placement of the stages of a CSV file (default: read from its lines)"
-    )
-    group.add_argument("--forward-only", action="store_true", help="leave out the backwards, as in evaluation")
-    return parser
-
-
-def _add_sizes(group: argparse._ArgumentGroup, microbatches: str) -> None:
-    group.add_argument("--ranks", type=_whole, metavar="N", help="number of pipeline ranks (default: 4)")
-    group.add_argument(
-        "--microbatches", type=_whole, metavar="N", help=f"number of microbatches (default: {microbatches})"
-    )
+def add_sizes(command: Parser, *, has_files: bool = True) -> None:
+    """Adds options for the size of a named schedule, and for what a file does not say."""
+    group = command.add_argument_group("schedule")
+    add = group.add_argument
+    add("--ranks", type=_whole, metavar="N", help="number of pipeline ranks (default: 4)")
+    usual = "8, or as many as the file has" if has_files else "8"
+    add("--microbatches", type=_whole, metavar="N", help=f"number of microbatches (default: {usual})")
     add_family_options(group)
     for option, meaning in STAGE_OPTIONS.items():
-        group.add_argument(flag(option), type=argument(stages_in), metavar="STAGES", help=meaning)
+        add(flag(option), type=argument(stages_in), metavar="STAGES", help=meaning)
+    if has_files:
+        help_ = "placement of the stages of a CSV file (default: read from its lines)"
+        add("--placement", choices=PLACEMENTS, help=help_)
+        add("--forward-only", action="store_true", help="leave out the backwards, as in evaluation")
 
 
-@cache
-def even_cost_options() -> Parser:
-    """Options for times and bytes that are the same for all ranks."""
-    parser = Parser(add_help=False)
-    _add_even_costs(parser)
-    return parser
-
-
-@cache
-def cost_options() -> Parser:
-    """Options for times and bytes."""
-    parser = Parser(add_help=False)
-    _add_even_costs(parser).add_argument(
-        "--costs",
-        metavar="FILE",
-        help="read per-stage costs from a JSON file with the fields of CostModel, instead of these options",
-    )
-    return parser
-
-
-def _add_even_costs(parser: Parser) -> argparse._ArgumentGroup:
-    group = parser.add_argument_group("costs", "time per microbatch for all layers of one rank, in any unit")
+def add_costs(command: Parser, *, has_file: bool = True) -> None:
+    """Adds options for times and bytes that are the same for all ranks, and for a file with other ones."""
+    add = command.add_argument_group(
+        "costs", "time per microbatch for all layers of one rank, in any unit"
+    ).add_argument
     for option, cost in EVEN_COSTS.items():
         metavar = "BYTES" if cost.unit == "bytes" else "T"
-        help_ = f"{cost.meaning} (default: {cost.absent or cost.default})"
-        group.add_argument(flag(option), type=_cost, metavar=metavar, help=help_)
-    return group
+        add(flag(option), type=_cost, metavar=metavar, help=f"{cost.meaning} (default: {cost.absent or cost.default})")
+    if has_file:
+        help_ = "read per-stage costs from a JSON file with the fields of CostModel, instead of these options"
+        add("--costs", metavar="FILE", help=help_)
 
 
-@cache
-def unit_options() -> Parser:
-    """Options for the unit of written times."""
-    parser = Parser(add_help=False)
-    group = parser.add_argument_group("times")
+def add_units(command: Parser) -> None:
+    """Adds options for the unit of written times."""
+    add = command.add_argument_group("times").add_argument
     known = ", ".join(PER_SECOND)
     help_ = f"unit to write after times; times in seconds are converted to {known} (default: a readable one)"
-    group.add_argument("--unit", type=_unit, default="", metavar="NAME", help=help_)
-    group.add_argument(
-        "--factor", type=_factor, default=1.0, metavar="X", help="multiply times by this number, such as 1000"
-    )
-    return parser
+    add("--unit", type=_unit, default="", metavar="NAME", help=help_)
+    add("--factor", type=_factor, default=1.0, metavar="X", help="multiply times by this number, such as 1000")
 
 
 def argument(read: Callable[[str], Value]) -> Callable[[str], Value]:

@@ -117,7 +117,6 @@ def add_plan(commands: Commands) -> None:
         help="estimate memory per rank, step time and bubble of a model",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = command.add_argument
     add("model", metavar="MODEL", nargs="?", help=f"one of {', '.join(MODELS)}")

@@ -16,15 +16,16 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.draw.captions import Unit
 from pipeflow.schedules import SCHEDULES, options_of
 from pipeflow.schedules.registry import family_options
-from pipeflow.tools.cli.options import UNITS, Commands, cost_options, schedule_argument, schedule_options, unit_options
+from pipeflow.tools.cli.options import UNITS, Commands, add_costs, add_schedule, add_sizes, add_units
 from pipeflow.tools.cli.outputs import FORMATS, STANDARD_OUTPUT, add_outputs, files_named, show, write, write_drawings
 from pipeflow.tools.cli.requests import GivenCosts, changed, ordered_schedule, refuse, timeline_of, violations_of
 
 
 def add_draw(commands: Commands) -> None:
     """Adds the command and its options."""
-    parents = [schedule_argument(), schedule_options(), cost_options(), unit_options()]
-    command = commands.add_parser("draw", help="draw the timeline of a schedule, or a measured one", parents=parents)
+    command = commands.add_parser("draw", help="draw the timeline of a schedule, or a measured one")
+    for add in (add_schedule, add_sizes, add_costs, add_units):
+        add(command)
     add_outputs(command, *FORMATS)
     help_ = "list the actions that make up the makespan, and mark them in files"
     command.add_argument("--critical-path", action="store_true", help=help_)
@@ -57,8 +58,9 @@ def run_draw(arguments: argparse.Namespace) -> int:
 
 def add_simulate(commands: Commands) -> None:
     """Adds the command and its options."""
-    parents = [schedule_argument(), schedule_options(), cost_options(), unit_options()]
-    command = commands.add_parser("simulate", help="print the measures of a timeline", parents=parents)
+    command = commands.add_parser("simulate", help="print the measures of a timeline")
+    for add in (add_schedule, add_sizes, add_costs, add_units):
+        add(command)
     command.add_argument("--json", action="store_true", help="print JSON, in the timeline's own unit of time")
     command.set_defaults(run=run_simulate)
 
@@ -127,8 +129,9 @@ def _texts(timeline: Timeline, unit: str, factor: float) -> dict[str, str]:
 
 def add_verify(commands: Commands) -> None:
     """Adds the command and its options."""
-    parents = [schedule_argument(), schedule_options(), cost_options()]  # costs: some schedules are made for them
-    command = commands.add_parser("verify", help="check a schedule and list everything that is wrong", parents=parents)
+    command = commands.add_parser("verify", help="check a schedule and list everything that is wrong")
+    for add in (add_schedule, add_sizes, add_costs):  # costs: some schedules are made for them
+        add(command)
     if "memory_cap" not in family_options():
         help_ = "also check that no rank keeps more activations than this, in microbatches"
         command.add_argument("--memory-cap", type=float, metavar="X", help=help_)
@@ -157,8 +160,9 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 def add_export(commands: Commands) -> None:
     """Adds the command and its options."""
-    parents = [schedule_argument(), schedule_options(), cost_options()]  # costs: some schedules are made for them
-    command = commands.add_parser("export", help="write a schedule as a CSV table", parents=parents)
+    command = commands.add_parser("export", help="write a schedule as a CSV table")
+    for add in (add_schedule, add_sizes, add_costs):  # costs: some schedules are made for them
+        add(command)
     command.add_argument(
         "--csv", required=True, metavar="FILE", help="file to write, one line per rank (-: standard output)"
     )
