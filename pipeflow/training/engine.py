@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pipeflow.core.errors import NonFiniteError, NonFiniteGradientError, UsageError
+from pipeflow.core.placement import require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.engine.parallel.context import Context
@@ -166,8 +167,7 @@ class Engine:
             raise UsageError(f"an Engine trains a pipeflow.Pipeline, got {type(model).__name__}")
         require_parameters_of(model, optimizer)
         require_no_closure(optimizer)
-        if gradient_accumulation < 1:
-            raise UsageError(f"gradient_accumulation must be at least 1, got {gradient_accumulation}")
+        require_positive(gradient_accumulation=gradient_accumulation)
         require_checks(clip_grad_norm, non_finite)
         self.model = model
         self.optimizer = optimizer

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import require_positive
 from pipeflow.engine.parallel.transport.agreement import all_gather
 from pipeflow.engine.runtime.microbatch import Divided, merge
 from pipeflow.engine.runtime.step import Output
@@ -183,8 +184,7 @@ class Trainer:
             require_batches(test_loader, "test_loader")
         if (count := length_of(loader)) < (accumulated := self.engine.gradient_accumulation):
             raise UsageError(f"loader has {count} batches, and a step takes gradient_accumulation={accumulated}")
-        if test_interval < 1:
-            raise UsageError(f"test_interval must be at least 1, got {test_interval}")
+        require_positive(test_interval=test_interval)
         keeps = self._kept_outputs(return_outputs)
         self.loader, self.test_loader, self.epochs, self.should_stop = loader, test_loader, epochs, False
         self._position.attach(loader)

@@ -228,8 +228,8 @@ def test_what_is_not_installed_is_told_at_once(
         (lambda: LoggerHook("tensorbord"), "did you mean 'tensorboard'"),
         (lambda: LoggerHook(print), r"has no log\(\)"),  # type: ignore[arg-type]  # wrong on purpose
         (lambda: LoggerHook(Kept(), project="mine"), "project: options are only for loggers that are given by name"),
-        (lambda: LoggerHook(Kept(), every=0), "every must be at least 1"),
-        (lambda: LoggerHook(Kept(), picture_every=-1), "picture_every at least 0"),
+        (lambda: LoggerHook(Kept(), every=0), "every must be an integer of at least 1"),
+        (lambda: LoggerHook(Kept(), picture_every=-1), "picture_every must be an integer of at least 0"),
     ],
     ids=["name", "object", "options", "every", "pictures"],
 )

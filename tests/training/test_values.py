@@ -282,7 +282,7 @@ def test_logs_of_steps_alone() -> None:
         (lambda: ThroughputHook(tokens_per_sample=-1), "tokens_per_sample must be positive"),
         (lambda: ThroughputHook(flops_per_sample=float("nan")), "flops_per_sample must be positive"),
         (lambda: ThroughputHook(peak=0.0), "peak must be positive"),
-        (lambda: ThroughputHook(window=0), "window at least 1"),
+        (lambda: ThroughputHook(window=0), "window must be an integer of at least 1"),
         (lambda: MemoryHook(every=0), "every must be an integer of at least 1"),
         (lambda: BubbleHook(every=0), "every must be an integer of at least 1"),
         (lambda: LogHook(-1), "every must be positive"),

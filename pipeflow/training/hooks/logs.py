@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pipeflow.core.distributions import install
 from pipeflow.core.errors import UsageError, unknown
+from pipeflow.core.placement import require_at_least, require_positive
 from pipeflow.draw.image import pixels
 from pipeflow.training.engine import Step
 from pipeflow.training.hooks.measures import planned
@@ -136,8 +137,8 @@ class LoggerHook(Hook):
     def __init__(
         self, logger: str | MetricLogger, *, every: int = 1, picture_every: int = 0, **options: object
     ) -> None:
-        if every < 1 or picture_every < 0:
-            raise UsageError(f"every must be at least 1 and picture_every at least 0, got {every} and {picture_every}")
+        require_positive(every=every)
+        require_at_least(0, picture_every=picture_every)
         self._make: Callable[[], Any]
         if isinstance(logger, str):
             self._make = _maker(logger, options)

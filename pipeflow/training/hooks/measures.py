@@ -19,7 +19,7 @@ from torch import Tensor
 from pipeflow.core.analysis.measured_step import executed_schedule, measured_costs
 from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.errors import UsageError
-from pipeflow.core.placement import require_positive
+from pipeflow.core.placement import require_at_least, require_positive
 from pipeflow.core.timeline import Timeline
 from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_object, gather_rows
 from pipeflow.engine.runtime.pipeline import Pipeline
@@ -144,10 +144,8 @@ class ThroughputHook(Hook):
                 raise UsageError(f"{name} must be positive, or 0 if it is not known, got {number}")
         if peak is not None and not peak > 0:
             raise UsageError(f"peak must be positive, got {peak}: the operations per second of one device")
-        if ignored_steps < 0 or window < 1:
-            raise UsageError(
-                f"ignored_steps must be at least 0 and window at least 1, got {ignored_steps} and {window}"
-            )
+        require_at_least(0, ignored_steps=ignored_steps)
+        require_positive(window=window)
         self.tokens_per_sample = tokens_per_sample
         self.flops_per_sample = flops_per_sample
         self.peak = peak
