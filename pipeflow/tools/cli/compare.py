@@ -278,12 +278,11 @@ class SavedPlan:
 
     @classmethod
     def read(cls, path: str) -> SavedPlan:
-        """Reads a plan, or the first layout of a search. Raises UsageError for a file that has none, or no seconds."""
-        found = parse(read_text(path))
-        if not _has_plan(found):
-            raise UsageError(f"{path} has no plan: print one with pipeflow plan MODEL --device DEVICE --json")
+        """Reads a plan, or the first layout of a search. Raises UsageError for one without seconds, and for what has
+        another shape.
+        """
         try:
-            return cls._of(path, found)
+            return cls._of(path, parse(read_text(path)))
         except (KeyError, TypeError, AttributeError, IndexError):
             what = "it lacks what such a plan has, or has something else there"
             raise UsageError(f"{path} is no plan of pipeflow plan --json: {what}; print it again") from None
@@ -309,18 +308,12 @@ class SavedPlan:
 
 def _is_plan(path: str) -> bool:
     """Whether a file has a plan. Raises UsageError for a file that cannot be read or is no JSON."""
-    return path.endswith(".json") and os.path.isfile(path) and _has_plan(parse(read_text(path)))
-
-
-def _has_plan(content: object) -> bool:
+    content = parse(read_text(path)) if path.endswith(".json") and os.path.isfile(path) else None
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         return False
     layouts = content.get("layouts", [content])
-    return isinstance(layouts, list) and bool(layouts) and all(map(_is_planned, layouts))
-
-
-def _is_planned(content: object) -> bool:
-    return isinstance(content, dict) and "peak_parts" in content and "step_seconds" in content
+    has_any = isinstance(layouts, list) and bool(layouts)
+    return has_any and all(isinstance(each, dict) and {"peak_parts", "step_seconds"} <= {*each} for each in layouts)
 
 
 def _diff_plans(names: list[str], svg: str | None) -> int:
@@ -332,11 +325,11 @@ def _diff_plans(names: list[str], svg: str | None) -> int:
     plans = (first, second)
     times = _plans_table(plans, [{"step": each.seconds, **each.times} for each in plans], MEANINGS, seconds_text)
     memory = _plans_table(plans, [{"peak": sum(each.bytes.values()), **each.bytes} for each in plans], (), bytes_text)
-    show(*_layouts_table(first, second), "", times, "", memory, "", *wrapped(_summary(first, second)))
+    show(_layouts_table(first, second), "", times, "", memory, "", *wrapped(_summary(first, second)))
     return 0
 
 
-def _layouts_table(first: SavedPlan, second: SavedPlan) -> Iterator[Table]:
+def _layouts_table(first: SavedPlan, second: SavedPlan) -> Table:
     """The two layouts in a table, with their differences."""
     names = [name for name in ("devices", "schedule", *SIZES, "microbatches") if name in first.words | second.words]
     rows = []
@@ -344,7 +337,7 @@ def _layouts_table(first: SavedPlan, second: SavedPlan) -> Iterator[Table]:
         both = [plan.words.get(name, USUAL.get(name, "-")) for plan in (first, second)]
         if both != [USUAL.get(name)] * 2:
             rows.append([name.replace("_", " "), *map(str, both), "" if both[0] == both[1] else "differs"])
-    yield Table(["", first.name, second.name, ""], rows)
+    return Table(["", first.name, second.name, ""], rows)
 
 
 def _plans_table(
