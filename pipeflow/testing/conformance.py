@@ -125,7 +125,7 @@ def moves_any_tensor(transport: Transport) -> None:
 def gives_up(transport: Transport) -> None:
     """A wait for a live rank that makes the same call ends after the timeout, with an error that names that rank."""
     all_gather(transport, [0.0])
-    transport.patience = transport.timeout
+    transport.place.patience = transport.timeout
     started = time.monotonic()
     if transport.rank == 1:
         time.sleep(transport.timeout + _SOON)
@@ -137,7 +137,7 @@ def gives_up(transport: Transport) -> None:
         assert 0.5 * transport.timeout <= waited < transport.timeout + _SOON, f"gave up after {waited:.1f} s"
         first = transport.report(error)
     assert (first.rank, first.died) == (1, None), first
-    transport.patience = None
+    transport.place.patience = None
     transport.reopen()
     all_gather(transport, [0.0])
 

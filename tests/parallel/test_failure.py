@@ -374,7 +374,7 @@ def test_a_rank_that_makes_no_call_after_a_failure_is_named() -> None:
     coordinator = Coordinator("127.0.0.1", 2, b"s" * 32, 0.5)
     where = ("127.0.0.1", coordinator.port)
     first, second = (Monitor(*where, rank=rank, size=2, secret=b"s" * 32, timeout=0.4) for rank in range(2))
-    first.patience = 0.4
+    first.place.patience = 0.4
     with pytest.raises(LinkError) as caught:
         aside(lambda: first.open(1), "opening").result(SOON)
     told = first.report(1, caught.value)
@@ -434,9 +434,9 @@ def test_a_wait_in_an_earlier_call_than_the_one_that_failed_ends() -> None:
     first, second = (Monitor(*where, rank=rank, size=2, secret=b"s" * 32, timeout=0.4) for rank in range(2))
     for each, number in ((first, 2), (second, 1)):
         each.enter(number)
-        each.patience = 0.4
+        each.place.patience = 0.4
     first.report(0, Failure(0, "wrong", number=2))
-    first.patience = None
+    first.place.patience = None
     never: Future[None] = Future()
     waiting = aside(lambda: second.result(never), "waiting")
     with pytest.raises(LinkError) as caught:

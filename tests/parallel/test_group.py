@@ -116,7 +116,7 @@ def test_groups_start_afresh(run: Run) -> None:
 
 def time_out() -> str:
     context = current_context()
-    context.world.patience = 2.0
+    context.world.place.patience = 2.0
     if context.rank == 0:
         try:
             context.tensor.all_reduce(torch.ones(1)).wait()

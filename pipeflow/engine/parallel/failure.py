@@ -58,7 +58,7 @@ class Alarm:
         """Wraps a call that all ranks make together: an error in it on any rank is raised on every rank.
 
         `call`, as a string, describes this rank's call. It appears in the error if ranks make different calls, as in a
-        `Transport`.
+        `RankPlace`.
 
         On the rank where the error happened, pipeflow's own errors and interruptions are raised unchanged; any other
         error becomes the cause of a PipelineError. All other ranks raise that PipelineError, which is a UsageError as
@@ -67,13 +67,14 @@ class Alarm:
         """
         if self._dead is not None:
             raise PipelineError(self._dead)
-        transport, outside = self._transport, (self._transport.patience, self._transport.call)
-        transport.patience, transport.call = self._transport.timeout, ""
+        transport, place = self._transport, self._transport.place
+        outside = place.patience, place.call
+        place.patience, place.call = transport.timeout, ""
         self._number += 1
         try:
             transport.reopen()
             transport.enter(self._number)
-            transport.call = call  # after its number, since ranks compare calls of the same number
+            place.call = call  # after its number, since ranks compare calls of the same number
             yield
         except BaseException as error:
             cause = error.__cause__ if isinstance(error, ActionError) else error
@@ -94,11 +95,11 @@ class Alarm:
             told.first = first
             raise told from (None if isinstance(error, LinkError) else cause)
         finally:
-            transport.patience, transport.call = outside
+            place.patience, place.call = outside
 
     def expect_slow(self) -> None:
         """Makes other ranks wait ten times as long for this rank in the current call, because it compiles first."""
-        self._transport.patience = self._transport.timeout * _SLOWER
+        self._transport.place.patience = self._transport.timeout * _SLOWER
 
     def _locate(self, error: BaseException) -> Failure:
         found = Failure(self._transport.rank, _reason(error), number=self._number)

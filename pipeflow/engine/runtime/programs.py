@@ -83,11 +83,11 @@ class Programs:
         """
         promise, transport = self.options.promise, self.context.transport
         if promise is not None and promise.is_open and sizes != self._sizes:
-            transport.suspects = True
+            transport.place.suspects = True
             try:
                 read = all_gather(transport, [float(sum(sizes)), float(len(sizes))])
             finally:
-                transport.suspects = False
+                transport.place.suspects = False
             with told_alike(transport):
                 if any(row != read[0] for row in read):
                     said = [f"{samples:g} samples in {microbatches:g} microbatches" for samples, microbatches in read]

@@ -177,7 +177,7 @@ class Runner:
         self.gradients.prepare()
         self.confirmation.recover()
         batch, compiled = self._start(data_iter, call)
-        self.transport.call = call._replace(batch=(self.context.data_rank, sum(batch.sizes)))
+        self.transport.place.call = call._replace(batch=(self.context.data_rank, sum(batch.sizes)))
         results = compiled.results
         if compiled.ahead is None or call.trace:
             self.confirmation.confirm_all()

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from pipeflow.core.errors import Failure
 
@@ -39,21 +38,39 @@ class Status:
     number: int = 0
     batch: tuple[int, int] | None = None
 
-    @classmethod
-    def of(cls, place: RankPlace, waits_for: tuple[int, ...], patience: float | None, begun: float) -> Status:
-        """The status of the rank at `place`, whose call has `begun` at that time. May be called on any thread."""
+
+@dataclass(slots=True, eq=False)
+class RankPlace:
+    """Where a rank is in the calls that all ranks make together. The rank sets this; any thread may read it.
+
+    Attributes:
+        patience: seconds that others wait at most for this rank while it is in such a call. None between such calls:
+            then they wait as long as its process lives.
+        call: describes its current call, and is empty before it begins. Its string, made when it is needed, appears in
+            the error if the ranks' calls do not match. Its attribute `batch`, if it has one, is that of a `Status`.
+        suspects: True while this rank waits for others of which some may do something else. Then the ranks' calls are
+            compared soon, rather than when the time is up.
+        number: of that call, or of the last one.
+        begun: when that was, by the monotonic clock.
+    """
+
+    patience: float | None = None
+    call: object = ""
+    suspects: bool = False
+    number: int = 0
+    begun: float = -math.inf
+
+    def enter(self, number: int) -> None:
+        """Records that the rank begins call `number`."""
+        self.number, self.begun = number, time.monotonic()
+
+    def status(self, waits_for: tuple[int, ...]) -> Status:
+        """The status of the rank, which waits for these ranks."""
         number = None
-        while number != place.number:  # the rank may go on to its next call meanwhile
-            number, call = place.number, place.call
+        while number != self.number:  # the rank may go on to its next call meanwhile
+            number, call = self.number, self.call
         batch = getattr(call, "batch", None)
-        return cls(waits_for, patience, str(call), time.monotonic() - begun, number, batch)
-
-
-class RankPlace(Protocol):
-    """Where a rank is. Its `call` is not that of its `number` before it has begun that call, but then it is empty."""
-
-    number: int
-    call: object
+        return Status(waits_for, self.patience, str(call), time.monotonic() - self.begun, number, batch)
 
 
 @dataclass(frozen=True, slots=True)

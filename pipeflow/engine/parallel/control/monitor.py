@@ -5,7 +5,6 @@ of a generation find each other; no call of it outlasts a failure.
 
 from __future__ import annotations
 
-import math
 import select
 import socket
 import threading
@@ -21,7 +20,7 @@ import torch.distributed as dist
 
 from pipeflow.core.errors import Failure
 from pipeflow.engine.parallel.control import wire
-from pipeflow.engine.parallel.control.diagnosis import AGAIN, Blame, Status, gone, left, silent
+from pipeflow.engine.parallel.control.diagnosis import AGAIN, Blame, RankPlace, gone, left, silent
 from pipeflow.engine.parallel.control.rescue import LONGEST, Rescue
 from pipeflow.engine.parallel.control.wire import Message, forget_in_children
 from pipeflow.engine.parallel.transport.protocol import LinkError
@@ -43,9 +42,7 @@ class Monitor:
     Attributes:
         waiting: the ranks for which this rank waits now: one of them has to do something first. Set by the code that
             waits, which increases `waits` first; empty if it does not wait.
-        patience, call: as in a `Status`; `call` is turned into a string only when it is needed.
-        suspects: as in a `Transport`.
-        number: of the call that all ranks make together.
+        place: where this rank is.
         expired: True if channels were broken because this rank had waited too long.
         rescue: frees this rank if its call goes on after a failure.
     """
@@ -53,10 +50,7 @@ class Monitor:
     def __init__(self, address: str, port: int, *, rank: int, size: int, secret: bytes, timeout: float) -> None:
         self.waiting: tuple[int, ...] = ()
         self.waits = 0
-        self.patience: float | None = None
-        self.call: object = ""
-        self.suspects = False
-        self.number = 0
+        self.place = RankPlace()
         self.expired = False
         self.rescue = Rescue(rank, min(grace_of(timeout), LONGEST))
         self._rank = rank
@@ -65,7 +59,6 @@ class Monitor:
         self._generation = 0
         self._reopens = False  # waits for all others, after a failure
         self._reported = -1  # the last generation that has ended for this rank
-        self._begun = -math.inf  # when that call was
         self._opened = -1
         self._verdicts: dict[int, Failure] = {}  # by generation
         self._values: dict[str, str] = {}
@@ -147,7 +140,7 @@ class Monitor:
     def enter(self, number: int) -> None:
         """Records that this rank begins call number `number` of those that all ranks make together."""
         self.rescue.over()
-        self.number, self._begun = number, time.monotonic()
+        self.place.enter(number)
         self._break_if_needed(self._generation)
 
     def report(self, generation: int, failure: Failure | LinkError) -> Failure:
@@ -183,7 +176,7 @@ class Monitor:
     def must_break(self, generation: int) -> bool:
         """Returns True if a failure was reported, unless it happened in a call that this rank has not begun."""
         failure = self._verdicts.get(generation)
-        return failure is not None and (failure.number is None or failure.number <= self.number)
+        return failure is not None and (failure.number is None or failure.number <= self.place.number)
 
     def close(self) -> None:
         """Reports that this rank leaves, and ends the thread. A later `report` just returns its argument."""
@@ -237,14 +230,14 @@ class Monitor:
             if self._owed_since is not None and now - self._owed_since > 2 * grace_of(self._timeout):
                 self._owed_since = None
                 self._tell(self._generation, silent(HOST).failure(""))
-            is_in_call = self.patience is not None
+            is_in_call = self.place.patience is not None
             (self.rescue.look if is_in_call else self.rescue.over)()
             if not (self.waiting or is_in_call) or self.waits != watched:
                 watched, since, complaints, asked = self.waits, now, 0, 0
             elif now - since > self._timeout * (1 + AGAIN * complaints):
                 complaints += 1
                 self._complain(watched, now - since)
-            elif self.suspects and now - since > tick * asked:
+            elif self.place.suspects and now - since > tick * asked:
                 asked = max(1, 2 * asked)
                 self._send({"op": "suspects", "generation": self._generation})
 
@@ -282,7 +275,7 @@ class Monitor:
     def _handle(self, message: Message) -> None:
         match message["op"]:
             case "ask":
-                status = asdict(Status.of(self, self.waiting, self.patience, self._begun))
+                status = asdict(self.place.status(self.waiting))
                 self._send({"op": "alive", "round": message["round"], "status": status})
             case "told":
                 self._tell(message["generation"], Failure(**message["failure"]))
@@ -312,7 +305,7 @@ class Monitor:
     def _break_if_needed(self, generation: int) -> None:
         if self.must_break(generation):
             self._break(generation)
-            if (patience := self.patience) is not None:
+            if (patience := self.place.patience) is not None:
                 self.rescue.begin(self._verdicts[generation], patience)
             if generation <= self._reported:
                 self.rescue.over()

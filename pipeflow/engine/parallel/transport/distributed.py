@@ -95,6 +95,7 @@ class DistributedTransport:
         self.device = device
         self.timeout = timeout
         self.monitor = monitor
+        self.place = monitor.place
         self._address = address
         self._leave = leave
         self._generation = -1  # of the channels that were opened last
@@ -104,30 +105,6 @@ class DistributedTransport:
         self._has_closed_torch_groups = False
         monitor.breaks(self._break)
         monitor.rescue.close = self._close_torch_groups
-
-    @property
-    def patience(self) -> float | None:
-        return self.monitor.patience
-
-    @patience.setter
-    def patience(self, seconds: float | None) -> None:
-        self.monitor.patience = seconds
-
-    @property
-    def call(self) -> object:
-        return self.monitor.call
-
-    @call.setter
-    def call(self, asked: object) -> None:
-        self.monitor.call = asked
-
-    @property
-    def suspects(self) -> bool:
-        return self.monitor.suspects
-
-    @suspects.setter
-    def suspects(self, does: bool) -> None:
-        self.monitor.suspects = does
 
     def _open(self) -> None:
         self.monitor.open(self._generation)

@@ -4,12 +4,9 @@ one GPU, and for a pipeline of a single rank. In a group, the last rank to arriv
 
 from __future__ import annotations
 
-import math
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from threading import Condition, get_ident
 
@@ -17,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeflow.core.errors import Failure
-from pipeflow.engine.parallel.control.diagnosis import AGAIN, Blame, Status, diagnose, left, mismatch
+from pipeflow.engine.parallel.control.diagnosis import AGAIN, Blame, RankPlace, Status, diagnose, left, mismatch
 from pipeflow.engine.parallel.transport.protocol import Alone, Channel, Connection, Group, LinkError, Start, Tag, Work
 
 _SOON = 0.1  # seconds after which a rank that suspects others compares its call with theirs
@@ -46,14 +43,6 @@ class Collective:
         self.done = True
 
 
-@dataclass
-class CallPosition:
-    """The call that a rank makes, and its number, as a `RankPlace`."""
-
-    number: int = 0
-    call: object = ""
-
-
 class Hub:
     """The state that the threads of a world share: through it they wait for each other.
 
@@ -72,9 +61,7 @@ class Hub:
         self.closed: set[tuple[int, int]] = set()  # (generation, rank) of ranks that know of a failure
         self.gone: set[int] = set()
         self.waits_for: dict[tuple[int, int], tuple[int, ...]] = {}  # by rank and thread: threads of a trace wait, too
-        self.patience: dict[int, float | None] = {}
-        self.places = [CallPosition() for _ in range(size)]  # by rank
-        self.begun: dict[int, float] = {}  # by rank, when its current call began
+        self.places = [RankPlace() for _ in range(size)]  # by rank
         self.blames: dict[tuple[int, int], Blame] = {}  # by generation and by the rank that gave up
 
     def wait(self, by: LocalTransport, generation: int, ranks: tuple[int, ...], done: Callable[[], bool]) -> None:
@@ -82,13 +69,13 @@ class Hub:
         Raises LinkError.
         """
         waited, here = 0.0, (by.rank, get_ident())
-        pause = min(_SOON, by.timeout) if by.suspects else by.timeout
+        pause = min(_SOON, by.timeout) if by.place.suspects else by.timeout
         self.waits_for[here] = ranks
         try:
             while not self.changed.wait_for(lambda: done() or self._closed(generation, ranks), pause):
                 waited += pause
                 if waited < by.timeout:
-                    blame = mismatch(self.places[by.rank].number, self.statuses())
+                    blame = mismatch(by.place.number, self.statuses())
                 else:
                     blame, pause = diagnose(by.rank, waited, self.statuses()), AGAIN * by.timeout
                 if blame:
@@ -109,11 +96,10 @@ class Hub:
 
     def statuses(self) -> dict[int, Status | Blame]:
         """The status of every rank, as in `diagnose`."""
-        return {rank: left(rank) if rank in self.gone else self._status(rank) for rank in range(self.size)}
-
-    def _status(self, rank: int) -> Status:
-        begun = self.begun.get(rank, -math.inf)
-        return Status.of(self.places[rank], self._awaited_by(rank), self.patience.get(rank), begun)
+        return {
+            rank: left(rank) if rank in self.gone else place.status(self._awaited_by(rank))
+            for rank, place in enumerate(self.places)
+        }
 
     def _awaited_by(self, rank: int) -> tuple[int, ...]:
         return tuple(other for (waiting, _), ranks in self.waits_for.items() if waiting == rank for other in ranks)
@@ -294,7 +280,7 @@ class LocalTransport:
         self.timeout = timeout
         self.hub = hub
         self.generation = 0  # counts the reopenings
-        self.suspects = False
+        self.place = hub.places[rank]
         self._connected: set[Channel] = set()
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
@@ -352,22 +338,6 @@ class LocalTransport:
                 target.tensor.copy_(source.tensor)
         source.done = target.done = True
 
-    @property
-    def patience(self) -> float | None:
-        return self.hub.patience.get(self.rank)
-
-    @patience.setter
-    def patience(self, seconds: float | None) -> None:
-        self.hub.patience[self.rank] = seconds
-
-    @property
-    def call(self) -> object:
-        return self.hub.places[self.rank].call
-
-    @call.setter
-    def call(self, asked: object) -> None:
-        self.hub.places[self.rank].call = asked
-
     def report(self, failure: Failure | LinkError) -> Failure:
         with self.hub.changed:
             if isinstance(failure, LinkError):
@@ -392,7 +362,7 @@ class LocalTransport:
         """Records the number and the time. No channel of an earlier call can break, because a rank has handed over all
         its sends when it leaves a call.
         """
-        self.hub.places[self.rank].number, self.hub.begun[self.rank] = number, time.monotonic()
+        self.place.enter(number)
 
     def reopen(self) -> None:
         if (self.generation, self.rank) in self.hub.closed:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeflow.core.errors import Failure, UsageError
+from pipeflow.engine.parallel.control.diagnosis import RankPlace
 
 
 class Work(Protocol):
@@ -219,15 +220,7 @@ class Transport(Protocol):
     size: int
     device: torch.device
     timeout: float  # seconds
-    patience: float | None
-    """Seconds that others wait at most for this rank while it is in a call that all ranks make together. None between
-    such calls: then they wait as long as its process lives."""
-    call: object
-    """Describes this rank's current call; its string appears in the error if the ranks' calls do not match. Its
-    attribute `batch`, if it has one, is that of a `Status`."""
-    suspects: bool
-    """True while this rank waits for others of which some may do something else. Then the ranks' calls are compared
-    soon, rather than when the time is up."""
+    place: RankPlace  # of this rank, as the others see it
 
     def connect(self, channels: Iterable[Channel]) -> None:
         """Connects those of `channels` that are not connected yet; this rank is an end of each. Returns when they are.
@@ -288,6 +281,7 @@ class Subset:
         self.size = len(ranks)
         self.device: torch.device = whole.device
         self.timeout = whole.timeout
+        self.place = whole.place
         self._whole = whole
         self._ranks = tuple(ranks)
 
@@ -310,30 +304,6 @@ class Subset:
 
     def group(self, ranks: Sequence[int]) -> Group:
         return self._whole.group([self._ranks[rank] for rank in ranks])
-
-    @property
-    def patience(self) -> float | None:
-        return self._whole.patience
-
-    @patience.setter
-    def patience(self, seconds: float | None) -> None:
-        self._whole.patience = seconds
-
-    @property
-    def call(self) -> object:
-        return self._whole.call
-
-    @call.setter
-    def call(self, asked: object) -> None:
-        self._whole.call = asked
-
-    @property
-    def suspects(self) -> bool:
-        return self._whole.suspects
-
-    @suspects.setter
-    def suspects(self, does: bool) -> None:
-        self._whole.suspects = does
 
     def report(self, failure: Failure | LinkError) -> Failure:
         return self._whole.report(failure)
