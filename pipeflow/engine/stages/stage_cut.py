@@ -20,7 +20,7 @@ from pipeflow.engine.stages.copies import Fakes
 from pipeflow.engine.stages.flow import RANDOM, Flow, Identity
 from pipeflow.engine.stages.plan import CutPlan, StagePlan
 from pipeflow.engine.stages.script import CallNode, PlanRun, Script, TensorRef
-from pipeflow.engine.stages.trace import Batch, Call, Look, Returned, Trace, decides, explained
+from pipeflow.engine.stages.trace import Batch, Call, Look, Returned, Trace, decides, explained, flattened
 from pipeflow.engine.torch_private.trees import tree_leaves
 
 # Theory of operation
@@ -174,7 +174,7 @@ class StageCut:
                 )
                 for value, mine in kept.items()
             ]
-        here, there = Returned.of(output, flow), self.trace.returned
+        here, there = Returned.of(*flattened(output), flow), self.trace.returned
         mine, its = here.looks(), there.looks()
         same = here.spec == there.spec and mine.keys() == its.keys()
         if not same or any(mine[leaf].shape != its[leaf].shape for leaf in mine):

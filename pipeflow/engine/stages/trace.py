@@ -104,14 +104,8 @@ class Returned(NamedTuple):
     leaves: list[Leaf]
 
     @classmethod
-    def of(cls, output: object, flow: Flow) -> Returned:
-        """Describes the output of a call."""
-        leaves, spec = flattened(output)
-        return cls.of_leaves(leaves, spec, flow)
-
-    @classmethod
-    def of_leaves(cls, leaves: Sequence[object], spec: TreeSpec, flow: Flow) -> Returned:
-        """Describes a tree that is already flattened."""
+    def of(cls, leaves: Sequence[object], spec: TreeSpec, flow: Flow) -> Returned:
+        """Describes a tree that is flattened."""
         return cls(spec, [_leaf(leaf, flow) for leaf in leaves])
 
     def looks(self) -> dict[int, Look]:
@@ -341,19 +335,17 @@ class Recorder:
             own = vars(module).items()
             made.keeps = next((at for at, each in own if isinstance(each, Tensor) and each is not kept.get(at)), None)
         at = {id(leaf): index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-        made.passes = {index: at[id(leaf)] for index, leaf in enumerate(flattened(output)[0]) if id(leaf) in at}
+        returned, its_spec = flattened(output)
+        made.passes = {index: at[id(leaf)] for index, leaf in enumerate(returned) if id(leaf) in at}
         made.writes = tuple(index for index, key in given.items() if written[key] > before[key])
         if made.seen_by or made.writes:
-            made.arguments = Returned.of_leaves(leaves, spec, self.flow)
-        self._end(made, output)
+            made.arguments = Returned.of(leaves, spec, self.flow)
+        made.exit, made.returned = self._tick(), Returned.of(returned, its_spec, self.flow)
         return output
 
     def end(self, output: object) -> None:
         """Ends the record after the call of the whole module."""
-        self._end(self.calls[0], output)
-
-    def _end(self, call: Call, output: object) -> None:
-        call.exit, call.returned = self._tick(), Returned.of(output, self.flow)
+        self.calls[0].exit, self.calls[0].returned = self._tick(), Returned.of(*flattened(output), self.flow)
 
     @property
     def current(self) -> str:
