@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any
 
 from pipeflow.core.dataflow import DATAFLOW, Stream, Value, makes, needs
 from pipeflow.core.rows import first_uses
@@ -58,18 +58,14 @@ def _tracks(timeline: Timeline) -> list[Lane]:
     return [lane for of_stream in zip(*all_lanes(timeline), strict=True) for lane in of_stream]
 
 
-class _Bound(NamedTuple):
-    """The end of an arrow: a thread, and a moment within one of its slices."""
-
-    tid: int
-    ts: float
+Bound = dict[str, Any]  # the end of an arrow: a thread, `tid`, and a moment within one of its slices, `ts`
 
 
 def _slices(timeline: Timeline, process: int, thread: int, factor: float) -> Iterator[Event]:
     """The events of actions, and of the arrows between them."""
     stages = timeline.placement.num_stages
-    made: defaultdict[Value, list[_Bound]] = defaultdict(list)
-    used: list[tuple[Value, _Bound]] = []
+    made: defaultdict[Value, list[Bound]] = defaultdict(list)
+    used: list[tuple[Value, Bound]] = []
     for track, lane in enumerate(_tracks(timeline), start=thread):
         free, first = 0.0, first_uses(span.action for span in timeline.rows[lane.rank])
         for span in lane.row:
@@ -79,23 +75,23 @@ def _slices(timeline: Timeline, process: int, thread: int, factor: float) -> Ite
             yield times | _described(span, lane.chunk(span))
             if start < free:  # otherwise no moment lies inside it for an arrow
                 for value in makes(span.action, stages):
-                    made[value].append(_Bound(track, (start + free) / 2))
+                    made[value].append({"tid": track, "ts": (start + free) / 2})
                 values = [*needs(span.action, stages), *filter(None, [first.get(span.action)])]
-                used += [(value, _Bound(track, start)) for value in values]
+                used += [(value, {"tid": track, "ts": start}) for value in values]
     yield from _arrows(made, used, process)
 
 
-def _arrows(made: dict[Value, list[_Bound]], used: list[tuple[Value, _Bound]], process: int) -> Iterator[Event]:
+def _arrows(made: dict[Value, list[Bound]], used: list[tuple[Value, Bound]], process: int) -> Iterator[Event]:
     """The two ends of the arrow of each value that passes from one thread to another, from the last action that made it
     before.
     """
     for number, (value, end) in enumerate(used, start=process << 32 | 1):
-        before = (each for each in made.get(value, ()) if each.ts <= end.ts)
-        start = max(before, key=attrgetter("ts"), default=None)
-        if start is not None and start.tid != end.tid:
+        before = (each for each in made.get(value, ()) if each["ts"] <= end["ts"])
+        start = max(before, key=itemgetter("ts"), default=None)
+        if start is not None and start["tid"] != end["tid"]:
             called = {"pid": process, "cat": "transfer", "name": value.content.value, "id": number}
-            yield {"ph": "s", **start._asdict(), **called}
-            yield {"ph": "f", "bp": "e", **end._asdict(), **called}
+            yield {"ph": "s", **start, **called}
+            yield {"ph": "f", "bp": "e", **end, **called}
 
 
 def _described(span: Span, chunk: int) -> Event:

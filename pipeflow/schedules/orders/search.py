@@ -103,11 +103,18 @@ def improved(
     if candidates is not None:
         require_positive(candidates=candidates)
     proved = bounds(problem)
-    effort = _Effort(deadline, inf if candidates is None else candidates, proved.objective)
+    tried = 0
+
+    def goes_on(best: ScoredOrder) -> bool:
+        nonlocal tried
+        tried += 1
+        is_proved = best.objective <= proved.objective * (1 + 1e-12)
+        return not is_proved and tried <= (inf if candidates is None else candidates) and perf_counter() < deadline
+
     given = {schedule.rows: schedule for schedule in map(Schedule.without_reductions, start)}.values()
     begin = [candidate for schedule in given if (candidate := _started(problem, schedule)) is not None]
     builder = Builder.of(problem, proved)
-    best = _searched(builder, plain_rules(builder.alike, builder.heads), begin, effort)
+    best = _searched(builder, plain_rules(builder.alike, builder.heads), begin, goes_on)
     whole = [replace(schedule, name=name) for schedule in given if _may_gain(problem, cost, schedule)]
     schedules = [to_schedule(name, problem, best.sequences), *whole]
     timelines = [simulate(schedule, cost) for schedule in schedules]
@@ -127,24 +134,6 @@ def _may_gain(problem: Problem, cost: CostModel, schedule: Schedule) -> bool:
     """
     pairs = bool(cost.overlap) and schedule.has_pairs
     return pairs or bool(cost.activation_bytes or cost.route_bytes) or any(problem.memory.spare)
-
-
-@dataclass(slots=True)
-class _Effort:
-    """The limits of a search: its time, its candidates, and an objective that is good enough."""
-
-    deadline: float
-    candidates: float
-    enough: float
-    tried: int = 0
-
-    def goes_on(self, best: ScoredOrder) -> bool:
-        self.tried += 1
-        return (
-            best.objective > self.enough * (1 + 1e-12)
-            and self.tried <= self.candidates
-            and perf_counter() < self.deadline
-        )
 
 
 def _started(problem: Problem, schedule: Schedule) -> ScoredOrder | None:
@@ -170,14 +159,16 @@ def _better(one: ScoredOrder, other: ScoredOrder | None) -> ScoredOrder:
     return one if other is None or one[:2] <= other[:2] else other
 
 
-def _searched(builder: Builder, grid: Iterator[Rules], begin: Iterable[ScoredOrder], effort: _Effort) -> ScoredOrder:
+def _searched(
+    builder: Builder, grid: Iterator[Rules], begin: Iterable[ScoredOrder], goes_on: Callable[[ScoredOrder], bool]
+) -> ScoredOrder:
     first = next(grid)
     candidate = builder.candidate(first)
     assert candidate is not None  # it has nothing to stop at
     found = {first.slack is None: (candidate, first)}  # the best of the rules without a slack, and of those with one
     best = reduce(_better, begin, candidate)
     for rules in grid:
-        if not effort.goes_on(best):
+        if not goes_on(best):
             return best
         same = found.get(rules.slack is None)
         candidate = builder.candidate(rules, same[0].objective if same else inf)
@@ -190,7 +181,7 @@ def _searched(builder: Builder, grid: Iterator[Rules], begin: Iterable[ScoredOrd
     while True:
         by_moves = _move_climb(builder.problem, best, random)
         for climb in (*by_rules, by_moves) * ROUND:
-            if not effort.goes_on(best):
+            if not goes_on(best):
                 return best
             best = _better(best, climb())
 
