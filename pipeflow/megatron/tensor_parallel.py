@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.tensor import cross_entropy, embedding, linear, regions
-from pipeflow.engine.tensor.layer import DeferringTensorLayer
+from pipeflow.engine.tensor.layer import TensorLayer
 from pipeflow.engine.tensor.random import draw_part_
 from pipeflow.megatron.parallel_state import context_here
 
@@ -155,7 +155,7 @@ def _require_bias_added(layer: object, skip_bias_add: bool) -> None:
         raise UsageError(f"{type(layer).__name__} adds its bias itself: remove skip_bias_add, or pass bias=False")
 
 
-def _begin(layer: DeferringTensorLayer, init_method: InitMethod | None) -> None:
+def _begin(layer: TensorLayer, init_method: InitMethod | None) -> None:
     """Initializes a layer's weight, and sets its bias to zero."""
     if init_method is not None:
         draw_part_(layer.get_parameter("weight"), init_method, split=layer.splits()["weight"], rank=layer.group.rank)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from pipeflow import GPT, PRECISIONS, Placement, Setup
 from pipeflow.engine.deferral.module import defer_weight_gradients
-from pipeflow.engine.deferral.products import LinearProduct, Products
+from pipeflow.engine.deferral.products import Product, Products
 from pipeflow.planning.physical import stage_costs
 from tests.deferral.halves import products_of
 
@@ -60,7 +60,7 @@ def run(block: nn.Module) -> tuple[int, int]:
         output = block(torch.randn(2, 32, 64, requires_grad=True))
     kept = sizes(saved, block)
     output.backward(torch.randn_like(output))
-    products = [product for product in products_of(queue) if isinstance(product, LinearProduct)]
+    products = [product for product in products_of(queue) if isinstance(product, Product)]
     return kept, sizes([tensor for product in products for tensor in (product.input, product.gradient)], block)
 
 

@@ -16,14 +16,15 @@ from torch.nn import functional
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.deferral.products import (
-    ConvolutionProduct,
     Copies,
     Deferral,
     Deferred,
-    EmbeddingProduct,
-    LinearProduct,
+    Formula,
     Product,
     has_hooks,
+    of_convolution,
+    of_embedding,
+    of_linear,
 )
 from pipeflow.engine.torch_private.autograd import is_under_functorch, tracing_state, will_run
 from pipeflow.engine.torch_private.tensors import Convolution, unviewed
@@ -151,8 +152,7 @@ class DeferringEmbedding(Deferring, nn.Embedding):
         deferred = self._deferred_weights()
         if deferred is None:
             return super().forward(input)
-        output: Tensor = _Embedding.apply(*deferred.inputs, input, deferred, self)  # type: ignore[no-untyped-call]  # torch's
-        return output
+        return look_up(deferred, input, self.padding_idx, self.scale_grad_by_freq)
 
 
 class _Linear(Function):
@@ -167,7 +167,7 @@ class _Linear(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, weight.shape[0])  # shared by all three products
-        of_weights = hand_over(ctx, LinearProduct(ctx.deferred.weight, ctx.deferred.trained_bias, input, rows))
+        of_weights = hand_over(ctx, of_linear, input, rows)
         of_input = rows.mm(weight.conj()).view(input.shape) if ctx.needs_input_grad[3] else None
         return None, *of_weights, of_input, None
 
@@ -190,8 +190,7 @@ class _Convolution(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
-        product = ConvolutionProduct(ctx.deferred.weight, ctx.deferred.trained_bias, input, gradient, ctx.geometry)
-        of_weights = hand_over(ctx, product)
+        of_weights = hand_over(ctx, of_convolution(*ctx.geometry), input, gradient)
         of_input = None
         if ctx.needs_input_grad[3]:
             backward = torch.ops.aten.convolution_backward
@@ -206,22 +205,27 @@ class _Embedding(Function):
         anchor: Tensor,
         weight: Tensor,
         bias: None,
-        input: Tensor,
+        indices: Tensor,
         deferred: DeferredWeights,
-        layer: nn.Embedding,
+        formula: Formula,
     ) -> Tensor:
-        ctx.deferred = deferred
-        ctx.padding_index = -1 if layer.padding_idx is None else layer.padding_idx
-        ctx.scale_by_frequency = layer.scale_grad_by_freq
-        ctx.save_for_backward(input)
-        return functional.embedding(input, weight, layer.padding_idx)
+        ctx.deferred, ctx.formula = deferred, formula
+        ctx.save_for_backward(indices)
+        return functional.embedding(indices, weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         [indices] = ctx.saved_tensors
-        weight = ctx.deferred.weight
-        product = EmbeddingProduct(weight, indices, gradient, ctx.padding_index, ctx.scale_by_frequency)
-        return None, *hand_over(ctx, product), None, None, None
+        return None, *hand_over(ctx, ctx.formula, indices, gradient), None, None, None
+
+
+def look_up(
+    deferred: DeferredWeights, indices: Tensor, padding_index: int | None, scale_by_frequency: bool = False
+) -> Tensor:
+    """Rows of a weight that defers; row `padding_index` gets no gradient."""
+    formula = of_embedding(padding_index, scale_by_frequency)
+    output: Tensor = _Embedding.apply(*deferred.inputs, indices, deferred, formula)  # type: ignore[no-untyped-call]  # torch's
+    return output
 
 
 def _begin(ctx: Any, input: Tensor, deferred: DeferredWeights) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -256,12 +260,12 @@ def _lower(tensor: Tensor, dtype: torch.dtype, copies: Copies | None) -> Tensor:
     return copy
 
 
-def hand_over(ctx: Any, product: Product) -> tuple[Tensor | None, Tensor | None]:
-    """Hands the product to the Deferral of `ctx`, or computes it if that may not wait.
+def hand_over(ctx: Any, formula: Formula, input: Tensor, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Hands the Product of this backward to the Deferral of `ctx`, or computes it if that may not wait.
 
     Args:
         ctx: of a function whose first inputs are those of its `deferred`.
-        product: of this backward.
+        formula, input, gradient: of the product.
 
     Returns the gradients of weight and bias for autograd; None for those that are deferred or not wanted. Raises
     UsageError if the backward itself must be differentiated.
@@ -269,8 +273,10 @@ def hand_over(ctx: Any, product: Product) -> tuple[Tensor | None, Tensor | None]
     _, wants_weight, wants_bias, *_ = ctx.needs_input_grad
     if not wants_weight and not wants_bias:
         return None, None
-    if defers(ctx, ctx.deferred.deferral, product):
-        ctx.deferred.deferral.take(product)
+    deferred: DeferredWeights = ctx.deferred
+    product = Product(formula, deferred.weight, deferred.trained_bias, input, gradient)
+    if defers(ctx, deferred.deferral, product):
+        deferred.deferral.take(product)
         return None, None
     found = dict(product.compute())
     return found[product.weight], None if product.bias is None else found[product.bias]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -32,14 +32,23 @@ class Deferred(ABC):
         """Computes the weight gradients and returns each parameter with its gradient."""
 
 
+Formula = Callable[[nn.Parameter, Tensor, Tensor, bool], Sequence[Tensor]]
+"""Computes the gradients of a layer's weight and, if that is wanted, of its bias, from the weight, the input of a call,
+and the gradient of its output.
+"""
+
+
 class Product(Deferred):
-    """The gradients of one layer's weight and bias from one call of the layer. `gradient` is the gradient of the
-    layer's output.
+    """The gradients of one layer's weight and bias from one call of the layer, by a `formula`. `gradient` is the
+    gradient of the layer's output.
     """
 
-    __slots__ = ("bias", "gradient", "input", "versions", "weight")
+    __slots__ = ("bias", "formula", "gradient", "input", "versions", "weight")
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, input: Tensor, gradient: Tensor) -> None:
+    def __init__(
+        self, formula: Formula, weight: nn.Parameter, bias: nn.Parameter | None, input: Tensor, gradient: Tensor
+    ) -> None:
+        self.formula = formula
         self.weight = weight
         self.bias = bias
         self.input = input.detach()  # without the graph that made it
@@ -51,8 +60,8 @@ class Product(Deferred):
         """The layer's weight, and its bias if that has a gradient."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
-    def release(self) -> tuple[Tensor, Tensor]:
-        """Returns the input and the gradient and frees them here. Raises UsageError if either was overwritten since."""
+    def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """As in `Deferred`. Raises UsageError if the input or the gradient was overwritten since."""
         input, gradient = self.input, self.gradient
         del self.input, self.gradient
         if self.versions != (input._version, gradient._version):
@@ -60,64 +69,40 @@ class Product(Deferred):
                 f"the input or the output's gradient of a layer with a weight of shape {tuple(self.weight.shape)} was "
                 "modified in place before its weight gradient was computed: modify a copy instead"
             )
-        return input, gradient
+        gradients = self.formula(self.weight, input, gradient, self.bias is not None)
+        return list(zip(self.parameters, gradients, strict=True))
 
 
-class LinearProduct(Product):
-    """The product of a linear layer. `gradient` is a matrix with a row per row of the input."""
-
-    __slots__ = ()
-
-    def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
-        input, rows = self.release()
-        columns = rows.t()
-        of_weight = columns.mm(input.reshape(rows.shape[0], input.shape[-1]).conj())  # the same tensor unless complex
-        return [(self.weight, of_weight)] if self.bias is None else [(self.weight, of_weight), (self.bias, rows.sum(0))]
+def of_linear(weight: nn.Parameter, input: Tensor, rows: Tensor, with_bias: bool) -> Sequence[Tensor]:
+    """The Formula of a linear layer. `rows` is a matrix with a row per row of the input."""
+    of_weight = rows.t().mm(input.reshape(rows.shape[0], input.shape[-1]).conj())  # the same tensor unless complex
+    return (of_weight, rows.sum(0)) if with_bias else (of_weight,)
 
 
-class ConvolutionProduct(Product):
-    """The product of a convolution. `geometry` is the arguments of torch.convolution after the bias."""
+def of_convolution(*geometry: Any) -> Formula:
+    """The Formula of a convolution. `geometry` is the arguments of torch.convolution after the bias."""
 
-    __slots__ = ("geometry",)
-
-    def __init__(
-        self,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
-        input: Tensor,
-        gradient: Tensor,
-        geometry: tuple[Any, ...],
-    ) -> None:
-        super().__init__(weight, bias, input, gradient)
-        self.geometry = geometry
-
-    def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
-        input, gradient = self.release()
-        weight = self.weight.detach().to(gradient.dtype)  # only its shape and layout are used
-        outputs = None if self.bias is None else [gradient.shape[1]]
-        wanted = (False, True, self.bias is not None)
-        _, of_weight, of_bias = torch.ops.aten.convolution_backward(
-            gradient, input, weight, outputs, *self.geometry, wanted
+    def formula(weight: nn.Parameter, input: Tensor, gradient: Tensor, with_bias: bool) -> Sequence[Tensor]:
+        like = weight.detach().to(gradient.dtype)  # only its shape and layout are used
+        outputs = [gradient.shape[1]] if with_bias else None
+        wanted = (False, True, with_bias)
+        gradients: Sequence[Tensor] = torch.ops.aten.convolution_backward(
+            gradient, input, like, outputs, *geometry, wanted
         )
-        return [(self.weight, of_weight)] if self.bias is None else [(self.weight, of_weight), (self.bias, of_bias)]
+        return gradients[1:] if with_bias else gradients[1:2]
+
+    return formula
 
 
-class EmbeddingProduct(Product):
-    """The product of an embedding. `input` is the indices. Row `padding_index` gets no gradient; -1 stands for none."""
+def of_embedding(padding_index: int | None, scale_by_frequency: bool) -> Formula:
+    """The Formula of an embedding, whose input is indices. Row `padding_index` gets no gradient."""
+    padding = -1 if padding_index is None else padding_index  # torch's number for none
 
-    __slots__ = ("padding_index", "scale_by_frequency")
+    def formula(weight: nn.Parameter, indices: Tensor, gradient: Tensor, with_bias: bool) -> Sequence[Tensor]:
+        backward = torch.ops.aten.embedding_dense_backward
+        return (backward(gradient, indices, weight.shape[0], padding, scale_by_frequency),)
 
-    def __init__(
-        self, weight: nn.Parameter, input: Tensor, gradient: Tensor, padding_index: int, scale_by_frequency: bool
-    ) -> None:
-        super().__init__(weight, None, input, gradient)
-        self.padding_index = padding_index
-        self.scale_by_frequency = scale_by_frequency
-
-    def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
-        indices, gradient = self.release()
-        rows, backward = self.weight.shape[0], torch.ops.aten.embedding_dense_backward
-        return [(self.weight, backward(gradient, indices, rows, self.padding_index, self.scale_by_frequency))]
+    return formula
 
 
 class Products:

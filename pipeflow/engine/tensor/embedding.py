@@ -9,16 +9,14 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.nn import functional
 
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.deferral.layers import DeferredWeights, hand_over
-from pipeflow.engine.deferral.products import EmbeddingProduct
+from pipeflow.engine.deferral.layers import Deferring, look_up
 from pipeflow.engine.parallel.sharding import Split
 from pipeflow.engine.parallel.transport.protocol import Group
 from pipeflow.engine.tensor.division import adopt, divide, divide_padded, require_indices
-from pipeflow.engine.tensor.layer import DeferringTensorLayer, TensorLayer
+from pipeflow.engine.tensor.layer import TensorLayer
 from pipeflow.engine.tensor.random import draw_part_
 from pipeflow.engine.tensor.regions import (
     gather_from_tensor_region,
@@ -27,7 +25,7 @@ from pipeflow.engine.tensor.regions import (
 )
 
 
-class SplitEmbedding(DeferringTensorLayer):
+class SplitEmbedding(TensorLayer, Deferring):
     """Abstract base class of embeddings of which each rank has a part, with the initial values of nn.Embedding.
 
     Attributes:
@@ -65,6 +63,13 @@ class SplitEmbedding(DeferringTensorLayer):
     def _local_padding(self) -> int | None:
         """The row of this rank's weight that belongs to padding_idx."""
         return self.padding_idx
+
+    def _look_up(self, indices: Tensor) -> Tensor:
+        """Rows of this rank's weight; the row of padding_idx gets no gradient."""
+        deferred, padding = self._deferred_weights(), self._local_padding()
+        if deferred is None:
+            return functional.embedding(indices, self.weight, padding)
+        return look_up(deferred, indices, padding)
 
     @classmethod
     def from_native_module(cls, module: nn.Embedding, group: Group | None = None, **options: Any) -> Self:
@@ -124,10 +129,10 @@ class VocabParallelEmbedding(SplitEmbedding):
         require_indices(input, self.num_embeddings, "indices of an embedding")
         group, rows = self.group, self.weight.shape[0]
         if group.size == 1:
-            return look_up(self, input, self.padding_idx)
+            return self._look_up(input)
         local = input - group.rank * rows
         elsewhere = (local < 0) | (local >= rows)
-        part = look_up(self, local.masked_fill(elsewhere, 0), self._local_padding())
+        part = self._look_up(local.masked_fill(elsewhere, 0))
         part = part.masked_fill_(elsewhere.unsqueeze(-1), 0)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_region(part, group)
@@ -174,41 +179,10 @@ class HiddenParallelEmbedding(SplitEmbedding):
 
     def forward(self, input: Tensor) -> Tensor:
         require_indices(input, self.num_embeddings, "indices of an embedding")
-        return gather_from_tensor_region(look_up(self, input, self.padding_idx), self.group)
+        return gather_from_tensor_region(self._look_up(input), self.group)
 
     def splits(self) -> Mapping[str, Split]:
         return {"weight": Split(1, self.embedding_dim)}
-
-
-def look_up(layer: SplitEmbedding, indices: Tensor, padding: int | None) -> Tensor:
-    """Rows of this rank's weight; row `padding` gets no gradient."""
-    deferred = layer._deferred_weights()
-    if deferred is None:
-        return functional.embedding(indices, layer.weight, padding)
-    output: Tensor = _LookUp.apply(*deferred.inputs, indices, deferred, padding)  # type: ignore[no-untyped-call]  # torch's
-    return output
-
-
-class _LookUp(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        anchor: Tensor,
-        weight: Tensor,
-        bias: None,
-        indices: Tensor,
-        deferred: DeferredWeights,
-        padding: int | None,
-    ) -> Tensor:
-        ctx.deferred, ctx.padding = deferred, -1 if padding is None else padding
-        ctx.save_for_backward(indices)
-        return functional.embedding(indices, weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        [indices] = ctx.saved_tensors
-        product = EmbeddingProduct(ctx.deferred.weight, indices, gradient, ctx.padding, False)
-        return None, *hand_over(ctx, product), None, None, None
 
 
 class PatchEmbedding(TensorLayer):

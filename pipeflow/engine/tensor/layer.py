@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.deferral.layers import Deferring
 from pipeflow.engine.parallel.context import context_if_launched
 from pipeflow.engine.parallel.sharding import Split
 from pipeflow.engine.parallel.transport.protocol import Alone, Group
@@ -94,10 +93,6 @@ def _call_eagerly() -> Callable[..., Any]:
     """A module's call that ends compiled code. It is the same object for all layers, so that they can share code."""
     call: Callable[..., Any] = torch.compiler.disable(nn.Module.__call__, reason="a tensor-parallel layer")
     return call
-
-
-class DeferringTensorLayer(TensorLayer, Deferring):
-    """A tensor-parallel layer whose weight gradient is a product that a Deferral can take."""
 
 
 class LayerNorm(nn.LayerNorm, TensorLayer):

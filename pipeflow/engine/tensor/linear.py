@@ -15,12 +15,12 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.deferral.layers import DeferredWeights, hand_over, lowered
-from pipeflow.engine.deferral.products import Copies, LinearProduct
+from pipeflow.engine.deferral.layers import DeferredWeights, Deferring, hand_over, lowered
+from pipeflow.engine.deferral.products import Copies, of_linear
 from pipeflow.engine.parallel.sharding import Split
 from pipeflow.engine.parallel.transport.protocol import Group
 from pipeflow.engine.tensor.division import adopt, divide, divide_padded, real_rows
-from pipeflow.engine.tensor.layer import DeferringTensorLayer
+from pipeflow.engine.tensor.layer import TensorLayer
 from pipeflow.engine.tensor.random import Draw, draw_part_
 from pipeflow.engine.tensor.regions import (
     SEQUENCE,
@@ -142,7 +142,7 @@ def _weight_gradients(ctx: Any, input: Tensor, rows: Tensor) -> tuple[Tensor | N
     Raises UsageError if the backward itself must be differentiated.
     """
     if ctx.deferred is not None:
-        return hand_over(ctx, LinearProduct(ctx.deferred.weight, ctx.deferred.trained_bias, input, rows))
+        return hand_over(ctx, of_linear, input, rows)
     if torch.is_grad_enabled():
         raise UsageError("a backward with create_graph=True cannot run through a tensor-parallel linear layer")
     _, wants_weight, wants_bias, _, _ = ctx.needs_input_grad
@@ -150,7 +150,7 @@ def _weight_gradients(ctx: Any, input: Tensor, rows: Tensor) -> tuple[Tensor | N
     return of_weight, rows.sum(0) if wants_bias else None
 
 
-class SplitLinear(DeferringTensorLayer):
+class SplitLinear(TensorLayer, Deferring):
     """Abstract base class of linear layers of which each rank has a part, with the initial values of nn.Linear.
 
     Attributes:
