@@ -16,8 +16,7 @@ from torch import Tensor
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import Context, context_if_launched
 from pipeflow.engine.parallel.launcher import launch
-from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_object, gather_rows
-from pipeflow.engine.parallel.transport.telling import hear, tell
+from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_object, gather_rows, hear, tell
 from pipeflow.engine.runtime.pipeline import Pipeline
 from pipeflow.engine.torch_private.trees import tree_map_only
 from pipeflow.training.optim.clip import clip_grad_norm_

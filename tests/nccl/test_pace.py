@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeflow.engine.parallel.transport.gloo_abort import abort
+from pipeflow.engine.parallel.transport.channels import abort
 from pipeflow.engine.parallel.transport.protocol import LinkError, Work
 from pipeflow.engine.runtime.pace import Pace
 from tests.nccl import device
@@ -79,7 +79,7 @@ def test_an_object_of_python_is_not_read_as_a_transfer(monkeypatch: pytest.Monke
     def read(address: int) -> int:
         raise AssertionError("read memory of an unknown object")
 
-    monkeypatch.setattr("pipeflow.engine.parallel.transport.gloo_abort._read", read)
+    monkeypatch.setattr("pipeflow.engine.parallel.transport.channels._read", read)
     assert not abort(World())
 
 

@@ -18,7 +18,7 @@ from pipeflow import PipelineError, launch
 from pipeflow.core.errors import Failure
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.control.monitor import MonitorStore
-from pipeflow.engine.parallel.transport.gloo_abort import abort
+from pipeflow.engine.parallel.transport.channels import abort
 from pipeflow.engine.parallel.transport.protocol import Channel, Exchange, LinkError, Tag
 from pipeflow.testing import run_processes
 from pipeflow.testing.ranks import free_port

@@ -23,7 +23,7 @@ from pipeflow.core.errors import Failure
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.control import rescue
 from pipeflow.engine.parallel.control.rescue import Rescue
-from pipeflow.engine.parallel.transport.torch_groups import Begun, unlike
+from pipeflow.engine.parallel.transport.distributed import Begun, unlike
 from pipeflow.testing import run_processes
 
 TIMEOUT = 10.0  # seconds, in which channels open on a busy machine

@@ -25,8 +25,7 @@ from pipeflow.adapters.huggingface.caches import (
 from pipeflow.adapters.libraries import transformers_library
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
-from pipeflow.engine.parallel.transport.agreement import all_gather
-from pipeflow.engine.parallel.transport.telling import hear, tell
+from pipeflow.engine.parallel.transport.agreement import all_gather, hear, tell
 from pipeflow.engine.runtime.microbatch import Whole
 from pipeflow.engine.runtime.pipeline import Pipeline
 from pipeflow.engine.stages.entries import LABELS

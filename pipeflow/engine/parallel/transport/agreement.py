@@ -1,11 +1,13 @@
-"""Agreements: small tables of numbers, and sometimes an object, that all ranks exchange at the end of a step. Built on
-the transport's sends and receives, so that an error names the rank that does not answer.
+"""Agreements: small tables of numbers, and sometimes an object, that all ranks exchange at the end of a step; and trees
+of tensors and plain values that one rank tells to others, which do not know their structure beforehand. Built on the
+transport's sends and receives, so that an error names the rank that does not answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.rounds import rounds
 from pipeflow.engine.parallel.transport.plain import pack, unpack
 from pipeflow.engine.parallel.transport.protocol import Exchange, Group, LinkError, Tag, Transport, Work
+from pipeflow.engine.torch_private.trees import tree_flatten, tree_map, tree_unflatten
 
 
 def all_gather(transport: Transport, row: Sequence[float]) -> list[list[float]]:
@@ -160,3 +163,45 @@ def finish(work: Work, doing: str) -> None:
         work.wait()
     except LinkError as error:
         raise error.during(doing) from None
+
+
+_HEARING = "waiting for values from another rank"
+
+
+class TensorPlace(NamedTuple):
+    """The place of a tensor in the tree."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def tell(transport: Transport, peers: Sequence[int], tree: object) -> None:
+    """Sends `tree` to each of `peers`, which must call `hear`. Raises LinkError, and UsageError if a leaf is neither a
+    tensor nor a plain value.
+    """
+    leaves, spec = tree_flatten(tree)
+    tensors = [leaf.detach().cpu().contiguous() for leaf in leaves if isinstance(leaf, Tensor)]
+    marked = [TensorPlace(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    body = torch.frombuffer(bytearray(pack(tree_unflatten(marked, spec))), dtype=torch.uint8)
+    parts = [torch.tensor([len(body)], device="cpu"), body, *(tensor for tensor in tensors if tensor.numel())]
+    works = [start(transport, peer, Tag.CONTROL, part, sending=True) for peer in peers for part in parts]
+    for work in works:
+        finish(work, "sending values to other ranks")
+
+
+def hear(transport: Transport, peer: int) -> Any:
+    """Receives a tree from `peer`; its tensors are in CPU memory. Raises LinkError."""
+    length = torch.empty(1, dtype=torch.int64, device="cpu")
+    finish(start(transport, peer, Tag.CONTROL, length, sending=False), _HEARING)
+    body = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+    finish(start(transport, peer, Tag.CONTROL, body, sending=False), _HEARING)
+
+    def made(leaf: object) -> object:
+        if not isinstance(leaf, TensorPlace):
+            return leaf
+        tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
+        if tensor.numel():
+            finish(start(transport, peer, Tag.CONTROL, tensor, sending=False), _HEARING)
+        return tensor
+
+    return tree_map(made, unpack(body.numpy().tobytes()), is_leaf=lambda each: isinstance(each, TensorPlace))

@@ -4,8 +4,9 @@ and tag, so that a send never queues behind a receive. Headers and agreements al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,9 @@ from torch import Tensor
 from pipeflow.core.errors import Failure, PipelineError, UsageError
 from pipeflow.engine.parallel.control.monitor import Monitor
 from pipeflow.engine.parallel.control.rescue import aside
-from pipeflow.engine.parallel.transport import torch_groups
+from pipeflow.engine.parallel.transport import nccl
 from pipeflow.engine.parallel.transport.agreement import all_gather_object, told_alike
-from pipeflow.engine.parallel.transport.channels import Channels
+from pipeflow.engine.parallel.transport.channels import Channels, expire_each
 from pipeflow.engine.parallel.transport.protocol import (
     Alone,
     Channel,
@@ -28,6 +29,7 @@ from pipeflow.engine.parallel.transport.protocol import (
     Tag,
     Work,
 )
+from pipeflow.engine.torch_private.distributed import group_names
 
 
 class DistributedGroup:
@@ -126,22 +128,22 @@ class DistributedTransport:
     def _close_torch_groups(self) -> None:
         """Ends a wait for a collective that pipeflow did not start. To close may block the thread that does it."""
         self._has_closed_torch_groups = True
-        aside(torch_groups.close_all, "pipeflow closing torch's groups")
+        aside(close_torch_groups, "pipeflow closing torch's groups")
 
     def _require_torch_groups(self) -> None:
         """After a failure: raises UsageError on all ranks unless the groups of torch's own still work."""
-        told: list[Any] = all_gather_object(self, (self._has_closed_torch_groups, torch_groups.begun()))
+        told: list[Any] = all_gather_object(self, (self._has_closed_torch_groups, collectives_begun()))
         closed = [rank for rank, (is_closed, _) in enumerate(told) if is_closed]
-        unlike = torch_groups.unlike([groups for _, groups in told])
+        unequal = unlike([groups for _, groups in told])
         with told_alike(self):
             if closed:
                 raise UsageError(
                     f"rank {closed[0]} closed torch's process groups after the failure, to leave a collective that did "
                     "not end: restart the job"
                 )
-            if unlike:
+            if unequal:
                 raise UsageError(
-                    f"the failure has left torch's process groups at different collectives: {unlike}, which would mix "
+                    f"the failure has left torch's process groups at different collectives: {unequal}, which would mix "
                     "up their tensors: restart the job"
                 )
 
@@ -218,3 +220,62 @@ class DistributedTransport:
             channels.break_all()
             channels.wait_aborted()
         return channels
+
+
+# The process groups of torch's own, with which libraries and users compute. Looked at only after a failure.
+
+
+class Begun(NamedTuple):
+    """How many collectives a process has begun in each of its groups.
+
+    Attributes:
+        rank: of the process, in torch's world.
+        groups: by name, the ranks of the group in torch's world, and the number of collectives.
+    """
+
+    rank: int
+    groups: dict[str, tuple[tuple[int, ...], int]]
+
+
+def collectives_begun() -> Begun:
+    """The collectives that this process has begun. A group whose backend does not count them is left out."""
+    if not dist.is_initialized():
+        return Begun(-1, {})
+    found, names = {}, group_names()
+    for group, backend in _backends():
+        with suppress(RuntimeError):
+            number = backend._get_sequence_number_for_group()
+            found[f"{names[group]}/{backend.name()}"] = (tuple(dist.get_process_group_ranks(group)), number)
+    return Begun(dist.get_rank(), found)
+
+
+def unlike(everyone: Sequence[Begun]) -> str:
+    """Names two processes that have begun other numbers of collectives in a group; empty if there are none."""
+    numbers = {(each.rank, name): entry for each in everyone for name, entry in each.groups.items()}
+    for (rank, name), (members, number) in numbers.items():
+        for other in members:
+            theirs = numbers.get((other, name), (members, number))
+            if theirs != (members, number) and theirs[0] == members:
+                return f"rank {rank} has begun {number} collectives, rank {other} {theirs[1]} (ranks {list(members)})"
+    return ""
+
+
+def close_torch_groups() -> None:
+    """Closes every group of this process. Whoever waits for a collective gets an error, here and at the other ends."""
+    backends = [backend for _, backend in _backends()]
+    nccl.abort([backend for backend in backends if backend.name() != "gloo"])
+    expire_each([backend for backend in backends if backend.name() == "gloo"])
+
+
+def _backends() -> Iterator[tuple[Any, Any]]:
+    """Each group of this process, with each of its backends."""
+    for group in group_names():
+        if isinstance(group, dist.ProcessGroup):  # not the marker of a group to which this process does not belong
+            backends = [_backend(group, device) for device in group._device_types]
+            yield from ((group, backend) for backend in {id(each): each for each in backends if each}.values())
+
+
+def _backend(group: Any, device: Any) -> Any:
+    with suppress(RuntimeError):  # none for this device
+        return group._get_backend(device)
+    return None
