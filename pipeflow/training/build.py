@@ -31,7 +31,7 @@ from pipeflow.engine.parallel.sharding import splits_of
 from pipeflow.engine.parallel.transport.agreement import all_gather_object
 from pipeflow.engine.runtime.gradients.ties import PipelineSharedModuleWrapper
 from pipeflow.engine.runtime.program.saved import storages
-from pipeflow.engine.tensor.division import whole_shape
+from pipeflow.engine.tensor.layer import whole_shape
 from pipeflow.engine.torch_private.trees import tree_leaves, tree_map_only
 from pipeflow.planning.layer_costs import LayerCosts
 from pipeflow.training.layers import Layer, Layers, drawing_from, make_layer, named_layers, random_state_kept

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.sharding import splits_of
 from pipeflow.engine.parallel.transport.protocol import Group, Work
-from pipeflow.engine.tensor.division import cut
-from pipeflow.engine.tensor.layer import TensorLayer
+from pipeflow.engine.tensor.layer import TensorLayer, cut
 from pipeflow.engine.tensor.regions import gathered
 from pipeflow.testing import run_threads
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.sharding import Split
-from pipeflow.engine.tensor.division import cut
+from pipeflow.engine.tensor.layer import cut
 from pipeflow.tensor import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
 from tests.tensor.ranks import indices, normal, on_ranks, require_near
 

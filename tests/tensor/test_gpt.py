@@ -19,7 +19,7 @@ from pipeflow.engine.deferral.products import Products
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.sharding import Divided, partial_in, splits_of
 from pipeflow.engine.parallel.transport.protocol import Alone
-from pipeflow.engine.tensor.division import cut
+from pipeflow.engine.tensor.layer import cut
 from pipeflow.tensor import ColumnParallelLinear, vocab_parallel_cross_entropy
 from pipeflow.testing import run_processes, run_threads
 from tests.deferral.halves import require_same_bits

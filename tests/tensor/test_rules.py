@@ -28,7 +28,7 @@ from pipeflow import (
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.sharding import partial_in, splits_of
 from pipeflow.engine.parallel.transport.protocol import Unconnected
-from pipeflow.engine.tensor.division import cut
+from pipeflow.engine.tensor.layer import cut
 from pipeflow.tensor import DEFAULT_RULES, Rule, shard
 from pipeflow.testing import RankError, run_threads
 from tests.tensor.ranks import gradients

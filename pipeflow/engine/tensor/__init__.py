@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pipeflow.engine.tensor.cross_entropy import CrossEntropy, VocabParallelCrossEntropy, vocab_parallel_cross_entropy
-from pipeflow.engine.tensor.division import cut, divide
 from pipeflow.engine.tensor.embedding import HiddenParallelEmbedding, PatchEmbedding, VocabParallelEmbedding
-from pipeflow.engine.tensor.layer import LayerNorm, group_of
+from pipeflow.engine.tensor.layer import LayerNorm, cut, divide, group_of
 from pipeflow.engine.tensor.linear import Classifier, ColumnParallelLinear, RowParallelLinear, VocabParallelClassifier
 from pipeflow.engine.tensor.module_sharding import shard
 from pipeflow.engine.tensor.random import (

@@ -16,8 +16,7 @@ from torch.nn import functional
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.transport.protocol import Alone, Group
-from pipeflow.engine.tensor.division import real_rows, require_indices
-from pipeflow.engine.tensor.layer import TensorLayer, group_of
+from pipeflow.engine.tensor.layer import TensorLayer, group_of, real_rows, require_indices
 from pipeflow.engine.torch_private.modes import FakeTensor
 
 Reduction = Literal["mean", "sum", "none"]

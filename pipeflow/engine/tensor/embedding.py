@@ -15,8 +15,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.engine.deferral.layers import Deferring, look_up
 from pipeflow.engine.parallel.sharding import Split
 from pipeflow.engine.parallel.transport.protocol import Group
-from pipeflow.engine.tensor.division import adopt, divide, divide_padded, require_indices
-from pipeflow.engine.tensor.layer import TensorLayer
+from pipeflow.engine.tensor.layer import TensorLayer, adopt, divide, divide_padded, require_indices
 from pipeflow.engine.tensor.random import draw_part_
 from pipeflow.engine.tensor.regions import (
     gather_from_tensor_region,

@@ -1,6 +1,7 @@
 """Whether what lies between a layer that is split by columns and one that is split by rows can be split, too: an
 attention, of which each tensor rank gets some heads, or code that computes each output by itself. It is split only if
-it is certain to compute the same, because a wrong result would go unnoticed.
+it is certain to compute the same, because a wrong result would go unnoticed. And what is asked of all layers: their
+places, and the changes that are planned for them.
 """
 
 from __future__ import annotations
@@ -11,17 +12,99 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.tensor.change import Change, ModulePlace, integers_of, places_in, tensors_of
-from pipeflow.engine.tensor.converted import sizes_of
+from pipeflow.engine.tensor.converted import is_conv1d, sizes_of
 from pipeflow.engine.tensor.rules import Rule, attribute_of, config_rule, first_match, has_attribute
 from pipeflow.engine.torch_private.modes import disable_current_modes
+
+_ADAPTED = re.compile(r"(?P<site>.+)\.(base_layer|lora_(?P<factor>[AB])\.[^.]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePlace:
+    """A module and its place in the model.
+
+    Attributes:
+        name: full name of the module.
+        module: the module.
+        around: the module that contains it; the outermost module contains itself. Modules of a LoRA adapter have the
+            place of the layer that the adapter replaces.
+        site: the name that rules for layers match: its own, or that of the layer that its adapter replaces.
+        factor: "A" or "B" for the first and second factor of an adapter, else empty.
+    """
+
+    name: str
+    module: nn.Module
+    around: nn.Module
+    site: str
+    factor: str
+
+    def full(self, leaf: str) -> str:
+        """The full name of `leaf`, an attribute of the module."""
+        return f"{self.name}.{leaf}" if self.name else leaf
+
+
+@dataclass(slots=True)
+class Change:
+    """The planned change of a layer.
+
+    Attributes:
+        place: place of the layer.
+        rule: the rule that applies.
+        parts: sizes of the blocks of a packed layer.
+        shared: for each block whose heads several ranks share, by index, how many ranks share a head.
+    """
+
+    place: ModulePlace
+    rule: Rule
+    parts: tuple[int, ...] = ()
+    shared: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def layer(self) -> nn.Module:
+        return self.place.module
+
+    @property
+    def name(self) -> str:
+        return self.place.name
+
+    @property
+    def dimension(self) -> int:
+        """The dimension along which its weight is split."""
+        return int((self.rule.kind == "row") != is_conv1d(self.layer))
+
+
+def places_in(modules: Sequence[nn.Module]) -> Iterator[ModulePlace]:
+    """All modules, each once, except the children of nn.MultiheadAttention, which are not called."""
+    seen: set[int] = set()
+    for root in modules:
+        for name, module in root.named_modules():
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            if isinstance(module, nn.MultiheadAttention):
+                seen.update(map(id, module.modules()))
+            adapted = _ADAPTED.fullmatch(name)
+            site, factor = (name, "") if adapted is None else (adapted["site"], adapted["factor"] or "")
+            yield ModulePlace(name, module, root.get_submodule(site.rpartition(".")[0]), site, factor)
+
+
+def integers_of(module: nn.Module) -> dict[str, int]:
+    """The attributes of the module itself that are integers, by name."""
+    return {name: each for name, each in vars(module).items() if isinstance(each, int) and not isinstance(each, bool)}
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """The module's own parameters, and the tensors that stand for parameters of another stage."""
+    own = {name: each for name, each in module._parameters.items() if each is not None}
+    return own | {name: each for name, each in vars(module).items() if isinstance(each, Tensor) and each.dim()}
+
 
 RuleKind = Callable[[ModulePlace, str], str | None]
 """The kind of the rule that covers a parameter of a module, or None."""
@@ -116,14 +199,14 @@ class AttentionLayers:
     Attributes:
         place: place of the module.
         changes: changes of its layers of query, key and value.
-        covered: function that returns True if a rule covers a parameter of a module within.
+        kind_of: the kind of the rule that covers a parameter of a module within.
         rules: all rules.
         ranks: number of tensor ranks.
     """
 
     place: ModulePlace
     changes: Sequence[Change]
-    covered: Callable[[ModulePlace, str], bool]
+    kind_of: RuleKind
     rules: Sequence[Rule]
     ranks: int
 
@@ -139,7 +222,9 @@ class AttentionLayers:
         self._require_known_counts()
         self._require_covered(size)
         units = [
-            (change, index, self._units(change, index, size)) for change in self.changes for index in _parts(change)
+            (change, index, self._units(change, index, size))
+            for change in self.changes
+            for index in range(len(change.parts))
         ]
         queries = [number for change, index, number in units if index not in change.rule.shared]
         keys = [number for change, index, number in units if index in change.rule.shared]
@@ -191,10 +276,10 @@ class AttentionLayers:
         for inner in places_in([self.place.module]):
             place = replace(inner, name=self.place.full(inner.name) if inner.name else self.place.name)
             for leaf, tensor in tensors_of(place.module).items():
-                if not self.covered(place, leaf):
+                kind = self.kind_of(place, leaf)
+                if kind is None:
                     raise Doubt(f"no rule says how {place.full(leaf)} is split along with heads")
-                rule = rule_of_tensor(self.rules, place, leaf)
-                if rule is not None and rule.kind == "partial" and tensor.dim() and tensor.shape[-1] != size:
+                if kind == "partial" and tensor.dim() and tensor.shape[-1] != size:
                     raise Doubt(f"{place.name} is as wide as all heads together, so a rank cannot compute it alone")
 
 
@@ -247,7 +332,3 @@ def _undivided(name: str, number: int, ranks: int, whole: Sequence[int], shared:
         f"the number of heads of {name} is {number}, which {ranks} tensor ranks cannot share: choose a tensor size of "
         f"{', '.join(map(str, sizes))}"
     )
-
-
-def _parts(change: Change) -> range:
-    return range(len(change.parts))

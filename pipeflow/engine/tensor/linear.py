@@ -19,8 +19,7 @@ from pipeflow.engine.deferral.layers import DeferredWeights, Deferring, hand_ove
 from pipeflow.engine.deferral.products import Copies, of_linear
 from pipeflow.engine.parallel.sharding import Split
 from pipeflow.engine.parallel.transport.protocol import Group
-from pipeflow.engine.tensor.division import adopt, divide, divide_padded, real_rows
-from pipeflow.engine.tensor.layer import TensorLayer
+from pipeflow.engine.tensor.layer import TensorLayer, adopt, divide, divide_padded, real_rows
 from pipeflow.engine.tensor.random import Draw, draw_part_
 from pipeflow.engine.tensor.regions import (
     SEQUENCE,

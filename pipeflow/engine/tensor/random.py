@@ -23,8 +23,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import context_if_launched, keep, keeping, kept
 from pipeflow.engine.parallel.sharding import Split
 from pipeflow.engine.parallel.transport.protocol import Group
-from pipeflow.engine.tensor.division import whole_shape
-from pipeflow.engine.tensor.layer import TensorLayer
+from pipeflow.engine.tensor.layer import TensorLayer, whole_shape
 from pipeflow.engine.torch_private.autograd import backward_id
 from pipeflow.engine.torch_private.generators import default_states, set_default_states
 from pipeflow.engine.torch_private.tensors import disable_dynamo
@@ -123,8 +122,7 @@ def share_default_state(group: Group, device: torch.device) -> None:
 
 
 def _generator(device: torch.device | str, *what: object) -> Generator:
-    digest = hashlib.sha256("/".join(map(str, what)).encode()).digest()
-    return Generator(device).manual_seed(int.from_bytes(digest[:7]))
+    return Generator(device).manual_seed(_seed_of(*what))
 
 
 class Dropout(TensorLayer):

@@ -21,7 +21,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import context_if_launched, current_context, is_launched, keep, kept
 from pipeflow.engine.parallel.sharding import Split, splits_of
 from pipeflow.engine.parallel.transport.protocol import Group
-from pipeflow.engine.tensor.division import cut
+from pipeflow.engine.tensor.layer import cut
 from pipeflow.engine.tensor.regions import gathered
 
 LOG = logging.getLogger("pipeflow")
