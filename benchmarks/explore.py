@@ -142,7 +142,7 @@ def _page() -> Iterator[_Open]:
 
     from selenium import webdriver
 
-    from pipeflow.tools.explore import Server
+    from pipeflow.tools.explore.server import Server
 
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or "chromium"

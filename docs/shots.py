@@ -19,7 +19,7 @@ from urllib.parse import urlencode
 from PIL import Image
 from selenium import webdriver
 
-from pipeflow.tools.explore import Server
+from pipeflow.tools.explore.server import Server
 from pipeflow.tools.explore.tour import STEPS
 
 FOLDER = Path(__file__).parent / "pictures" / "explore"

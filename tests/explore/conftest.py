@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pipeflow.tools.explore import Server
+from pipeflow.tools.explore.server import Server
 from tests.explore.explorer import Explorer, serving
 
 

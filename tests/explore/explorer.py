@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from selenium.webdriver.support.wait import WebDriverWait
 
-from pipeflow.tools.explore import Server
+from pipeflow.tools.explore.server import Server
 from tests.browser import DEADLINE
 
 SETTLED = "return !document.documentElement.hasAttribute('data-asking') && document.querySelector('.chart') !== null"

@@ -16,9 +16,8 @@ from urllib.parse import urlencode
 import pytest
 
 from pipeflow.core.errors import UsageError
-from pipeflow.tools.explore import Server
 from pipeflow.tools.explore.answers import ANSWERS
-from pipeflow.tools.explore.server import LARGEST, MOST_CONNECTIONS
+from pipeflow.tools.explore.server import LARGEST, MOST_CONNECTIONS, Server
 from tests.explore.explorer import serving
 
 DEADLINE = 20.0  # seconds

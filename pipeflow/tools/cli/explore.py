@@ -48,7 +48,7 @@ def add_explore(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves the page until it is interrupted."""
-    from pipeflow.tools.explore import Server
+    from pipeflow.tools.explore.server import Server
 
     opened = fields(arguments)
     try:

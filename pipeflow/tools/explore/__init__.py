@@ -1,7 +1,3 @@
 """The explorer: a page that shows schedules while their sizes and costs change, and the local server that computes what
 it shows. Python computes, the page asks and paints. Must not contain: torch.
 """
-
-from pipeflow.tools.explore.server import Server
-
-__all__ = ["Server"]
