@@ -12,6 +12,7 @@ from math import inf
 from typing import NamedTuple
 
 from pipeflow.core.action import Kind
+from pipeflow.core.analysis.difference import has_halves
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import Part, stage_parts
@@ -54,8 +55,7 @@ def cut_by_load(layers: int, placement: Placement, first: float, last: float) ->
         loads[stage] += 1
         for rank in holders[stage]:
             ranks[rank] += share
-    ends = list(accumulate(sizes))
-    return tuple(zip([0, *ends], ends, strict=False))
+    return tuple(pairwise(accumulate(sizes, initial=0)))
 
 
 @lru_cache(maxsize=4096)
@@ -93,8 +93,7 @@ def cut_with_ends(layers: int, placement: Placement, first: int | None, last: in
             f"other numbers, such that the rest is a multiple of {max(1, others * chunks)}"
         )
     sizes = [given.get(stage % ranks, rest // others if others else 0) // chunks for stage in range(stages)]
-    ends = list(accumulate(sizes))
-    return tuple(zip([0, *ends], ends, strict=False))
+    return tuple(pairwise(accumulate(sizes, initial=0)))
 
 
 class Profile(NamedTuple):
@@ -145,8 +144,7 @@ def fastest_cut(model: Transformer, schedule: Schedule, setup: Setup, cluster: C
     of a cluster does not have this property: rounding may make it worse. Raises UsageError as `physical_costs`.
     """
     placement = schedule.placement
-    is_split = any(action.kind is Kind.W for rank in range(len(schedule.rows)) for action in schedule.actions(rank))
-    reducing = schedule.with_reductions()
+    is_split, reducing = has_halves(schedule), schedule.with_reductions()
 
     def least(physical: Physical) -> float:
         return physical.after + least_makespan(physical.cost, placement, schedule.num_microbatches, split=is_split)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple
 
-from pipeflow.core.action import Kind
+from pipeflow.core.analysis.difference import has_halves
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
@@ -101,8 +101,7 @@ def _family(name: str, ranks: int, options: tuple[tuple[str, Any], ...]) -> Fami
         schedule = make_schedule(name, ranks=ranks, microbatches=ENOUGH, **dict(options))
     except UsageError:
         return None
-    split = any(action.kind is Kind.W for rank in range(ranks) for action in schedule.actions(rank))
-    return Family(name, options, schedule.placement, split)
+    return Family(name, options, schedule.placement, has_halves(schedule))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +126,6 @@ class LayoutTrial:
     def layout(self) -> Layout:
         """The sizes, schedule and cut of this trial as a `Layout`."""
         return Layout(*self.cell, self.family.name, dict(self.family.options), self.cut)
-
-    @property
-    def actions(self) -> int:
-        """The number of actions of its schedule."""
-        return self.family.actions(self.cell.microbatches)
 
     def least_bytes(self) -> float:
         """A lower bound on the bytes of its fullest device: the bytes with few microbatches. With more microbatches, no

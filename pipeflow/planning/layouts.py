@@ -353,7 +353,7 @@ def _least(wanted: Wanted, cell: Cell) -> float:
 def _advice(wanted: Wanted) -> str:
     """The changes, each alone, with which a layout fits."""
     found = [words for words, change in _changes(wanted) if _fits(replace(wanted, **change))]
-    more = next((times for times in MORE if _fits(_with_devices(wanted, times))), None)
+    more = next((times for times in MORE if _fits(replace(wanted, devices=wanted.devices * times))), None)
     if more is not None:
         found.append(f"{wanted.devices * more} devices")
     return (
@@ -374,10 +374,6 @@ def _changes(wanted: Wanted) -> Iterator[tuple[str, dict[str, Any]]]:
     yield from ((words, {name: None}) for name, words in given.items() if getattr(wanted, name) is not None)
     if wanted.sequence_parallel is False:
         yield "sequence parallelism", {"sequence_parallel": None}
-
-
-def _with_devices(wanted: Wanted, times: int) -> Wanted:
-    return replace(wanted, devices=wanted.devices * times)
 
 
 def _fits(wanted: Wanted) -> bool:

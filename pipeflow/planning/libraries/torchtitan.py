@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterator
 from types import MappingProxyType
 
-from pipeflow.core.action import Kind
+from pipeflow.core.analysis.difference import has_halves
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
@@ -129,12 +129,11 @@ def _schedule(schedule: Schedule) -> str:
 
 def _nearest(schedule: Schedule) -> str:
     chunks, placement = stages_per_rank(schedule), schedule.placement
-    is_split = any(action.kind is Kind.W for action in schedule.actions(0))
     if placement.num_ranks == 1 or chunks == 1:
         return "dualpipe-v" if len(placement.paths) > 1 and placement.num_ranks > 1 else "1f1b"
     if placement == Placement.vee(placement.num_ranks):
         return "zb-v"
-    return f"{'interleaved-zb' if is_split else 'interleaved-1f1b'} --chunks {chunks}"
+    return f"{'interleaved-zb' if has_halves(schedule) else 'interleaved-1f1b'} --chunks {chunks}"
 
 
 def _require_modules(found: Plan) -> None:

@@ -145,7 +145,7 @@ class CountedModule:
         dtype = _DTYPES.get(setup.precision.name.removesuffix("-mixed"), torch.bfloat16)
         typed = _typed(module, dtype)
         planner = Planner(typed, 1, blocks=blocks)
-        read = _read(planner, example)
+        read, _ = planner.entries.of(example)
         entries = {name: tree_map(lambda leaf: _given(leaf, dtype), each) for name, each in read.items()}
         counters: list[Counter] = []
 
@@ -211,11 +211,6 @@ def _typed(module: nn.Module, dtype: torch.dtype) -> nn.Module:
         meta = torch.empty_strided(each.shape, each.stride(), dtype=typed(each), device="meta")
         instead[id(each)] = nn.Parameter(meta, requires_grad=each.requires_grad)
     return copied(module, instead)
-
-
-def _read(planner: Planner, example: object) -> dict[str, Any]:
-    entries, _ = planner.entries.of(example)
-    return entries
 
 
 def _given(leaf: object, dtype: torch.dtype) -> object:
