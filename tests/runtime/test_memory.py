@@ -66,21 +66,19 @@ class Doubling(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, deferral: Deferral) -> Tensor:
         ctx.save_for_backward(hidden.clone())
-        ctx.product = ScaleProduct, weight, hidden, deferral
+        ctx.product = weight, hidden, deferral
         return hidden * 2
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        product, weight, hidden, deferral = ctx.product
+        weight, hidden, deferral = ctx.product
         assert ctx.saved_tensors
-        deferral.take(product(weight, None, hidden, gradient))
+        deferral.take(Product(scale_gradient, weight, None, hidden, gradient))
         return gradient * 2, None, None
 
 
-class ScaleProduct(Product):
-    def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
-        hidden, gradient = self.release()
-        return [(self.weight, (hidden * gradient).sum())]
+def scale_gradient(weight: nn.Parameter, hidden: Tensor, gradient: Tensor, with_bias: bool) -> list[Tensor]:
+    return [(hidden * gradient).sum()]
 
 
 class Watched(nn.Module):
