@@ -27,7 +27,6 @@ from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.control import coordinator, wire
 from pipeflow.engine.parallel.control.coordinator import Coordinator
 from pipeflow.engine.parallel.control.diagnosis import (
-    Blame,
     Status,
     diagnose,
     is_left_alone,
@@ -53,7 +52,7 @@ def test_the_end_of_the_chain_is_blamed() -> None:
 
     computes, elsewhere = Status((), 5.0), Status()
     assert diagnose(0, 5.0, {0: waits(1), 1: waits(2), 2: silent(2), 3: waits(0)}) == silent(2)
-    assert diagnose(0, 5.0, {0: waits(1), 1: waits(2), 2: computes}) == Blame(2, "it took too long")
+    assert diagnose(0, 5.0, {0: waits(1), 1: waits(2), 2: computes}) == Failure(2, "it took too long")
     assert diagnose(0, 4.0, {0: waits(1), 1: waits(2), 2: computes}) is None
     has_just_come = Status((), 5.0, inside=0.1)
     assert diagnose(0, 9.0, {0: waits(1), 1: waits(2), 2: has_just_come}) is None
@@ -85,7 +84,7 @@ def test_a_wait_is_said_again_each_time_it_has_doubled(
     now, ranks = 100.0, SimpleNamespace(_named={})
     monkeypatch.setattr(coordinator, "time", SimpleNamespace(monotonic=lambda: now))
 
-    def said(seconds: float, statuses: Mapping[int, Status | Blame]) -> list[str]:
+    def said(seconds: float, statuses: Mapping[int, Status | Failure]) -> list[str]:
         """What is logged when rank 0 has waited so long."""
         nonlocal now
         now = 100 + seconds
@@ -112,7 +111,7 @@ def test_a_silent_rank_outside_the_chain_is_blamed_after_those_in_it() -> None:
 
 def test_all_that_a_rank_waits_for_are_followed() -> None:
     statuses = {0: Status((1, 2), 5.0), 1: Status((0,), 5.0), 2: Status((), 5.0)}
-    assert diagnose(0, 5.0, statuses) == Blame(2, "it took too long")
+    assert diagnose(0, 5.0, statuses) == Failure(2, "it took too long")
 
 
 def test_ranks_that_wait_in_different_calls_are_told_so() -> None:
@@ -120,7 +119,7 @@ def test_ranks_that_wait_in_different_calls_are_told_so() -> None:
         return Status((rank,), 5.0, call)
 
     blame = diagnose(0, 5.0, {0: waits(1, "trains"), 1: waits(0, "evaluates")})
-    assert blame == Blame(1, "it evaluates, but rank 0 trains: all ranks must make the same call", usage=True)
+    assert blame == Failure(1, "it evaluates, but rank 0 trains: all ranks must make the same call", usage=True)
     for calls in (("trains", ""), ("", "trains"), ("trains", "trains")):
         blame = diagnose(0, 5.0, {rank: waits(1 - rank, call) for rank, call in enumerate(calls)})
         assert blame is not None

@@ -144,7 +144,7 @@ def die_between_groups(victim: int, port: int) -> int:
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(port)
     if int(os.environ["RANK"]) == victim:
-        die = "pipeflow.engine.parallel.launcher._told_by_rank_0"
+        die = "pipeflow.engine.parallel.launcher._gathered"
         pytest.MonkeyPatch().setattr(die, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(PipelineError) as caught:
         launch(timeout=2.0)

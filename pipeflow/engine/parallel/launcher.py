@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from pipeflow.engine.torch_private.distributed import default_group, has_cpu, se
 
 T = TypeVar("T")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SHORT = 256  # bytes of what the ranks tell each other here
 _OF_TORCH = timedelta(minutes=30)  # torch's default for the collectives of its own groups
 
 
@@ -116,13 +117,14 @@ def _join(
         if rank == 0:
             coordinators.append(Coordinator(address_towards(address), world_size, secret, grace_of(timeout)))
             port = coordinators[0].port
-        return _told_by_rank_0(secret, address, port, group)
+        told, address, port = _gathered([secret.hex(), address, port], world_size, group)[0]
+        return bytes.fromhex(told), address, port
 
     secret, address, port = _initialize(rank, world_size, device, timeout, tell, among)
     try:
         monitor = Monitor(address, port, rank=rank, size=world_size, secret=secret, timeout=timeout)
     except OSError:
-        raise PipelineError(gone(HOST).failure("")) from None
+        raise PipelineError(gone(HOST)) from None
     transport = DistributedTransport(
         monitor,
         rank=rank,
@@ -151,22 +153,22 @@ def _initialize(
     if dist.is_initialized():
         group = _group_of_cpus(timeout, among)
         return then(_address_of_rank_0(rank, world_size, group, whole=among is None), group)
-    found = find_each_other(rank, world_size, timeout)
-    use_interface_of(address_towards(found.address))
+    store, address = find_each_other(rank, world_size, timeout)
+    use_interface_of(address_towards(address))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     patience, until = timedelta(seconds=timeout), time.monotonic() + timeout + grace_of(timeout)
 
     def meet() -> T:
-        dist.init_process_group(backend, store=found.store, rank=rank, world_size=world_size, timeout=patience)
-        result = then(found.address, None)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
+        result = then(address, None)
         dist.all_reduce(torch.zeros(1, device="cpu"))  # no rank passes this before all have reached it
-        come(found.store, rank)
+        come(store, rank)
         return result
 
     try:
         result = aside(meet, "pipeflow launch").result(timeout)
     except (RuntimeError, TimeoutError) as error:
-        if absent := missing(found.store, rank, world_size, until):
+        if absent := missing(store, rank, world_size, until):
             raise did_not_come(absent, timeout) from None
         raise PipelineError(Failure(rank, f"it found all ranks, but could not connect to them: {error!r}")) from None
     set_timeout(_OF_TORCH)
@@ -195,23 +197,19 @@ def _address_of_rank_0(rank: int, world_size: int, group: dist.ProcessGroup | No
     Unless the group is the `whole` world, MASTER_ADDR may be another machine, and rank 0 tells its address towards it.
     """
     named = os.environ.get("MASTER_ADDR") or (socket.gethostname() if rank == 0 else "")
-    seen = [torch.zeros(64, dtype=torch.uint8, device="cpu") for _ in range(world_size)]
     address = resolve(named) if named and (whole or rank == 0) else ""
-    body = (address if whole or not address else address_towards(address)).encode()
-    seen[rank][: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else 0
-    dist.all_gather(seen, seen[rank].clone(), group=group)
-    told = [bytes(each.tolist()).rstrip(b"\0").decode() for each in seen]
+    told = _gathered(address if whole or not address else address_towards(address), world_size, group)
     return reachable([address for address in told if address])
 
 
-def _told_by_rank_0(secret: bytes, address: str, port: int, group: dist.ProcessGroup | None) -> tuple[bytes, str, int]:
-    """Rank 0's arguments, on all ranks: sent through torch's group rather than its store, which anybody can read."""
-    told = torch.zeros(256, dtype=torch.uint8, device="cpu")
-    body = json.dumps([secret.hex(), address, port]).encode()
-    told[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-    dist.broadcast(told, group_src=0, group=group)
-    found, address, port = json.loads(bytes(told.tolist()).rstrip(b"\0"))
-    return bytes.fromhex(found), address, port
+def _gathered(value: object, world_size: int, group: dist.ProcessGroup | None) -> list[Any]:
+    """Every rank's value, which is short and plain, in rank order. Sent through torch's group rather than its store,
+    which anybody can read.
+    """
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode().ljust(_SHORT)), dtype=torch.uint8)
+    seen = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(seen, mine, group=group)
+    return [json.loads(bytes(each.tolist())) for each in seen]
 
 
 def _leave() -> None:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import wait
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -82,15 +81,11 @@ _PAUSE = 0.01  # seconds between two checks
 _MARGIN = 1.0  # seconds by which rank 0 decides earlier than the others
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """The result of a rendezvous: a store for this start of the job, and the address of rank 0's machine."""
-
-    store: dist.Store
-    address: str
+Found = tuple[dist.Store, str]
+"""The result of a rendezvous: a store for this start of the job, and the address of rank 0's machine."""
 
 
-def find_each_other(rank: int, size: int, timeout: float) -> Meeting:
+def find_each_other(rank: int, size: int, timeout: float) -> Found:
     """Waits until all ranks have joined.
 
     Raises PipelineError, naming the missing ranks, after `timeout` seconds, and UsageError if the environment does not
@@ -168,7 +163,7 @@ class _Meeting:
                 raise UsageError(f"rank 0 cannot serve a store at {host}:{port}: {error}") from None
             raise did_not_come([0], self.timeout) from None
 
-    def hold(self) -> Meeting:
+    def hold(self) -> Found:
         while True:
             try:
                 return self._call() if self.rank == 0 else self._answer()
@@ -177,7 +172,7 @@ class _Meeting:
                     raise did_not_come([0], self.timeout) from None
                 self.store = self._join(*self.where)
 
-    def _call(self) -> Meeting:
+    def _call(self) -> Found:
         """Run on rank 0: names this start of the job, waits for the others, and publishes who is present."""
         life, absent = self.ticket, list(range(1, self.size))
         self.store.set("pipeflow/life", life)
@@ -196,7 +191,7 @@ class _Meeting:
             time.sleep(_PAUSE)
         return self._found(life, address, absent)
 
-    def _answer(self) -> Meeting:
+    def _answer(self) -> Found:
         """Run on all other ranks. Entries of an earlier start of the job may be in the store; they lack this rank's
         ticket.
         """
@@ -217,10 +212,10 @@ class _Meeting:
             time.sleep(_PAUSE)
         raise did_not_come([0], self.timeout)
 
-    def _found(self, life: str, address: str, absent: list[int]) -> Meeting:
+    def _found(self, life: str, address: str, absent: list[int]) -> Found:
         if absent:
             raise did_not_come(absent, self.timeout)
-        return Meeting(dist.PrefixStore(f"pipeflow/{life}", self.store), address)
+        return dist.PrefixStore(f"pipeflow/{life}", self.store), address
 
 
 def _absent(store: dist.Store, prefix: str, ranks: Sequence[int]) -> list[int]:

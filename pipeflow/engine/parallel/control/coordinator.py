@@ -22,11 +22,11 @@ from typing import Any
 from pipeflow.core.errors import Failure
 from pipeflow.engine.parallel.control import wire
 from pipeflow.engine.parallel.control.diagnosis import (
-    Blame,
     Status,
     absent,
     diagnose,
     gone,
+    in_wait,
     is_left_alone,
     left,
     mismatch,
@@ -85,14 +85,14 @@ class Coordinator:
         self._closing = asyncio.Event()
         self._strangers = 0
         self._writers: dict[int, StreamWriter] = {}
-        self._gone: dict[int, Blame] = {}
+        self._gone: dict[int, Failure] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._values: dict[str, str] = {}
         self._wanted: defaultdict[str, list[int]] = defaultdict(list)  # by key, the ranks that wait for it
         self._arrived: defaultdict[int, set[int]] = defaultdict(set)  # by generation
         self._generation = 0  # the last that all ranks have opened
         self._failures: dict[int, Failure] = {}  # by generation, the first
-        self._blames: dict[tuple[int, int], Blame] = {}  # by generation and by the rank that gave up
+        self._blames: dict[tuple[int, int], Failure] = {}  # by generation and by the rank that gave up
         self._rounds: dict[int, dict[int, Status]] = {}  # by number, what ranks have answered
         self._complete: dict[int, asyncio.Event] = {}
         self._asked = 0
@@ -225,7 +225,7 @@ class Coordinator:
         if generation in self._failures:
             self._settle(generation, self._failures[generation])
         elif self._gone:
-            self._settle(generation, next(iter(self._gone.values())).failure(""))
+            self._settle(generation, next(iter(self._gone.values())))
         elif len(self._arrived[generation]) == self._size:
             del self._arrived[generation]
             self._generation = generation
@@ -237,13 +237,13 @@ class Coordinator:
         if rank not in self._gone:
             blame = gone(rank)
             self._let_go(rank, blame)
-            self._settle(self._generation, blame.failure(""))
+            self._settle(self._generation, blame)
 
-    def _let_go(self, rank: int, blame: Blame) -> None:
+    def _let_go(self, rank: int, blame: Failure) -> None:
         """Ends everything that cannot go on without `rank`."""
         self._gone[rank] = blame
         for generation in self._arrived:
-            self._settle(generation, blame.failure(""))
+            self._settle(generation, blame)
         for number in self._rounds:
             self._check(number)
 
@@ -264,7 +264,7 @@ class Coordinator:
         status = statuses[by]
         found = mismatch(status.number, statuses) if isinstance(status, Status) else None
         if found is not None and isinstance(status, Status):
-            self._settle(generation, replace(found.failure(""), number=status.number))
+            self._settle(generation, replace(found, number=status.number))
 
     async def _investigate(self, by: int, message: Message) -> None:
         """A channel of rank `by` broke, or it gave up. The rank that caused this has reported an error, has died, or
@@ -274,15 +274,15 @@ class Coordinator:
         blame = self._blames.get((generation, by)) or self._gone.get(peer)
         if blame is None and generation not in self._failures:
             statuses = await self._ask_everybody(self._grace)
-            blames = [status for status in statuses.values() if isinstance(status, Blame)]
+            blames = [status for status in statuses.values() if isinstance(status, Failure)]
             blames += [blame for (when, _), blame in self._blames.items() if when == generation]
             blame = (
                 blames[0]
                 if blames
-                else Blame(peer, f"its connection to rank {by} broke, though both live ({message['why']})")
+                else Failure(peer, f"its connection to rank {by} broke, though both live ({message['why']})")
             )
         if blame is not None:
-            self._settle(generation, blame.failure(waited))
+            self._settle(generation, in_wait(blame, waited))
         else:
             self._settle(generation, self._failures[generation])
 
@@ -300,20 +300,20 @@ class Coordinator:
             self._blames[generation, by] = blame
         if not waits(by, statuses):
             if blame is not None:
-                self._settle(generation, blame.failure(""))
+                self._settle(generation, blame)
         elif ends:
             self._send(by, {"op": "expire", "generation": generation, "number": message["number"]})
         elif blame is None:
             self._say(by, message["seconds"], statuses)
 
-    def _say(self, by: int, seconds: float, statuses: Mapping[int, Status | Blame]) -> None:
+    def _say(self, by: int, seconds: float, statuses: Mapping[int, Status | Failure]) -> None:
         """Logs for which rank the others wait without an error: once, and again each time the wait has doubled."""
         found, now = standstill(by, statuses), time.monotonic()
         if found is not None and now - self._named.get(found.rank, -math.inf) >= seconds / 2:
             self._named[found.rank] = now
             LOG.warning("rank %d has waited %.3g s for rank %d: %s", by, seconds, found.rank, found.reason)
 
-    async def _ask_everybody(self, seconds: float) -> dict[int, Status | Blame]:
+    async def _ask_everybody(self, seconds: float) -> dict[int, Status | Failure]:
         """The status of every rank, or the blame for one that is gone or silent for `seconds`."""
         self._asked += 1
         number, answers, complete = self._asked, dict[int, Status](), asyncio.Event()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeflow.core.errors import Failure
 
@@ -73,37 +73,27 @@ class RankPlace:
         return Status(waits_for, self.patience, str(call), time.monotonic() - self.begun, number, batch)
 
 
-@dataclass(frozen=True, slots=True)
-class Blame:
-    """The rank at the end of a chain of waits, and the reason. `died` and `usage` are as in a `Failure`."""
-
-    rank: int
-    reason: str
-    died: int | None = None
-    usage: bool = False
-
-    def failure(self, waited: str) -> Failure:
-        """The failure to report to all ranks; `waited` describes which rank waited for what."""
-        reason = self.reason if self.usage else "; ".join(filter(None, (self.reason, waited)))
-        return Failure(self.rank, reason, died=self.died, usage=self.usage)
+def in_wait(blame: Failure, waited: str) -> Failure:
+    """The failure, with what a rank has `waited` for. If calls do not match, that says enough."""
+    return blame if blame.usage else replace(blame, reason=f"{blame.reason}; {waited}")
 
 
-def silent(rank: int) -> Blame:
+def silent(rank: int) -> Failure:
     """The blame for a rank that does not answer."""
-    return Blame(rank, "it does not answer: its process is stopped or hangs, or its machine is cut off")
+    return Failure(rank, "it does not answer: its process is stopped or hangs, or its machine is cut off")
 
 
-def gone(rank: int) -> Blame:
+def gone(rank: int) -> Failure:
     """The blame for a rank whose process has ended without a goodbye."""
-    return Blame(rank, "its process is gone; restart the job", died=rank)
+    return Failure(rank, "its process is gone; restart the job", died=rank)
 
 
-def left(rank: int) -> Blame:
+def left(rank: int) -> Failure:
     """The blame for a rank that has said goodbye while others still need it."""
-    return Blame(rank, "it has left, as its script ended or it closed its context; restart the job", died=rank)
+    return Failure(rank, "it has left, as its script ended or it closed its context; restart the job", died=rank)
 
 
-def diagnose(by: int, seconds: float, statuses: Mapping[int, Status | Blame]) -> Blame | None:
+def diagnose(by: int, seconds: float, statuses: Mapping[int, Status | Failure]) -> Failure | None:
     """The blame for rank `by` having waited `seconds`, found by following the chain of waits; None to keep waiting.
 
     A rank that waits for none by pipeflow's channels may be in a collective of another library: then only ranks that
@@ -117,7 +107,7 @@ def diagnose(by: int, seconds: float, statuses: Mapping[int, Status | Blame]) ->
     chain = list(_chain(by, statuses))
     for rank in (*chain, *statuses):
         status = statuses[rank]
-        if isinstance(status, Blame):
+        if isinstance(status, Failure):
             return status
     if not waits(by, statuses):
         return None
@@ -126,17 +116,17 @@ def diagnose(by: int, seconds: float, statuses: Mapping[int, Status | Blame]) ->
         assert isinstance(status, Status)
         if not status.waits_for:
             is_late = status.patience is not None and min(seconds, status.inside) >= status.patience
-            return Blame(rank, "it took too long") if is_late else None
+            return Failure(rank, "it took too long") if is_late else None
     first = statuses[by]
     assert isinstance(first, Status)
     if seconds < (first.patience or 0.0):
         return None
-    return mismatch(first.number, statuses) or Blame(
+    return mismatch(first.number, statuses) or Failure(
         by, f"it waits for rank {first.waits_for[0]}, which waits too: their calls do not match"
     )
 
 
-def mismatch(number: int, statuses: Mapping[int, Status | Blame]) -> Blame | None:
+def mismatch(number: int, statuses: Mapping[int, Status | Failure]) -> Failure | None:
     """The blame if ranks that are in call `number` make other calls, or read batches of other sizes in one replica. One
     is enough to know this at once: a call that does not match cannot end.
     """
@@ -154,14 +144,14 @@ def mismatch(number: int, statuses: Mapping[int, Status | Blame]) -> Blame | Non
     return None
 
 
-def _odd(done: Mapping[int, str], advice: str) -> Blame:
+def _odd(done: Mapping[int, str], advice: str) -> Failure:
     """The blame for the fewest ranks that do the same; of several equally few, for those of the highest numbers."""
     groups: dict[str, list[int]] = {}
     for rank, what in sorted(done.items()):
         groups.setdefault(what, []).append(rank)
     (odd, [rank, *alike]), *others = sorted(groups.items(), key=lambda group: (len(group[1]), -group[1][0]))
     said = [f"rank {first}{_like(rest)} {what}" for what, (first, *rest) in others]
-    return Blame(rank, f"it{_like(alike)} {odd}, but {', '.join(said)}: {advice}", usage=True)
+    return Failure(rank, f"it{_like(alike)} {odd}, but {', '.join(said)}: {advice}", usage=True)
 
 
 def _like(ranks: Sequence[int]) -> str:
@@ -169,13 +159,13 @@ def _like(ranks: Sequence[int]) -> str:
     return f", like rank{many} {', '.join(map(str, ranks))}," if ranks else ""
 
 
-def waits(rank: int, statuses: Mapping[int, Status | Blame]) -> bool:
+def waits(rank: int, statuses: Mapping[int, Status | Failure]) -> bool:
     """Returns True if a rank that answers waits for another one by pipeflow's channels."""
     status = statuses[rank]
     return isinstance(status, Status) and bool(status.waits_for)
 
 
-def is_left_alone(by: int, statuses: Mapping[int, Status | Blame], failed: Failure) -> bool:
+def is_left_alone(by: int, statuses: Mapping[int, Status | Failure], failed: Failure) -> bool:
     """Returns True if rank `by` waits in an earlier call than the one that `failed`, for a rank that has come to that
     call. It has closed its channels, so the wait does not end.
     """
@@ -185,17 +175,17 @@ def is_left_alone(by: int, statuses: Mapping[int, Status | Blame], failed: Failu
     )
 
 
-def absent(by: int, seconds: float, statuses: Mapping[int, Status | Blame]) -> Blame | None:
+def absent(by: int, seconds: float, statuses: Mapping[int, Status | Failure]) -> Failure | None:
     """The blame for a rank between two calls, for which rank `by` waits in the first call after a failure. Before a
     failure, it is waited for; afterwards the ranks may have gone different ways.
     """
     for rank, status in statuses.items():
         if rank != by and isinstance(status, Status) and status.patience is None:
-            return Blame(rank, f"it has not made another call within {seconds:.3g} s after a failure")
+            return Failure(rank, f"it has not made another call within {seconds:.3g} s after a failure")
     return None
 
 
-def standstill(by: int, statuses: Mapping[int, Status | Blame]) -> Blame | None:
+def standstill(by: int, statuses: Mapping[int, Status | Failure]) -> Failure | None:
     """The rank at the end of the chain of waits of rank `by`, and what it does, if nobody is to blame yet. None if the
     chain has no end.
     """
@@ -203,12 +193,12 @@ def standstill(by: int, statuses: Mapping[int, Status | Blame]) -> Blame | None:
         status = statuses[rank]
         if isinstance(status, Status) and not status.waits_for:
             if status.patience is None:
-                return Blame(rank, "it is between two calls; the others wait as long as its process answers")
-            return Blame(rank, f"its call takes long, and may take {status.patience:g} s")
+                return Failure(rank, "it is between two calls; the others wait as long as its process answers")
+            return Failure(rank, f"its call takes long, and may take {status.patience:g} s")
     return None
 
 
-def _chain(by: int, statuses: Mapping[int, Status | Blame]) -> Iterator[int]:
+def _chain(by: int, statuses: Mapping[int, Status | Failure]) -> Iterator[int]:
     """`by`, the ranks it waits for, the ranks these wait for, and so on; each once."""
     seen, upcoming = set(), [by]
     while upcoming:

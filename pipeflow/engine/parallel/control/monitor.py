@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from pipeflow.core.errors import Failure
 from pipeflow.engine.parallel.control import wire
-from pipeflow.engine.parallel.control.diagnosis import AGAIN, Blame, RankPlace, gone, left, silent
+from pipeflow.engine.parallel.control.diagnosis import AGAIN, RankPlace, gone, in_wait, left, silent
 from pipeflow.engine.parallel.control.rescue import LONGEST, Rescue
 from pipeflow.engine.parallel.control.wire import Message, forget_in_children
 from pipeflow.engine.parallel.transport.protocol import LinkError
@@ -64,7 +64,7 @@ class Monitor:
         self._values: dict[str, str] = {}
         self._changed = threading.Condition()
         self._owed_since: float | None = None  # the coordinator has been asked, and is silent
-        self._host: Blame | None = None  # once it is gone
+        self._host: Failure | None = None  # once it is gone
         self._leaving = False
         self._ended = threading.Event()
         self._break: Callable[[int], None] = lambda _: None
@@ -167,7 +167,7 @@ class Monitor:
         if isinstance(failure, Failure):
             return failure
         blame = self._host or silent(HOST)  # if other ranks are gone, too, nobody knows
-        return blame.failure(failure.story(self._rank, self._timeout))
+        return in_wait(blame, failure.story(self._rank, self._timeout))
 
     def has_failed(self, generation: int) -> bool:
         """Returns True if a failure was reported in this generation."""
@@ -190,7 +190,7 @@ class Monitor:
             self._socket.close()
             self._end(left(self._rank))
 
-    def _end(self, blame: Blame) -> None:
+    def _end(self, blame: Failure) -> None:
         """Records why the coordinator answers no more. Whoever waits for an answer goes on without it."""
         with self._changed:
             self._host = self._host or blame
@@ -229,7 +229,7 @@ class Monitor:
             now = time.monotonic()
             if self._owed_since is not None and now - self._owed_since > 2 * grace_of(self._timeout):
                 self._owed_since = None
-                self._tell(self._generation, silent(HOST).failure(""))
+                self._tell(self._generation, silent(HOST))
             is_in_call = self.place.patience is not None
             (self.rescue.look if is_in_call else self.rescue.over)()
             if not (self.waiting or is_in_call) or self.waits != watched:
@@ -256,7 +256,7 @@ class Monitor:
             data = b""
         if not data and self._host is None and not self._leaving:
             self._end(gone(HOST))
-            self._tell(self._generation, gone(HOST).failure(""))
+            self._tell(self._generation, gone(HOST))
         return not self._leaving or bool(data)
 
     def _complain(self, number: int, seconds: float) -> None:

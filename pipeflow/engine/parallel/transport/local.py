@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeflow.core.errors import Failure
-from pipeflow.engine.parallel.control.diagnosis import AGAIN, Blame, RankPlace, Status, diagnose, left, mismatch
+from pipeflow.engine.parallel.control.diagnosis import AGAIN, RankPlace, Status, diagnose, in_wait, left, mismatch
 from pipeflow.engine.parallel.transport.protocol import Alone, Channel, Connection, Group, LinkError, Start, Tag, Work
 
 _SOON = 0.1  # seconds after which a rank that suspects others compares its call with theirs
@@ -62,7 +62,7 @@ class Hub:
         self.gone: set[int] = set()
         self.waits_for: dict[tuple[int, int], tuple[int, ...]] = {}  # by rank and thread: threads of a trace wait, too
         self.places = [RankPlace() for _ in range(size)]  # by rank
-        self.blames: dict[tuple[int, int], Blame] = {}  # by generation and by the rank that gave up
+        self.blames: dict[tuple[int, int], Failure] = {}  # by generation and by the rank that gave up
 
     def wait(self, by: LocalTransport, generation: int, ranks: tuple[int, ...], done: Callable[[], bool]) -> None:
         """Waits, as rank `by` and with `changed` held, until `done()` or a rank of `ranks` has closed its channels.
@@ -94,7 +94,7 @@ class Hub:
     def _closed(self, generation: int, ranks: tuple[int, ...]) -> list[int]:
         return [rank for rank in ranks if (generation, rank) in self.closed]
 
-    def statuses(self) -> dict[int, Status | Blame]:
+    def statuses(self) -> dict[int, Status | Failure]:
         """The status of every rank, as in `diagnose`."""
         return {
             rank: left(rank) if rank in self.gone else place.status(self._awaited_by(rank))
@@ -341,10 +341,10 @@ class LocalTransport:
     def report(self, failure: Failure | LinkError) -> Failure:
         with self.hub.changed:
             if isinstance(failure, LinkError):
-                blame = self.hub.blames.get((self.generation, self.rank)) or Blame(
+                blame = self.hub.blames.get((self.generation, self.rank)) or Failure(
                     failure.peer, "it closed its channels"
                 )
-                failure = blame.failure(failure.story(self.rank, self.timeout))
+                failure = in_wait(blame, failure.story(self.rank, self.timeout))
             elif failure.number is not None and (found := mismatch(failure.number, self.hub.statuses())):
                 failure = failure.following(found.rank, found.reason)
             first = self.hub.failures.setdefault(self.generation, failure)
