@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -338,11 +339,14 @@ class Setup:
 
 
 def meanings(kind: type) -> dict[str, str]:
-    """Per field of a class its entry under `Attributes:` in the docstring, without sources.
+    """Per field of a class its entry under `Attributes:` in the docstring, without sources; "" where Python has left
+    docstrings out (-OO).
 
     >>> meanings(Setup)["zero"][:61]
     'what is divided among the replicas (ZeRO). 0: nothing; 1: mas'
     """
+    if "Attributes:" not in (kind.__doc__ or ""):
+        return defaultdict(str)
     lines = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"^    ([\w, ]+): (.*(?:\n {5,}.*)*)", lines, re.MULTILINE)
     texts = {names: _without_sources(" ".join(text.split())) for names, text in entries}

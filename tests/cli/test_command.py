@@ -25,6 +25,13 @@ def test_list_says_names_options_and_what_each_is(capsys: pytest.CaptureFixture[
         assert flags == {"--costs" if option == "cost" else flag(option) for option in options_of(name)}
 
 
+@pytest.mark.slow
+def test_a_python_without_docstrings_only_lacks_help() -> None:
+    """The help of a plan's options is that of docstrings."""
+    argv = [sys.executable, "-OO", "-m", "pipeflow", "plan", "tiny", "--pipeline", "2"]
+    assert "memory" in subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+
+
 def test_draw(capsys: pytest.CaptureFixture[str]) -> None:
     assert out(capsys, "draw", "1f1b", "--ranks", 2, "--microbatches", 4) == """\
 1f1b, 2 ranks, 4 microbatches
