@@ -29,7 +29,7 @@ def test_list_says_names_options_and_what_each_is(capsys: pytest.CaptureFixture[
 def test_a_python_without_docstrings_only_lacks_help() -> None:
     """The help of a plan's options is that of docstrings."""
     argv = [sys.executable, "-OO", "-m", "pipeflow", "plan", "tiny", "--pipeline", "2"]
-    assert "memory" in subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    assert "activations: " in subprocess.run(argv, capture_output=True, text=True, check=True).stdout
 
 
 def test_draw(capsys: pytest.CaptureFixture[str]) -> None:
