@@ -214,7 +214,7 @@ class DeferringBackend:
                 return compiled(*arguments)
             given = list(arguments)
             parameters = [given[index] for index in places]
-            deferred = DeferredParameters(now.deferral, parameters)
+            deferred = now.deferral, parameters  # a tuple, so that the backward gets the parameters themselves
             weights: tuple[Tensor, ...] = _Weights.apply(now.deferral.anchor, *parameters, deferred)  # type: ignore[no-untyped-call]  # torch's
             for index, weight in zip(places, weights, strict=True):
                 given[index] = weight
@@ -280,13 +280,6 @@ def waits(parameter: object) -> bool:
     return type(parameter) is nn.Parameter and parameter.requires_grad and parameter.dim() >= 2
 
 
-class DeferredParameters(NamedTuple):
-    """The weights of a call and their Deferral. A tuple, so that the backward gets the parameters themselves."""
-
-    deferral: Deferral
-    parameters: list[nn.Parameter]
-
-
 class _Weights(Function):
     """Stands for the weights in the graph, and receives the parts of their gradients from the compiled backward."""
 
@@ -294,7 +287,7 @@ class _Weights(Function):
     def forward(ctx: Any, anchor: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
         *_, ctx.deferred = parameters
         ctx.set_materialize_grads(False)
-        return tuple([parameter.detach() for parameter in ctx.deferred.parameters])
+        return tuple([parameter.detach() for parameter in ctx.deferred[1]])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

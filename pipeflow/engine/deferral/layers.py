@@ -105,8 +105,7 @@ class DeferringLinear(Deferring, nn.Linear):
         deferred = self._deferred_weights()
         if deferred is None:
             return super().forward(input)
-        output: Tensor = _Linear.apply(*deferred.inputs, input, deferred)  # type: ignore[no-untyped-call]  # torch's
-        return output
+        return linear(deferred, input)
 
 
 class _DeferringConvolution(Deferring, Convolution):
@@ -170,6 +169,12 @@ class _Linear(Function):
         of_weights = hand_over(ctx, of_linear, input, rows)
         of_input = rows.mm(weight.conj()).view(input.shape) if ctx.needs_input_grad[3] else None
         return None, *of_weights, of_input, None
+
+
+def linear(deferred: DeferredWeights, input: Tensor) -> Tensor:
+    """`input @ weight.T + bias` of weights that are deferred."""
+    output: Tensor = _Linear.apply(*deferred.inputs, input, deferred)  # type: ignore[no-untyped-call]  # torch's
+    return output
 
 
 class _Convolution(Function):

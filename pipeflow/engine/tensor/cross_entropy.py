@@ -76,8 +76,7 @@ class VocabParallelCrossEntropy(TensorLayer):
         cls, module: nn.CrossEntropyLoss, group: Group | None = None, *, vocab_size: int | None = None
     ) -> Self:
         """The loss of `module` on split logits. Raises UsageError for a loss with class weights."""
-        if not isinstance(module, nn.CrossEntropyLoss):
-            raise UsageError(f"{cls.__name__} is made from an nn.CrossEntropyLoss, got {type(module).__name__}")
+        cls._require_native(module, nn.CrossEntropyLoss)
         if module.weight is not None:
             raise UsageError(f"{cls.__name__} has no class weights: make the loss without them")
         options: dict[str, Any] = {name: getattr(module, name) for name in _OPTIONS}

@@ -15,7 +15,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.engine.deferral.layers import Deferring, look_up
 from pipeflow.engine.parallel.sharding import Split
 from pipeflow.engine.parallel.transport.protocol import Group
-from pipeflow.engine.tensor.layer import TensorLayer, adopt, divide, divide_padded, require_indices
+from pipeflow.engine.tensor.layer import TensorLayer, divide, divide_padded, require_indices
 from pipeflow.engine.tensor.random import draw_part_
 from pipeflow.engine.tensor.regions import (
     gather_from_tensor_region,
@@ -77,14 +77,12 @@ class SplitEmbedding(TensorLayer, Deferring):
         `options` are other arguments of this class. Raises UsageError like the class, and for max_norm, sparse and
         scale_grad_by_freq, which a split embedding does not support.
         """
-        if not isinstance(module, nn.Embedding):
-            raise UsageError(f"{cls.__name__} is made from an nn.Embedding, got {type(module).__name__}")
+        cls._require_native(module, nn.Embedding)
         if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
             raise UsageError(f"{cls.__name__} has no max_norm, sparse or scale_grad_by_freq: leave them out")
         given: dict[str, Any] = {"padding_idx": module.padding_idx, "dtype": module.weight.dtype, "device": "meta"}
         layer = cls(module.num_embeddings, module.embedding_dim, group=group, **given | options)
-        adopt(layer, module._parameters, layer.splits(), layer.group)
-        return layer.train(module.training)
+        return layer._adopt(module)
 
     def extra_repr(self) -> str:
         part = f", {self.group.rank} of {self.group.size}" if self.group.size > 1 else ""

@@ -90,6 +90,21 @@ class TensorLayer(nn.Module):
         """Names of whole parameters whose gradient on each rank must be summed over the ranks."""
         return ()
 
+    @classmethod
+    def _require_native(cls, module: nn.Module, stock: type[nn.Module]) -> None:
+        """Raises UsageError unless `module`, from which a layer is made, is of torch's class `stock`."""
+        if not isinstance(module, stock):
+            raise UsageError(f"{cls.__name__} is made from an nn.{stock.__name__}, got {type(module).__name__}")
+
+    def _adopt(self, native: nn.Module, but: Collection[str] = ()) -> Self:
+        """Takes this rank's part of each full parameter of a stock layer, except those in `but`, and its mode."""
+        splits = self.splits()
+        for name, whole in native._parameters.items():
+            if whole is not None and name not in but:
+                part = nn.Parameter(cut(whole, splits.get(name), self.group), requires_grad=whole.requires_grad)
+                self.register_parameter(name, part)
+        return self.train(native.training)
+
 
 @cache
 def _call_eagerly() -> Callable[..., Any]:
@@ -139,12 +154,10 @@ class LayerNorm(nn.LayerNorm, TensorLayer):
     @classmethod
     def from_native_module(cls, module: nn.LayerNorm, group: Group | None = None, **options: Any) -> Self:
         """A copy of `module`, which is not changed. `options` are other arguments of this class."""
-        if not isinstance(module, nn.LayerNorm):
-            raise UsageError(f"{cls.__name__} is made from an nn.LayerNorm, got {type(module).__name__}")
+        cls._require_native(module, nn.LayerNorm)
         affine, bias = module.elementwise_affine, module.bias is not None
         layer = cls(module.normalized_shape, module.eps, affine, bias, device="meta", group=group, **options)
-        adopt(layer, module._parameters, {}, layer.group)
-        return layer.train(module.training)
+        return layer._adopt(module)
 
 
 def divide(layer: str, name: str, size: int, parts: int) -> int:
@@ -200,18 +213,6 @@ def cut(whole: Tensor, split: Split | None, group: Group) -> Tensor:
     part = whole.new_zeros(shape)
     part.narrow(split.dim, 0, length).copy_(whole.narrow(split.dim, start, length))
     return part
-
-
-def adopt(
-    layer: nn.Module, native: Mapping[str, nn.Parameter | None], splits: Mapping[str, Split], group: Group
-) -> None:
-    """Gives `layer` this rank's part of each full parameter of a stock layer, by name; parameters that are None are
-    skipped.
-    """
-    for name, whole in native.items():
-        if whole is not None:
-            part = nn.Parameter(cut(whole, splits.get(name), group), requires_grad=whole.requires_grad)
-            layer.register_parameter(name, part)
 
 
 def require_indices(indices: Tensor, size: int, what: str) -> None:

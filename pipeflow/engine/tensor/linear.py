@@ -15,11 +15,11 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.deferral.layers import DeferredWeights, Deferring, hand_over, lowered
+from pipeflow.engine.deferral.layers import DeferredWeights, Deferring, hand_over, linear, lowered
 from pipeflow.engine.deferral.products import Copies, of_linear
 from pipeflow.engine.parallel.sharding import Split
 from pipeflow.engine.parallel.transport.protocol import Group
-from pipeflow.engine.tensor.layer import TensorLayer, adopt, divide, divide_padded, real_rows
+from pipeflow.engine.tensor.layer import TensorLayer, divide, divide_padded, real_rows
 from pipeflow.engine.tensor.random import Draw, draw_part_
 from pipeflow.engine.tensor.regions import (
     SEQUENCE,
@@ -63,8 +63,8 @@ def row_linear(input: Tensor, weight: Tensor, bias: Tensor | None, mode: Mode) -
 
 
 def _product(function: type[Function], input: Tensor, weight: Tensor, bias: Tensor | None, mode: Mode) -> Tensor:
-    if mode.deferred is None and mode.group.size == 1:
-        return functional.linear(input, weight, bias)
+    if mode.group.size == 1:
+        return functional.linear(input, weight, bias) if mode.deferred is None else linear(mode.deferred, input)
     if mode.sequence and input.dim() < 3:
         raise UsageError(f"sequence parallelism needs (batch, sequence, hidden), got a shape of {tuple(input.shape)}")
     weights = (None, weight, bias) if mode.deferred is None else mode.deferred.inputs
@@ -78,7 +78,7 @@ class _Column(Function):
         ctx: Any, anchor: Tensor | None, weight: Tensor, bias: Tensor | None, input: Tensor, mode: Mode
     ) -> Tensor:
         input, weight, bias = _operands(ctx, input, weight, bias, mode)
-        if mode.sequence and mode.group.size > 1:
+        if mode.sequence:
             input = gathered(mode.group, input, SEQUENCE)
         ctx.save_for_backward(input, weight)
         made = functional.linear(input, weight, bias)
@@ -98,8 +98,6 @@ class _Column(Function):
 
 def _start(mode: Mode, gradient: Tensor) -> Finish:
     """Starts the sum of the input's gradient over the ranks."""
-    if mode.group.size == 1:
-        return lambda: gradient
     return start_sum_scatter(mode.group, gradient, SEQUENCE) if mode.sequence else start_sum(mode.group, gradient)
 
 
@@ -110,8 +108,6 @@ class _Row(Function):
     ) -> Tensor:
         input, weight, bias = _operands(ctx, input, weight, bias, mode)
         ctx.save_for_backward(input, weight)
-        if mode.group.size == 1:
-            return functional.linear(input, weight, bias)
         part = functional.linear(input, weight)
         whole = sum_scattered(mode.group, part, SEQUENCE) if mode.sequence else start_sum(mode.group, part)()
         return whole if bias is None else whole.add_(bias)
@@ -119,7 +115,7 @@ class _Row(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
-        if ctx.mode.sequence and ctx.mode.group.size > 1:
+        if ctx.mode.sequence:
             gradient = gathered(ctx.mode.group, gradient, SEQUENCE)
         rows = gradient.reshape(-1, weight.shape[0])
         of_weights = _weight_gradients(ctx, input, rows)
@@ -202,12 +198,10 @@ class SplitLinear(TensorLayer, Deferring):
 
         `options` are other arguments of this class. Raises UsageError like the class.
         """
-        if not isinstance(module, nn.Linear):
-            raise UsageError(f"{cls.__name__} is made from an nn.Linear, got {type(module).__name__}")
+        cls._require_native(module, nn.Linear)
         bias, dtype = module.bias is not None, module.weight.dtype
         layer = cls(module.in_features, module.out_features, bias, dtype=dtype, device="meta", group=group, **options)
-        adopt(layer, module._parameters if layer._owns_weight else {"bias": module.bias}, layer.splits(), layer.group)
-        return layer.train(module.training)
+        return layer._adopt(module, () if layer._owns_weight else ("weight",))
 
     def _require_width(self, input: Tensor, hint: str) -> None:
         if input.shape[-1] != self.weight.shape[1]:

@@ -183,8 +183,7 @@ class Dropout(TensorLayer):
     @classmethod
     def from_native_module(cls, module: nn.Dropout, group: Group | None = None, **options: Any) -> Self:
         """A layer with the options of `module`, which is not changed. `options` are other arguments of this class."""
-        if not isinstance(module, nn.Dropout):
-            raise UsageError(f"{cls.__name__} is made from an nn.Dropout, got {type(module).__name__}")
+        cls._require_native(module, nn.Dropout)
         return cls(module.p, module.inplace, group=group, **options).train(module.training)
 
     def extra_repr(self) -> str:

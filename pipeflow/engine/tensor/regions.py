@@ -1,4 +1,4 @@
-"""Collectives of a group along any dimension, started and finished separately. Must not contain: autograd."""
+"""Collectives of a group along any dimension, started and finished separately; and as functions with gradients."""
 
 from __future__ import annotations
 
