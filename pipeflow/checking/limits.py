@@ -13,13 +13,8 @@ is relative to the terms of this sum, whose root of summed squares the plain run
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
-from math import prod, sqrt
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pipeflow.checking.runs import RecordedRun
+from math import sqrt
 
 # What rounding explains. All are relative, unless their line says of what they are a share or a multiple.
 UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -97,24 +92,6 @@ class Rounding:
         return self.given or 2.0 * self.whole + 2.0 * self.drift
 
 
-def rounding_of(run: RecordedRun, given: float | None = None) -> Rounding:
-    """The tolerances of a run, from the first step that it recorded, or the one that is given."""
-    found = Rounding(given)
-    lengths = _lengths(run)
-    total, layers = 0.0, 0
-    for _, event in run.events(0, "output"):
-        name = event["module"]
-        if name in found.order:
-            continue
-        found.order[name] = len(found.order)
-        found.coarsest = max(found.coarsest, unit(event["dtype"]))
-        layers += 1
-        total += lengths.get(name, event["shape"][-1] if event["shape"] else 1)
-        found.outputs[name] = tolerance(found.coarsest, layers, total)
-    found.whole = max(found.outputs.values(), default=tolerance(found.coarsest, 16, 4096))
-    return found
-
-
 def tolerance(coarsest: float, layers: float, lengths: float) -> float:
     """The formula above, with float32 sums unless the outputs are float64.
 
@@ -123,12 +100,3 @@ def tolerance(coarsest: float, layers: float, lengths: float) -> float:
     """
     accumulated = min(coarsest, FLOAT32)
     return SAFETY * (coarsest * sqrt(layers) + accumulated * sqrt(lengths)) + SKETCH
-
-
-def _lengths(run: RecordedRun) -> dict[str, int]:
-    """The length of the products of each module with weights."""
-    lengths: defaultdict[str, int] = defaultdict(int)
-    for rank in run.ranks:
-        for info in rank.tensors.values():
-            lengths[info.name.rpartition(".")[0]] += prod(info.shape[1:])
-    return lengths

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipeflow.checking.files import Array, Blocks, Event, Info, rank_files, read_rank
-from pipeflow.checking.limits import SAME_VALUES, TINY, unit
+from pipeflow.checking.limits import SAME_VALUES, TINY, Rounding, tolerance, unit
 from pipeflow.core.errors import UsageError
 
 _CHUNK = 512  # rows compared with all others at once
@@ -409,3 +409,30 @@ def numel(events: Sequence[Called]) -> int:
 def square(events: Sequence[Called]) -> float:
     """The squared norm of all that the calls returned."""
     return float(sum(event["rows"][:, 8].sum() for _, event in events))
+
+
+def rounding_of(run: RecordedRun, given: float | None = None) -> Rounding:
+    """The tolerances of a run, from the first step that it recorded, or the one that is given."""
+    found = Rounding(given)
+    lengths = _lengths(run)
+    total, layers = 0.0, 0
+    for _, event in run.events(0, "output"):
+        name = event["module"]
+        if name in found.order:
+            continue
+        found.order[name] = len(found.order)
+        found.coarsest = max(found.coarsest, unit(event["dtype"]))
+        layers += 1
+        total += lengths.get(name, event["shape"][-1] if event["shape"] else 1)
+        found.outputs[name] = tolerance(found.coarsest, layers, total)
+    found.whole = max(found.outputs.values(), default=tolerance(found.coarsest, 16, 4096))
+    return found
+
+
+def _lengths(run: RecordedRun) -> dict[str, int]:
+    """The length of the products of each module with weights."""
+    lengths: defaultdict[str, int] = defaultdict(int)
+    for rank in run.ranks:
+        for info in rank.tensors.values():
+            lengths[info.name.rpartition(".")[0]] += prod(info.shape[1:])
+    return lengths

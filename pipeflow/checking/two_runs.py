@@ -13,8 +13,8 @@ import numpy as np
 
 from pipeflow.checking.files import Array, Blocks, Info
 from pipeflow.checking.findings import Difference
-from pipeflow.checking.limits import FLOAT32, SAFETY, SAME_START, SKETCH, TINY, Rounding, rounding_of, unit
-from pipeflow.checking.runs import Called, RecordedRun, joined, norm, owner, tail_of, unmatched
+from pipeflow.checking.limits import FLOAT32, SAFETY, SAME_START, SKETCH, TINY, Rounding, unit
+from pipeflow.checking.runs import Called, RecordedRun, joined, norm, owner, rounding_of, tail_of, unmatched
 from pipeflow.core.errors import UsageError
 
 

@@ -1,22 +1,15 @@
-"""Liveness: which values a rank keeps, and from when to when; and how much it may keep, as users write it. The former
+"""Liveness: which values each action makes a rank keep or free; and how much it may keep, as users write it. The former
 follows from the table of `dataflow`. Must not contain: when actions run.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pipeflow.core.action import Action
-from pipeflow.core.dataflow import DATAFLOW, KEPT, SEVERAL, Content, DataflowRow
+from pipeflow.core.dataflow import DATAFLOW, KEPT, Content, DataflowRow
 from pipeflow.core.errors import UsageError
-
-if TYPE_CHECKING:
-    from pipeflow.core.timeline import Row
-
-Curve = tuple[tuple[float, float], ...]  # (time, amount from that time on), in order of time
 
 
 class MemoryChange(NamedTuple):
@@ -67,54 +60,6 @@ def memory_changes(actions: Sequence[Action]) -> list[MemoryChange]:
         (REDUCED if position < again.get((action.stage, action.microbatch), 0) else CHANGES)[action.kind]
         for position, action in enumerate(actions)
     ]
-
-
-def kept(row: Row, sizes: Mapping[Content, Sequence[float]], factors: Sequence[float] = ()) -> Curve:
-    """The amount that a rank keeps while it runs `row`. `sizes` has the amount per content and stage. Values that no
-    action of the row uses, such as activations without backwards, are kept only while the action that makes them runs.
-    Stages without a size keep nothing. With `factors` per microbatch, each microbatch keeps its multiple of that.
-    """
-    actions = [span.action for span in row]
-    effects = memory_changes(actions)
-    used = frozenset(content for change in {*effects} for content in change.frees)
-    table = {id(change): _amounts(change, used, sizes) for change in (*CHANGES.values(), *REDUCED.values())}
-    changes: list[tuple[float, float]] = []
-    for span, change in zip(row, effects, strict=True):
-        at_start, at_end = table[id(change)]
-        stage, alike = span.action.stage, not factors or span.action.kind in SEVERAL
-        factor = 1 if alike else factors[span.action.microbatch]
-        if at_start:
-            changes.append((span.start, at_start[stage] * factor))
-        if at_end:
-            changes.append((span.end, at_end[stage] * factor))
-    return _added_up(sorted(changes, key=itemgetter(0)))
-
-
-def _amounts(
-    change: MemoryChange, used: frozenset[Content], sizes: Mapping[Content, Sequence[float]]
-) -> tuple[Mapping[int, float], Mapping[int, float]]:
-    """Per stage, the change at an action's start and at its end. Empty if nothing changes."""
-    frees = (*change.frees, *(content for content in change.from_start if content not in used))
-    begins = [sizes[content] for content in change.from_start if content in sizes]
-    comes = [sizes[content] for content in change.from_end if content in sizes and content in used]
-    goes = [sizes[content] for content in frees if content in sizes]
-    stages = range(max(map(len, sizes.values()), default=0))
-    at_start = {stage: sum(size[stage] for size in begins) for stage in stages if begins}
-    ends = {stage: sum(size[stage] for size in comes) - sum(size[stage] for size in goes) for stage in stages}
-    return defaultdict(float, at_start), defaultdict(float, ends if comes or goes else {})
-
-
-def _added_up(changes: list[tuple[float, float]]) -> Curve:
-    """The running sum of the changes. Changes at the same time are one step."""
-    curve: list[tuple[float, float]] = []
-    amount = 0.0
-    for time, change in changes:
-        amount += change
-        if curve and curve[-1][0] == time:
-            curve.pop()
-        if not curve or curve[-1][1] != amount:
-            curve.append((time, amount))
-    return tuple(curve)
 
 
 MemoryCap = float | Sequence[float]

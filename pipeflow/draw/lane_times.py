@@ -14,8 +14,7 @@ from pipeflow.core.action import Action, Kind
 from pipeflow.core.cost import SMALLEST
 from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.core.errors import UsageError
-from pipeflow.core.liveness import Curve
-from pipeflow.core.timeline import Row, Span, Timeline, require_timeline
+from pipeflow.core.timeline import Curve, Row, Span, Timeline, require_timeline
 
 
 class Lane(NamedTuple):

@@ -12,8 +12,7 @@ from pipeflow.core.action import Kind
 from pipeflow.core.analysis.idle_time import critical_path as find_path
 from pipeflow.core.cost import SMALLEST
 from pipeflow.core.dataflow import DATAFLOW, Stream
-from pipeflow.core.liveness import Curve
-from pipeflow.core.timeline import Row, Span, Timeline
+from pipeflow.core.timeline import Curve, Row, Span, Timeline
 from pipeflow.draw.captions import Unit, amount_text, escaped, heading, peaks, round_step, summary, unit_of
 from pipeflow.draw.colours import DARK, INK, LIGHT, Scheme, average, css, shade
 from pipeflow.draw.lane_times import (

@@ -7,11 +7,11 @@ import pytest
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.analysis.order import Order
 from pipeflow.core.dataflow import DATAFLOW, KEPT, MAKERS, PASSING, WHOLE, Content, End, Stream, flows, sources
-from pipeflow.core.liveness import kept, memory_changes
+from pipeflow.core.liveness import memory_changes
 from pipeflow.core.route import Route, routes_among
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.soundness.verify import verify
-from pipeflow.core.timeline import Row
+from pipeflow.core.timeline import Row, kept
 from pipeflow.schedules import SCHEDULES, make_schedule
 from tests.families import make_near
 
