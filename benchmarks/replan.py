@@ -55,24 +55,14 @@ class _Sleep(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None, None]:
         time.sleep(ctx.stage.seconds)
         (hidden,) = ctx.saved_tensors
-        ctx.deferral.take(_Product(ctx.stage, (gradient * hidden).sum(0)))
+        ctx.deferral.take(Deferred([ctx.stage.scale], partial(_slept, ctx.stage, (gradient * hidden).sum(0))))
         return None, gradient * ctx.stage.scale.detach(), None, None
 
 
-class _Product(Deferred):
+def _slept(stage: SleepStage, gradient: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
     """The second half: it sleeps, too."""
-
-    def __init__(self, stage: SleepStage, gradient: Tensor) -> None:
-        self.stage = stage
-        self.gradient = gradient
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [self.stage.scale]
-
-    def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
-        time.sleep(self.stage.seconds)
-        return [(self.stage.scale, self.gradient)]
+    time.sleep(stage.seconds)
+    return [(stage.scale, gradient)]
 
 
 class SleepStage(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,23 +43,11 @@ class _Sleep(torch.autograd.Function):
         layer: SleepingHalves = context.layer
         time.sleep(layer.seconds)
         assert layer.deferral is not None  # in a Pipeline
-        layer.deferral.take(_Slept(layer, gradients[0]))
+        layer.deferral.take(Deferred([layer.weight], partial(_slept, layer, gradients[0])))
         return gradients[0], None, None
 
 
-class _Slept(Deferred):
+def _slept(layer: SleepingHalves, gradient: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
     """The second half."""
-
-    __slots__ = ("gradient", "layer")
-
-    def __init__(self, layer: SleepingHalves, gradient: Tensor) -> None:
-        self.layer = layer
-        self.gradient = gradient
-
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        return [self.layer.weight]
-
-    def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
-        time.sleep(self.layer.seconds)
-        return [(self.layer.weight, self.gradient.sum(0))]
+    time.sleep(layer.seconds)
+    return [(layer.weight, gradient.sum(0))]

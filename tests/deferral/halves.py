@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,6 +138,13 @@ def halves(module: nn.Module, input: Tensor, *, microbatches: int = 3, defers: b
 def products_of(queue: list[Products]) -> list[Deferred]:
     """What the I of a queue has left for its W."""
     return [product for products in queue for product in products.products]
+
+
+def held_by(product: Deferred) -> tuple[Tensor, Tensor]:
+    """The input and the gradient of the output that a layer's product holds."""
+    assert isinstance(product.make, partial)
+    _, _, input, gradient, _ = product.make.args
+    return input, gradient
 
 
 def run(queue: list[Products]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from weakref import ref
 
 import pytest
@@ -12,11 +13,11 @@ from torch.nn import functional
 from pipeflow.engine.deferral.compile_backend import (
     _LATE,
     CompiledCall,
-    CompiledProduct,
     DeferringBackend,
-    Late,
+    compiled_gradients,
     deferring_backend,
     is_compiled,
+    late_gradients,
     waits,
 )
 from pipeflow.engine.deferral.module import defer_weight_gradients
@@ -98,11 +99,12 @@ def test_a_second_half_frees_what_it_computes_from() -> None:
     deferral = compiled(module)
     with collecting(deferral) as queue:
         steps(module, input)
-    products = [each for each in products_of(queue) if isinstance(each, CompiledProduct)]
-    assert len(products) == len(products_of(queue)) == 2
-    lates = [getattr(each, _LATE) for product in products for each in product._gradients if hasattr(each, _LATE)]
-    held = [ref(each) for late in lates for each in late._arguments if each is not input]
-    del lates
+    products = products_of(queue)
+    assert len(products) == 2
+    given = [each for product in products if isinstance(product.make, partial) for each in product.make.args[1]]
+    lates = [getattr(each, _LATE) for each in given if hasattr(each, _LATE)]
+    held = [ref(each) for late in lates for each in late.args[2] if each is not input]
+    del given, lates
     assert held
     assert all(each() is not None for each in held)
     products[0].compute()
@@ -114,18 +116,16 @@ def test_a_second_half_frees_what_it_computes_from() -> None:
 @pytest.mark.exhaustive
 def test_a_late_gradient_shares_no_memory_with_another() -> None:
     shared = normal(2, 2)
-    late = Late(lambda arguments: [shared, shared], [3, 1], [shared])
-    found = late.compute()
+    found = late_gradients(lambda arguments: [shared, shared], [3, 1], [shared])
     assert found.keys() == {1, 3}
     assert all(torch.equal(each, shared) for each in found.values())
     assert found[1].data_ptr() != found[3].data_ptr()
-    assert late._arguments == []
 
 
 @pytest.mark.exhaustive
 def test_a_gradient_that_is_there_already_is_copied() -> None:
     weight, gradient = nn.Parameter(normal(2, 2)), normal(2, 2, seed=1)
-    [(found, copied)] = CompiledProduct([weight], [gradient]).compute()
+    [(found, copied)] = compiled_gradients([weight], [gradient])
     assert found is weight
     assert torch.equal(copied, gradient)
     assert copied.data_ptr() != gradient.data_ptr()

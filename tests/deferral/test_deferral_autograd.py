@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeflow import UsageError
 from pipeflow.engine.deferral.module import Deferral, defer_weight_gradients
-from pipeflow.engine.deferral.products import Product, of_linear
+from pipeflow.engine.deferral.products import Deferred, of_linear, product_of
 from pipeflow.tensor import ColumnParallelLinear
 from pipeflow.testing import run_threads
 from tests.deferral.halves import (
@@ -30,6 +30,7 @@ from tests.deferral.halves import (
     gradients,
     gradients_of,
     halves,
+    held_by,
     normal,
     products_of,
     require_near,
@@ -324,17 +325,17 @@ def test_what_only_i_needs_is_freed_by_it_and_the_rest_product_by_product(monkey
         hidden.sum().backward()
     del hidden
     assert all(each.expired() for each in saved)
-    products = [product for product in products_of(queue) if isinstance(product, Product)]
-    gradient_of = [StorageWeakRef(product.gradient.untyped_storage()) for product in products]
+    products = products_of(queue)
+    gradient_of = [StorageWeakRef(held_by(product)[1].untyped_storage()) for product in products]
     assert len(products) == 3
     freed: list[tuple[list[bool], list[bool]]] = []
-    compute = Product.compute
+    compute = Deferred.compute
 
-    def watch(product: Product) -> list[tuple[nn.Parameter, Tensor]]:
+    def watch(product: Deferred) -> list[tuple[nn.Parameter, Tensor]]:
         freed.append(([each.expired() for each in reversed(inputs)], [each.expired() for each in gradient_of]))
         return compute(product)
 
-    monkeypatch.setattr(Product, "compute", watch)
+    monkeypatch.setattr(Deferred, "compute", watch)
     run(queue)
     assert freed == [([index < done for index in range(3)],) * 2 for done in range(3)]
     assert all(each.expired() for each in [*inputs, *gradient_of])
@@ -413,7 +414,7 @@ class Own(nn.Module):
         output = functional.linear(input, self.scale.detach()).requires_grad_()
         assert self.deferral is not None
         take = self.deferral.take
-        output.register_hook(lambda gradient: take(Product(of_linear, self.scale, None, input, gradient)))
+        output.register_hook(lambda gradient: take(product_of(of_linear, self.scale, None, input, gradient)))
         return output.clone()
 
 

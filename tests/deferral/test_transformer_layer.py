@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from pipeflow import GPT, PRECISIONS, Placement, Setup
 from pipeflow.engine.deferral.module import defer_weight_gradients
-from pipeflow.engine.deferral.products import Product, Products
+from pipeflow.engine.deferral.products import Products
 from pipeflow.planning.physical import stage_costs
-from tests.deferral.halves import products_of
+from tests.deferral.halves import held_by, products_of
 
 MODEL = GPT(layers=8, hidden=64, heads=4, positions=32, vocabulary=101)
 
@@ -60,8 +60,7 @@ def run(block: nn.Module) -> tuple[int, int]:
         output = block(torch.randn(2, 32, 64, requires_grad=True))
     kept = sizes(saved, block)
     output.backward(torch.randn_like(output))
-    products = [product for product in products_of(queue) if isinstance(product, Product)]
-    return kept, sizes([tensor for product in products for tensor in (product.input, product.gradient)], block)
+    return kept, sizes([tensor for product in products_of(queue) for tensor in held_by(product)], block)
 
 
 def test_a_real_layer_has_keeps_and_defers_that_much() -> None:

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pipeflow import Pipeline, Schedule, execute_pipeline, lower, simulate
 from pipeflow.core.dataflow import Content
 from pipeflow.core.program import Program, Release, Send
-from pipeflow.engine.deferral.products import Deferral, Product
+from pipeflow.engine.deferral.products import Deferral, product_of
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH
@@ -73,7 +73,7 @@ class Doubling(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         weight, hidden, deferral = ctx.product
         assert ctx.saved_tensors
-        deferral.take(Product(scale_gradient, weight, None, hidden, gradient))
+        deferral.take(product_of(scale_gradient, weight, None, hidden, gradient))
         return gradient * 2, None, None
 
 

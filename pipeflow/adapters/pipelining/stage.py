@@ -5,6 +5,7 @@ Must not contain: when a stage runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -130,26 +131,13 @@ class BuilderCall(StageCall):
 
     def _build(self) -> None:
         if self.deferral is not None:
-            self.deferral.take(Built(self.builder()))
+            self.deferral.take(Deferred((), partial(_added, self.builder())))
 
 
-class Built(Deferred):
-    """What a `dw_builder` returned for one microbatch."""
-
-    __slots__ = ("run",)
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.run = run
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """None: the function adds to gradients itself."""
-        return []
-
-    def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Calls the function, which returns nothing."""
-        self.run()
-        return []
+def _added(run: Callable[[], None]) -> list[tuple[nn.Parameter, Tensor]]:
+    """Calls what a `dw_builder` returned for one microbatch, which adds to gradients itself."""
+    run()
+    return []
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from threading import local
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.fx import Graph, GraphModule, Node
 
 from pipeflow.engine.deferral.layers import defers
-from pipeflow.engine.deferral.products import Deferral, Deferred
+from pipeflow.engine.deferral.products import Deferral, Deferred, Gradients
 
 
 class Halves(NamedTuple):
@@ -292,7 +292,7 @@ class _Weights(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         deferral, parameters = ctx.deferred
-        product = CompiledProduct(parameters, gradients)
+        product = Deferred(parameters, partial(compiled_gradients, parameters, gradients))
         if defers(ctx, deferral, product):
             deferral.take(product)
             return (None,) * (2 + len(parameters))
@@ -300,57 +300,32 @@ class _Weights(Function):
         return None, *map(found.get, parameters), None
 
 
-class CompiledProduct(Deferred):
-    """The weight gradients of one call of compiled code: each is a gradient or, for the first of the deferred ones, a
-    Late.
+_LATE = "_pipeflow_late"  # the attribute of a gradient with a function that computes those of a second half
+
+
+def compiled_gradients(weights: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> Gradients:
+    """The weight gradients of one call of compiled code, whose backward has returned `gradients`. The first of those
+    that are deferred computes them all.
     """
-
-    __slots__ = ("_gradients", "_weights")
-
-    def __init__(self, weights: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-        self._weights = weights
-        self._gradients = gradients
-
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """The weights whose gradients the products compute."""
-        return self._weights
-
-    def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
-        gradients, self._gradients = self._gradients, ()
-        found: list[tuple[nn.Parameter, Tensor]] = []
-        for place, gradient in enumerate(gradients):
-            late: Late | None = getattr(gradient, _LATE, None)
-            if late is not None:
-                found += [(self._weights[index], each) for index, each in late.compute().items()]
-            elif gradient is not None:
-                found.append((self._weights[place], gradient.clone()))  # others may hold it, too
-        return found
+    found: Gradients = []
+    for weight, gradient in zip(weights, gradients, strict=True):
+        late: Callable[[], dict[int, Tensor]] | None = getattr(gradient, _LATE, None)
+        if late is not None:
+            found += [(weights[place], each) for place, each in late().items()]
+        elif gradient is not None:
+            found.append((weight, gradient.clone()))  # others may hold it, too
+    return found
 
 
-_LATE = "_pipeflow_late"  # the attribute of a gradient that holds its Late
-
-
-class Late:
-    """Computes gradients in a second half: its code, and the places of the weights whose gradients it computes."""
-
-    __slots__ = ("_arguments", "_code", "_places")
-
-    def __init__(self, code: Code, places: Sequence[int], arguments: list[Any]) -> None:
-        self._code = code
-        self._places = places
-        self._arguments = arguments
-
-    @torch.no_grad()
-    def compute(self) -> dict[int, Tensor]:
-        """The gradients by the weights' places; no two of them share memory."""
-        arguments, self._arguments = self._arguments, []
-        found: dict[int, Tensor] = {}
-        seen: set[int] = set()
-        for place, gradient in zip(self._places, self._code(arguments), strict=True):
-            found[place] = gradient.clone() if gradient.data_ptr() in seen else gradient
-            seen.add(gradient.data_ptr())
-        return found
+@torch.no_grad()
+def late_gradients(code: Code, places: Sequence[int], arguments: list[Any]) -> dict[int, Tensor]:
+    """What a second half computes, by the places of the weights whose gradients these are; no two share memory."""
+    found: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    for place, gradient in zip(places, code(arguments), strict=True):
+        found[place] = gradient.clone() if gradient.data_ptr() in seen else gradient
+        seen.add(gradient.data_ptr())
+    return found
 
 
 class _Splitter:
@@ -386,7 +361,7 @@ class _Splitter:
 
     def _joined(self, halves: Halves, first: Code, second: Code) -> Code:
         """The backward as one function. It returns nothing for weights except, in the place of the first one, a tensor
-        that carries a Late.
+        that carries the function of the second half.
         """
         places = [self._weights[index] for index in halves.late]
         count = len(results_of(halves.of_inputs)) - (len(halves.examples) - len(halves.kept))
@@ -399,7 +374,7 @@ class _Splitter:
             held += found[count:]
             del found[count:]
             found[carrier] = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
-            setattr(found[carrier], _LATE, Late(second, places, held))
+            setattr(found[carrier], _LATE, partial(late_gradients, second, places, held))
             return found
 
         backward._boxed_call = True  # type: ignore[attr-defined]  # torch's mark of code that takes a list

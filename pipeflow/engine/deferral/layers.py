@@ -20,11 +20,11 @@ from pipeflow.engine.deferral.products import (
     Deferral,
     Deferred,
     Formula,
-    Product,
     has_hooks,
     of_convolution,
     of_embedding,
     of_linear,
+    product_of,
 )
 from pipeflow.engine.torch_private.autograd import is_under_functorch, tracing_state, will_run
 from pipeflow.engine.torch_private.tensors import Convolution, unviewed
@@ -266,7 +266,7 @@ def _lower(tensor: Tensor, dtype: torch.dtype, copies: Copies | None) -> Tensor:
 
 
 def hand_over(ctx: Any, formula: Formula, input: Tensor, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Hands the Product of this backward to the Deferral of `ctx`, or computes it if that may not wait.
+    """Hands the product of this backward to the Deferral of `ctx`, or computes it if that may not wait.
 
     Args:
         ctx: of a function whose first inputs are those of its `deferred`.
@@ -279,12 +279,13 @@ def hand_over(ctx: Any, formula: Formula, input: Tensor, gradient: Tensor) -> tu
     if not wants_weight and not wants_bias:
         return None, None
     deferred: DeferredWeights = ctx.deferred
-    product = Product(formula, deferred.weight, deferred.trained_bias, input, gradient)
+    weight, bias = deferred.weight, deferred.trained_bias
+    product = product_of(formula, weight, bias, input, gradient)
     if defers(ctx, deferred.deferral, product):
         deferred.deferral.take(product)
         return None, None
     found = dict(product.compute())
-    return found[product.weight], None if product.bias is None else found[product.bias]
+    return found[weight], None if bias is None else found[bias]
 
 
 def defers(ctx: Any, deferral: Deferral, product: Deferred) -> bool:

@@ -4,9 +4,9 @@ gradient, and the Deferral that stores them. Must not contain: the layers that m
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -16,20 +16,29 @@ from torch import Tensor, nn
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.torch_private.autograd import backward_id
 
+Gradients = list[tuple[nn.Parameter, Tensor]]
+"""Parameters, each with its gradient."""
 
-class Deferred(ABC):
-    """Weight gradients that are computed later, once; this frees the tensors that make them."""
 
-    __slots__ = ()
+class Deferred:
+    """Weight gradients that are computed later, once; this frees the tensors that make them.
 
-    @property
-    @abstractmethod
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """The parameters whose gradients these are."""
+    Args:
+        parameters: the parameters whose gradients these are.
+        make: computes the gradients. It holds the tensors that make them.
+    """
 
-    @abstractmethod
-    def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Computes the weight gradients and returns each parameter with its gradient."""
+    __slots__ = ("make", "parameters")
+
+    def __init__(self, parameters: Sequence[nn.Parameter], make: Callable[[], Gradients]) -> None:
+        self.parameters = parameters
+        self.make = make
+
+    def compute(self) -> Gradients:
+        """Computes the gradients of those parameters that have one."""
+        make = self.make
+        del self.make
+        return make()
 
 
 Formula = Callable[[nn.Parameter, Tensor, Tensor, bool], Sequence[Tensor]]
@@ -38,39 +47,29 @@ and the gradient of its output.
 """
 
 
-class Product(Deferred):
-    """The gradients of one layer's weight and bias from one call of the layer, by a `formula`. `gradient` is the
+def product_of(
+    formula: Formula, weight: nn.Parameter, bias: nn.Parameter | None, input: Tensor, gradient: Tensor
+) -> Deferred:
+    """The gradients of one layer's weight and bias, unless that is None, from one call of the layer. `gradient` is the
     gradient of the layer's output.
     """
+    parameters = (weight,) if bias is None else (weight, bias)
+    versions = (input._version, gradient._version)
+    input = input.detach()  # without the graph that made it
+    return Deferred(parameters, partial(_multiplied, formula, parameters, input, gradient, versions))
 
-    __slots__ = ("bias", "formula", "gradient", "input", "versions", "weight")
 
-    def __init__(
-        self, formula: Formula, weight: nn.Parameter, bias: nn.Parameter | None, input: Tensor, gradient: Tensor
-    ) -> None:
-        self.formula = formula
-        self.weight = weight
-        self.bias = bias
-        self.input = input.detach()  # without the graph that made it
-        self.gradient = gradient
-        self.versions = (input._version, gradient._version)
-
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """The layer's weight, and its bias if that has a gradient."""
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
-
-    def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """As in `Deferred`. Raises UsageError if the input or the gradient was overwritten since."""
-        input, gradient = self.input, self.gradient
-        del self.input, self.gradient
-        if self.versions != (input._version, gradient._version):
-            raise UsageError(
-                f"the input or the output's gradient of a layer with a weight of shape {tuple(self.weight.shape)} was "
-                "modified in place before its weight gradient was computed: modify a copy instead"
-            )
-        gradients = self.formula(self.weight, input, gradient, self.bias is not None)
-        return list(zip(self.parameters, gradients, strict=True))
+def _multiplied(
+    formula: Formula, parameters: Sequence[nn.Parameter], input: Tensor, gradient: Tensor, versions: tuple[int, int]
+) -> Gradients:
+    """The gradients of a product. Raises UsageError unless the tensors still have these versions."""
+    if versions != (input._version, gradient._version):
+        raise UsageError(
+            f"the input or the output's gradient of a layer with a weight of shape {tuple(parameters[0].shape)} was "
+            "modified in place before its weight gradient was computed: modify a copy instead"
+        )
+    gradients = formula(parameters[0], input, gradient, len(parameters) > 1)
+    return list(zip(parameters, gradients, strict=True))
 
 
 def of_linear(weight: nn.Parameter, input: Tensor, rows: Tensor, with_bias: bool) -> Sequence[Tensor]:
