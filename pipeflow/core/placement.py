@@ -117,3 +117,12 @@ def require_at_least(least: int, **arguments: int) -> None:
     for name, value in arguments.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise UsageError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+def stages_among(placement: Placement, stages: Iterable[int] | None) -> frozenset[int]:
+    """The stages, or all of a placement. Raises UsageError for a stage that does not exist."""
+    known = range(placement.num_stages)
+    stages = known if stages is None else numbers_of("stages", stages)
+    if wrong := sorted({*stages} - {*known}):
+        raise UsageError(f"there is no stage {wrong[0]}: the schedule has stages 0 to {len(known) - 1}")
+    return frozenset(stages)

@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 from pipeflow.core.errors import UsageError
 from pipeflow.planning.blocks import Transformer
-from pipeflow.planning.engines import stops_early
 from pipeflow.planning.kept import layer_kept, recomputed_modules
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.rates import FROZEN, Rates, Seconds
-from pipeflow.planning.setup import GRAPHS, Setup
+from pipeflow.planning.setup import GRAPHS, Setup, stops_early
 from pipeflow.planning.shares import tokens_of
 from pipeflow.planning.work import adapter_work, layer_work, recomputed_work
 

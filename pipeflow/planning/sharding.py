@@ -16,10 +16,9 @@ from typing import NamedTuple
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
-from pipeflow.planning.engines import reduced_gradient
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.rates import RankGroup, Rates
-from pipeflow.planning.setup import Setup
+from pipeflow.planning.setup import Setup, reduced_gradient
 from pipeflow.planning.shares import Parameters
 
 

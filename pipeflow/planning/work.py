@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from pipeflow.planning.attention import FUSED_BACKWARD, Scores
 from pipeflow.planning.blocks import Linear, Transformer
-from pipeflow.planning.engines import engine_named, is_plain
+from pipeflow.planning.engines import engine_named
 from pipeflow.planning.kept import op_linears, recomputed_modules
-from pipeflow.planning.setup import FEW_BITS, Setup
+from pipeflow.planning.setup import FEW_BITS, Setup, is_plain
 from pipeflow.planning.shares import Parameters, Share, sequence_of, tokens_of, whole_values
 from pipeflow.planning.transformer import GPT
 

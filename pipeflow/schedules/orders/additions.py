@@ -12,8 +12,8 @@ from dataclasses import replace
 from pipeflow.core.action import Action, Entry, Kind, actions_of
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import DATAFLOW, Content, Stream
-from pipeflow.core.errors import UsageError, numbers_of
-from pipeflow.core.placement import Placement
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import stages_among
 from pipeflow.core.rows import last_made
 from pipeflow.core.schedule import Schedule, require_schedule
 
@@ -67,15 +67,6 @@ def with_recompute(schedule: Schedule, stages: Iterable[int] | None = None) -> S
     among = stages_among(schedule.placement, stages)
     rows = tuple(tuple(_recomputed(row, among)) for row in schedule.rows)
     return replace(schedule, name=f"{schedule.name} with recompute", rows=rows)
-
-
-def stages_among(placement: Placement, stages: Iterable[int] | None) -> frozenset[int]:
-    """The stages, or all of a placement. Raises UsageError for a stage that does not exist."""
-    known = range(placement.num_stages)
-    stages = known if stages is None else numbers_of("stages", stages)
-    if wrong := sorted({*stages} - {*known}):
-        raise UsageError(f"there is no stage {wrong[0]}: the schedule has stages 0 to {len(known) - 1}")
-    return frozenset(stages)
 
 
 def _recomputed(row: tuple[Entry, ...], stages: frozenset[int]) -> Iterator[Entry]:

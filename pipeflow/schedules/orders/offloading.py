@@ -16,9 +16,9 @@ from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel, require_cost_model
 from pipeflow.core.dataflow import DATAFLOW, Content, Stream, stream_of
 from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import stages_among
 from pipeflow.core.schedule import Schedule, require_schedule
 from pipeflow.core.timeline import Span
-from pipeflow.schedules.orders.additions import stages_among
 
 ROUNDING = 1e-9  # by which times that are equal may differ
 
