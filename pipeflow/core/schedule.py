@@ -9,9 +9,9 @@ from functools import cached_property
 from pipeflow.core.action import Action, Entry, Kind, Pair, actions_of
 from pipeflow.core.dataflow import DATAFLOW, SEVERAL, Stream
 from pipeflow.core.errors import ScheduleError, UsageError, require_type
-from pipeflow.core.notebook import Shown
 from pipeflow.core.placement import Placement, require_positive
 from pipeflow.core.rows import cells, is_communication, last_made, parse_cell, placement_of, reduced
+from pipeflow.core.text import Shown
 
 
 @dataclass(frozen=True, repr=False)  # no slots: `kinds` is kept

@@ -1,8 +1,9 @@
-"""Text: numbers as people write them, and text from elsewhere made safe for a terminal."""
+"""Text: numbers as people write them, text from elsewhere made safe for a terminal, and what a notebook shows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 PER_SECOND = {"h": 1 / 3600, "min": 1 / 60, "s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 """How many of each unit are a second."""
@@ -75,3 +76,18 @@ def aligned(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         ).rstrip()
         for line in lines
     ]
+
+
+class Shown:
+    """A value that a notebook shows as a picture: HTML or SVG, or text if there is no picture.
+
+    Attributes:
+        drawing: draws a value, as a static method: returns HTML or SVG, or None for text.
+    """
+
+    __slots__ = ()
+    drawing: ClassVar[Callable[[Any], str | None] | None] = None
+
+    def _repr_html_(self) -> str | None:
+        draw = type(self).drawing
+        return None if draw is None else draw(self)

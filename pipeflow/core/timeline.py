@@ -18,10 +18,9 @@ from pipeflow.core.errors import UsageError, require_type
 from pipeflow.core.files import number as finite
 from pipeflow.core.files import parse
 from pipeflow.core.liveness import CHANGES, REDUCED, MemoryChange, memory_changes
-from pipeflow.core.notebook import Shown
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.text import number
+from pipeflow.core.text import Shown, number
 
 
 @dataclass(frozen=True, slots=True)
