@@ -32,7 +32,7 @@ from pipeflow.engine.parallel.context import context_if_launched as context_if_l
 from pipeflow.engine.parallel.context import current_context as current_context
 from pipeflow.engine.parallel.launcher import launch as launch
 from pipeflow.engine.parallel.layout import WorldLayout as WorldLayout
-from pipeflow.engine.runtime.gradients.ties import PipelineSharedModuleWrapper as PipelineSharedModuleWrapper
+from pipeflow.engine.runtime.gradients.weights import PipelineSharedModuleWrapper as PipelineSharedModuleWrapper
 from pipeflow.engine.runtime.microbatch import Along as Along
 from pipeflow.engine.runtime.microbatch import Divided as Divided
 from pipeflow.engine.runtime.microbatch import Whole as Whole

@@ -27,8 +27,8 @@ from pipeflow.engine.runtime.microbatch import Batch, Divided, as_batch
 from pipeflow.engine.runtime.other_calls import HeldStep, held_step
 from pipeflow.engine.runtime.pipeline import Pipeline, execute_pipeline
 from pipeflow.engine.runtime.plain_values import whole_values
+from pipeflow.engine.runtime.program.results import require_whole_loss
 from pipeflow.engine.runtime.step import LossOver, Output
-from pipeflow.engine.runtime.whole_loss import require_whole_loss
 from pipeflow.engine.stages.blocks import Blocks, Cuts
 from pipeflow.engine.stages.entries import Entries
 from pipeflow.engine.stages.loss import own_loss

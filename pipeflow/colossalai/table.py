@@ -33,7 +33,7 @@ NAMES = {
         "pipeflow.engine.tensor": "Dropout, LayerNorm, PatchEmbedding",
         "pipeflow.training.optim": "Lamb",
     },
-    "nn.layer.wrapper": {"pipeflow.engine.runtime.gradients.ties": "PipelineSharedModuleWrapper"},
+    "nn.layer.wrapper": {"pipeflow.engine.runtime.gradients.weights": "PipelineSharedModuleWrapper"},
     "nn.lr_scheduler": {
         "pipeflow.training.optim": "CosineAnnealingWarmupLR, FlatAnnealingLR, FlatAnnealingWarmupLR, LinearWarmupLR, "
         "MultiStepWarmupLR, PolynomialWarmupLR",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeflow.core.schedule import Schedule
-from pipeflow.engine.runtime.gradients.ties import PipelineSharedModuleWrapper
+from pipeflow.engine.runtime.gradients.weights import PipelineSharedModuleWrapper
 
 WIDTH = 6
 WORDS = 11

@@ -29,7 +29,7 @@ from pipeflow.engine.parallel.context import context_if_launched
 from pipeflow.engine.parallel.device import synchronize
 from pipeflow.engine.parallel.sharding import splits_of
 from pipeflow.engine.parallel.transport.agreement import all_gather_object
-from pipeflow.engine.runtime.gradients.ties import PipelineSharedModuleWrapper
+from pipeflow.engine.runtime.gradients.weights import PipelineSharedModuleWrapper
 from pipeflow.engine.runtime.program.saved import storages
 from pipeflow.engine.tensor.layer import whole_shape
 from pipeflow.engine.torch_private.trees import tree_leaves, tree_map_only

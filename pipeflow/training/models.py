@@ -20,7 +20,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import partition_uniform
 from pipeflow.core.placement import Placement
 from pipeflow.engine.parallel.context import current_context
-from pipeflow.engine.runtime.gradients.ties import PipelineSharedModuleWrapper
+from pipeflow.engine.runtime.gradients.weights import PipelineSharedModuleWrapper
 from pipeflow.engine.tensor.cross_entropy import VocabParallelCrossEntropy
 from pipeflow.engine.tensor.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
 from pipeflow.engine.tensor.layer import LayerNorm

@@ -16,7 +16,7 @@ import pipeflow
 from pipeflow.engine.parallel.context import Context, current_context, set_context
 from pipeflow.engine.parallel.layout import WorldLayout
 from pipeflow.engine.parallel.sharding import splits_of
-from pipeflow.engine.runtime.gradients.ties import ranks_of_tied
+from pipeflow.engine.runtime.gradients.weights import ranks_of_tied
 from pipeflow.testing import Hub, LocalTransport, run_threads
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "vocab_size": 10, "max_position_embeddings": 8}

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from pipeflow import Pipeline, Schedule, UsageError, execute_pipeline, make_schedule
 from pipeflow.engine.parallel.context import current_context
-from pipeflow.engine.runtime.gradients.ties import PipelineSharedModuleWrapper
+from pipeflow.engine.runtime.gradients.weights import PipelineSharedModuleWrapper
 from pipeflow.optim import Zero, clip_grad_norm_
 from pipeflow.schedules import SCHEDULES
 from pipeflow.tensor import ColumnParallelLinear, RowParallelLinear

@@ -12,7 +12,7 @@ import torch
 
 from pipeflow.engine.parallel.transport.channels import abort
 from pipeflow.engine.parallel.transport.protocol import LinkError, Work
-from pipeflow.engine.runtime.pace import Pace
+from pipeflow.engine.runtime.step import Pace
 from tests.nccl import device
 from tests.nccl.cases import Case
 

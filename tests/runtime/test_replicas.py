@@ -26,8 +26,8 @@ from pipeflow import (
 from pipeflow.core.analysis.measured_step import measured_costs
 from pipeflow.core.dataflow import Stream
 from pipeflow.engine.parallel.context import current_context
-from pipeflow.engine.runtime.gradients.buffers import ReplicatedBuffers
 from pipeflow.engine.runtime.gradients.sums import Bucket
+from pipeflow.engine.runtime.gradients.values import Buffers
 from pipeflow.engine.runtime.other_calls import backward
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import KeywordModel, Layer, PlainModel, TiedModel, TinyModel
@@ -345,10 +345,10 @@ def test_replicas_have_the_statistics_of_the_first(ranks: int, by_hand: bool) ->
 
 
 def test_buffers_that_nobody_changes_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    def share(_: object) -> None:
+    def share(*_: object) -> None:
         raise AssertionError("shared")
 
-    monkeypatch.setattr(ReplicatedBuffers, "share", share)
+    monkeypatch.setattr(Buffers, "share", share)
     assert len(run_threads(train_normed, 2, [4, 6], False, False, data=2)) == 2
     with pytest.raises(RankError, match="shared"):
         run_threads(train_normed, 2, [4, 6], True, False, data=2)

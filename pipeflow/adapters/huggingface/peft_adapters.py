@@ -20,7 +20,7 @@ from pipeflow.adapters.huggingface.skeleton import ONE_AT_A_TIME
 from pipeflow.adapters.libraries import needed
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.transport.agreement import all_gather
-from pipeflow.engine.runtime.gradients.ties import replace_in
+from pipeflow.engine.runtime.gradients.weights import replace_in
 from pipeflow.engine.runtime.pipeline import Pipeline
 from pipeflow.training.checkpoint.pieces import local_tensors
 from pipeflow.training.checkpoint.tensor_files import OutputTensor, TensorFiles, parts_together

@@ -18,7 +18,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.transport.agreement import all_gather_object, told_alike
 from pipeflow.engine.runtime.devices import place
-from pipeflow.engine.runtime.gradients.ties import replace_in
+from pipeflow.engine.runtime.gradients.weights import replace_in
 from pipeflow.engine.runtime.pipeline import Pipeline
 from pipeflow.training.checkpoint.pieces import LocalTensor, local_tensors
 from pipeflow.training.checkpoint.task import Task

@@ -15,7 +15,7 @@ from torch import fx, nn
 from pipeflow.adapters.pipelining.stage import Own, StageCall
 from pipeflow.core.errors import UsageError
 from pipeflow.core.route import Routes, routes_among, sources_of, targets_of
-from pipeflow.engine.runtime.gradients.ties import PipelineSharedModuleWrapper
+from pipeflow.engine.runtime.gradients.weights import PipelineSharedModuleWrapper
 from pipeflow.engine.torch_private.pipelining import PipeInfo, ir
 
 Key = tuple[int, int | None]

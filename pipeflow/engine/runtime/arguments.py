@@ -5,7 +5,6 @@ given the same arguments.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -13,55 +12,33 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from pipeflow.core.errors import UsageError
-from pipeflow.core.placement import Placement
 from pipeflow.core.route import Routes, routes_among
 from pipeflow.core.schedule import Schedule
 from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.runtime.program.compile import digest_of
 from pipeflow.engine.runtime.program.slots import Promise
 from pipeflow.engine.runtime.programs import Options, require_sound
-from pipeflow.engine.runtime.stage import Names, union
 from pipeflow.engine.stages.stage import ModuleStage
 
 
-class Arguments(NamedTuple):
-    """The arguments of one rank, which it sends to the others."""
-
-    schedule: tuple[str, Placement, int, float]  # name, placement, microbatches and digest
-    tensor: tuple[tuple[int | None, ...], torch.dtype] | None  # shape and dtype of activations
-    cost: str
-    overlap: bool
-    routes: Routes
-    names: Names  # of the entries that its stages take
-
-    @classmethod
-    def of(cls, schedule: Schedule, options: Options, takes: Names) -> Arguments:
-        """The arguments of this rank, whose stages take the entries `takes`."""
-        told = (schedule.name, schedule.placement, schedule.num_microbatches, digest_of(schedule))
-        tensor = None if options.promise is None else (options.promise.shape, options.promise.dtype)
-        return cls(told, tensor, repr(options.cost), options.overlap is not None, options.routes, takes)
+def arguments_of(schedule: Schedule, options: Options) -> dict[str, object]:
+    """The arguments of this rank that must be the same on all ranks, by their names for users."""
+    promise = options.promise
+    return {
+        "schedule": (schedule.name, schedule.placement, schedule.num_microbatches, digest_of(schedule)),
+        "tensor_shape or tensor_dtype": None if promise is None else (promise.shape, promise.dtype),
+        "cost": repr(options.cost),
+        "overlap": options.overlap is not None,
+        "routes": options.routes,
+    }
 
 
-_CALLED = {
-    "schedule": "schedule",
-    "tensor": "tensor_shape or tensor_dtype",
-    "cost": "cost",
-    "overlap": "overlap",
-    "routes": "routes",
-}
-"""The fields that must be the same on all ranks, and their names for users."""
-
-
-def compare(everyone: Sequence[Arguments]) -> Names:
-    """The names of the entries that the stages of all ranks take. Raises the same UsageError on every rank unless all
-    ranks were given the same arguments.
-    """
-    for field, called in _CALLED.items():
-        given = [getattr(arguments, field) for arguments in everyone]
-        for rank, its in enumerate(given):
-            if its != given[0]:
-                raise UsageError(f"rank {rank} was given another {called} than rank 0: {its}, not {given[0]}")
-    return union(arguments.names for arguments in everyone)
+def compare(everyone: Sequence[dict[str, object]]) -> None:
+    """Raises the same UsageError on every rank unless all ranks were given the same arguments."""
+    for called, first in everyone[0].items():
+        for rank, arguments in enumerate(everyone):
+            if (its := arguments[called]) != first:
+                raise UsageError(f"rank {rank} was given another {called} than rank 0: {its}, not {first}")
 
 
 def promised(shape: Sequence[int | None] | None, dtype: torch.dtype) -> Promise | None:

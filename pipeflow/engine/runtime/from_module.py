@@ -22,7 +22,7 @@ from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.transport.agreement import all_gather_object
 from pipeflow.engine.parallel.transport.protocol import Unconnected
 from pipeflow.engine.runtime.arguments import require_ranks
-from pipeflow.engine.runtime.gradients.ties import PipelineSharedModuleWrapper
+from pipeflow.engine.runtime.gradients.weights import PipelineSharedModuleWrapper
 from pipeflow.engine.runtime.microbatch import Divided, as_batch
 from pipeflow.engine.stages.blocks import Blocks, Cuts
 from pipeflow.engine.stages.loss import own_loss

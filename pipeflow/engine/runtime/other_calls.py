@@ -119,10 +119,6 @@ class HeldStep:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._held = []
 
-    def release_by(self, gradient: Tensor) -> None:
-        """Like `release`, with the gradient of what the caller differentiates with respect to `loss` as factor."""
-        self.release(gradient / self._scale)
-
 
 class _Releasing(torch.autograd.Function):
     """The loss of a step that has run; its backward releases the gradients."""
@@ -134,7 +130,7 @@ class _Releasing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
-        ctx.step.release_by(gradients[0])
+        ctx.step.release(gradients[0] / ctx.step._scale)  # of what the caller differentiates
         return None, None, None
 
 
@@ -205,7 +201,7 @@ def backward(loss: Tensor, model: Pipeline, *, reduce: bool = True, gradient_sca
         rows = all_gather(model.context.world, [gradients.change, gradients.buffers.are_changed])
         change = ParameterChange(int(max(row[0] for row in rows)))
         if any(row[1] for row in rows):
-            gradients.buffers.share()
+            gradients.buffers.share(model.context.data)
         if change:
             gradients.renew(change, reduce=reduce)
             for stage in model.runner.stages.values():

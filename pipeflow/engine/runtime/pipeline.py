@@ -21,7 +21,7 @@ from pipeflow.core.schedule import Schedule, require_schedule
 from pipeflow.engine.deferral.products import Deferral
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.transport.agreement import all_gather_object, told_alike
-from pipeflow.engine.runtime.arguments import Arguments, compare, fitting_stages, promised, routed
+from pipeflow.engine.runtime.arguments import arguments_of, compare, fitting_stages, promised, routed
 from pipeflow.engine.runtime.compiling import Compiling
 from pipeflow.engine.runtime.confirmation import Clipping
 from pipeflow.engine.runtime.devices import place
@@ -31,7 +31,7 @@ from pipeflow.engine.runtime.loss import StepCall
 from pipeflow.engine.runtime.original import Original, add_hooks, cut_prefixes, name_in_module
 from pipeflow.engine.runtime.program.pairs import Overlap
 from pipeflow.engine.runtime.programs import Options, Programs
-from pipeflow.engine.runtime.stage import Names, Stage, names_taken
+from pipeflow.engine.runtime.stage import Names, Stage, names_taken, union
 from pipeflow.engine.runtime.step import LossOver, Output, Runner
 from pipeflow.engine.stages.blocks import Blocks, Cuts
 from pipeflow.engine.stages.plan import CutPlan
@@ -161,9 +161,10 @@ class Pipeline(nn.Module):
         """The names of the batch's entries that at least one rank takes; `takes` are those of this rank. Raises
         UsageError unless all ranks were given the same arguments.
         """
-        everyone: list[Any] = all_gather_object(self.context.world, Arguments.of(self.schedule, options, takes))
+        everyone: list[Any] = all_gather_object(self.context.world, (arguments_of(self.schedule, options), takes))
         with told_alike(self.context.world):
-            return compare(everyone)
+            compare([arguments for arguments, _ in everyone])
+        return union(names for _, names in everyone)
 
     def _owners(self, modules: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
         """The owners of parameters, by the stage that computes their gradients."""

@@ -1,10 +1,13 @@
-"""The step: one batch through the program of a schedule, from the iterator to the caller's result."""
+"""The step: one batch through the program of a schedule, from the iterator to the caller's result. The host is at most
+one step ahead of its GPU.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -14,18 +17,18 @@ from pipeflow.core.action import Kind
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
+from pipeflow.engine.parallel.transport.agreement import finish
+from pipeflow.engine.parallel.transport.protocol import Exchange, Transport
 from pipeflow.engine.runtime.devices import outside, region_of
 from pipeflow.engine.runtime.loss import Agreed, AgreementRow, StepCall, agree, told_alone
 from pipeflow.engine.runtime.microbatch import Batch, Divided, as_batch, as_pair, next_of
 from pipeflow.engine.runtime.original import Original
-from pipeflow.engine.runtime.outputs import merged
-from pipeflow.engine.runtime.pace import Pace
 from pipeflow.engine.runtime.program.compile import Compiled, RunMode
 from pipeflow.engine.runtime.program.operations import Operation, run
+from pipeflow.engine.runtime.program.results import merged_outputs, require_forwards_first, require_whole_loss
 from pipeflow.engine.runtime.programs import Programs
 from pipeflow.engine.runtime.trace import StepTrace
 from pipeflow.engine.runtime.weighing import Weigher, share_of
-from pipeflow.engine.runtime.whole_loss import require_forwards_first, require_whole_loss
 from pipeflow.engine.stages.loss import explained
 
 LossOver = Literal["microbatches", "batch"]
@@ -162,7 +165,7 @@ class Runner:
             with torch.inference_mode(mode=False), torch.no_grad(), outside(region):
                 self._load(compiled, batch, call, region)
                 self._run(compiled, compiled.operations, batch)
-            outputs = merged(compiled.results, self.transport, self.programs.placement)
+            outputs = merged_outputs(compiled.results, self.transport, self.programs.placement)
             self._unload(compiled)
             return None if self._last_stage not in self.stages else outputs
         finally:
@@ -193,7 +196,7 @@ class Runner:
             self._run(compiled, compiled.operations if measured is None else measured.operations, batch)
         self._pace.step()
         # merging may fail, so it must come before the agreement
-        outputs = merged(results, self.transport, self.programs.placement)
+        outputs = merged_outputs(results, self.transport, self.programs.placement)
         agreed = self._end(call, compiled, batch)
         timeline = None if measured is None else measured.timeline(compiled.schedule, self.gradients.writing)
         losses = results.computed()
@@ -239,7 +242,7 @@ class Runner:
             everywhere=call.broadcast_loss,
         )
         if agreed.buffers:
-            gradients.buffers.share()
+            gradients.buffers.share(self.context.data)
         if agreed.change:
             gradients.renew(agreed.change, reduce=call.reduce)
             for stage in self.stages.values():
@@ -309,3 +312,43 @@ class Runner:
         compiled.given[:] = [()] * len(compiled.given)
         for stage in self.stages.values():
             stage.unload()
+
+
+class Pace:
+    """At the end of a step, waits until the GPU has finished the step before. Meanwhile the GPU runs the current step.
+
+    Nothing else in a step waits for the GPU. So this wait notices a GPU that waits for another one for ever. Like any
+    wait for other ranks, it ends with an error on all ranks after the timeout.
+
+    Args:
+        world: the transport of all ranks.
+    """
+
+    def __init__(self, world: Transport) -> None:
+        self._world = world
+        self._event: torch.cuda.Event | None = None  # the end of the step before
+
+    def step(self) -> None:
+        """Call when a step has been issued. Raises LinkError."""
+        world = self._world
+        if world.device.type != "cuda":
+            return
+        before, self._event = self._event, torch.cuda.current_stream(world.device).record_event()
+        if before is not None:
+            following = world.link((world.rank + 1) % world.size)  # then the chain of who waits for whom has all ranks
+            finish(Exchange(following, partial(_EventWait, before)), "waiting for its device")
+
+    def forget(self) -> None:
+        """Drops the step before, which may never end."""
+        self._event = None
+
+
+class _EventWait:
+    """The wait until a GPU has come to an event."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> bool:
+        self._event.synchronize()
+        return True

@@ -31,9 +31,8 @@ from pipeflow.engine.runtime.loss_parts import (
     stand_in,
 )
 from pipeflow.engine.runtime.microbatch import Batch
-from pipeflow.engine.runtime.program.results import Results
+from pipeflow.engine.runtime.program.results import Results, WholeLoss
 from pipeflow.engine.runtime.stage import Stage
-from pipeflow.engine.runtime.whole_loss import WholeLoss
 from pipeflow.engine.stages.divisors import LossTerms, Other, alike, form_of, ratios
 from pipeflow.engine.stages.loss import CRITERION, own_loss, recorded
 from pipeflow.engine.stages.scaling import Scalars, Scaling, places

@@ -5,7 +5,6 @@ All code of the engine for it is here, except how a DTensor is distributed over 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -52,7 +51,7 @@ def average(modules: list[FSDPModule], *, now: bool) -> None:
     weights, also after one that failed while they were whole.
     """
     if not now:
-        reshard(modules)
+        reshard_all(modules)
     for module in modules:
         module.set_requires_gradient_sync(now, recurse=False)
         module.set_is_last_backward(now)
@@ -68,7 +67,7 @@ class Unshard(Beside):
 
     def begin(self) -> list[Work]:
         for module in self.modules:
-            _Setting.keep_whole(module)
+            _keep_whole(module)
         self.handles = [module.unshard(async_op=True) for module in self.modules]
         results = [group._all_gather_result for group in _groups(self.modules)]
         return [each.all_gather_work for each in results if each is not None and each.all_gather_work is not None]
@@ -81,25 +80,13 @@ class Unshard(Beside):
         self.handles = []
 
 
-class Reshard(Beside):
-    """H: frees the whole weights of a stage."""
-
-    def __init__(self, action: Action, modules: list[FSDPModule]) -> None:
-        super().__init__(action)
-        self.modules = modules
-
-    def begin(self) -> list[Work]:
-        reshard(self.modules)
-        return []
-
-
-def reshard(modules: list[FSDPModule]) -> None:
+def reshard_all(modules: list[FSDPModule]) -> None:
     """Frees whole weights, and restores the reshard settings of the modules."""
     for module in modules:
         module.reshard()
     for group in _groups(modules):
-        if (setting := _SETTINGS.pop(group, None)) is not None:
-            setting.restore(group)
+        if (settings := _SETTINGS.pop(group, None)) is not None:
+            group.post_forward_mesh_info, group.reshard_after_backward = settings
 
 
 def forget_step(modules: list[FSDPModule]) -> None:
@@ -115,30 +102,19 @@ def forget_step(modules: list[FSDPModule]) -> None:
             module.reset_iter_state()
 
 
-@dataclass(frozen=True, slots=True)
-class _Setting:
-    """When a group of parameters is resharded: after forwards if `mesh` is not None, and after backwards. torch has
-    functions that set this, and none that reads it.
-    """
-
-    mesh: Any
-    after_backward: bool
-
-    @staticmethod
-    def keep_whole(module: FSDPModule) -> None:
-        """Makes a module keep whole weights, and notes its own settings."""
-        module._get_fsdp_state()._lazy_init()  # the first forward would do it, and set after_forward
-        for group in _groups([module]):
-            _SETTINGS.setdefault(group, _Setting(group.post_forward_mesh_info, group.reshard_after_backward))
-        module.set_reshard_after_forward(False, recurse=False)
-        module.set_reshard_after_backward(False, recurse=False)
-
-    def restore(self, group: Any) -> None:
-        group.post_forward_mesh_info = self.mesh
-        group.reshard_after_backward = self.after_backward
+def _keep_whole(module: FSDPModule) -> None:
+    """Makes a module keep whole weights, and notes its own settings."""
+    module._get_fsdp_state()._lazy_init()  # the first forward would do it, and set after_forward
+    for group in _groups([module]):
+        _SETTINGS.setdefault(group, (group.post_forward_mesh_info, group.reshard_after_backward))
+    module.set_reshard_after_forward(False, recurse=False)
+    module.set_reshard_after_backward(False, recurse=False)
 
 
-_SETTINGS: WeakKeyDictionary[Any, _Setting] = WeakKeyDictionary()  # of the groups that are kept whole now
+_SETTINGS: WeakKeyDictionary[Any, tuple[Any, bool]] = WeakKeyDictionary()
+"""Of the groups that are kept whole now: whether they are resharded after forwards, if not None, and after backwards.
+torch has functions that set this, and none that reads it.
+"""
 
 
 def _groups(modules: list[FSDPModule]) -> Iterator[Any]:

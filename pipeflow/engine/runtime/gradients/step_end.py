@@ -18,11 +18,10 @@ from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.sharding import is_distributed, own_buffers_of, splits_of
 from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_object, told_alike
 from pipeflow.engine.parallel.transport.protocol import Channel, Tag, Work
-from pipeflow.engine.runtime.gradients.buffers import Buffers, ReplicatedBuffers
 from pipeflow.engine.runtime.gradients.fully_sharded import forget_step, fully_sharded_in
 from pipeflow.engine.runtime.gradients.sums import Orders, Sums, widen_gradient
-from pipeflow.engine.runtime.gradients.ties import tie
 from pipeflow.engine.runtime.gradients.values import (
+    Buffers,
     Description,
     TensorProperties,
     compare,
@@ -30,7 +29,7 @@ from pipeflow.engine.runtime.gradients.values import (
     share_in_group,
     share_in_pipeline,
 )
-from pipeflow.engine.runtime.gradients.weights import Watch, Weight, weights_of
+from pipeflow.engine.runtime.gradients.weights import Watch, Weight, tie, weights_of
 
 
 class ParameterChange(IntEnum):
@@ -59,7 +58,7 @@ class Gradients:
 
     Attributes:
         change: change of this rank's parameters since the ranks last compared theirs, as of the last `begin`.
-        buffers: buffers of which every replica has a copy.
+        buffers: buffers of which other replicas have copies.
 
     Raises UsageError if the tensors of the ranks do not match.
     """
@@ -109,7 +108,8 @@ class Gradients:
             self._new = Sums([each for each in weights if each.parameter not in self._sums.parameters], self._context)
             self._new.begin(orders)
         self._sums.begin(orders)
-        self._buffers.begin()
+        for buffers in self._copied_buffers.values():
+            buffers.see()
 
     def connect(self) -> None:
         """Connects the channels and groups of all sums, before a step. All ranks call it together. Raises LinkError."""
@@ -136,7 +136,8 @@ class Gradients:
         LinkError.
         """
         self._sums.end(reduce=reduce)
-        self._buffers.end()
+        for stage, buffers in self._copied_buffers.items():
+            buffers.require_unchanged(stage)
 
     def renew(self, change: ParameterChange, *, reduce: bool) -> None:
         """Call on all ranks after the agreement that ends a step, if the largest `change` of a rank is not NONE:
@@ -188,8 +189,8 @@ class Gradients:
         self._sums = Sums(self._weights, self._context)
         trained = {weight.parameter for weight in self._weights if weight.parameter.requires_grad}
         self._watch = Watch(self._model, self._sums.summed if self._dtype is None else trained)
-        self._buffers = Buffers({stage: self._stages[stage] for stage in self._copied})
-        self.buffers = ReplicatedBuffers(self._model, self._context.data)
+        self._copied_buffers = {stage: Buffers(self._stages[stage]) for stage in self._copied}
+        self.buffers = Buffers(self._model if self._context.data.size > 1 else nn.Module())
         self.change, self._new = ParameterChange.NONE, None
 
     @property
@@ -204,8 +205,8 @@ class Gradients:
             [described(name, tensor) for name, tensor in self._whole()],
             {stage: [described(*named) for named in named_tensors(self._stages[stage])] for stage in self._copied},
             [
-                (tie.ranks, [described(f"copy {index}", p) for index, p in enumerate(tie.parameters)])
-                for tie in self._ties
+                (ranks, [described(f"copy {index}", each) for index, each in enumerate(parameters)])
+                for ranks, parameters in self._ties
             ],
         )
         everyone: list[Any] = all_gather_object(self._context.world, description)

@@ -1,12 +1,13 @@
 """What each rank tells the others about its parameters and buffers, the check that they match, and giving a tensor that
-several ranks hold the same values on all of them. Values are sent as bytes, whatever the dtype.
+several ranks hold the same values on all of them, before the first step and when a step has changed buffers. Values are
+sent as bytes, whatever the dtype.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import NamedTuple
 
@@ -142,20 +143,6 @@ def share_in_group(tensors: Mapping[str, Tensor], group: Group) -> list[str]:
     return others
 
 
-@torch.no_grad()
-def share_packed(tensors: Iterable[Tensor], group: Group) -> None:
-    """Copies the tensors of the group's rank 0 to every rank, all of one dtype at once. Raises LinkError."""
-    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        if not tensor.is_meta:
-            alike[tensor.dtype, tensor.device].append(tensor)
-    for each in alike.values():
-        row = torch.cat([tensor.flatten() for tensor in each])
-        group.broadcast(_bytes_of(row), 0).wait()
-        for tensor, part in zip(each, row.split([tensor.numel() for tensor in each]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
-
-
 def share_in_pipeline(tensor: Tensor, ranks: tuple[int, ...], transport: Transport) -> None:
     """Copies the values of `tensor` on the lowest of `ranks` to all of them; this rank must be one of them. Raises
     LinkError.
@@ -173,3 +160,60 @@ def share_in_pipeline(tensor: Tensor, ranks: tuple[int, ...], transport: Transpo
 def _bytes_of(values: Tensor) -> Tensor:
     """A view of the same memory as bytes."""
     return values.view(-1).view(torch.uint8)
+
+
+class Buffers:
+    """The buffers in the state dict of a module, and whether they were changed since they were last `seen`.
+
+    They depend on the data, as running statistics do, so they would drift apart where ranks see different samples. The
+    copies of a stage in a bidirectional schedule must leave them unchanged. Replicas all get those of the first one
+    after a step, as with DistributedDataParallel.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = [
+            (f"{path}.{name}".lstrip("."), layer, name)
+            for path, layer in module.named_modules()
+            for name, buffer in layer._buffers.items()
+            if buffer is not None and name not in layer._non_persistent_buffers_set
+        ]
+        self.see()
+
+    def see(self) -> None:
+        """Notes what they are now."""
+        self._seen = self._now()
+
+    @property
+    def are_changed(self) -> bool:
+        """True if a buffer was changed or replaced on this rank."""
+        return self._now() != self._seen
+
+    def require_unchanged(self, stage: int) -> None:
+        """Raises UsageError if a buffer of a stage of which another rank has a copy was changed."""
+        for (path, layer, _), before, now in zip(self._places, self._seen, self._now(), strict=True):
+            if before != now:
+                raise UsageError(
+                    f"stage {stage} changed its buffer {path!r}, of a {type(layer).__name__}: under a bidirectional "
+                    "schedule the two copies of a stage see different microbatches, so buffers would drift apart: use "
+                    "a layer without running statistics (LayerNorm, GroupNorm, track_running_stats=False), its eval(), "
+                    "or a schedule that has each stage once"
+                )
+
+    @torch.no_grad()
+    def share(self, group: Group) -> None:
+        """Copies the buffers of the group's rank 0 to every rank, all of one dtype at once. Raises LinkError."""
+        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+        for _, layer, name in self._places:
+            if (buffer := layer._buffers[name]) is not None and not buffer.is_meta:
+                alike[buffer.dtype, buffer.device].append(buffer)
+        for each in alike.values():
+            row = torch.cat([buffer.flatten() for buffer in each])
+            group.broadcast(_bytes_of(row), 0).wait()
+            for buffer, part in zip(each, row.split([buffer.numel() for buffer in each]), strict=True):
+                buffer.copy_(part.view(buffer.shape))
+        self.see()
+
+    def _now(self) -> list[tuple[int, int]]:
+        """The identity of each buffer, and how often it was written in place."""
+        buffers = [layer._buffers[name] for _, layer, name in self._places]
+        return [(id(buffer), getattr(buffer, "_version", 0)) for buffer in buffers]

@@ -1,24 +1,28 @@
-"""The parameters of this rank, with the other ranks that hold each, and a watch that notices when they were frozen,
-converted or replaced. All sums of gradients follow from this. The watch is asked before every step, so it avoids Python
-code per parameter.
+"""The parameters of this rank, with the other ranks that hold each: replicas of a stage, and ranks that hold a tied
+weight, such as a word embedding that is also the output head. All sums of gradients follow from this. A watch notices
+when parameters were frozen, converted or replaced; it is asked before every step, so it avoids Python code per
+parameter. Must not contain: operations on values and gradients.
 """
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, field
+from itertools import chain, count
 from operator import attrgetter, is_, methodcaller
-from typing import NamedTuple
+from typing import Any
 
 from torch import nn
 
-from pipeflow.core.errors import UsageError
+from pipeflow.core.errors import UsageError, numbers_of
 from pipeflow.core.placement import Placement
+from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.sharding import partial_in, splits_of
 from pipeflow.engine.runtime.gradients.fully_sharded import fully_sharded_parameters, others_in
-from pipeflow.engine.runtime.gradients.ties import Tie
+from pipeflow.engine.stages.stage import ModuleStage
 
 _is_trained = attrgetter("requires_grad")
 _form = attrgetter("dtype", "shape", "device")
@@ -100,7 +104,7 @@ class Weight:
 def weights_of(
     model: nn.Module, stages: Mapping[int, nn.Module], ties: Sequence[Tie], placement: Placement
 ) -> list[Weight]:
-    """Every parameter of `stages` once, in order, with its name in `model`.
+    """Every parameter of `stages` once, in order, with its name in `model`; `ties` are those of `model`.
 
     Raises UsageError for a weight that is tied to one set of ranks and copied on another, unless one of the sets
     contains the other. Also raises it for a weight under fully_shard that other ranks hold, too.
@@ -108,9 +112,9 @@ def weights_of(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     splits, parts, sharded = splits_of(model), set(map(id, partial_in(model))), fully_sharded_parameters(model)
     claims: dict[int, list[_Claim]] = defaultdict(list)
-    for number, tie in enumerate(ties):
-        for index, parameter in enumerate(tie.parameters):
-            claims[id(parameter)].append(_Claim(tie.ranks, (0, number, index)))
+    for number, (ranks, copies) in enumerate(ties):
+        for index, parameter in enumerate(copies):
+            claims[id(parameter)].append((ranks, (0, number, index)))
     tied = set(claims)
     parameters: dict[int, nn.Parameter] = {}
     stages_with: dict[int, list[int]] = defaultdict(list)
@@ -118,7 +122,7 @@ def weights_of(
         for index, parameter in enumerate(module.parameters()):
             parameters[id(parameter)] = parameter
             stages_with[id(parameter)].append(stage)
-            claims[id(parameter)].append(_Claim(placement.ranks_of(stage), (1, stage, index)))
+            claims[id(parameter)].append((placement.ranks_of(stage), (1, stage, index)))
     return [
         Weight(
             names[key],
@@ -134,25 +138,231 @@ def weights_of(
     ]
 
 
-class _Claim(NamedTuple):
-    """The ranks that hold a weight for one reason, and its order among those."""
-
-    ranks: tuple[int, ...]
-    order: tuple[int, ...]
+_Claim = tuple[tuple[int, ...], tuple[int, ...]]
+"""The ranks that hold a weight for one reason, and its order among those."""
 
 
 def _widest(name: str, claims: Sequence[_Claim], *, is_sharded: bool) -> _Claim:
     """The claim whose ranks include those of all others."""
-    widest = max(claims, key=lambda claim: len(claim.ranks))
+    widest = max(claims, key=lambda claim: len(claim[0]))
+    most, _ = widest
     for ranks, _ in claims:
-        if not set(ranks) <= set(widest.ranks):
+        if not set(ranks) <= set(most):
             raise UsageError(
-                f"{name!r} is shared by ranks {list(widest.ranks)} and has copies on ranks {list(ranks)}: share it "
+                f"{name!r} is shared by ranks {list(most)} and has copies on ranks {list(ranks)}: share it "
                 "among all of them"
             )
-    if is_sharded and (len(claims) > 1 or len(widest.ranks) > 1):
+    if is_sharded and (len(claims) > 1 or len(most) > 1):
         raise UsageError(
             f"{name!r}, which other ranks or stages hold too (tied, or of a bidirectional schedule), cannot be under "
             "fully_shard: leave its module out, for example by fully_shard on each block and not on the stage"
         )
     return widest
+
+
+LOG = logging.getLogger("pipeflow")
+_MARK = "_pipeflow_copies"  # attribute of registered modules and parameters: the ties of which they are copies
+_NUMBERS = count()
+
+
+class PipelineSharedModuleWrapper:
+    """Ties weights across ranks of the pipeline. Make one wrapper per tied module or parameter.
+
+    Each of `ranks` registers its copy before the `Pipeline` is made. All copies then get the values of the lowest rank,
+    and after every step the gradient of each copy is the sum over all copies. If one rank registers several copies
+    (with `ranks` `[0, 0]`, or in a bidirectional schedule), they become one object, the first one. Make the optimizer
+    from the Pipeline's parameters.
+
+    Args:
+        ranks: the pipeline ranks that hold a copy.
+
+    Raises UsageError for ranks that the pipeline does not have.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        context = current_context()
+        ranks = numbers_of("ranks", ranks)
+        if not ranks or not set(ranks) <= set(range(context.pipeline_size)):
+            raise UsageError(f"ranks {list(ranks)} must be among those of the pipeline, 0..{context.pipeline_size - 1}")
+        self._shared = _Shared(tuple(ranks))
+        self._rank = context.pipeline_rank
+        self._first: nn.Module | None = None  # the first that was registered
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that hold a copy, ascending."""
+        return self._shared.ranks
+
+    def register_module(self, module: nn.Module) -> None:
+        """Ties the parameters of `module`, including those that replace them later.
+
+        Raises UsageError on a rank that is not in `ranks`, and for a copy whose shapes or dtypes differ from the first.
+        """
+        vars(module).setdefault(_MARK, []).append(self._copy(list(module.parameters())))
+        self._first = self._first or module
+        replace_in(module, dict(zip(map(id, module.parameters()), self._first.parameters(), strict=True)))
+
+    def register_parameter(self, parameter: nn.Parameter) -> None:
+        """Ties `parameter`, which must still be in the model when the Pipeline is made; a warning is logged if it was
+        replaced before. If it may be replaced, register its module instead. Raises UsageError like `register_module`.
+        """
+        copy = self._copy([parameter])
+        vars(parameter).setdefault(_MARK, []).append(copy)
+        weakref.finalize(parameter, copy.warn_unless_adopted).atexit = False
+
+    def _copy(self, parameters: list[nn.Parameter]) -> _Copy:
+        shared = self._shared
+        properties: dict[str, list[Any]] = {
+            "shapes": [tuple(parameter.shape) for parameter in parameters],
+            "dtypes": [parameter.dtype for parameter in parameters],
+        }
+        if self._rank not in self.ranks:
+            raise UsageError(f"rank {self._rank} is not among the ranks {list(self.ranks)} that share this weight")
+        for what, of_first in shared.properties.items():
+            if properties[what] != of_first:
+                raise UsageError(f"a copy of {what} {properties[what]} cannot be tied to one of {what} {of_first}")
+        shared.properties = properties
+        shared.copies += 1
+        return _Copy(shared, shared.copies)
+
+
+@dataclass(eq=False)
+class _Shared:
+    """The tie that one wrapper makes on this rank; all of its copies, and deep copies of these, refer to it."""
+
+    named: tuple[int, ...]
+    number: int = field(default_factory=lambda: next(_NUMBERS))
+    properties: Mapping[str, list[Any]] = field(default_factory=dict)  # of the first copy
+    copies: int = 0
+    adopted: set[int] = field(default_factory=set)  # indices of registered parameters whose marks were moved to modules
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(set(self.named)))
+
+    def __deepcopy__(self, memo: object) -> _Shared:
+        return self
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """The mark of a copy. `index` counts registrations on this rank. `name` is that of its parameter, or None if the
+    copy is all parameters of a module.
+    """
+
+    shared: _Shared
+    index: int
+    name: str | None = None
+
+    def parameters(self, module: nn.Module) -> list[nn.Parameter]:
+        return list(module.parameters()) if self.name is None else [module.get_parameter(self.name)]
+
+    def warn_unless_adopted(self) -> None:
+        """Called when the parameter is deleted."""
+        if self.index not in self.shared.adopted:
+            LOG.warning(
+                "a parameter that PipelineSharedModuleWrapper(%s) registered was replaced before a Pipeline was made, "
+                "so it is not tied: register its module instead",
+                list(self.shared.named),
+            )
+
+
+Tie = tuple[tuple[int, ...], list[nn.Parameter]]
+"""The ranks that hold a tied weight, or the weights of a tied module, and its parameters on this rank."""
+
+
+def tie(model: nn.Module) -> list[Tie]:
+    """The ties of `model`, in the order in which they were made. On this rank, further copies of a weight are replaced
+    by the first.
+
+    Raises UsageError for a tie on a single rank with only one copy, and for copies that no longer match.
+    """
+    _move_marks_to_modules(model)
+    found = _copies_in(model)
+    first: dict[int, nn.Parameter] = {}
+    for shared, copies in found.items():
+        if len(shared.ranks) == 1 and len({index for index, _ in copies}) == 1:
+            raise UsageError(
+                f"PipelineSharedModuleWrapper({list(shared.named)}) ties nothing, since one copy was registered: on a "
+                "single rank, register all copies"
+            )
+        for _, copy in copies[1:]:
+            _require_alike(shared, copies[0][1], copy)
+            first |= {id(old): new for old, new in zip(copy, copies[0][1], strict=True)}
+    replace_in(model, first)
+    return [(shared.ranks, copies[0][1]) for shared, copies in found.items()]
+
+
+def ranks_of_tied(model: nn.Module) -> dict[int, tuple[int, ...]]:
+    """Maps the id of each parameter of `model` that users tied to the pipeline ranks that hold it."""
+    return {
+        id(parameter): shared.ranks
+        for shared, copies in _copies_in(model).items()
+        for _, copy in copies
+        for parameter in copy
+    }
+
+
+def ranks_of_buffers(chunks: Iterable[nn.Module], placement: Placement) -> dict[int, tuple[int, ...]]:
+    """Maps the id of each buffer in `chunks` that several stages of a cut module use to the pipeline ranks that have
+    it.
+    """
+    return {
+        id(chunk.get_buffer(name)): tuple(sorted({rank for stage in stages for rank in placement.ranks_of(stage)}))
+        for chunk in chunks
+        if isinstance(chunk, ModuleStage)
+        for name, stages in chunk.shared_buffers.items()
+    }
+
+
+def replace_in(module: nn.Module, by: Mapping[int, nn.Parameter]) -> None:
+    """Replaces the parameters with these ids in `module`."""
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if id(parameter) in by:
+                owner._parameters[name] = by[id(parameter)]
+
+
+def _require_alike(shared: _Shared, first: Sequence[nn.Parameter], other: Sequence[nn.Parameter]) -> None:
+    mine, its = (
+        [(tuple(parameter.shape), parameter.dtype, parameter.requires_grad) for parameter in copy]
+        for copy in (first, other)
+    )
+    if mine != its:
+        raise UsageError(
+            f"PipelineSharedModuleWrapper({list(shared.named)}): copies on one rank become one, but the first has "
+            f"(shape, dtype, requires_grad) {mine}, and another {its}: make them the same"
+        )
+
+
+def _copies_in(model: nn.Module) -> dict[_Shared, list[tuple[int, list[nn.Parameter]]]]:
+    """Every copy with its index, by tie, in the order in which the ties were made and the copies registered."""
+    found: dict[_Shared, list[tuple[int, list[nn.Parameter]]]] = defaultdict(list)
+    for owner in model.modules():
+        for mark in _marks_of(owner):
+            found[mark.shared].append((mark.index, mark.parameters(owner)))
+    return {
+        shared: sorted(found[shared], key=lambda copy: copy[0])
+        for shared in sorted(found, key=lambda shared: shared.number)
+    }
+
+
+def _marks_of(owner: nn.Module) -> list[_Copy]:
+    """The marks of a module and of its own parameters, each once."""
+    of_parameters = [
+        _Copy(mark.shared, mark.index, name)
+        for name, parameter in owner._parameters.items()
+        if parameter is not None
+        for mark in vars(parameter).get(_MARK, ())
+    ]
+    return list(dict.fromkeys([*vars(owner).get(_MARK, ()), *of_parameters]))
+
+
+def _move_marks_to_modules(model: nn.Module) -> None:
+    """Moves marks from parameters to the modules that hold them, because parameters may be replaced."""
+    for owner in model.modules():
+        if marks := _marks_of(owner):
+            vars(owner)[_MARK] = marks
+    for parameter in model.parameters():
+        for mark in vars(parameter).pop(_MARK, ()):
+            mark.shared.adopted.add(mark.index)

@@ -17,11 +17,11 @@ from pipeflow.core.action import Action, Kind
 from pipeflow.core.dataflow import DATAFLOW, Content, Stream, Value
 from pipeflow.core.errors import UsageError
 from pipeflow.core.route import Routes, sources_of, targets_of
-from pipeflow.engine.runtime.gradients.fully_sharded import Reshard, Unshard, fully_sharded_in
+from pipeflow.engine.runtime.gradients.fully_sharded import Unshard, fully_sharded_in, reshard_all
 from pipeflow.engine.runtime.gradients.step_end import Gradients
 from pipeflow.engine.runtime.program.memory_actions import HeldMicrobatch, MemoryCopy, Move
 from pipeflow.engine.runtime.program.microbatches import Microbatch
-from pipeflow.engine.runtime.program.operations import Operation, Reduce, begin, compute
+from pipeflow.engine.runtime.program.operations import Operation, Unawaited, begin, compute
 from pipeflow.engine.runtime.program.results import Results
 from pipeflow.engine.runtime.program.saved import HostMemory
 from pipeflow.engine.runtime.program.slots import Slot
@@ -146,7 +146,7 @@ def backward_weight(shared: Shared, action: Action) -> list[Operation]:
 
 def reduction(shared: Shared, action: Action) -> list[Operation]:
     """R: sums the stage's weight gradients over the ranks that hold the stage."""
-    return [begin(Reduce(action, shared.gradients.reduce))]
+    return [begin(Unawaited(action, partial(shared.gradients.reduce, action.stage)))]
 
 
 def optimizer_step(shared: Shared, action: Action) -> list[Operation]:
@@ -176,7 +176,7 @@ def unshard(shared: Shared, action: Action) -> list[Operation]:
 
 def reshard(shared: Shared, action: Action) -> list[Operation]:
     """H: frees the weights that the stage's unshard gathered."""
-    return [begin(Reshard(action, _fully_sharded(shared, action)))]
+    return [begin(Unawaited(action, partial(reshard_all, _fully_sharded(shared, action))))]
 
 
 def _fully_sharded(shared: Shared, action: Action) -> list[FSDPModule]:

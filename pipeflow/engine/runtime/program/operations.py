@@ -103,16 +103,17 @@ class Beside(ABC):
         self.works = []
 
 
-class Reduce(Beside):
-    """R: the reduction of a stage's weight gradients."""
+class Unawaited(Beside):
+    """An action for which no operation waits: R, whose sums end with the step, when all gradients are written back; and
+    H, which is done at once. `call` starts it, and may return its works.
+    """
 
-    def __init__(self, action: Action, reduce: Callable[[int], list[Work]]) -> None:
+    def __init__(self, action: Action, call: Callable[[], list[Work] | None]) -> None:
         super().__init__(action)
-        self.reduce = reduce
+        self.call = call
 
     def begin(self) -> list[Work]:
-        return self.reduce(self.action.stage)
+        return self.call() or []
 
     def end(self) -> None:
-        """Does nothing: the reduction ends with the step, when all gradients are written back."""
         self.works = []

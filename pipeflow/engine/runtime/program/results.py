@@ -1,9 +1,10 @@
-"""Results: what the last stage takes from a batch, the loss that it computes from its output, and the gradients with
-which the backwards of a batch start.
+"""Results: what the last stage takes from a batch, the loss that it computes from its outputs, the gradients with which
+the backwards of a batch start, and the outputs themselves.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +12,21 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from pipeflow.core.action import Kind
+from pipeflow.core.dataflow import Content, Value
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.runtime.program.slots import snapshot
-from pipeflow.engine.runtime.whole_loss import WholeLoss
+from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
+from pipeflow.engine.parallel.context import Context
+from pipeflow.engine.parallel.transport.protocol import Transport
+from pipeflow.engine.runtime.microbatch import Divided, merge
+from pipeflow.engine.runtime.program.operations import Doing, Operation, run
+from pipeflow.engine.runtime.program.slots import Slot, flatten, snapshot
+from pipeflow.engine.runtime.program.wires import LearnedChannels, LearnedWire
+from pipeflow.engine.stages.loss import own_loss
 from pipeflow.engine.stages.scaling import Scaling
 from pipeflow.engine.torch_private.tensors import foreach_mul
-from pipeflow.engine.torch_private.trees import tree_leaves
+from pipeflow.engine.torch_private.trees import tree_flatten, tree_leaves, tree_unflatten
 
 
 class Results:
@@ -130,3 +140,115 @@ def _wide(loss: Tensor) -> Tensor:
 
 
 _WIDE = (torch.float32, torch.float64)
+
+
+class WholeLoss:
+    """A criterion that is called once, with the outputs of all microbatches of a batch.
+
+    Args:
+        microbatches: their number.
+        labels: the labels of the batch.
+    """
+
+    def __init__(self, microbatches: int, labels: object) -> None:
+        self._labels = labels
+        self._outputs: list[object] = [None] * microbatches  # leaves of a new graph
+        self._missing = microbatches
+
+    def add(
+        self, criterion: Callable[..., Tensor], microbatch: int, output: object, *, training: bool
+    ) -> tuple[list[GradientEdge], Tensor | None]:
+        """Takes the output of a microbatch, and returns its edges. With the last one, computes the loss and the
+        gradients of all outputs, and returns the loss, too.
+        """
+        leaves, spec = tree_flatten(output)
+        wanted = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        edges = [get_gradient_edge(leaf) for leaf, wants in zip(leaves, wanted, strict=True) if wants]
+        if not self._missing:
+            return edges, None  # the stage is computed again
+        given = [
+            leaf.detach().requires_grad_(wants) if isinstance(leaf, Tensor) else leaf
+            for leaf, wants in zip(leaves, wanted, strict=True)
+        ]
+        self._outputs[microbatch] = tree_unflatten(given, spec)
+        self._missing -= 1
+        if self._missing:
+            return edges, None
+        loss = criterion(merge(self._outputs), self._labels)
+        if training and loss.requires_grad:
+            loss.backward()
+        return edges, loss.detach()
+
+    def gradients(self, microbatch: int, scale: float) -> list[Tensor]:
+        """The gradients of the output of a microbatch."""
+        leaves, _ = tree_flatten(self._outputs[microbatch])
+        self._outputs[microbatch] = None
+        wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad * scale for leaf in wanted]
+
+
+def require_whole_loss(context: Context, criterion: Callable[..., Any] | None) -> None:
+    """Raises UsageError if a loss cannot be that of a whole batch."""
+    if criterion is None or criterion is own_loss:
+        raise UsageError(
+            'loss_over="batch" needs criterion=, which is called with the outputs of all microbatches: let the module '
+            "return what its loss is computed from, and pass the loss as criterion"
+        )
+    if context.data_size > 1:
+        raise UsageError(
+            'loss_over="batch" is not possible with replicas, since no rank has the outputs of all: use one replica, '
+            "with more pipeline or tensor ranks"
+        )
+
+
+def require_forwards_first(schedule: Schedule, given: object) -> None:
+    """Raises UsageError unless the last stage runs all forwards before its first backward."""
+    last = schedule.placement.num_stages - 1
+    for rank in schedule.placement.ranks_of(last):
+        kinds = [
+            each.kind for each in schedule.actions(rank) if each.stage == last and each.kind in (Kind.F, Kind.B, Kind.I)
+        ]
+        is_alone = len(schedule.placement.ranks_of(last)) == 1
+        if not is_alone or kinds != sorted(kinds, key=lambda kind: kind is not Kind.F):
+            raise UsageError(
+                f'loss_over="batch" needs a schedule whose last stage runs all forwards first, such as "gpipe" or '
+                f'"looped-bfs": {schedule.name!r} does not'
+            )
+    if isinstance(given, Divided):
+        raise UsageError('loss_over="batch" needs a batch that is not divided: pass the whole batch')
+
+
+def merged_outputs(results: Results, transport: Transport, placement: Placement) -> object:
+    """The merged outputs of the last stage, or None if they are not kept. If several ranks hold it, they exchange their
+    outputs.
+    """
+    if not results.keep_outputs:
+        return None
+    stage = placement.num_stages - 1
+    peers = [rank for rank in placement.ranks_of(stage) if rank != transport.rank]
+    posts, sends, waits, releases = [list[Operation]() for _ in range(4)]
+    arriving: dict[int, Slot] = {}
+    for peer in peers:
+        ends = (transport.rank, peer), (peer, transport.rank)
+        transport.connect([channel for each in ends for channel in LearnedChannels.between(*each)])
+        sending, receiving = LearnedChannels.sending(transport, peer), LearnedChannels.receiving(transport, peer)
+        link, device, inbox = transport.link(peer), transport.device, deque[LearnedWire]()
+        for microbatch, output in enumerate(results.outputs):
+            value, slot = Value(Content.ACTIVATION, stage, microbatch), Slot()
+            holder = placement.rank_of(stage, microbatch)
+            if holder == peer:
+                arriving[microbatch] = slot
+                wire = LearnedWire(value, slot, link, device, receiving, inbox)
+                posts.append(Operation(wire.post, Doing.POST, value, wire))
+                waits.append(Operation(wire.wait, Doing.WAIT, value, wire))
+            elif holder == transport.rank:
+                tensors, slot.spec = flatten(output, device)
+                slot.tensors = [tensor.contiguous() for tensor in tensors]
+                wire = LearnedWire(value, slot, link, device, sending, inbox)
+                sends.append(Operation(wire.send, Doing.SEND, value, wire))
+                releases.append(Operation(wire.release, Doing.RELEASE, value, wire))
+    run([*posts, *sends, *waits, *releases])
+    for microbatch, slot in arriving.items():
+        tensors, spec = slot.tensors, slot.spec
+        results.outputs[microbatch] = tensors[0] if spec is None else tree_unflatten(tensors, spec)
+    return merge(results.outputs, sizes=results.sizes)
