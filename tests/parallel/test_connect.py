@@ -139,5 +139,7 @@ def infer_then_train(told: list[int]) -> None:
 def test_a_replica_that_infers_alone_connects_nothing_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
     monkeypatch.setattr(LocalGroup, "connect", lambda group: told.append(group._transport.rank))
-    monkeypatch.setattr("pipeflow.engine.runtime.programs.connect_devices", lambda world: told.append(world.rank))
+    monkeypatch.setattr(
+        "pipeflow.engine.runtime.program.compile.connect_devices", lambda world: told.append(world.rank)
+    )
     run_threads(infer_then_train, 4, told, data=2)

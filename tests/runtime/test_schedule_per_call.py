@@ -23,7 +23,7 @@ from pipeflow import (
     verify,
 )
 from pipeflow.engine.parallel.context import current_context
-from pipeflow.engine.runtime.programs import KEPT
+from pipeflow.engine.runtime.program.compile import KEPT
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import PlainModel, TiedModel, TinyModel, TreeModel
 from tests.families import accepts

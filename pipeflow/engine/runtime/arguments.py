@@ -15,9 +15,8 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.route import Routes, routes_among
 from pipeflow.core.schedule import Schedule
 from pipeflow.engine.parallel.context import Context
-from pipeflow.engine.runtime.program.compile import digest_of
+from pipeflow.engine.runtime.program.compile import Options, digest_of, require_sound
 from pipeflow.engine.runtime.program.slots import Promise
-from pipeflow.engine.runtime.programs import Options, require_sound
 from pipeflow.engine.stages.stage import ModuleStage
 
 

@@ -20,8 +20,8 @@ def place(module: nn.Module, device: torch.device) -> None:
     Raises UsageError if a tensor is on another device.
     """
     meta = torch.device("meta")
-    found = {tensor.device for _, tensor in _tensors(module)} - {_exactly(device)}
-    for name, tensor in _tensors(module):
+    found = {tensor.device for _, tensor in named_tensors(module)} - {_exactly(device)}
+    for name, tensor in named_tensors(module):
         if tensor.device in found - {torch.device("cpu"), meta}:
             raise UsageError(
                 f"{name} is on {tensor.device}, but this rank computes on {device}: move it there, or pass "
@@ -35,7 +35,7 @@ def place(module: nn.Module, device: torch.device) -> None:
 
 def require_placed(module: nn.Module, device: torch.device) -> None:
     """Raises UsageError unless all tensors of `module` are on `device`."""
-    for name, tensor in _tensors(module):
+    for name, tensor in named_tensors(module):
         if tensor.device == _exactly(device):
             continue
         if tensor.is_meta:
@@ -46,7 +46,8 @@ def require_placed(module: nn.Module, device: torch.device) -> None:
         raise UsageError(f"{name} is on {tensor.device}, but this rank computes on {device}: move it there")
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of `module`, by name."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 

@@ -1,17 +1,15 @@
-"""Makes a rank's part of a Pipeline from a whole module: its stages, split over the tensor ranks, their ties, and the
-module's own loss.
-"""
+"""Makes a rank's part of a Pipeline from a whole module: its stages, split over the tensor ranks, and their ties."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
@@ -25,7 +23,6 @@ from pipeflow.engine.runtime.arguments import require_ranks
 from pipeflow.engine.runtime.gradients.weights import PipelineSharedModuleWrapper
 from pipeflow.engine.runtime.microbatch import Divided, as_batch
 from pipeflow.engine.stages.blocks import Blocks, Cuts
-from pipeflow.engine.stages.loss import own_loss
 from pipeflow.engine.stages.module_state import counts_of
 from pipeflow.engine.stages.plan import CutPlan
 from pipeflow.engine.stages.planner import Planner
@@ -35,33 +32,16 @@ from pipeflow.engine.tensor.random import share_default_state
 from pipeflow.engine.tensor.rules import Rule
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineParts:
-    """The parts of which a Pipeline is made.
-
-    Attributes:
-        chunks: stages of this rank.
-        plan: plan of the example batch.
-        read: function that splits a batch into entries and labels.
-        criterion: the module's own loss; None if it computes none.
-    """
-
-    chunks: nn.ModuleList
-    plan: CutPlan
-    read: Callable[[object], tuple[dict[str, Any], object]]
-    criterion: Callable[..., Tensor] | None
-
-    def priced(self, cost: CostModel | None) -> CostModel | None:
-        """The cost model, with the bytes that pass between the stages added if it has none."""
-        if cost is None or cost.activation_bytes:
-            return cost
-        plan, last = self.plan, len(self.plan.stages) - 1
-        near = [float(plan.bytes_between(stage, stage + 1)) for stage in range(last)]
-        far: dict[tuple[int, int], float] = {route: float(plan.bytes_between(*route)) for route in plan.routes}
-        return replace(cost, activation_bytes=(*near, 0.0), route_bytes=far)
+def priced(cost: CostModel | None, plan: CutPlan) -> CostModel | None:
+    """The cost model, with the bytes that pass between the stages added if it has none."""
+    if cost is None or cost.activation_bytes:
+        return cost
+    near = [float(plan.bytes_between(stage, stage + 1)) for stage in range(len(plan.stages) - 1)]
+    far: dict[tuple[int, int], float] = {route: float(plan.bytes_between(*route)) for route in plan.routes}
+    return replace(cost, activation_bytes=(*near, 0.0), route_bytes=far)
 
 
-def parts_of(
+def stages_from(
     module: nn.Module,
     schedule: Schedule,
     example: object,
@@ -72,8 +52,9 @@ def parts_of(
     autocast: torch.dtype | None,
     rules: Sequence[Rule],
     has_criterion: bool,
-) -> PipelineParts:
-    """This rank's parts; all ranks make theirs together. Arguments are those of `Pipeline.from_module`.
+) -> tuple[nn.ModuleList, CutPlan, Planner]:
+    """The stages of this rank, with the plan of the example batch and their planner; all ranks make theirs together.
+    Arguments are those of `Pipeline.from_module`.
 
     Raises UsageError for a module that cannot be cut, for an example batch that cannot be split, and if the ranks were
     given different modules, examples or cuts.
@@ -105,8 +86,7 @@ def parts_of(
         planner.split |= {key for key, _ in counts_of(stage.root).items() - its}
     share_default_state(context.tensor, device)
     _tie(module, plan, placement, context.pipeline_rank)
-    chunks = nn.ModuleList(stages)
-    return PipelineParts(chunks, sized, planner.entries.of, None if plan.trace.loss is None else own_loss)
+    return nn.ModuleList(stages), sized, planner
 
 
 def _require_plain(module: object) -> None:

@@ -25,15 +25,16 @@ from pipeflow.engine.runtime.arguments import arguments_of, compare, fitting_sta
 from pipeflow.engine.runtime.compiling import Compiling
 from pipeflow.engine.runtime.confirmation import Clipping
 from pipeflow.engine.runtime.devices import place
-from pipeflow.engine.runtime.from_module import parts_of
+from pipeflow.engine.runtime.from_module import priced, stages_from
 from pipeflow.engine.runtime.gradients.step_end import Gradients
 from pipeflow.engine.runtime.loss import StepCall
 from pipeflow.engine.runtime.original import Original, add_hooks, cut_prefixes, name_in_module
+from pipeflow.engine.runtime.program.compile import Options, Programs
 from pipeflow.engine.runtime.program.pairs import Overlap
-from pipeflow.engine.runtime.programs import Options, Programs
 from pipeflow.engine.runtime.stage import Names, Stage, names_taken, union
 from pipeflow.engine.runtime.step import LossOver, Output, Runner
 from pipeflow.engine.stages.blocks import Blocks, Cuts
+from pipeflow.engine.stages.loss import own_loss
 from pipeflow.engine.stages.plan import CutPlan
 from pipeflow.engine.tensor.rules import DEFAULT_RULES, Rule
 from pipeflow.engine.tensor.stepping import watch
@@ -240,7 +241,7 @@ class Pipeline(nn.Module):
         with context.alarm.raised_everywhere():
             context.alarm.expect_slow()
             names = frozenset(module.state_dict()) if isinstance(module, nn.Module) else frozenset()
-            parts = parts_of(
+            chunks, plan, planner = stages_from(
                 module,
                 schedule,
                 example,
@@ -251,20 +252,22 @@ class Pipeline(nn.Module):
                 rules=rules,
                 has_criterion=criterion is not None,
             )
-        if parts.plan.trace.keepers and schedule.num_microbatches > 1 and context.rank == 0:
-            LOG.warning(KEEPS, *parts.plan.trace.keepers[0])
+        if plan.trace.keepers and schedule.num_microbatches > 1 and context.rank == 0:
+            LOG.warning(KEEPS, *plan.trace.keepers[0])
+        if criterion is None and plan.trace.loss is not None:
+            criterion = own_loss
         made = cls(
-            parts.chunks,
+            chunks,
             schedule,
-            criterion=parts.criterion if criterion is None else criterion,
+            criterion=criterion,
             weigh=weigh,
             overlap=overlap,
             autocast=autocast,
             gradient_dtype=gradient_dtype,
-            cost=parts.priced(cost),
+            cost=priced(cost, plan),
             loss_over=loss_over,
         )
-        made.cut, made.runner.read, made.names_in_module = parts.plan, parts.read, names
+        made.cut, made.runner.read, made.names_in_module = plan, planner.entries.of, names
         made.runner.original = Original(module, made.chunks, tells=context.rank == 0)
         return made
 

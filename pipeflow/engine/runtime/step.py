@@ -23,10 +23,9 @@ from pipeflow.engine.runtime.devices import outside, region_of
 from pipeflow.engine.runtime.loss import Agreed, AgreementRow, StepCall, agree, told_alone
 from pipeflow.engine.runtime.microbatch import Batch, Divided, as_batch, as_pair, next_of
 from pipeflow.engine.runtime.original import Original
-from pipeflow.engine.runtime.program.compile import Compiled, RunMode
-from pipeflow.engine.runtime.program.operations import Operation, run
+from pipeflow.engine.runtime.program.compile import Compiled, Programs, RunMode
+from pipeflow.engine.runtime.program.operations import Awaited, Operation, run
 from pipeflow.engine.runtime.program.results import merged_outputs, require_forwards_first, require_whole_loss
-from pipeflow.engine.runtime.programs import Programs
 from pipeflow.engine.runtime.trace import StepTrace
 from pipeflow.engine.runtime.weighing import Weigher, share_of
 from pipeflow.engine.stages.loss import explained
@@ -336,19 +335,8 @@ class Pace:
         before, self._event = self._event, torch.cuda.current_stream(world.device).record_event()
         if before is not None:
             following = world.link((world.rank + 1) % world.size)  # then the chain of who waits for whom has all ranks
-            finish(Exchange(following, partial(_EventWait, before)), "waiting for its device")
+            finish(Exchange(following, partial(Awaited, before.synchronize)), "waiting for its device")
 
     def forget(self) -> None:
         """Drops the step before, which may never end."""
         self._event = None
-
-
-class _EventWait:
-    """The wait until a GPU has come to an event."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def wait(self) -> bool:
-        self._event.synchronize()
-        return True

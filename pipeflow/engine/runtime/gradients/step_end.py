@@ -18,6 +18,7 @@ from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.sharding import is_distributed, own_buffers_of, splits_of
 from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_object, told_alike
 from pipeflow.engine.parallel.transport.protocol import Channel, Tag, Work
+from pipeflow.engine.runtime.devices import named_tensors
 from pipeflow.engine.runtime.gradients.fully_sharded import forget_step, fully_sharded_in
 from pipeflow.engine.runtime.gradients.sums import Orders, Sums, widen_gradient
 from pipeflow.engine.runtime.gradients.values import (
@@ -25,7 +26,6 @@ from pipeflow.engine.runtime.gradients.values import (
     Description,
     TensorProperties,
     compare,
-    named_tensors,
     share_in_group,
     share_in_pipeline,
 )
@@ -101,7 +101,7 @@ class Gradients:
         if self._watch.notices():
             weights = self._survey()
             self._require_none_sharded_since(weights)
-            replaced = {id(weight.parameter) for weight in weights} - {id(each.parameter) for each in self._weights}
+            replaced = {weight.parameter for weight in weights} - {weight.parameter for weight in self._weights}
             reformed = self._watch.reformed()
             self._sums.leave_out(reformed)
             self.change = ParameterChange.REPLACED if replaced or reformed else ParameterChange.TRAINED
@@ -170,9 +170,9 @@ class Gradients:
 
     def _require_none_sharded_since(self, weights: list[Weight]) -> None:
         """Raises UsageError if fully_shard was applied after the ranks last compared their parameters."""
-        known = {id(weight.parameter) for weight in self._weights if weight.is_sharded}
+        known = {weight.parameter for weight in self._weights if weight.is_sharded}
         for weight in weights:
-            if weight.is_sharded and id(weight.parameter) not in known:
+            if weight.is_sharded and weight.parameter not in known:
                 raise UsageError(
                     f"fully_shard was applied to {weight.name!r} after the Pipeline was made: apply it to the stages "
                     "first, and then make the Pipeline"

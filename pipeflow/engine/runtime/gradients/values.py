@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import NamedTuple
 
@@ -114,12 +114,6 @@ def _compare_ties(ranks: tuple[int, ...], holders: Mapping[int, Description]) ->
 def _digest(tensor: Tensor) -> str:
     values = local_part(tensor).to("cpu", copy=True, memory_format=torch.contiguous_format)
     return hashlib.sha256(values.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-
-
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers of `module`, by name."""
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def share_in_group(tensors: Mapping[str, Tensor], group: Group) -> list[str]:

@@ -109,32 +109,30 @@ def weights_of(
     Raises UsageError for a weight that is tied to one set of ranks and copied on another, unless one of the sets
     contains the other. Also raises it for a weight under fully_shard that other ranks hold, too.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {parameter: name for name, parameter in model.named_parameters()}
     splits, parts, sharded = splits_of(model), set(map(id, partial_in(model))), fully_sharded_parameters(model)
-    claims: dict[int, list[_Claim]] = defaultdict(list)
+    claims: dict[nn.Parameter, list[_Claim]] = defaultdict(list)
     for number, (ranks, copies) in enumerate(ties):
         for index, parameter in enumerate(copies):
-            claims[id(parameter)].append((ranks, (0, number, index)))
+            claims[parameter].append((ranks, (0, number, index)))
     tied = set(claims)
-    parameters: dict[int, nn.Parameter] = {}
-    stages_with: dict[int, list[int]] = defaultdict(list)
+    stages_with: dict[nn.Parameter, list[int]] = defaultdict(list)
     for stage, module in stages.items():
         for index, parameter in enumerate(module.parameters()):
-            parameters[id(parameter)] = parameter
-            stages_with[id(parameter)].append(stage)
-            claims[id(parameter)].append((placement.ranks_of(stage), (1, stage, index)))
+            stages_with[parameter].append(stage)
+            claims[parameter].append((placement.ranks_of(stage), (1, stage, index)))
     return [
         Weight(
-            names[key],
+            names[parameter],
             parameter,
-            tuple(stages_with[key]),
-            *_widest(names[key], claims[key], is_sharded=key in sharded),
-            is_tied=key in tied,
-            is_split=key in splits,
-            is_part=key in parts,
-            is_sharded=key in sharded,
+            tuple(its_stages),
+            *_widest(names[parameter], claims[parameter], is_sharded=id(parameter) in sharded),
+            is_tied=parameter in tied,
+            is_split=id(parameter) in splits,
+            is_part=id(parameter) in parts,
+            is_sharded=id(parameter) in sharded,
         )
-        for key, parameter in parameters.items()
+        for parameter, its_stages in stages_with.items()
     ]
 
 

@@ -1,22 +1,33 @@
-"""Compile: turns a rank's program into the list of operations that a step calls one after the other."""
+"""Compile: turns a schedule into the list of operations that a step of this rank calls one after the other. It does so
+when a schedule is first used, and keeps the result. Must not contain: batches and losses.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import filterfalse, takewhile
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind, Pair
+from pipeflow.core.analysis.lowering import lower
+from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import DATAFLOW, Content, Value, makes, needs
+from pipeflow.core.errors import ScheduleError, UsageError
+from pipeflow.core.placement import Placement
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.core.route import Routes
 from pipeflow.core.rows import first_uses
 from pipeflow.core.schedule import Schedule
+from pipeflow.core.soundness.verify import verify
+from pipeflow.engine.parallel.context import Context
+from pipeflow.engine.parallel.transport.agreement import all_gather, connect_devices, told_alike
 from pipeflow.engine.parallel.transport.protocol import Channel, Tag, Transport
+from pipeflow.engine.runtime.confirmation import Confirmation
+from pipeflow.engine.runtime.devices import require_placed
 from pipeflow.engine.runtime.gradients.fully_sharded import average, fully_sharded_in
 from pipeflow.engine.runtime.gradients.step_end import Gradients
 from pipeflow.engine.runtime.gradients.sums import Orders, orders_of
@@ -30,6 +41,8 @@ from pipeflow.engine.runtime.program.slots import Promise
 from pipeflow.engine.runtime.program.wires import GradientWire, KnownWire, LearnedChannels, LearnedWire, Wire
 from pipeflow.engine.runtime.stage import Stage
 
+KEPT = 16  # compiled programs of one pipeline, the most recently used ones
+
 # Theory of operation
 #
 # A step must not decide anything: all that is known before it is put into the operations. So the program is walked
@@ -41,6 +54,22 @@ from pipeflow.engine.runtime.stage import Stage
 # An action beside the computations (a reduction or a copy) is only started where it stands. Its consumer waits for
 # it: a computation gets an `end` before it, an action on a third stream gets it in `after`, and the end of the step
 # ends all of them.
+
+
+class Options(NamedTuple):
+    """The options of a Pipeline on which its programs depend.
+
+    Attributes:
+        promise: the shape and dtype of activations, if they are known in advance.
+        overlap: runs a pair; None to run the forward before the backward.
+        cost: the times of stages and links, by which receives are posted; None if links take no time.
+        routes: pairs of stages that are not neighbours, of which the first sends to the second.
+    """
+
+    promise: Promise | None
+    overlap: Overlap | None
+    cost: CostModel | None
+    routes: Routes
 
 
 class RunMode(NamedTuple):
@@ -81,55 +110,157 @@ class Compiled:
             self.sizes = sizes
 
 
-def compile_program(
-    program: Program,
-    ran: Schedule,
-    schedule: Schedule,
-    mode: RunMode,
-    *,
-    routes: Routes,
-    stages: Mapping[int, Stage],
-    transport: Transport,
-    host: HostMemory,
-    promise: Promise | None,
-    overlap: Overlap | None,
-    gradients: Gradients,
-    step: Callable[[int], None],
-) -> Compiled:
-    """The operations of `program` on this rank.
+class Programs:
+    """The programs of one pipeline on this rank, by schedule and mode. Keeps the `KEPT` most recently used ones."""
 
-    Args:
-        program: program of this rank.
-        ran, routes: the schedule and routes from which it was lowered.
-        schedule, mode: the schedule that was asked for, and how it runs.
-        stages: stages of this rank, by index.
-        transport: transport that makes the channels.
-        host: memory that takes what is offloaded.
-        promise: shape and dtype of activations between ranks; None to send them in headers.
-        overlap: function that runs pairs; without it the schedule must have none.
-        gradients: gradients of all stages, for reductions.
-        step: function that steps the optimizer for a stage.
-    """
-    results = Results(ran.num_microbatches)
-    given: list[tuple[object, ...]] = [()] * ran.num_microbatches
-    kinds = defaultdict[tuple[int, int], frozenset[Kind]](frozenset)
-    for action in ran.actions(program.rank):
-        kinds[action.stage, action.microbatch] |= {action.kind}
-    num_stages, device = ran.placement.num_stages, transport.device
-    shared = Shared(stages, num_stages, device, host, mode.training, gradients, step, results, given, routes, kinds)
-    compiler = _Compiler(shared, transport, promise is not None, overlap, first_uses(ran.actions(program.rank)))
-    operations, first = compiler.program(program.instructions)
-    if mode.training:
-        begins, operations = _averaged(operations, stages, mode.reduce)
-        operations, first = [*begins, *operations], len(begins) + first
-    steps = list(filter(_steps, operations))
-    ahead = None
-    if steps:
-        operations, ahead = split_ahead(operations, first, ran, routes)
-    operations = [*filterfalse(_steps, operations), *steps]
-    known = [wire for wire in compiler.wires.values() if isinstance(wire, KnownWire)]
-    compiled = schedule, mode, digest_of(schedule), orders_of(schedule), operations, len(operations) - len(steps)
-    return Compiled(*compiled, ahead, results, given, promise, known)
+    def __init__(
+        self,
+        placement: Placement,
+        context: Context,
+        stages: Mapping[int, Stage],
+        gradients: Gradients,
+        options: Options,
+    ) -> None:
+        self.placement = placement
+        self.context = context
+        self.stages = stages
+        self.gradients = gradients
+        self.options = options
+        self.host = HostMemory(context.device)
+        self.confirmation = Confirmation(context)
+        self._kept: list[Compiled] = []  # the most recently used one first
+        self._sizes: list[int] = []  # samples of each microbatch of the last step
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def clear(self) -> None:
+        """Drops all programs, because they hold channels of the transport."""
+        self._kept.clear()
+        self._sizes = []
+
+    def fit(self, compiled: Compiled, sizes: list[int]) -> None:
+        """Prepares a program for microbatches of `sizes` samples.
+
+        If the sizes determine the lengths of messages and have changed since the last step of any program, the ranks of
+        the pipeline compare them first: gloo would end a process whose message is too long. Raises UsageError on all of
+        them if the sizes differ, also if they have changed on some ranks alone.
+        """
+        promise, transport = self.options.promise, self.context.transport
+        if promise is not None and promise.is_open and sizes != self._sizes:
+            transport.place.suspects = True
+            try:
+                read = all_gather(transport, [float(sum(sizes)), float(len(sizes))])
+            finally:
+                transport.place.suspects = False
+            with told_alike(transport):
+                if any(row != read[0] for row in read):
+                    said = [f"{samples:g} samples in {microbatches:g} microbatches" for samples, microbatches in read]
+                    raise UsageError(
+                        "the ranks of a pipeline must read the same batch and run the same schedule, but they have "
+                        + ", ".join(f"{what} (rank {transport.world_rank(rank)})" for rank, what in enumerate(said))
+                    )
+            self._sizes = sizes
+        compiled.fit(sizes)
+
+    def get(self, schedule: Schedule, mode: RunMode) -> Compiled:
+        """The program for `schedule` in this mode, compiled on first use.
+
+        Raises UsageError for a schedule that is not sound, has another placement, or has no backwards when training.
+        """
+        for position, kept in enumerate(self._kept):
+            if kept.mode == mode and (kept.schedule is schedule or kept.schedule == schedule):
+                if position:
+                    self._kept.insert(0, self._kept.pop(position))
+                return kept
+        self.context.alarm.expect_slow()  # stages may be compiled, too
+        require_sound(schedule, self.placement)
+        for stage in self.stages.values():
+            require_placed(stage.module, self.context.device)
+        made = self._compile(schedule, mode)
+        self._kept = [made, *self._kept[: KEPT - 1]]
+        return made
+
+    def _compile(self, schedule: Schedule, mode: RunMode) -> Compiled:
+        ran = self._training(schedule, reduce=mode.reduce) if mode.training else schedule.forward_only()
+        ran = ran.first(mode.microbatches)
+        promise, overlap, cost, routes = self.options
+        if overlap is None:
+            ran = ran.without_pairs()
+        if promise is not None and not (mode.training or promise.is_open):  # an open one fits any batch size
+            promise = None
+        transport, stages = self.context.transport, self.stages
+        program = lower(ran, cost, routes)[transport.rank]
+        self._connect(program, known=promise is not None, training=mode.training)
+        results = Results(ran.num_microbatches)
+        given: list[tuple[object, ...]] = [()] * ran.num_microbatches
+        kinds = defaultdict[tuple[int, int], frozenset[Kind]](frozenset)
+        for action in ran.actions(program.rank):
+            kinds[action.stage, action.microbatch] |= {action.kind}
+        shared = Shared(
+            stages,
+            ran.placement.num_stages,
+            transport.device,
+            self.host,
+            mode.training,
+            self.gradients,
+            self.confirmation.step,
+            results,
+            given,
+            routes,
+            kinds,
+        )
+        compiler = _Compiler(shared, transport, promise is not None, overlap, first_uses(ran.actions(program.rank)))
+        operations, first = compiler.program(program.instructions)
+        if mode.training:
+            begins, operations = _averaged(operations, stages, mode.reduce)
+            operations, first = [*begins, *operations], len(begins) + first
+        steps, ahead = list(filter(_steps, operations)), None
+        if steps:
+            operations, ahead = split_ahead(operations, first, ran, routes)
+        operations = [*filterfalse(_steps, operations), *steps]
+        known = [wire for wire in compiler.wires.values() if isinstance(wire, KnownWire)]
+        compiled = schedule, mode, digest_of(schedule), orders_of(schedule), operations, len(operations) - len(steps)
+        return Compiled(*compiled, ahead, results, given, promise, known)
+
+    def _connect(self, program: Program, *, known: bool, training: bool) -> None:
+        transport = self.context.transport
+        transport.connect(_channels_of(program, transport.rank, known=known))
+        self.context.tensor.connect()
+        if training:  # replicas may evaluate at other times, or alone
+            connect_devices(self.context.world)
+            self.gradients.connect()
+
+    def _training(self, schedule: Schedule, *, reduce: bool) -> Schedule:
+        """The schedule with the reductions that the step needs."""
+        if schedule.is_forward_only:
+            raise UsageError(f"schedule {schedule.name!r} has no backwards: pass forward_only=True")
+        steps = Kind.S in schedule.kinds
+        if steps and self.confirmation.stepper is None:
+            raise UsageError(
+                f"schedule {schedule.name!r} steps the optimizer (S), but the Pipeline has none: make a "
+                "pipeflow.PipelinedOptimizer(model, optimizer), or use the schedule without these steps"
+            )
+        if steps and not reduce:
+            raise UsageError(
+                f"schedule {schedule.name!r} steps the optimizer (S) in every call, so gradients of several calls "
+                "cannot be accumulated with reduce=False: use the schedule without these steps"
+            )
+        if not reduce:
+            return schedule.without_reductions()  # then copies are exchanged at the end
+        has_others = self.context.data.size > 1 or len(self.placement.paths) > 1
+        return schedule.with_reductions() if has_others else schedule
+
+
+def require_sound(schedule: Schedule, placement: Placement) -> None:
+    """Raises UsageError unless `schedule` has this placement, and ScheduleError unless it is sound."""
+    if schedule.placement != placement:
+        raise UsageError(
+            f"schedule {schedule.name!r} has another placement than this Pipeline's stages: "
+            f"{schedule.placement.paths}, not {placement.paths}; make a Pipeline for it"
+        )
+    if violations := verify(schedule):
+        raise ScheduleError(f"schedule {schedule.name!r} is not sound:", violations)
 
 
 def digest_of(schedule: Schedule) -> float:
@@ -142,7 +273,7 @@ def _steps(operation: Operation) -> bool:
     return isinstance(operation.what, Action) and operation.what.kind is Kind.S
 
 
-def channels_of(program: Program, rank: int, *, known: bool) -> Iterator[Channel]:
+def _channels_of(program: Program, rank: int, *, known: bool) -> Iterator[Channel]:
     """The channels of this rank's program, to be connected before it is compiled. `known` is True if shapes of
     activations are known.
     """

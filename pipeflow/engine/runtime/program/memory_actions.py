@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import chain
 from typing import Any
@@ -18,7 +18,7 @@ from pipeflow.core.action import Action
 from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.engine.parallel.transport.protocol import Work
 from pipeflow.engine.runtime.program.microbatches import Microbatch
-from pipeflow.engine.runtime.program.operations import Beside
+from pipeflow.engine.runtime.program.operations import Awaited, Beside
 from pipeflow.engine.runtime.program.saved import Holder, HostMemory, Saved, storages
 from pipeflow.engine.tensor.random import replay_of
 from pipeflow.engine.torch_private.trees import tree_flatten, tree_leaves, tree_unflatten
@@ -160,7 +160,7 @@ class MemoryCopy(Beside):
         self.held: list[Tensor] = []
 
     def begin(self) -> list[Work]:
-        return self._on_gpu() if self.device.type == "cuda" else [_Done(self.thread.submit(self._run))]
+        return self._on_gpu() if self.device.type == "cuda" else [Awaited(self.thread.submit(self._run).result)]
 
     def end(self) -> None:
         """Makes the current stream wait for the copy, and frees what it has read."""
@@ -196,16 +196,6 @@ class MemoryCopy(Beside):
 @cache
 def _side_stream(device: torch.device, _: Stream) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
-
-
-class _Done:
-    """The work of a copy on a thread."""
-
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        self._future.result()
 
 
 class _Recorded:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -101,6 +102,13 @@ class Beside(ABC):
         for work in self.works:
             work.wait()
         self.works = []
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """A Work for which a function waits."""
+
+    wait: Callable[[], object]
 
 
 class Unawaited(Beside):
