@@ -16,6 +16,11 @@ from torch.distributed.tensor import DTensor
 from pipeflow.engine.parallel.layout import WorldLayout
 
 
+def real_rows(size: int, rows: int, rank: int) -> int:
+    """The number of rows of rank `rank`, out of `rows`, that are not padding, if the whole tensor has `size` rows."""
+    return min(rows, max(0, size - rank * rows))
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """A parameter or buffer that is split along `dim`: tensor ranks hold equal parts, in rank order.
@@ -33,8 +38,7 @@ class Split:
 
     def unpadded(self, part: Tensor, rank: int) -> Tensor:
         """The part of tensor rank `rank` without padding, as a view of `part`."""
-        length = part.shape[self.dim]
-        return part.narrow(self.dim, 0, min(length, max(0, self.size - rank * length)))
+        return part.narrow(self.dim, 0, real_rows(self.size, part.shape[self.dim], rank))
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole tensor without padding, made of the parts of all tensor ranks in rank order."""

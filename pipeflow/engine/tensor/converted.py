@@ -24,7 +24,6 @@ from pipeflow.engine.tensor.linear import (
     ColumnParallelLinear,
     Mode,
     RowParallelLinear,
-    SplitLinear,
     VocabParallelClassifier,
     column_linear,
     row_linear,
@@ -168,35 +167,32 @@ def is_embedding(module: nn.Module) -> bool:
 
 def become_linear(
     module: nn.Module, kind: str, parts: tuple[int, ...], shared: Mapping[int, int], group: Group
-) -> TensorLayer:
+) -> None:
     """Converts an nn.Linear or a Conv1D to the layer of `kind`. Its parameters must be cut afterwards."""
     if is_conv1d(module):
         inputs, outputs = sizes_of(module)
-        made: type[TensorLayer] = RowConv1D if kind == "row" else ColumnConv1D
         options: dict[str, Any] = {"in_features": inputs, "out_features": outputs, "parts": parts, "shared": shared}
-        return _become(module, made, group, **options)
+        _become(module, RowConv1D if kind == "row" else ColumnConv1D, group, **options)
+        return
     options = {"sequence_parallel": False, "_owns_weight": True}
-    kinds: dict[str, type[SplitLinear]] = {"row": AnyRowLinear, "head": VocabParallelClassifier}
     if kind == "row":
-        options["input_is_parallel"] = True
+        _become(module, AnyRowLinear, group, input_is_parallel=True, **options)
+    elif kind == "head":
+        _become(module, VocabParallelClassifier, group, gather_output=True, **options)
     else:
-        options["gather_output"] = kind == "head"
-    if kind not in kinds:
-        options |= {"parts": parts, "shared": shared}
-    return _become(module, kinds.get(kind, AnyColumnLinear), group, **options)
+        _become(module, AnyColumnLinear, group, gather_output=False, parts=parts, shared=shared, **options)
 
 
-def become_embedding(module: nn.Module, group: Group) -> TensorLayer:
+def become_embedding(module: nn.Module, group: Group) -> None:
     """Converts an nn.Embedding to one of which each rank has some of the rows. Its parameter must be cut afterwards."""
-    return _become(module, VocabParallelEmbedding, group, sequence_parallel=False)
+    _become(module, VocabParallelEmbedding, group, sequence_parallel=False)
 
 
-def _become(module: nn.Module, kind: type[TensorLayer], group: Group, **attributes: Any) -> TensorLayer:
+def _become(module: nn.Module, kind: type[TensorLayer], group: Group, **attributes: Any) -> None:
     module.__class__ = kind
     vars(module).update(attributes)
     assert isinstance(module, kind)
     module.join(group)
-    return module
 
 
 class SplitModule(nn.Module):

@@ -15,8 +15,9 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from pipeflow.core.errors import UsageError
+from pipeflow.engine.parallel.sharding import real_rows
 from pipeflow.engine.parallel.transport.protocol import Alone, Group
-from pipeflow.engine.tensor.layer import TensorLayer, group_of, real_rows, require_indices
+from pipeflow.engine.tensor.layer import TensorLayer, group_of, require_indices
 from pipeflow.engine.torch_private.modes import FakeTensor
 
 Reduction = Literal["mean", "sum", "none"]

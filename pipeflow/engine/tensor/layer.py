@@ -184,11 +184,6 @@ def divide_padded(layer: str, name: str, size: int, group: Group) -> int:
     return rows
 
 
-def real_rows(size: int, rows: int, rank: int) -> int:
-    """The number of rows of rank `rank`, out of `rows`, that are not padding, if the whole tensor has `size` rows."""
-    return min(rows, max(0, size - rank * rows))
-
-
 def whole_shape(part: Tensor, split: Split | None) -> tuple[int, ...]:
     """The shape of the full tensor, without padding, of which a rank holds `part`."""
     shape = list(part.shape)
@@ -207,11 +202,11 @@ def cut(whole: Tensor, split: Split | None, group: Group) -> Tensor:
         return torch.cat(list(pieces), split.dim)
     rows = -(-split.size // group.size)
     start = min(group.rank * rows, split.size)
-    length = real_rows(split.size, rows, group.rank)
     shape = list(whole.shape)
     shape[split.dim] = rows
     part = whole.new_zeros(shape)
-    part.narrow(split.dim, 0, length).copy_(whole.narrow(split.dim, start, length))
+    own = split.unpadded(part, group.rank)
+    own.copy_(whole.narrow(split.dim, start, own.shape[split.dim]))
     return part
 
 

@@ -17,9 +17,9 @@ from torch.nn import functional
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.deferral.layers import DeferredWeights, Deferring, hand_over, linear, lowered
 from pipeflow.engine.deferral.products import Copies, of_linear
-from pipeflow.engine.parallel.sharding import Split
+from pipeflow.engine.parallel.sharding import Split, real_rows
 from pipeflow.engine.parallel.transport.protocol import Group
-from pipeflow.engine.tensor.layer import TensorLayer, divide, divide_padded, real_rows
+from pipeflow.engine.tensor.layer import TensorLayer, divide, divide_padded
 from pipeflow.engine.tensor.random import Draw, draw_part_
 from pipeflow.engine.tensor.regions import (
     SEQUENCE,
