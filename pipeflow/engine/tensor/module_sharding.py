@@ -195,12 +195,14 @@ class RuleMatches:
         }
         beside = {id(place.around) for place in places if id(place.module) in attentions}
         sums = {id(place.module) for place in places if self._is_sum(place)}
+        changed = {id(change.layer) for change in self.layers}
         for place in places:
             own, outer = id(place.module), id(place.around)
             in_attention = own in attentions or outer in attentions
             self._find_integers(place, in_attention, own in sums or (own in columns and self._knows_all(place)))
             inside = in_attention or own in columns or outer in columns
-            self._find_parameters(place, own in sums or in_attention, outer in beside, inside)
+            if own not in changed and not isinstance(place.module, SplitModule | TensorLayer):
+                self._find_parameters(place, own in sums or in_attention, outer in beside, inside)
             self._find_crossing(place, own in attentions, own in sums)
         for change in self.layers:
             self._require_width(change)
@@ -351,12 +353,11 @@ class RuleMatches:
             self.integers.append((place.module, name, self._divided(place, place.full(name), value, rule)))
         found = {}
         for name in read_of_config(place.module):
-            rule = config_rule(self.rules, place.full(f"config.{name}"), place.module)
+            full = place.full(f"config.{name}")
+            rule = config_rule(self.rules, full, place.module)
             if rule is not None and (in_attention or rule not in DEFAULT_RULES):
                 self._used.add(rule)
-                found[name] = self._divided(
-                    place, place.full(f"config.{name}"), getattr(place.module.config, name), rule
-                )
+                found[name] = self._divided(place, full, getattr(place.module.config, name), rule)
         if found:
             self.configs.append((place.module, found))
 
@@ -373,10 +374,6 @@ class RuleMatches:
         return value // self.ranks
 
     def _find_parameters(self, place: ModulePlace, is_split: bool, is_beside: bool, is_inside: bool) -> None:
-        if isinstance(place.module, SplitModule | TensorLayer) or id(place.module) in {
-            id(each.layer) for each in self.layers
-        }:
-            return
         for leaf, tensor in tensors_of(place.module).items():
             rule = rule_of_tensor(self.rules, place, leaf)
             if rule is None:

@@ -282,6 +282,7 @@ class Subset:
         self.device: torch.device = whole.device
         self.timeout = whole.timeout
         self.place = whole.place
+        self.report, self.enter, self.reopen = whole.report, whole.enter, whole.reopen  # they concern all ranks
         self._whole = whole
         self._ranks = tuple(ranks)
 
@@ -304,15 +305,6 @@ class Subset:
 
     def group(self, ranks: Sequence[int]) -> Group:
         return self._whole.group([self._ranks[rank] for rank in ranks])
-
-    def report(self, failure: Failure | LinkError) -> Failure:
-        return self._whole.report(failure)
-
-    def enter(self, number: int) -> None:
-        self._whole.enter(number)
-
-    def reopen(self) -> None:
-        self._whole.reopen()
 
     def close(self) -> None:
         """Does nothing: the channels belong to the whole transport."""
