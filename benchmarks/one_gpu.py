@@ -79,7 +79,7 @@ def run(rounds: int | None = None) -> Report:
     import pipeflow
     from pipeflow import Cluster
     from pipeflow.tools.calibration.machine import device_name
-    from pipeflow.training.hooks.measures import device_called
+    from pipeflow.training.hooks.measuring import device_called
 
     rounds = rounds or 7
     device = pipeflow.launch(pipeline=1).device

@@ -30,8 +30,8 @@ from pipeflow.engine.runtime.plain_values import whole_values
 from pipeflow.engine.runtime.program.results import require_whole_loss
 from pipeflow.engine.runtime.step import LossOver, Output
 from pipeflow.engine.stages.blocks import Blocks, Cuts
+from pipeflow.engine.stages.criterion import own_loss
 from pipeflow.engine.stages.entries import Entries
-from pipeflow.engine.stages.loss import own_loss
 from pipeflow.engine.stages.stage import ModuleStage
 from pipeflow.engine.torch_private.trees import tree_leaves
 from pipeflow.schedules.registry import make_schedule

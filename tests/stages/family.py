@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pipeflow.engine.stages.loss import loss_in
+from pipeflow.engine.stages.criterion import loss_in
 
 Made = tuple[nn.Module, dict[str, Any]]
 Sizes = dict[str, Any]

@@ -30,8 +30,8 @@ from pipeflow.training import (
     Trainer,
     timer,
 )
-from pipeflow.training.hooks import measures
-from pipeflow.training.hooks.measures import peak_of, planned
+from pipeflow.training.hooks import measuring
+from pipeflow.training.hooks.measuring import peak_of, planned
 from tests.runtime.work import build
 
 MODEL = PlainModel()
@@ -171,7 +171,7 @@ def remembered() -> tuple[Seen, list[float]]:
 
 
 def test_memory_is_the_most_of_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measures, "memory_of", lambda _: (1 + current_context().rank) % 4 * 2**29)
+    monkeypatch.setattr(measuring, "memory_of", lambda _: (1 + current_context().rank) % 4 * 2**29)
     for seen, by_rank in run_threads(remembered, 4, data=2):
         assert by_rank == [0.5, 1.0, 1.5, 0.0]
         assert [step.get("memory GiB") for step in seen.steps] == [None, 1.5, 1.5]
@@ -179,9 +179,9 @@ def test_memory_is_the_most_of_any_rank(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_memory_of_this_process() -> None:
-    before = measures.memory_of(torch.device("cpu"))
+    before = measuring.memory_of(torch.device("cpu"))
     held = torch.ones(2**26, dtype=torch.uint8)
-    assert 2**25 < measures.memory_of(torch.device("cpu")) - before < 2**28
+    assert 2**25 < measuring.memory_of(torch.device("cpu")) - before < 2**28
     assert len(held) == 2**26
 
 

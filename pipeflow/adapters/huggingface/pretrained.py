@@ -16,9 +16,9 @@ import torch
 
 from pipeflow.adapters.huggingface.classes import Kind, Model, example_for, model_class, read_config
 from pipeflow.adapters.huggingface.keys import targets_of
+from pipeflow.adapters.huggingface.owned_weights import StoredWeights, dtype_in, files_in, fill, make_owned
 from pipeflow.adapters.huggingface.peft_adapters import add_adapters, is_adapted, save_adapters
 from pipeflow.adapters.huggingface.skeleton import Blueprint
-from pipeflow.adapters.huggingface.weights import StoredWeights, dtype_in, files_in, fill, make_owned
 from pipeflow.adapters.libraries import transformers_library
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule

@@ -24,7 +24,7 @@ from pipeflow.engine.runtime.other_calls import held_step
 from pipeflow.engine.runtime.pipeline import Pipeline, execute_pipeline
 from pipeflow.engine.runtime.plain_values import whole_values
 from pipeflow.engine.runtime.weighing import Divisors
-from pipeflow.engine.stages.loss import own_loss
+from pipeflow.engine.stages.criterion import own_loss
 from pipeflow.engine.stages.stage import ModuleStage
 from pipeflow.engine.torch_private.trees import keystr, tree_flatten_with_path, tree_unflatten
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow.engine.stages.copies import cells_of
-from pipeflow.engine.stages.loss import functions_of, own_loss
+from pipeflow.engine.stages.criterion import functions_of, own_loss
 from pipeflow.engine.stages.stage import ModuleStage
 from pipeflow.engine.stages.tape import Leaves, TapeNode
 from pipeflow.engine.stages.trace import Look, flattened

@@ -20,7 +20,7 @@ from pipeflow.engine.runtime.gradients.step_end import ParameterChange
 from pipeflow.engine.runtime.microbatch import as_batch
 from pipeflow.engine.runtime.pipeline import Pipeline, execute_pipeline
 from pipeflow.engine.runtime.weighing import Divisors
-from pipeflow.engine.stages.loss import own_loss
+from pipeflow.engine.stages.criterion import own_loss
 from pipeflow.engine.stages.stage import ModuleStage
 from pipeflow.engine.torch_private.tensors import foreach_mul_
 

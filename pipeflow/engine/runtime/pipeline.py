@@ -34,7 +34,7 @@ from pipeflow.engine.runtime.program.pairs import Overlap
 from pipeflow.engine.runtime.stage import Names, Stage, names_taken, union
 from pipeflow.engine.runtime.step import LossOver, Output, Runner
 from pipeflow.engine.stages.blocks import Blocks, Cuts
-from pipeflow.engine.stages.loss import own_loss
+from pipeflow.engine.stages.criterion import own_loss
 from pipeflow.engine.stages.plan import CutPlan
 from pipeflow.engine.tensor.rules import DEFAULT_RULES, Rule
 from pipeflow.engine.tensor.stepping import watch

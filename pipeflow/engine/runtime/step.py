@@ -28,7 +28,7 @@ from pipeflow.engine.runtime.program.operations import Awaited, Operation, run
 from pipeflow.engine.runtime.program.results import merged_outputs, require_forwards_first, require_whole_loss
 from pipeflow.engine.runtime.trace import StepTrace
 from pipeflow.engine.runtime.weighing import Weigher, share_of
-from pipeflow.engine.stages.loss import explained
+from pipeflow.engine.stages.criterion import explained
 
 LossOver = Literal["microbatches", "batch"]
 

@@ -33,8 +33,8 @@ from pipeflow.engine.runtime.loss_parts import (
 from pipeflow.engine.runtime.microbatch import Batch
 from pipeflow.engine.runtime.program.results import Results, WholeLoss
 from pipeflow.engine.runtime.stage import Stage
+from pipeflow.engine.stages.criterion import CRITERION, own_loss, recorded
 from pipeflow.engine.stages.divisors import LossTerms, Other, alike, form_of, ratios
-from pipeflow.engine.stages.loss import CRITERION, own_loss, recorded
 from pipeflow.engine.stages.scaling import Scalars, Scaling, places
 from pipeflow.engine.stages.stage import ModuleStage
 from pipeflow.engine.stages.tape import Leaves, Recorded

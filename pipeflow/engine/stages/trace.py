@@ -17,8 +17,8 @@ from pipeflow.core.errors import UsageError
 from pipeflow.engine.stages.absent import NO_DATA
 from pipeflow.engine.stages.calls import surroundings, watched
 from pipeflow.engine.stages.copies import Fakes
+from pipeflow.engine.stages.criterion import loss_in
 from pipeflow.engine.stages.flow import LEAST, Flow, Identity
-from pipeflow.engine.stages.loss import loss_in
 from pipeflow.engine.stages.module_state import held_by
 from pipeflow.engine.stages.tape import Recorded, upstream
 from pipeflow.engine.torch_private.modes import DataDependentOutputException, DynamicOutputShapeException

@@ -22,7 +22,7 @@ from pipeflow.tools.cli.options import UNITS, Commands, add_units
 from pipeflow.tools.cli.outputs import doing, files_named, show, wrapped, write, write_drawings
 from pipeflow.tools.cli.requests import refuse
 from pipeflow.tools.traces.explanation import NOTABLE, Explanation, explain
-from pipeflow.tools.traces.findings import KINDS
+from pipeflow.tools.traces.trace_findings import KINDS
 
 FILES = ("html", "svg")
 SHOWN = 6  # gains in the terminal

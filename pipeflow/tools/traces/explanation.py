@@ -21,11 +21,11 @@ from pipeflow.planning.replanning import Candidate, Replan, replan
 from pipeflow.planning.step_plan import evened
 from pipeflow.schedules.families import schedules_on
 from pipeflow.schedules.registry import recognised
-from pipeflow.tools.traces.actions import Names
 from pipeflow.tools.traces.events import RankEvents
 from pipeflow.tools.traces.files import Paths, read, trace_files
-from pipeflow.tools.traces.findings import Finding, Idle, idle_times, what_stands_out
 from pipeflow.tools.traces.rebuild import HOW_TO, Rebuilt, rebuilt
+from pipeflow.tools.traces.recorded_actions import Names
+from pipeflow.tools.traces.trace_findings import Finding, Idle, idle_times, what_stands_out
 
 ORDERS = 2_000_000  # actions in all orders that the search tries
 NOTABLE = 0.01  # of a step: what gains less is not worth another order

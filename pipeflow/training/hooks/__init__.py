@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeflow.training.hooks.checkpoints import CheckpointHook
 from pipeflow.training.hooks.logs import LoggerHook, LogHook, MetricLogger, TensorBoardHook
-from pipeflow.training.hooks.measures import (
+from pipeflow.training.hooks.measuring import (
     AccuracyHook,
     BubbleHook,
     MemoryHook,

@@ -16,7 +16,7 @@ from pipeflow.core.errors import UsageError, unknown
 from pipeflow.core.placement import require_at_least, require_positive
 from pipeflow.draw.image import pixels
 from pipeflow.training.engine import Step
-from pipeflow.training.hooks.measures import planned
+from pipeflow.training.hooks.measuring import planned
 from pipeflow.training.logging import DistributedLogger, get_dist_logger
 from pipeflow.training.trainer import Hook, Trainer
 

@@ -18,7 +18,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.sharding import splits_of
 from pipeflow.engine.parallel.transport.protocol import Unconnected
 from pipeflow.engine.stages.blocks import blocks_of, labels_of
-from pipeflow.engine.stages.loss import loss_in
+from pipeflow.engine.stages.criterion import loss_in
 from pipeflow.engine.stages.plan import CutPlan
 from pipeflow.engine.stages.planner import Planner
 from pipeflow.engine.tensor.module_sharding import shard

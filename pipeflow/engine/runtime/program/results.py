@@ -23,7 +23,7 @@ from pipeflow.engine.runtime.microbatch import Divided, merge
 from pipeflow.engine.runtime.program.operations import Doing, Operation, run
 from pipeflow.engine.runtime.program.slots import Slot, flatten, snapshot
 from pipeflow.engine.runtime.program.wires import LearnedChannels, LearnedWire
-from pipeflow.engine.stages.loss import own_loss
+from pipeflow.engine.stages.criterion import own_loss
 from pipeflow.engine.stages.scaling import Scaling
 from pipeflow.engine.torch_private.tensors import foreach_mul
 from pipeflow.engine.torch_private.trees import tree_flatten, tree_leaves, tree_unflatten
