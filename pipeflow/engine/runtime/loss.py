@@ -71,23 +71,25 @@ def agree(
     on_host = is_host(context.device)
     passes_on = everywhere or context.data.size > 1 or (len(last) > 1 and not on_host)
     loss = None
-    if results.weights and context.data.size == 1:
-        require_some([results.weight])
-    if on_host and (results.weights or results.settle):  # to settle waits for an output, which an empty path lacks
+    if results.weights.parts and context.data.size == 1:
+        require_some([results.weights.whole])
+    if on_host and (
+        results.weights.parts or results.settle
+    ):  # to settle waits for an output, which an empty path lacks
         loss = _whole_loss(results, context.transport, last)
-    elif results.weights:
+    elif results.weights.parts:
         loss = results.loss()
     if loss is not None and passes_on:
         value = loss.item() if on_host else math.nan
-        told = told._replace(dtype=_DTYPES.index(loss.dtype), weight=results.weight, loss=value)
+        told = told._replace(dtype=_DTYPES.index(loss.dtype), weight=results.weights.whole, loss=value)
     rows = [AgreementRow(*row) for row in all_gather(context.world, told)]
     with told_alike(context.world):
         require_alike(rows, context)
-    weight = results.weight
+    weight = results.weights.whole
     if any(row.dtype >= 0 for row in rows):
         losses = _told_losses(rows) if on_host else _sent_losses(rows, results, context, microbatches)
         loss, weight = (
-            _mean(rows, losses, context) if everywhere or results.weights or loss is not None else (None, 0.0)
+            _mean(rows, losses, context) if everywhere or results.weights.parts or loss is not None else (None, 0.0)
         )
     samples = sum(row.samples for row in rows[:: len(rows) // context.data.size])
     buffers = any(row.buffers for row in rows)
@@ -98,9 +100,9 @@ def told_alone(told: AgreementRow, results: Results) -> Agreed:
     """The end of a step as this rank knows it without the others: with the loss on the rank that has the last stage.
     Raises UsageError if nothing in the batch counts.
     """
-    if results.weights:
-        require_some([results.weight])
-    return Agreed(results.loss(), ParameterChange.NONE, int(told.samples), results.weight)
+    if results.weights.parts:
+        require_some([results.weights.whole])
+    return Agreed(results.loss(), ParameterChange.NONE, int(told.samples), results.weights.whole)
 
 
 def is_host(device: torch.device) -> bool:
@@ -164,15 +166,15 @@ def _whole_loss(results: Results, transport: Transport, last: Sequence[int]) -> 
         return results.loss()
     rows = {rank: torch.zeros(2 + results.microbatches, dtype=torch.float64, device="cpu") for rank in last}
     mine = rows[transport.rank]
-    mine[1] = results.weight if results.weights else 0.0
+    mine[1] = results.weights.whole
     for microbatch, part in results.parts().items():
         mine[0], mine[2 + microbatch] = 1 + _DTYPES.index(part.dtype), part
     others = {rank: row for rank, row in rows.items() if rank != transport.rank}
     waiting = "waiting for the losses of the other last stage"
     exchange(transport, Tag.CONTROL, dict.fromkeys(others, mine), others, waiting)
     dtype = _DTYPES[int(max(row[0] for row in rows.values())) - 1]
-    if not results.weights:
-        results.weight = max(float(row[1]) for row in rows.values())
+    if not results.weights.parts:
+        results.weights = results.weights._replace(whole=max(float(row[1]) for row in rows.values()))
     return torch.stack([*rows.values()]).sum(dim=0)[2:].to(dtype).sum().to(transport.device)
 
 

@@ -184,9 +184,9 @@ _WARNED: WeakSet[nn.Module] = WeakSet()  # once is enough
 _GIVEN: WeakKeyDictionary[nn.Module, tuple[str, frozenset[str]]] = WeakKeyDictionary()  # prefix and entries of a load
 
 
-def cut_prefixes(chunks: nn.ModuleList) -> tuple[str, ...]:
-    """The prefixes of the chunks that were cut from a module."""
-    return tuple(f"chunks.{index}." for index, chunk in enumerate(chunks) if isinstance(chunk, ModuleStage))
+def cut_chunks(chunks: nn.ModuleList) -> dict[str, ModuleStage]:
+    """The chunks that were cut from a module, by their prefixes."""
+    return {f"chunks.{index}.": chunk for index, chunk in enumerate(chunks) if isinstance(chunk, ModuleStage)}
 
 
 def add_hooks(model: Any) -> None:
@@ -211,7 +211,7 @@ def rename_saved(model: Any, state: MutableMapping[str, Any], prefix: str, _: Ma
     if context.pipeline_size * context.tensor.size > 1 and model not in _WARNED:
         _WARNED.add(model)
         LOG.warning(PART, context.rank)
-    if cut := cut_prefixes(model.chunks):
+    if cut := cut_chunks(model.chunks):
         for name in [each for each in state if each.startswith(prefix)]:
             state[name_in_module(name, prefix.removesuffix("."), cut)] = state.pop(name)
 
@@ -222,8 +222,8 @@ def rename_loaded(model: Any, state: MutableMapping[str, Any], prefix: str, *_: 
     """
     taken: set[str] = set()
     _rename_versions(model, state, prefix)
-    for cut in cut_prefixes(model.chunks):
-        for name, own in model.chunks[int(cut.split(".")[1])].state_dict().items():
+    for cut, chunk in cut_chunks(model.chunks).items():
+        for name, own in chunk.state_dict().items():
             if prefix + name in state:
                 state[prefix + cut + name] = state[prefix + name]
                 taken.add(prefix + name)
@@ -238,8 +238,8 @@ def _rename_versions(model: Any, state: Any, prefix: str) -> None:
     entries of older versions when they load.
     """
     versions = getattr(state, "_metadata", None) or {}
-    for cut in cut_prefixes(model.chunks):
-        for name, _ in model.chunks[int(cut.split(".")[1])].named_modules():
+    for cut, chunk in cut_chunks(model.chunks).items():
+        for name, _ in chunk.named_modules():
             if prefix + name in versions:
                 versions.setdefault(f"{prefix}{cut}{name}".removesuffix("."), versions[prefix + name])
 

@@ -200,9 +200,4 @@ def backward(loss: Tensor, model: Pipeline, *, reduce: bool = True, gradient_sca
         gradients.end(reduce=reduce)
         rows = all_gather(model.context.world, [gradients.change, gradients.buffers.are_changed])
         change = ParameterChange(int(max(row[0] for row in rows)))
-        if any(row[1] for row in rows):
-            gradients.buffers.share(model.context.data)
-        if change:
-            gradients.renew(change, reduce=reduce)
-            for stage in model.runner.stages.values():
-                stage.defer()
+        model.runner.renew(change, buffers=any(row[1] for row in rows), reduce=reduce)

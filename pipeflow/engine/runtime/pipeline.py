@@ -28,7 +28,7 @@ from pipeflow.engine.runtime.devices import place
 from pipeflow.engine.runtime.from_module import priced, stages_from
 from pipeflow.engine.runtime.gradients.step_end import Gradients
 from pipeflow.engine.runtime.loss import StepCall
-from pipeflow.engine.runtime.original import Original, add_hooks, cut_prefixes, name_in_module
+from pipeflow.engine.runtime.original import Original, add_hooks, cut_chunks, name_in_module
 from pipeflow.engine.runtime.program.compile import Options, Programs
 from pipeflow.engine.runtime.program.pairs import Overlap
 from pipeflow.engine.runtime.stage import Names, Stage, names_taken, union
@@ -282,7 +282,7 @@ class Pipeline(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Like `nn.Module.named_parameters`; after `from_module`, with the names in the module that was cut."""
-        cut = cut_prefixes(self.chunks)
+        cut = cut_chunks(self.chunks)
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             yield name_in_module(name, prefix, cut), parameter
 

@@ -20,6 +20,7 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.engine.parallel.transport.agreement import finish
 from pipeflow.engine.parallel.transport.protocol import Exchange, Transport
 from pipeflow.engine.runtime.devices import outside, region_of
+from pipeflow.engine.runtime.gradients.step_end import ParameterChange
 from pipeflow.engine.runtime.loss import Agreed, AgreementRow, StepCall, agree, told_alone
 from pipeflow.engine.runtime.microbatch import Batch, Divided, as_batch, as_pair, next_of
 from pipeflow.engine.runtime.original import Original
@@ -188,9 +189,7 @@ class Runner:
         with torch.inference_mode(mode=False), torch.set_grad_enabled(call.training), outside(region):
             self._load(compiled, batch, call, region)
             if call.training:
-                results.gradient_scale = loss_scale * call.gradient_scale
-                if results.weights:
-                    results.gradient_scale *= share_of(results, self.context)
+                results.gradient_scale = loss_scale * call.gradient_scale * share_of(results, self.context)
             measured = StepTrace(compiled.operations, self.transport) if call.trace else None
             self._run(compiled, compiled.operations if measured is None else measured.operations, batch)
         self._pace.step()
@@ -231,7 +230,6 @@ class Runner:
 
     def _agree(self, told: AgreementRow, call: StepCall, compiled: Compiled) -> Agreed:
         """The agreement of all ranks at the end of a step, after which gradients and buffers are as all ranks need."""
-        gradients = self.gradients
         agreed = agree(
             told,
             compiled.results,
@@ -240,13 +238,19 @@ class Runner:
             microbatches=compiled.schedule.num_microbatches,
             everywhere=call.broadcast_loss,
         )
-        if agreed.buffers:
-            gradients.buffers.share(self.context.data)
-        if agreed.change:
-            gradients.renew(agreed.change, reduce=call.reduce)
+        self.renew(agreed.change, buffers=agreed.buffers, reduce=call.reduce)
+        return agreed
+
+    def renew(self, change: ParameterChange, *, buffers: bool, reduce: bool) -> None:
+        """Call on all ranks when they have agreed that a step is over, with the largest change of parameters, and
+        whether buffers were changed on any rank.
+        """
+        if buffers:
+            self.gradients.buffers.share(self.context.data)
+        if change:
+            self.gradients.renew(change, reduce=reduce)
             for stage in self.stages.values():
                 stage.defer()
-        return agreed
 
     def _start(self, data_iter: Iterator[object], call: StepCall) -> tuple[Batch, Compiled]:
         given, schedule = next_of(data_iter), call.schedule

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from pipeflow.engine.runtime.loss_parts import (
     stand_in,
 )
 from pipeflow.engine.runtime.microbatch import Batch
-from pipeflow.engine.runtime.program.results import Results, WholeLoss
+from pipeflow.engine.runtime.program.results import Results, Weights, WholeLoss
 from pipeflow.engine.runtime.stage import Stage
 from pipeflow.engine.stages.criterion import CRITERION, own_loss, recorded
 from pipeflow.engine.stages.divisors import LossTerms, Other, alike, form_of, ratios
@@ -50,22 +50,6 @@ UNKNOWN = (
     "weigh=lambda labels: (labels != -100).sum() for a mean over the labels that count, or weigh=len for a mean over "
     'samples; or pass a criterion and loss_over="batch", which computes the loss of the whole batch at once'
 )
-
-
-class Weights(NamedTuple):
-    """The weights of a batch's microbatches.
-
-    Attributes:
-        parts: what the loss of each microbatch is multiplied by.
-        whole: the weight of the batch among those of other replicas and in a mean over batches.
-        scaling: multiplies the terms of a loss whose terms are divided by different numbers; None for another loss.
-        counted: a digest of what `whole` counts, such as samples or labels; 0 if that needs no comparison.
-    """
-
-    parts: list[float]
-    whole: float
-    scaling: Scaling | None = None
-    counted: float = 0.0
 
 
 def weights_of_replicas(context: Context, counted: float, weight: float = 0.0, following: int = 0) -> list[float]:
@@ -120,13 +104,12 @@ def share_of(results: Results, context: Context) -> float:
 
     Raises UsageError if nothing in the batch counts, or if the weights of the replicas count different things.
     """
-    if not results.weights:
+    own = results.weights
+    if not own.parts:
         return 1.0
-    weights = (
-        [results.weight] if context.data.size == 1 else weights_of_replicas(context, results.counted, results.weight)
-    )
+    weights = [own.whole] if context.data.size == 1 else weights_of_replicas(context, own.counted, own.whole)
     require_some(weights)
-    return results.weight * len(weights) / sum(weights)
+    return own.whole * len(weights) / sum(weights)
 
 
 def require_some(weights: Sequence[float]) -> None:
@@ -464,10 +447,10 @@ class Weigher:
         if self._over_batch:
             labels = replace(batch, sizes=[sum(batch.sizes)], leaves=[]).split(batch.labels)[0]
             results.whole = WholeLoss(len(batch.sizes), labels)
-            results.weights, results.weight = [1.0] * len(batch.sizes), float(sum(batch.sizes))
+            results.weights = Weights([1.0] * len(batch.sizes), float(sum(batch.sizes)))
             return
         if weigh is not None:
-            results.weights, results.weight, *_ = weights_by(batch, results.labels, weigh)
+            results.weights = weights_by(batch, results.labels, weigh)
             return
         divisors = self._divisors_of(criterion, last)
 
@@ -475,7 +458,7 @@ class Weigher:
             outputs = divisors.outputs(batch, results.labels, output, microbatch)
             found = divisors.weights(batch, last.keywords, results.labels, outputs)
             assert found is not None
-            results.weights, results.weight, results.scaling, results.counted = found
+            results.weights = found
             results.settle = partial(_require_shapes, list(map(shapes_of, outputs)))
             if training:
                 results.gradient_scale *= share_of(results, self._context)
@@ -484,9 +467,9 @@ class Weigher:
         if weights is None:
             results.settle = settle
             return
-        results.weights, results.weight, results.scaling, results.counted = weights
-        if results.scaling is not None:
-            last.call = results.scaling.watched(last.call)
+        results.weights = weights
+        if weights.scaling is not None:
+            last.call = weights.scaling.watched(last.call)
 
     def _divisors_of(self, criterion: Callable[..., Tensor], last: Stage) -> Divisors:
         key = getattr(criterion, "key", criterion)

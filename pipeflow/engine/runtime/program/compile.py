@@ -98,16 +98,8 @@ class Compiled:
     ahead: Ahead | None  # if there are any of these
     results: Results
     given: list[tuple[object, ...]]  # arguments of the first stage, by microbatch
-    promise: Promise | None
-    promised: list[KnownWire]  # the wires that rely on it
+    promised: list[KnownWire]  # the wires that rely on the promised shape of activations
     sizes: list[int] = field(default_factory=list)  # samples per microbatch for which they are prepared
-
-    def fit(self, sizes: list[int]) -> None:
-        """Prepares the transfers for microbatches of `sizes` samples, which are the same on all ranks."""
-        if self.promise is not None and sizes != self.sizes:
-            for wire in self.promised:
-                wire.metadata = self.promise.of(sizes[wire.value.microbatch])
-            self.sizes = sizes
 
 
 class Programs:
@@ -147,7 +139,9 @@ class Programs:
         them if the sizes differ, also if they have changed on some ranks alone.
         """
         promise, transport = self.options.promise, self.context.transport
-        if promise is not None and promise.is_open and sizes != self._sizes:
+        if promise is None:
+            return
+        if promise.is_open and sizes != self._sizes:
             transport.place.suspects = True
             try:
                 read = all_gather(transport, [float(sum(sizes)), float(len(sizes))])
@@ -161,7 +155,10 @@ class Programs:
                         + ", ".join(f"{what} (rank {transport.world_rank(rank)})" for rank, what in enumerate(said))
                     )
             self._sizes = sizes
-        compiled.fit(sizes)
+        if sizes != compiled.sizes:
+            for wire in compiled.promised:
+                wire.metadata = promise.of(sizes[wire.value.microbatch])
+            compiled.sizes = sizes
 
     def get(self, schedule: Schedule, mode: RunMode) -> Compiled:
         """The program for `schedule` in this mode, compiled on first use.
@@ -221,7 +218,7 @@ class Programs:
         operations = [*filterfalse(_steps, operations), *steps]
         known = [wire for wire in compiler.wires.values() if isinstance(wire, KnownWire)]
         compiled = schedule, mode, digest_of(schedule), orders_of(schedule), operations, len(operations) - len(steps)
-        return Compiled(*compiled, ahead, results, given, promise, known)
+        return Compiled(*compiled, ahead, results, given, known)
 
     def _connect(self, program: Program, *, known: bool, training: bool) -> None:
         transport = self.context.transport

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,22 @@ from pipeflow.engine.torch_private.tensors import foreach_mul
 from pipeflow.engine.torch_private.trees import tree_flatten, tree_leaves, tree_unflatten
 
 
+class Weights(NamedTuple):
+    """The weights of a batch's microbatches.
+
+    Attributes:
+        parts: what the loss of each microbatch is multiplied by.
+        whole: the weight of the batch among those of other replicas and in a mean over batches.
+        scaling: multiplies the terms of a loss whose terms are divided by different numbers; None for another loss.
+        counted: a digest of what `whole` counts, such as samples or labels; 0 if that needs no comparison.
+    """
+
+    parts: list[float]
+    whole: float
+    scaling: Scaling | None = None
+    counted: float = 0.0
+
+
 class Results:
     """The criterion, labels and weights of a step for the last stage, and, for each microbatch, its loss (a scalar
     tensor) and, if kept, its output.
@@ -42,13 +58,10 @@ class Results:
         """Drops the batch, losses and outputs of the last step."""
         self.criterion: Callable[..., Tensor] | None = None
         self.labels: list[object] = []
-        self.weights: list[float] = []  # of the microbatches; they add up to 1
-        self.weight = 0.0  # of the batch
-        self.counted = 0.0  # a digest of what the weight counts, as in Weights
+        self.weights = Weights([], 0.0)  # before they are known, and on ranks that compute no loss
         self.settle: Callable[[object, int], None] | None = None  # finds the weights once there is an output
-        self.scaling: Scaling | None = None  # of a loss whose terms have different weights
         self.whole: WholeLoss | None = None  # if the loss is that of the whole batch
-        self.starts: dict[int, list[Tensor]] = {}  # gradients of the terms of such losses, by microbatch
+        self.starts: dict[int, list[Tensor]] = {}  # gradients of terms with different weights, by microbatch
         self.gradient_scale = 1.0  # factor of the loss's gradient
         self.keep_outputs: bool | Callable[[Any], object] = False
         self.sizes: list[int] = []  # of the microbatches, if outputs must have them along dim 0
@@ -80,9 +93,9 @@ class Results:
             except UsageError:
                 criterion(output, labels)  # raises its own error, if it has one
                 raise
-        if self.scaling is not None:  # the backward starts at the terms of the loss
-            of_terms = self.scaling.computed(criterion, output, labels)
-            self.losses[microbatch], edges, starts = self.scaling.scaled(of_terms, microbatch)
+        if (scaling := self.weights.scaling) is not None:  # the backward starts at the terms of the loss
+            of_terms = scaling.computed(criterion, output, labels)
+            self.losses[microbatch], edges, starts = scaling.scaled(of_terms, microbatch)
             if training:
                 self.starts[microbatch] = starts
             return edges
@@ -90,7 +103,7 @@ class Results:
         self.losses[microbatch] = loss.detach()
         if not training or not loss.requires_grad:
             return []
-        if self.weights[microbatch]:
+        if self.weights.parts[microbatch]:
             return [get_gradient_edge(loss)]
         # without weight it starts at the output: the loss's gradient may be infinite, as of a mean over nothing
         others = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf is not loss]
@@ -104,9 +117,9 @@ class Results:
         """
         if self.whole is not None:
             return self.whole.gradients(microbatch, self.gradient_scale)
-        loss, weight = self.losses[microbatch], self.weights[microbatch]
+        loss, weight = self.losses[microbatch], self.weights.parts[microbatch]
         assert loss is not None
-        if self.scaling is not None:
+        if self.weights.scaling is not None:
             return [each * (weight * self.gradient_scale) for each in self.starts[microbatch]]
         if not weight:
             return self.zeros.get(microbatch, [])
@@ -126,7 +139,7 @@ class Results:
         zero contributes zero, even if its loss is nan, as a mean over no tokens is.
         """
         losses = self.computed()
-        weights = [self.weights[microbatch] for microbatch in losses]
+        weights = [self.weights.parts[microbatch] for microbatch in losses]
         parts = foreach_mul([_wide(loss) for loss in losses.values()], weights) if losses else ()
         return {
             microbatch: part if weight else torch.zeros_like(part)
