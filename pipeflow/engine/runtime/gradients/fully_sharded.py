@@ -23,13 +23,13 @@ def fully_sharded_in(module: nn.Module) -> list[FSDPModule]:
     return [child for child in module.modules() if isinstance(child, FSDPModule)]
 
 
-def fully_sharded_parameters(module: nn.Module) -> set[int]:
-    """The ids of the parameters in `module` that fully_shard splits, and whose gradients it averages."""
+def fully_sharded_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """The parameters in `module` that fully_shard splits, and whose gradients it averages."""
     roots = fully_sharded_in(module)
     for root in roots:
         root.reshard()  # after an evaluation it may still hold whole parameters
     return {
-        id(parameter)
+        parameter
         for root in roots
         if isinstance(root, nn.Module)
         for parameter in root.parameters()

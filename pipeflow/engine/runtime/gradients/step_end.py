@@ -232,10 +232,8 @@ class Gradients:
                 share_in_pipeline(buffer, self._placement.ranks_of(stage), context.transport)
         self._require_equal_buffers()
         share_in_group(dict(self._whole()), context.tensor)
-        sharded = {id(weight.parameter) for weight in self._weights if weight.is_sharded}
-        share_in_group(
-            {name: each for name, each in named_tensors(self._model) if id(each) not in sharded}, context.data
-        )
+        sharded = {weight.parameter for weight in self._weights if weight.is_sharded}
+        share_in_group({name: each for name, each in named_tensors(self._model) if each not in sharded}, context.data)
 
     def _require_equal_buffers(self) -> None:
         """Raises UsageError if a buffer that every tensor rank has in full has other values than on the first one. It

@@ -110,7 +110,7 @@ def weights_of(
     contains the other. Also raises it for a weight under fully_shard that other ranks hold, too.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
-    splits, parts, sharded = splits_of(model), set(map(id, partial_in(model))), fully_sharded_parameters(model)
+    splits, parts, sharded = splits_of(model), set(partial_in(model)), fully_sharded_parameters(model)
     claims: dict[nn.Parameter, list[_Claim]] = defaultdict(list)
     for number, (ranks, copies) in enumerate(ties):
         for index, parameter in enumerate(copies):
@@ -126,11 +126,11 @@ def weights_of(
             names[parameter],
             parameter,
             tuple(its_stages),
-            *_widest(names[parameter], claims[parameter], is_sharded=id(parameter) in sharded),
+            *_widest(names[parameter], claims[parameter], is_sharded=parameter in sharded),
             is_tied=parameter in tied,
             is_split=id(parameter) in splits,
-            is_part=id(parameter) in parts,
-            is_sharded=id(parameter) in sharded,
+            is_part=parameter in parts,
+            is_sharded=parameter in sharded,
         )
         for parameter, its_stages in stages_with.items()
     ]
