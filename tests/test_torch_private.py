@@ -505,7 +505,7 @@ def test_the_guard_sees_private_names() -> None:
 
 THREADS = """
 import gc, time, threading, weakref
-from pipeflow.engine.torch_private.generators import default_states, set_default_states
+from pipeflow.engine.torch_private.tensors import default_states, set_default_states
 
 class Cycle:
     def __init__(self):

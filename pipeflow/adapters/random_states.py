@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeflow.engine.parallel.context import Context
-from pipeflow.engine.torch_private.generators import default_states, set_default_states
+from pipeflow.engine.torch_private.tensors import default_states, set_default_states
 
 
 class OwnRandom:

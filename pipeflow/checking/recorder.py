@@ -36,7 +36,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import context_if_launched
 from pipeflow.engine.parallel.sharding import own_values
 from pipeflow.engine.torch_private.distributed import group_names
-from pipeflow.engine.torch_private.generators import default_states
+from pipeflow.engine.torch_private.tensors import default_states
 
 
 def place() -> tuple[int, int]:

@@ -15,7 +15,7 @@ from pipeflow.core.errors import UsageError, require_type, unknown
 from pipeflow.core.placement import Placement, require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules.families import FAMILIES, keywords, sizes_on
-from pipeflow.schedules.naive import naive
+from pipeflow.schedules.gpipe import naive
 from pipeflow.schedules.orders.additions import with_memory_kinds
 from pipeflow.schedules.zb_auto import zb_auto
 

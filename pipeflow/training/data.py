@@ -24,7 +24,7 @@ from pipeflow.core.liveness import MemoryCap
 from pipeflow.core.schedule import Schedule
 from pipeflow.engine.parallel.context import context_if_launched, current_context
 from pipeflow.engine.runtime.microbatch import Divided
-from pipeflow.engine.torch_private.generators import default_states, set_default_states
+from pipeflow.engine.torch_private.tensors import default_states, set_default_states
 from pipeflow.schedules.families import schedules_on
 from pipeflow.schedules.order_search import order_for
 from pipeflow.training.launch import current_config

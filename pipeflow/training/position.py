@@ -17,7 +17,7 @@ from torch.utils.data import RandomSampler
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.transport.agreement import all_gather_object
-from pipeflow.engine.torch_private.generators import default_states, set_default_states
+from pipeflow.engine.torch_private.tensors import default_states, set_default_states
 from pipeflow.training.checkpoint.storage import to_bytes
 from pipeflow.training.data import DataParallelLoader
 

@@ -18,7 +18,7 @@ from pipeflow.engine.runtime.microbatch import Batch
 from pipeflow.engine.runtime.original import uncompiled
 from pipeflow.engine.stages.module_state import ModuleState
 from pipeflow.engine.stages.stage import ModuleStage
-from pipeflow.engine.torch_private.generators import state_of
+from pipeflow.engine.torch_private.tensors import state_of
 
 
 class Stage:

@@ -25,8 +25,7 @@ from pipeflow.engine.parallel.sharding import Split
 from pipeflow.engine.parallel.transport.protocol import Group
 from pipeflow.engine.tensor.layer import TensorLayer, whole_shape
 from pipeflow.engine.torch_private.autograd import backward_id
-from pipeflow.engine.torch_private.generators import default_states, set_default_states
-from pipeflow.engine.torch_private.tensors import disable_dynamo
+from pipeflow.engine.torch_private.tensors import default_states, disable_dynamo, set_default_states
 
 
 class RandomTracker:

@@ -23,7 +23,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.runtime.original import plain_name
 from pipeflow.engine.tensor.random import current_tracker
-from pipeflow.engine.torch_private.generators import default_states, set_default_states
+from pipeflow.engine.torch_private.tensors import default_states, set_default_states
 from pipeflow.training.checkpoint.pieces import LocalTensor, Piece, Pieces, state_pieces
 from pipeflow.training.checkpoint.storage import CheckpointStorage, dtype_named, to_bytes
 from pipeflow.training.optim.optimizer import Wrapper, names_by_group, options_of, states_alike
