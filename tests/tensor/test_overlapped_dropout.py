@@ -66,6 +66,14 @@ def at_once(forward: Half, backward: Half) -> None:
         thread.join()
 
 
+def one_after_the_other(forward: Half, backward: Half) -> None:
+    """On two threads, of which the second may have the number of the first."""
+    for half in (forward, backward):
+        thread = Thread(target=half)
+        thread.start()
+        thread.join()
+
+
 def in_turn(forward: Half, backward: Half) -> None:
     forward()
     backward()
@@ -130,6 +138,22 @@ def test_a_dropout_that_is_switched_on_later_is_refused_then() -> None:
     run_threads(refused, 1, lambda _: None, switch_on)
     model = Dropping(dropout=nn.Dropout, recompute=torchs)
     run_threads(refused, 1, Pipeline.eval, Pipeline.train)
+
+
+def test_an_overlap_that_uses_another_thread_later_is_refused_then() -> None:
+    """Though its pairs were on one thread when their draws were seen."""
+
+    def refused() -> None:
+        overlaps = [in_turn]
+        pipeline = build(model, PAIRED, overlap=lambda forward, backward: overlaps[-1](forward, backward))
+        for _ in range(2):
+            execute_pipeline(iter([model.batch(32)]), pipeline)
+        overlaps.append(one_after_the_other)
+        with pytest.raises(UsageError, match=r"drew from torch's own generator"):
+            execute_pipeline(iter([model.batch(32)]), pipeline)
+
+    model = Dropping(dropout=nn.Dropout, recompute=torchs)
+    run_threads(refused, 1)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from threading import get_ident
+from threading import Thread, current_thread
 from typing import Any
 
 import torch
@@ -30,12 +30,12 @@ class Half:
         self.module = module
         self._run = in_this_context(call)
         self.done = False
-        self.thread = 0  # the last thread on which it ran
+        self.thread: Thread | None = None  # the last one on which it ran; its number may be another's later
         self.watch: Draws | None = None  # watches its draws while it is checked
 
     def __call__(self) -> None:
         """Runs the half on the calling thread and, on a GPU, on its current stream."""
-        self.thread = get_ident()
+        self.thread = current_thread()
         try:
             with self.watch or nullcontext():
                 self._run()
@@ -65,34 +65,29 @@ class Draws(TorchDispatchMode):
 
 
 class Both:
-    """A pair, as one computation. Draws of its backward are checked once, as soon as a forward of its `stage` has
-    drawn, because a backward draws only when it recomputes a forward.
+    """A pair, as one computation. Whether its backward draws is found out once, as soon as a forward of its `stage` has
+    drawn, because a backward draws only when it recomputes a forward. If it does, it may not run on another thread than
+    the forward, in any step.
     """
 
     def __init__(self, forward: Half, backward: Half, stage: Stage, overlap: Overlap) -> None:
         self.forward, self.backward, self.stage, self.overlap = forward, backward, stage, overlap
-        self.looked = False
+        self.draws: bool | None = None  # from the generator that threads share; None: unknown
 
     def __call__(self) -> None:
         forward, backward = self.forward, self.backward
         forward.done = backward.done = False
-        if self.stage.draws and not self.looked:
+        if self.stage.draws and self.draws is None:
             backward.watch = Draws()
         self.overlap(forward, backward)
         if not (forward.done and backward.done):
             raise UsageError("overlap(forward, backward) returned before it had called both of them")
         if backward.watch is not None:
-            self._require_masks_of_its_own(backward.watch)
-            backward.watch, self.looked = None, True
-
-    def _require_masks_of_its_own(self, draws: Draws) -> None:
-        """Raises ActionError if a backward that recomputes its forward beside a forward on another thread draws from
-        the generator that both share.
-        """
-        if draws.seen and self.forward.thread != self.backward.thread:
+            self.draws, backward.watch = backward.watch.seen, None
+        if self.draws and forward.thread is not backward.thread:
             error = UsageError(
                 "a backward recomputed its forward and drew from torch's own generator while a forward ran on "
-                "another thread, so its dropout masks differed: call pipeflow.tensor.manual_seed(seed) and use "
+                "another thread, so its dropout masks may differ: call pipeflow.tensor.manual_seed(seed) and use "
                 "pipeflow.tensor.Dropout inside pipeflow.tensor.checkpoint, or run both halves on one thread"
             )
-            raise ActionError(self.backward.action) from error
+            raise ActionError(backward.action) from error
