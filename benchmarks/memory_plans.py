@@ -198,8 +198,8 @@ class Traced:
     @property
     def planned(self) -> list[float]:
         import pipeflow
+        from pipeflow.core.agreement_rounds import step_time
         from pipeflow.core.dataflow import Stream
-        from pipeflow.core.rounds import step_time
 
         costs = [pipeflow.measured_costs(timeline) for timeline in self.timelines]
         reduces = Stream.REDUCE in self.timelines[0].streams

@@ -139,7 +139,7 @@ class Training:
         import torch
 
         import pipeflow
-        from pipeflow.core.rounds import step_time
+        from pipeflow.core.agreement_rounds import step_time
 
         losses, seconds = [], []
         with Bytes() as counted, slow_copies(self.copy):

@@ -75,8 +75,8 @@ class Traced:
     @property
     def steps(self) -> list[float]:
         import pipeflow
+        from pipeflow.core.agreement_rounds import step_time
         from pipeflow.core.dataflow import Stream
-        from pipeflow.core.rounds import step_time
 
         costs = [pipeflow.measured_costs(timeline) for timeline in self.timelines]
         schedule = self.model.schedule

@@ -22,9 +22,9 @@ from pipeflow.core.errors import Violation as Violation
 from pipeflow.core.partition import partition_balanced as partition_balanced
 from pipeflow.core.partition import partition_uniform as partition_uniform
 from pipeflow.core.placement import Placement as Placement
-from pipeflow.core.rounds import step_time as step_time
+from pipeflow.core.agreement_rounds import step_time as step_time
 from pipeflow.core.schedule import Schedule as Schedule
-from pipeflow.core.soundness.verify import verify as verify
+from pipeflow.core.soundness.verification import verify as verify
 from pipeflow.core.timeline import Span as Span
 from pipeflow.core.timeline import Timeline as Timeline
 from pipeflow.engine.parallel.context import Context as Context

@@ -343,6 +343,11 @@ def test_a_private_name_of_torch_does_what_it_stands_for(name: str) -> None:
     assert CHECKS[name](), f"torch {torch.__version__} changed {name}: see pipeflow/engine/torch_private"
 
 
+def test_files_of_torch_that_the_locale_cannot_read_are_told() -> None:
+    with pytest.raises(ImportError, match="set PYTHONUTF8=1"), needed():
+        "é".encode().decode("ascii")
+
+
 @pytest.mark.lint
 def test_each_private_name_has_a_check() -> None:
     names = {

@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 
 from pipeflow.core.errors import ScheduleError, UsageError, require_type
-from pipeflow.core.soundness.verify import verify
+from pipeflow.core.soundness.verification import verify
 from pipeflow.core.text import bytes_text
 from pipeflow.planning.estimate import plan
 from pipeflow.planning.layout import Layout, Wanted

@@ -9,7 +9,7 @@ from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.verify import verify
+from pipeflow.core.soundness.verification import verify
 from pipeflow.schedules import SCHEDULES, make_schedule
 
 

@@ -14,7 +14,7 @@ from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel, read_costs
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.verify import verify
+from pipeflow.core.soundness.verification import verify
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.tools.cli import main

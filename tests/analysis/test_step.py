@@ -5,10 +5,10 @@ from math import ceil, log2
 import pytest
 
 from pipeflow.core.action import Action, Kind
+from pipeflow.core.agreement_rounds import rounds, step_time
 from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel, Link
 from pipeflow.core.placement import Placement
-from pipeflow.core.rounds import rounds, step_time
 from pipeflow.core.timeline import Span, Timeline
 from pipeflow.schedules import make_schedule
 

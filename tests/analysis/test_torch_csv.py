@@ -23,7 +23,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.program import Send
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.verify import verify
+from pipeflow.core.soundness.verification import verify
 from pipeflow.draw import picture
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.schedules.orders.additions import with_unshard

@@ -10,7 +10,7 @@ from pipeflow.core.dataflow import DATAFLOW, KEPT, MAKERS, PASSING, WHOLE, Conte
 from pipeflow.core.liveness import memory_changes
 from pipeflow.core.route import Route, routes_among
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.verify import verify
+from pipeflow.core.soundness.verification import verify
 from pipeflow.core.timeline import Row, kept
 from pipeflow.schedules import SCHEDULES, make_schedule
 from tests.families import make_near

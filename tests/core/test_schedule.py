@@ -11,7 +11,7 @@ from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.verify import verify
+from pipeflow.core.soundness.verification import verify
 from pipeflow.schedules import SCHEDULES, make_schedule
 from tests.families import make_near
 

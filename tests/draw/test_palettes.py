@@ -9,7 +9,7 @@ from pipeflow.core.action import Kind
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.captions import Unit
 from pipeflow.draw.colours import INK
-from pipeflow.draw.page.page_data import MODES, MOST, palettes
+from pipeflow.draw.page.timeline_data import MODES, MOST, palettes
 from pipeflow.draw.page.timeline_page import parts
 from tests.draw.samples import planned, reducing
 

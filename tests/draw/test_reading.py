@@ -12,7 +12,7 @@ from pipeflow.core.analysis.idle_time import causes
 from pipeflow.core.analysis.measures import utilisations
 from pipeflow.core.errors import UsageError
 from pipeflow.draw import html
-from pipeflow.draw.page.page_data import palettes
+from pipeflow.draw.page.timeline_data import palettes
 from tests.browser import MARKS, webdriver
 from tests.draw.opened import Page
 from tests.draw.samples import SAMPLES, planned, reducing, with_bytes

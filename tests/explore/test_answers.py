@@ -11,7 +11,7 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.draw.captions import Unit
-from pipeflow.draw.page.page_data import page_data
+from pipeflow.draw.page.timeline_data import page_data
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.tools.explore.answers import csv, search, start
 from pipeflow.tools.explore.state import State

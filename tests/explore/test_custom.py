@@ -15,7 +15,7 @@ from pipeflow.core.dataflow import makes, needs
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.verify import verify
+from pipeflow.core.soundness.verification import verify
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.tools.explore.answers import start
 from pipeflow.tools.explore.fields import placement_text

@@ -14,7 +14,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 from pipeflow.core.action import actions_of, parse_entry
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.verify import verify
+from pipeflow.core.soundness.verification import verify
 from pipeflow.tools.explore.views import plan
 from tests.browser import DEADLINE, MARKS
 from tests.covering import some

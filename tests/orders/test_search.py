@@ -21,7 +21,7 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.verify import verify
+from pipeflow.core.soundness.verification import verify
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
 from pipeflow.schedules.order_search import exact, search

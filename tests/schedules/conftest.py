@@ -10,7 +10,7 @@ from pipeflow.core.dataflow import Content, Value
 from pipeflow.core.program import Compute, Program, Recv, Release, Send
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.soundness.transfers import verify_programs
-from pipeflow.core.soundness.verify import verify
+from pipeflow.core.soundness.verification import verify
 
 
 @pytest.fixture(scope="session")

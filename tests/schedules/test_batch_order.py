@@ -14,7 +14,7 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.verify import verify
+from pipeflow.core.soundness.verification import verify
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.schedules.order_search import order_for
 from pipeflow.schedules.orders.batch_order import BatchOrder, Rerun, balanced_groups, large_first, padded_groups

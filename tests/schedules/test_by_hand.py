@@ -11,7 +11,7 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.placement import Placement
 from pipeflow.core.program import Recv, Send
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.verify import verify
+from pipeflow.core.soundness.verification import verify
 from pipeflow.core.timeline import Timeline
 
 VEE = Placement.vee(2)

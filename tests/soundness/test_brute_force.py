@@ -20,7 +20,7 @@ from pipeflow.core.cost import CostModel, Link
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.verify import verify
+from pipeflow.core.soundness.verification import verify
 from pipeflow.core.timeline import Timeline
 
 seeds = pytest.mark.parametrize("seed", range(40))

@@ -14,7 +14,7 @@ from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.errors import ScheduleError, UsageError, Violation
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.verify import verify
+from pipeflow.core.soundness.verification import verify
 from pipeflow.schedules import SCHEDULES, make_schedule
 from tests.covering import thinned
 from tests.families import make_near

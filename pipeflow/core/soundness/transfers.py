@@ -12,7 +12,7 @@ from pipeflow.core.dataflow import DATAFLOW, KEPT, PASSING, AtStage, Content, Va
 from pipeflow.core.errors import Violation
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.core.route import Routes
-from pipeflow.core.soundness.deadlocks import Place, cycles
+from pipeflow.core.soundness.deadlock_search import Place, cycles
 
 
 def verify_programs(programs: Sequence[Program], routes: Routes = ()) -> list[Violation]:

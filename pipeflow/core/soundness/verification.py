@@ -15,7 +15,7 @@ from pipeflow.core.errors import Violation
 from pipeflow.core.liveness import MemoryCap, cap_per_rank, memory_changes
 from pipeflow.core.rows import ENDING, HANDLING, MAKING, Last, Lasting, last_made
 from pipeflow.core.schedule import Schedule, require_schedule
-from pipeflow.core.soundness.deadlocks import Place, deadlocks
+from pipeflow.core.soundness.deadlock_search import Place, deadlocks
 from pipeflow.core.text import listed
 
 Ran = dict[tuple[int, int], list[tuple[Kind, int, int]]]  # (stage, microbatch) -> (kind, rank, position)

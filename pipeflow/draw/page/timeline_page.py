@@ -18,7 +18,7 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.draw.captions import Unit, escaped, heading, summary, unit_of
 from pipeflow.draw.colours import DARK, INK, LIGHT, Scheme
 from pipeflow.draw.lane_times import several
-from pipeflow.draw.page.page_data import Cap, legend, measures_table, page_data, ranks_table
+from pipeflow.draw.page.timeline_data import Cap, legend, measures_table, page_data, ranks_table
 
 IMPORT = re.compile(r'^import \{([\w, ]+)\} from "\./(\w+)\.js";$', re.MULTILINE)
 EXPORT = re.compile(r"^export (?=(?:const|function|class) (\w+))", re.MULTILINE)

@@ -20,7 +20,7 @@ from pipeflow.core.liveness import MemoryCap
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.soundness.transfers import verify_programs
-from pipeflow.core.soundness.verify import verify
+from pipeflow.core.soundness.verification import verify
 from pipeflow.core.text import listed, printable
 from pipeflow.core.timeline import Timeline
 from pipeflow.planning.schedule_request import PER_RANK, ReadSchedule, ScheduleRequest

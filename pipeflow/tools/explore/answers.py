@@ -20,7 +20,7 @@ from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.verify import verify
+from pipeflow.core.soundness.verification import verify
 from pipeflow.core.text import percent
 from pipeflow.draw.svg_timeline import svg as drawn
 from pipeflow.schedules.order_search import search as searched

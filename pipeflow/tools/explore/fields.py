@@ -14,7 +14,7 @@ from pipeflow.core.cost import FIELDS as COSTS
 from pipeflow.core.cost import CostField
 from pipeflow.core.dataflow import DATAFLOW
 from pipeflow.core.placement import Placement
-from pipeflow.draw.page.page_data import MODES
+from pipeflow.draw.page.timeline_data import MODES
 from pipeflow.planning.catalog import MODELS
 from pipeflow.planning.device import DEVICES
 from pipeflow.planning.setup import CHOICES, Setup, meanings

@@ -15,8 +15,8 @@ from pipeflow.core.errors import UsageError, Violation
 from pipeflow.core.liveness import MemoryCap
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.deadlocks import Place, Wait, sentence_of_wait, waits
-from pipeflow.core.soundness.verify import missing, verify
+from pipeflow.core.soundness.deadlock_search import Place, Wait, sentence_of_wait, waits
+from pipeflow.core.soundness.verification import missing, verify
 from pipeflow.core.text import percent
 from pipeflow.schedules.orders.lower_bounds import bounds
 from pipeflow.schedules.orders.problem import make_problem

@@ -20,7 +20,7 @@ from pipeflow.core.errors import ScheduleError, UsageError, unknown
 from pipeflow.core.placement import Placement
 from pipeflow.core.rows import parse_cell
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.verify import verify
+from pipeflow.core.soundness.verification import verify
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.captions import Unit
 from pipeflow.planning.schedule_request import ReadSchedule, ScheduleRequest

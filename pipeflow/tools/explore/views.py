@@ -22,7 +22,7 @@ from pipeflow.core.text import bytes_text, number, percent
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.captions import Unit, amount_text, heading, peaks, unit_of
 from pipeflow.draw.columns import COLUMNS, MeasureChange, changes, grouped, plot
-from pipeflow.draw.page.page_data import table
+from pipeflow.draw.page.timeline_data import table
 from pipeflow.draw.page.timeline_page import parts
 from pipeflow.draw.svg_charts import scatter_svg
 from pipeflow.planning.estimate import plan as estimated

@@ -15,16 +15,16 @@ from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError, Violation
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.verify import verify
+from pipeflow.core.soundness.verification import verify
 from pipeflow.core.timeline import Span, Timeline
 from pipeflow.planning.replanning import Candidate, Replan, replan
 from pipeflow.planning.step_plan import evened
 from pipeflow.schedules.families import schedules_on
 from pipeflow.schedules.registry import recognised
+from pipeflow.tools.traces.action_names import Names
 from pipeflow.tools.traces.events import RankEvents
 from pipeflow.tools.traces.files import Paths, read, trace_files
 from pipeflow.tools.traces.rebuild import HOW_TO, Rebuilt, rebuilt
-from pipeflow.tools.traces.recorded_actions import Names
 from pipeflow.tools.traces.trace_findings import Finding, Idle, idle_times, what_stands_out
 
 ORDERS = 2_000_000  # actions in all orders that the search tries

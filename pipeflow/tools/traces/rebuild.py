@@ -20,8 +20,8 @@ from pipeflow.core.rows import placement_of
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Row, Span, Timeline
 from pipeflow.schedules.families import schedules_on
+from pipeflow.tools.traces.action_names import Named, Names, RecordedAction, recorded_actions
 from pipeflow.tools.traces.events import RankEvents
-from pipeflow.tools.traces.recorded_actions import Named, Names, RecordedAction, recorded_actions
 
 HOW_TO = "record a step with torch.profiler on every rank and export_chrome_trace, one file per rank"
 

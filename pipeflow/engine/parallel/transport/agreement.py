@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipeflow.core.agreement_rounds import rounds
 from pipeflow.core.errors import UsageError
-from pipeflow.core.rounds import rounds
 from pipeflow.engine.parallel.transport.plain import pack, unpack
 from pipeflow.engine.parallel.transport.protocol import Exchange, Group, LinkError, Tag, Transport, Work
 from pipeflow.engine.torch_private.trees import tree_flatten, tree_map, tree_unflatten

@@ -22,7 +22,7 @@ from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, 
 from pipeflow.core.route import Routes
 from pipeflow.core.rows import first_uses
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.soundness.verify import verify
+from pipeflow.core.soundness.verification import verify
 from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.transport.agreement import all_gather, connect_devices, told_alike
 from pipeflow.engine.parallel.transport.protocol import Channel, Tag, Transport
