@@ -1,71 +1,102 @@
-"""The command line: `python -m benchmarks [NAME ...] [--rounds N] [--save]`."""
+"""The command line: `python -m benchmarks [NAME ...] [--shown] [--rounds N] [--save] [--stale]`."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+import time
 from importlib import import_module
 
-NAMES = (
-    "sleep",
-    "compute",
-    "zero_bubble",
-    "plans",
-    "links",
-    "lengths",
-    "one_rank",
-    "one_gpu",
-    "halves",
-    "failure",
-    "calls",
-    "analysis",
-    "search",
-    "memory",
-    "memory_plans",
-    "optimizer_step",
-    "offload_gpt",
-    "recompute",
-    "buffers",
-    "tensor",
-    "precision",
-    "optimizers",
-    "trainer",
-    "lightning_loop",
-    "planning_llama",
-    "pipelining",
-    "unmodified",
-    "planner",
-    "mixtures",
-    "replan",
-    "layouts",
-    "explore",
-    "explain",
-    "explain_large",
-    "checking",
-    "checking_second",
-    "checking_third",
-    "checking_examples",
-    "checking_large",
-    "checking_clean",
-    "checking_cost",
-)
+from benchmarks import figures
+
+ENGINE = ("core", "engine", "schedules")
+TIMED = {
+    "sleep": ENGINE,
+    "compute": ENGINE,
+    "zero_bubble": ENGINE,
+    "plans": (*ENGINE, "planning"),
+    "links": (*ENGINE, "tools"),
+    "lengths": ENGINE,
+    "one_rank": ENGINE,
+    "one_gpu": ENGINE,
+    "halves": ENGINE,
+    "failure": ENGINE,
+    "calls": ENGINE,
+    "analysis": ("core", "schedules"),
+    "search": ("core", "schedules"),
+    "memory": ("core", "schedules"),
+    "memory_plans": ENGINE,
+    "optimizer_step": ENGINE,
+    "offload_gpt": ENGINE,
+    "recompute": ENGINE,
+    "buffers": ENGINE,
+    "tensor": ENGINE,
+    "precision": (*ENGINE, "training"),
+    "optimizers": ("training",),
+    "trainer": (*ENGINE, "training"),
+    "lightning_loop": (*ENGINE, "adapters"),
+    "planning_llama": ("planning", "engine"),
+    "pipelining": (*ENGINE, "adapters"),
+    "unmodified": ENGINE,
+    "planner": ("planning",),
+    "mixtures": ("planning",),
+    "replan": ("planning", "schedules"),
+    "layouts": ("planning", "tools"),
+    "explore": ("tools", "draw"),
+    "explain": ("tools", "schedules"),
+    "explain_large": ("tools",),
+    "checking": ("checking",),
+    "checking_second": ("checking",),
+    "checking_third": ("checking",),
+    "checking_examples": ("checking",),
+    "checking_large": ("checking",),
+    "checking_clean": ("checking",),
+    "checking_cost": ("checking",),
+}
+"""The folders of pipeflow that each benchmark times: `--stale` compares them with the commit of its result."""
+
+
+QUIET = 0.5
+"""The load of the minute before, below which `--save` begins a benchmark."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which: {', '.join(NAMES)} (all unless given)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which: {', '.join(TIMED)} (all unless given)")
     parser.add_argument("--rounds", type=int, help="how often every contender runs (the default differs)")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/NAME.json and .md")
+    parser.add_argument("--save", action="store_true", help="wait for a quiet machine, write results/NAME.json and .md")
+    parser.add_argument("--shown", action="store_true", help="those that README or a document names")
+    parser.add_argument(
+        "--stale", action="store_true", help="list results older than the code that they time"
+    )
     arguments = parser.parse_args()
-    if unknown := set(arguments.names) - set(NAMES):
-        parser.error(f"unknown benchmark {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
-    for name in arguments.names or NAMES:
+    if unknown := set(arguments.names) - set(TIMED):
+        parser.error(f"unknown benchmark {', '.join(sorted(unknown))}; there are {', '.join(TIMED)}")
+    names = arguments.names or (figures.shown(tuple(TIMED)) if arguments.shown else list(TIMED))
+    if arguments.stale:
+        for name in names:
+            if commit := figures.older(name, TIMED[name]):
+                print(f"{name}: {commit}")
+        return
+    for name in names:
         benchmark = import_module(f"benchmarks.{name}")
+        load = quiet_load() if arguments.save else os.getloadavg()[0]
         report = benchmark.run(arguments.rounds)
         report.show()
         if arguments.save:
-            report.save()
+            report.save(load)
             if hasattr(benchmark, "publish"):  # tables in documents
                 benchmark.publish(report)
+            figures.publish()
+
+
+def quiet_load() -> float:
+    """The load, once the machine is quiet."""
+    while (load := os.getloadavg()[0]) >= QUIET:
+        print(f"\rwaiting for a quiet machine: load {load:.2f}, to be below {QUIET} ", end="", file=sys.stderr)
+        time.sleep(5)
+    return load
 
 
 if __name__ == "__main__":

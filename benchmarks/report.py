@@ -20,7 +20,6 @@ from rich.table import Table
 import pipeflow
 
 RESULTS = Path(__file__).resolve().parent / "results"
-LOAD = os.getloadavg()[0]  # what else the machine did in the minute before
 
 
 @dataclass
@@ -45,9 +44,9 @@ class Report:
         for note in self.notes:
             console.print(f"  {note}", highlight=False)
 
-    def save(self) -> None:
-        """Writes results/NAME.json and results/NAME.md."""
-        where = surroundings()
+    def save(self, load: float) -> None:
+        """Writes results/NAME.json and results/NAME.md; `load` is what else the machine did in the minute before."""
+        where = surroundings(load)
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"{self.name}.json").write_text(
             json.dumps(asdict(self) | {"surroundings": where}, indent=1) + "\n", encoding="utf-8"
@@ -63,12 +62,12 @@ class Report:
         return "\n".join(lines) + "\n"
 
 
-def surroundings() -> dict[str, str]:
+def surroundings(load: float) -> dict[str, str]:
     """The hardware, the date and the versions that the figures belong to."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{os.cpu_count()} x {_processor()}",
-        "load before": f"{LOAD:.1f}",
+        "load before": f"{load:.1f}",
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": version("torch"),

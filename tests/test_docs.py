@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import figures
 from pipeflow import Timeline
 from pipeflow.schedules import SCHEDULES
 from tests.scripts import run_ranks
@@ -59,6 +60,13 @@ def test_the_figures_are_those_of_their_script(tmp_path: Path) -> None:
         assert (tmp_path / name).read_text(encoding="utf-8") == (ROOT / "docs" / "pictures" / name).read_text(
             encoding="utf-8"
         ), "make gallery writes it"
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/faq.md"])
+def test_measured_figures_are_those_of_the_results(document: str) -> None:
+    assert (ROOT / document).read_text(encoding="utf-8") == figures.write(document), (
+        "python -m benchmarks --shown --save measures and writes them"
+    )
 
 
 @pytest.mark.slow
