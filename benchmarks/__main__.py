@@ -67,9 +67,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="how often every contender runs (the default differs)")
     parser.add_argument("--save", action="store_true", help="wait for a quiet machine, write results/NAME.json and .md")
     parser.add_argument("--shown", action="store_true", help="those that README or a document names")
-    parser.add_argument(
-        "--stale", action="store_true", help="list results older than the code that they time"
-    )
+    parser.add_argument("--stale", action="store_true", help="list results older than the code that they time")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(TIMED):
         parser.error(f"unknown benchmark {', '.join(sorted(unknown))}; there are {', '.join(TIMED)}")
