@@ -58,7 +58,7 @@ class Words(nn.Module):
 
 
 class LayersStage(nn.Module):
-    """Layers `start` to `end`, named by their index in the whole model."""
+    """Layers `start` to `end`, named by their index in the whole model: [batch, length, width] in and out."""
 
     def __init__(self, model: TinyModel, start: int, end: int) -> None:
         super().__init__()
@@ -69,6 +69,9 @@ class LayersStage(nn.Module):
         for layer in self.layers.values():
             hidden = layer(hidden) if mask is None else layer(hidden) * mask
         return hidden
+
+    def forward(self, hidden: Tensor) -> Any:
+        return self.run(hidden)
 
 
 @dataclass(frozen=True)
@@ -119,19 +122,12 @@ class PlainModel(TinyModel):
     """A model whose input and all activations are one tensor of the same shape, so `tensor_shape` can be set."""
 
     def stage(self, start: int, end: int) -> nn.Module:
-        return PlainStage(self, start, end)
+        return LayersStage(self, start, end)
 
     def batch(self, samples: int, *, length: int = 3, seed: int = 0) -> tuple[Any, Any]:
         generator = torch.Generator().manual_seed(seed)
         values, labels = (_normal(generator, samples, length, WIDTH).to(self.dtype) for _ in range(2))
         return values, labels
-
-
-class PlainStage(LayersStage):
-    """Only layers: [batch, length, width] in and out."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.run(hidden)
 
 
 class TiedModel(TinyModel):
@@ -174,8 +170,7 @@ class KeywordModel(TinyModel):
     """A model whose input is a dict: the first stage takes the values, every stage the mask, the last the offset."""
 
     def stage(self, start: int, end: int) -> nn.Module:
-        ends = {(True, True): KeywordWhole, (True, False): KeywordFirst, (False, True): KeywordLast}
-        return ends.get((start == 0, end == self.layers), KeywordMiddle)(self, start, end)
+        return KeywordStage(self, start, end)
 
     def batch(self, samples: int, *, length: int = 3, seed: int = 0) -> tuple[Any, Any]:
         generator = torch.Generator().manual_seed(seed)
@@ -184,31 +179,26 @@ class KeywordModel(TinyModel):
         return {"values": values, "attention_mask": mask, "offset": offset, "name": "no tensor, and nobody's"}, labels
 
 
-class KeywordFirst(LayersStage):
-    """Takes the values and the mask by name."""
+class KeywordStage(LayersStage):
+    """Takes what it needs of the batch by name: its `forward` is one of the methods below."""
 
-    def forward(self, values: Tensor, attention_mask: Tensor) -> Tensor:
+    forward: Any
+
+    def __init__(self, model: TinyModel, start: int, end: int) -> None:
+        super().__init__(model, start, end)
+        forwards = {(True, True): self.whole, (True, False): self.first, (False, True): self.last}
+        self.forward = forwards.get((self.is_first, self.is_last), self.middle)
+
+    def first(self, values: Tensor, attention_mask: Tensor) -> Tensor:
         return self.run(values, attention_mask)
 
-
-class KeywordMiddle(LayersStage):
-    """A middle stage that takes the mask as a keyword argument."""
-
-    def forward(self, hidden: Tensor, *, attention_mask: Tensor) -> Tensor:
+    def middle(self, hidden: Tensor, *, attention_mask: Tensor) -> Tensor:
         return self.run(hidden, attention_mask)
 
-
-class KeywordLast(LayersStage):
-    """Takes the offset and the mask by name."""
-
-    def forward(self, hidden: Tensor, offset: Tensor, attention_mask: Tensor) -> Tensor:
+    def last(self, hidden: Tensor, offset: Tensor, attention_mask: Tensor) -> Tensor:
         return self.run(hidden, attention_mask) + offset
 
-
-class KeywordWhole(LayersStage):
-    """The plain model; it takes all entries of the batch by name."""
-
-    def forward(self, values: Tensor, **others: Tensor) -> Tensor:
+    def whole(self, values: Tensor, **others: Tensor) -> Tensor:
         return self.run(values, others["attention_mask"]) + others["offset"]
 
 
