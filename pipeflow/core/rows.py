@@ -6,6 +6,7 @@ of tables of torch.distributed.pipelining. Must not contain: checks of a schedul
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,33 +15,33 @@ from pipeflow.core.dataflow import DATAFLOW, LASTING, MAKERS, SEVERAL, Content, 
 from pipeflow.core.errors import ScheduleError
 from pipeflow.core.placement import Placement
 
-Holders = dict[int, set[int]]  # per stage, the ranks whose rows contain it
-
 
 def placement_of(rows: Sequence[Sequence[Entry]]) -> Placement | None:
-    """The placement in which every action is in the row of its stage's rank. It has one path if each stage is in one
-    row, otherwise two paths: microbatch m takes path m modulo 2.
+    """The placement in which every action is in the row of its stage's rank: that with the fewest paths, of which
+    microbatch m takes path m modulo their number. More than two paths are recognized by their second microbatches.
 
-    Returns None if there is no such placement: a stage has no action, a rank has no stage, or a stage is on more ranks.
+    Returns None if there is no such placement: a stage has no action, a rank has no stage, or the ranks of a stage do
+    not repeat.
     """
-    return _with_paths(rows, 1) or _with_paths(rows, 2)
-
-
-def _with_paths(rows: Sequence[Sequence[Entry]], number: int) -> Placement | None:
-    """The placement with `number` paths, or None if the rows do not fit one."""
-    holders: list[Holders] = [{} for _ in range(number)]
+    holders = defaultdict[int, dict[int, int]](dict)  # per microbatch, the ranks of its stages
     for rank, row in enumerate(rows):
         for action in (action for entry in row for action in actions_of(entry)):
-            if action.kind not in SEVERAL:  # those belong to no single microbatch
-                holders[action.microbatch % number].setdefault(action.stage, set()).add(rank)
-    stages = range(max((stage for path in holders for stage in path), default=-1) + 1)
-    if any(len(path.get(stage, ())) != 1 for path in holders for stage in stages):
-        return None
-    try:
-        placement = Placement(tuple(tuple(rank for stage in stages for rank in path[stage]) for path in holders))
-    except ScheduleError:
-        return None
-    return placement if placement.num_ranks == len(rows) else None
+            if action.kind not in SEVERAL and holders[action.microbatch].setdefault(action.stage, rank) != rank:
+                return None  # actions of several microbatches count for none
+    stages = range(max((stage for held in holders.values() for stage in held), default=-1) + 1)
+    microbatches = range(max(holders, default=0) + 1)
+    ranks = [tuple(holders[microbatch].get(stage) for stage in stages) for microbatch in microbatches]
+    for number in range(1, max(2, len(ranks) // 2) + 1):
+        paths = [_path(set(ranks[first::number])) for first in range(number)]
+        if all(paths) and {rank for path in paths for rank in path} == {*range(len(rows))}:
+            return Placement(tuple(paths))
+    return None
+
+
+def _path(seen: set[tuple[int | None, ...]]) -> tuple[int, ...]:
+    """The rank of each stage, of microbatches of which each may lack some; empty unless each stage has one rank."""
+    held = [{rank for rank in ranks if rank is not None} for ranks in zip(*seen, strict=True)]
+    return tuple(rank for ranks in held for rank in ranks) if all(len(ranks) == 1 for ranks in held) else ()
 
 
 class Last(NamedTuple):

@@ -192,7 +192,7 @@ def _looped(ranks: int, stages: int) -> Placement:
     if stages % ranks:
         raise ScheduleError(
             f"the CSV has {stages} stages on {ranks} ranks, which fit no looped placement, and its lines show no other "
-            "one: put every stage in one line, or in two lines for even and odd microbatches"
+            "one: put every stage in one line, or in n lines, of which microbatch m is in line m modulo n"
         )
     return Placement.looped(ranks, stages // ranks)
 

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from pipeflow.core.action import Action, Kind
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
 
 
 def test_constructors() -> None:
@@ -47,6 +49,28 @@ def test_a_bidirectional_microbatch_picks_its_path() -> None:
     assert placement.chunk_of(2, microbatch=1) == 1
     assert placement.ranks_of(0) == placement.ranks_of(3) == (0, 3)
     assert Placement.vee(2).ranks_of(3) == (0,)
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [((0, 1, 2), (1, 2, 0), (2, 0, 1)), ((0, 1), (1, 0), (0, 0)), ((0, 1, 1), (1, 0, 1), (0, 1, 0), (1, 1, 0))],
+    ids=str,
+)
+def test_a_table_says_how_many_paths_there_are(paths: tuple[tuple[int, ...], ...]) -> None:
+    placement = Placement(paths)
+    actions = [
+        Action(Kind.F, stage, microbatch) for microbatch in range(2 * len(paths)) for stage in range(len(paths[0]))
+    ]
+    rows = tuple(
+        tuple(action for action in actions if placement.rank_of(action.stage, action.microbatch) == rank)
+        for rank in range(placement.num_ranks)
+    )
+    assert Schedule.from_csv(Schedule("paths", placement, 2 * len(paths), rows).to_csv()).placement == placement
+
+
+def test_one_microbatch_elsewhere_is_no_path_of_its_own() -> None:
+    with pytest.raises(ScheduleError, match="microbatch m is in line m modulo n"):
+        Schedule.from_csv("0F0,0F1,0F2,0F3,1F3,2F0\n1F0,1F1,1F2,2F3,2F1,2F2")
 
 
 @pytest.mark.parametrize(
