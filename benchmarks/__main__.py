@@ -23,6 +23,7 @@ TIMED = {
     "halves": ENGINE,
     "failure": ENGINE,
     "calls": ENGINE,
+    "messages": ENGINE,
     "analysis": ("core", "schedules"),
     "search": ("core", "schedules"),
     "memory": ("core", "schedules"),

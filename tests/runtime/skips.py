@@ -98,9 +98,7 @@ def serial_step(schedule: Schedule, given: Given, batches: list[tuple[Tensor, Te
 
 
 class Counted:
-    """What a rank of a pipeline has sent since: how many bytes by (tag, peer), without the entries at the end of
-    activations that say that their shape is the expected one, and how many tensors.
-    """
+    """What a rank of a pipeline has sent since, by (tag, peer): how many bytes, and how many tensors."""
 
     def __init__(self) -> None:
         self.bytes: Counter[tuple[Tag, int]] = Counter()
@@ -129,8 +127,7 @@ def counted() -> Iterator[Counted]:
         start = plain(peer, tag)
 
         def send(tensors: list[Tensor]) -> Work:
-            ends = tag is Tag.ACTIVATION and tensors[0].dim() == 1  # without it, the activations here have rows
-            found.bytes[tag, peer] += sum(tensor.nbytes for tensor in tensors) - tensors[0].itemsize * ends
+            found.bytes[tag, peer] += sum(tensor.nbytes for tensor in tensors)
             found.tensors[tag, peer] += len(tensors)
             return start(tensors)
 

@@ -59,25 +59,67 @@ def test_any_size_follows_any_other_on_gloo() -> None:
     require_sizes(TreeModel(), run_processes(run_sizes, 2, TreeModel(), ("interleaved-1f1b", 2, 2)))
 
 
-def count_messages(microbatches: int) -> tuple[int, int]:
-    """How many headers and activations this rank sends in a step after two alike."""
-    model, schedule = PlainModel(), schedule_of(("1f1b", 2, 1), microbatches)
+class Sending(nn.Module):
+    """Hands on the batch in another form."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, values: Tensor) -> Any:
+        whole = values.long()
+        return {"numbers": values * 1, "whole and numbers": [whole, values * 1], "whole": whole}[self.form]
+
+
+def count_messages(form: str) -> tuple[int, int, int]:
+    """How many headers, metadata and tensors this rank sends in an evaluation after two alike."""
     with counted() as sent:
-        pipeline = build(model, schedule)
+        stage = Sending(form) if current_context().pipeline_rank == 0 else Passing()
+        pipeline = Pipeline(stage, schedule_of(("1f1b", 2, 1), 4), criterion=mean_of)
         for _ in range(3):
             before = +sent.tensors
-            execute_pipeline(iter([model.batch(8)]), pipeline)
+            execute_pipeline(iter([(torch.ones(8, 1 << 17), None)]), pipeline, forward_only=True)
         sent.tensors.subtract(before)
-        return sent.tensors[Tag.HEADER, 1], sent.tensors[Tag.ACTIVATION, 1]
+        return sent.tensors[Tag.HEADER, 1], sent.tensors[Tag.METADATA, 1], sent.tensors[Tag.ACTIVATION, 1]
 
 
-@pytest.mark.parametrize(("small", "headers"), [(1 << 18, 0), (0, 4)])
-def test_the_header_of_a_small_activation_is_no_message_of_its_own(
-    small: int, headers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pipeflow.engine.runtime.program.wires._SMALL", small)
-    first, _ = run_threads(count_messages, 2, 4)
-    assert first == (headers, 4)
+def mean_of(output: Any, _: Any) -> Tensor:
+    return output.mean() if isinstance(output, Tensor) else output[0].double().mean()
+
+
+@pytest.mark.parametrize(
+    ("form", "messages"), [("numbers", (0, 0, 4)), ("whole and numbers", (0, 0, 8)), ("whole", (4, 0, 4))]
+)
+def test_an_activation_of_any_size_that_is_expected_is_one_message(form: str, messages: tuple[int, int, int]) -> None:
+    """It has a header only if no number in it can say that another one comes."""
+    first, _ = run_threads(count_messages, 2, form)
+    assert first == messages
+
+
+class Marking(nn.Module):
+    """Hands on numbers of which the first has the bits that begin a message without what is expected."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        output = values * 1
+        output.view(-1).view(torch.int64)[0] = 0x7FF9_ACED_FACE_0B0E
+        return output
+
+
+def run_marked() -> list[Tensor]:
+    stage = [Marking(), Passing()][current_context().pipeline_rank]
+    pipeline = Pipeline(stage, schedule_of(("1f1b", 2, 1), 2))
+    batch = torch.ones(2, 3, dtype=torch.float64), None
+    outputs = [
+        execute_pipeline(iter([batch]), pipeline, forward_only=True, return_outputs=True).outputs for _ in range(4)
+    ]
+    return [output for output in outputs if isinstance(output, Tensor)]
+
+
+def test_numbers_with_the_bits_of_the_mark_arrive() -> None:
+    _, outputs = run_threads(run_marked, 2)
+    for output in outputs:
+        assert output.isnan().tolist() == [[True, False, False]] * 2
+        assert output.nansum() == 4
 
 
 class Changing(nn.Module):
@@ -211,34 +253,32 @@ RAGGED = [8, 9, 6, 4, 8, 5, 9]
 
 def run_ragged(variant: tuple[str, int, int]) -> list[tuple[float, float, dict[str, Any], int]]:
     """Trains and evaluates on batches of other sizes with an open shape; per batch both losses, the gradients and how
-    many channels of headers there are.
+    many programs there are.
     """
     model = PlainModel()
     schedule = schedule_of(variant, 4)
     chunks = nn.ModuleList(model.chunks(schedule, current_context().pipeline_rank))
-    pipeline = Pipeline(
-        chunks, schedule, criterion=model.criterion, tensor_shape=(None, 3, WIDTH), tensor_dtype=torch.float64
-    )
     told = []
-    for seed, samples in enumerate(RAGGED):
-        pipeline.zero_grad()
-        fewer = model.batch(1 + seed % 5, seed=100 + seed)
-        evaluated = execute_pipeline(iter([fewer]), pipeline, forward_only=True, broadcast_loss=True)
-        trained = execute_pipeline(iter([model.batch(samples, seed=seed)]), pipeline, broadcast_loss=True)
-        assert evaluated.loss is not None
-        assert trained.loss is not None
-        told.append((evaluated.loss.item(), trained.loss.item(), gradients_of(pipeline), len(pipeline.runner.programs)))
+    with counted() as sent:
+        pipeline = Pipeline(
+            chunks, schedule, criterion=model.criterion, tensor_shape=(None, 3, WIDTH), tensor_dtype=torch.float64
+        )
+        for seed, samples in enumerate(RAGGED):
+            pipeline.zero_grad()
+            fewer = model.batch(1 + seed % 5, seed=100 + seed)
+            evaluated = execute_pipeline(iter([fewer]), pipeline, forward_only=True, broadcast_loss=True)
+            trained = execute_pipeline(iter([model.batch(samples, seed=seed)]), pipeline, broadcast_loss=True)
+            assert evaluated.loss is not None
+            assert trained.loss is not None
+            programs = len(pipeline.runner.programs)
+            told.append((evaluated.loss.item(), trained.loss.item(), gradients_of(pipeline), programs))
+    assert not {Tag.HEADER, Tag.METADATA, Tag.REDIRECTED}.intersection(tag for tag, _ in sent.tensors)
     return told
 
 
-def require_no_header(*_: object) -> None:
-    raise AssertionError("a header was asked for")
-
-
 @pytest.mark.parametrize("variant", [*VARIANTS, ("chimera", 2, 1), ("zb-h1", 2, 1)], ids=str)
-def test_an_open_shape_takes_every_batch(variant: tuple[str, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_open_shape_takes_every_batch(variant: tuple[str, int, int]) -> None:
     """Nothing is told by headers, neither in training nor in evaluation, and no program is compiled again."""
-    monkeypatch.setattr("pipeflow.engine.runtime.program.compile.LearnedChannels.sending", require_no_header)
     require_ragged(run_threads(run_ragged, variant[1], variant))
 
 

@@ -19,7 +19,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.route import Routes, sources_of, targets_of
 from pipeflow.engine.runtime.gradients.fully_sharded import Unshard, fully_sharded_in, reshard_all
 from pipeflow.engine.runtime.gradients.step_end import Gradients
-from pipeflow.engine.runtime.program.memory_actions import HeldMicrobatch, MemoryCopy, Move
+from pipeflow.engine.runtime.program.memory_actions import HeldMicrobatch, MemoryCopy
 from pipeflow.engine.runtime.program.microbatches import Microbatch
 from pipeflow.engine.runtime.program.operations import Operation, Unawaited, begin, compute
 from pipeflow.engine.runtime.program.results import Results
@@ -91,12 +91,6 @@ class Shared:
         assert isinstance(found, HeldMicrobatch)
         return found
 
-    def copy(self, action: Action, move: Move) -> Operation:
-        """The operation of a copy. A thread makes no more than one at a time."""
-        stream = DATAFLOW[action.kind].stream
-        thread = self.threads.setdefault(stream, ThreadPoolExecutor(1, thread_name_prefix=f"pipeflow {stream}"))
-        return begin(MemoryCopy(action, move, self.device, thread, self.sources))
-
     def awaited(self, values: Iterable[Value]) -> list[Operation]:
         """The waits for those of `values` that come from another rank."""
         return [self.waits[value] for value in values if value in self.waits]
@@ -128,15 +122,12 @@ def forward(shared: Shared, action: Action) -> list[Operation]:
 
 
 def backward(shared: Shared, action: Action) -> list[Operation]:
-    """B: takes the gradients of the output, makes those of the input, and adds those of the weights."""
-    gradients = map(_gradient, shared.outputs(action))
-    return [*shared.awaited(gradients), compute(action, shared.microbatch(action).backward)]
-
-
-def backward_input(shared: Shared, action: Action) -> list[Operation]:
-    """I: like B, but leaves weight gradients for W in layers that can defer them."""
-    gradients = map(_gradient, shared.outputs(action))
-    return [*shared.awaited(gradients), compute(action, shared.microbatch(action).backward_input)]
+    """B: takes the gradients of the output, makes those of the input, and adds those of the weights. I: like B, but
+    leaves weight gradients for W in layers that can defer them.
+    """
+    gradients, microbatch = map(_gradient, shared.outputs(action)), shared.microbatch(action)
+    call = microbatch.backward if action.kind is Kind.B else microbatch.backward_input
+    return [*shared.awaited(gradients), compute(action, call)]
 
 
 def backward_weight(shared: Shared, action: Action) -> list[Operation]:
@@ -159,14 +150,14 @@ def recomputation(shared: Shared, action: Action) -> list[Operation]:
     return [compute(action, shared.held(action).recompute)]
 
 
-def offload(shared: Shared, action: Action) -> list[Operation]:
-    """O: copies what the forward saved to the host, and frees it."""
-    return [shared.copy(action, shared.held(action).saved.to_host)]
-
-
-def load(shared: Shared, action: Action) -> list[Operation]:
-    """L: copies what the forward saved back to the device."""
-    return [shared.copy(action, shared.held(action).saved.to_device)]
+def copy(shared: Shared, action: Action) -> list[Operation]:
+    """O: copies what the forward saved to the host, and frees it. L: copies it back to the device. A thread makes no
+    more than one copy at a time.
+    """
+    saved, stream = shared.held(action).saved, DATAFLOW[action.kind].stream
+    move = saved.to_host if action.kind is Kind.O else saved.to_device
+    thread = shared.threads.setdefault(stream, ThreadPoolExecutor(1, thread_name_prefix=f"pipeflow {stream}"))
+    return [begin(MemoryCopy(action, move, shared.device, thread, shared.sources))]
 
 
 def unshard(shared: Shared, action: Action) -> list[Operation]:
@@ -191,13 +182,13 @@ def _fully_sharded(shared: Shared, action: Action) -> list[FSDPModule]:
 OPERATIONS: dict[Kind, Callable[[Shared, Action], list[Operation]]] = {
     Kind.F: forward,
     Kind.B: backward,
-    Kind.I: backward_input,
+    Kind.I: backward,
     Kind.W: backward_weight,
     Kind.R: reduction,
     Kind.S: optimizer_step,
     Kind.C: recomputation,
-    Kind.O: offload,
-    Kind.L: load,
+    Kind.O: copy,
+    Kind.L: copy,
     Kind.U: unshard,
     Kind.H: reshard,
 }

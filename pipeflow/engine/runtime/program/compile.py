@@ -25,7 +25,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.soundness.verification import verify
 from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.transport.agreement import all_gather, connect_devices, told_alike
-from pipeflow.engine.parallel.transport.protocol import Channel, Tag, Transport
+from pipeflow.engine.parallel.transport.protocol import Channel, Transport
 from pipeflow.engine.runtime.confirmation import Confirmation
 from pipeflow.engine.runtime.devices import require_placed
 from pipeflow.engine.runtime.gradients.fully_sharded import average, fully_sharded_in
@@ -38,7 +38,14 @@ from pipeflow.engine.runtime.program.pairs import Both, Half, Overlap
 from pipeflow.engine.runtime.program.results import Results
 from pipeflow.engine.runtime.program.saved import HostMemory
 from pipeflow.engine.runtime.program.slots import Promise
-from pipeflow.engine.runtime.program.wires import GradientWire, KnownWire, LearnedChannels, LearnedWire, Wire
+from pipeflow.engine.runtime.program.wires import (
+    ActivationWire,
+    Expectations,
+    GradientWire,
+    Wire,
+    starts_of,
+    tags_of,
+)
 from pipeflow.engine.runtime.stage import Stage
 
 KEPT = 16  # compiled programs of one pipeline, the most recently used ones
@@ -98,7 +105,7 @@ class Compiled:
     ahead: Ahead | None  # if there are any of these
     results: Results
     given: list[tuple[object, ...]]  # arguments of the first stage, by microbatch
-    promised: list[KnownWire]  # the wires that rely on the promised shape of activations
+    promised: list[ActivationWire]  # the wires that rely on the promised shape of activations
     sizes: list[int] = field(default_factory=list)  # samples per microbatch for which they are prepared
 
 
@@ -119,6 +126,7 @@ class Programs:
         self.gradients = gradients
         self.options = options
         self.host = HostMemory(context.device)
+        self.expectations = Expectations(options.promise)
         self.confirmation = Confirmation(context)
         self._kept: list[Compiled] = []  # the most recently used one first
         self._sizes: list[int] = []  # samples of each microbatch of the last step
@@ -139,6 +147,7 @@ class Programs:
         them if the sizes differ, also if they have changed on some ranks alone.
         """
         promise, transport = self.options.promise, self.context.transport
+        self.expectations.known = bool(compiled.promised)
         if promise is None:
             return
         if promise.is_open and sizes != self._sizes:
@@ -157,7 +166,7 @@ class Programs:
             self._sizes = sizes
         if sizes != compiled.sizes:
             for wire in compiled.promised:
-                wire.metadata = promise.of(sizes[wire.value.microbatch])
+                wire.promise(promise.of(sizes[wire.value.microbatch]))
             compiled.sizes = sizes
 
     def get(self, schedule: Schedule, mode: RunMode) -> Compiled:
@@ -188,7 +197,8 @@ class Programs:
             promise = None
         transport, stages = self.context.transport, self.stages
         program = lower(ran, cost, routes)[transport.rank]
-        self._connect(program, known=promise is not None, training=mode.training)
+        promised = promise is not None
+        self._connect(program, promised=promised, training=mode.training)
         results = Results(ran.num_microbatches)
         given: list[tuple[object, ...]] = [()] * ran.num_microbatches
         kinds = defaultdict[tuple[int, int], frozenset[Kind]](frozenset)
@@ -207,7 +217,8 @@ class Programs:
             routes,
             kinds,
         )
-        compiler = _Compiler(shared, transport, promise is not None, overlap, first_uses(ran.actions(program.rank)))
+        lasting = first_uses(ran.actions(program.rank))
+        compiler = _Compiler(shared, transport, self.expectations, promised, overlap, lasting)
         operations, first = compiler.program(program.instructions)
         if mode.training:
             begins, operations = _averaged(operations, stages, mode.reduce)
@@ -216,13 +227,13 @@ class Programs:
         if steps:
             operations, ahead = split_ahead(operations, first, ran, routes)
         operations = [*filterfalse(_steps, operations), *steps]
-        known = [wire for wire in compiler.wires.values() if isinstance(wire, KnownWire)]
+        known = [wire for wire in compiler.wires.values() if promised and isinstance(wire, ActivationWire)]
         compiled = schedule, mode, digest_of(schedule), orders_of(schedule), operations, len(operations) - len(steps)
         return Compiled(*compiled, ahead, results, given, known)
 
-    def _connect(self, program: Program, *, known: bool, training: bool) -> None:
+    def _connect(self, program: Program, *, promised: bool, training: bool) -> None:
         transport = self.context.transport
-        transport.connect(_channels_of(program, transport.rank, known=known))
+        transport.connect(_channels_of(program, transport.rank, promised=promised))
         self.context.tensor.connect()
         if training:  # replicas may evaluate at other times, or alone
             connect_devices(self.context.world)
@@ -270,10 +281,8 @@ def _steps(operation: Operation) -> bool:
     return isinstance(operation.what, Action) and operation.what.kind is Kind.S
 
 
-def _channels_of(program: Program, rank: int, *, known: bool) -> Iterator[Channel]:
-    """The channels of this rank's program, to be connected before it is compiled. `known` is True if shapes of
-    activations are known.
-    """
+def _channels_of(program: Program, rank: int, *, promised: bool) -> Iterator[Channel]:
+    """The channels of this rank's program, to be connected before it is compiled."""
     for instruction in program.instructions:
         match instruction:
             case Send(value, peer):
@@ -282,12 +291,8 @@ def _channels_of(program: Program, rank: int, *, known: bool) -> Iterator[Channe
                 source, destination = peer, rank
             case _:
                 continue
-        if value.content is Content.GRADIENT:
-            yield Channel(source, destination, Tag.GRADIENT)
-        elif known:
-            yield Channel(source, destination, Tag.ACTIVATION)
-        else:
-            yield from LearnedChannels.between(source, destination)
+        for tag in tags_of(value.content, promised=promised):
+            yield Channel(source, destination, tag)
 
 
 def _averaged(
@@ -315,11 +320,12 @@ def _is_backward_of(stage: int, operation: Operation) -> bool:
 class _Compiler:
     shared: Shared
     transport: Transport
-    known: bool  # True if shapes of activations are known
+    expectations: Expectations
+    promised: bool  # True if the user promised the shape of activations
     overlap: Overlap | None
     lasting: Mapping[Action, Value]  # whole weights, by the action that waits for them
     wires: dict[Value, Wire] = field(default_factory=dict)
-    inboxes: dict[int, deque[LearnedWire]] = field(default_factory=lambda: defaultdict(deque))
+    inboxes: dict[int, deque[ActivationWire]] = field(default_factory=lambda: defaultdict(deque))
     begun: dict[Value, Beside] = field(default_factory=dict)  # by the value that they make
 
     def program(self, instructions: Sequence[Instruction]) -> tuple[list[Operation], int]:
@@ -350,16 +356,12 @@ class _Compiler:
 
     def wire(self, value: Value, peer: int, *, receives: bool) -> Wire:
         """This rank's end of the wire of a value."""
-        transport = self.transport
-        ends = value, self.shared.slots[value], transport.link(peer), transport.device
-        start = transport.receiver if receives else transport.sender
+        starts = starts_of(self.transport, peer, tags_of(value.content, promised=self.promised), receives=receives)
+        ends = value, self.shared.slots[value], self.transport.link(peer), self.transport.device, starts
         if value.content is Content.GRADIENT:
-            wire: Wire = GradientWire(*ends, start(peer, Tag.GRADIENT), self.wires[value.answered])
-        elif self.known:
-            wire = KnownWire(*ends, start(peer, Tag.ACTIVATION))
+            wire: Wire = GradientWire(*ends, self.wires[value.answered])
         else:
-            channels = LearnedChannels.receiving if receives else LearnedChannels.sending
-            wire = LearnedWire(*ends, channels(transport, peer), self.inboxes[peer])
+            wire = ActivationWire(*ends, self.expectations, self.inboxes[peer])
         self.wires[value] = wire
         return wire
 

@@ -18,11 +18,11 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.engine.parallel.context import Context
-from pipeflow.engine.parallel.transport.protocol import Transport
+from pipeflow.engine.parallel.transport.protocol import Channel, Transport
 from pipeflow.engine.runtime.microbatch import Divided, merge
 from pipeflow.engine.runtime.program.operations import Doing, Operation, run
 from pipeflow.engine.runtime.program.slots import Slot, flatten, snapshot
-from pipeflow.engine.runtime.program.wires import LearnedChannels, LearnedWire
+from pipeflow.engine.runtime.program.wires import ActivationWire, Expectations, starts_of, tags_of
 from pipeflow.engine.stages.criterion import own_loss
 from pipeflow.engine.stages.scaling import Scaling
 from pipeflow.engine.torch_private.tensors import foreach_mul
@@ -241,23 +241,24 @@ def merged_outputs(results: Results, transport: Transport, placement: Placement)
     peers = [rank for rank in placement.ranks_of(stage) if rank != transport.rank]
     posts, sends, waits, releases = [list[Operation]() for _ in range(4)]
     arriving: dict[int, Slot] = {}
+    tags = [*tags_of(Content.ACTIVATION)]
     for peer in peers:
         ends = (transport.rank, peer), (peer, transport.rank)
-        transport.connect([channel for each in ends for channel in LearnedChannels.between(*each)])
-        sending, receiving = LearnedChannels.sending(transport, peer), LearnedChannels.receiving(transport, peer)
-        link, device, inbox = transport.link(peer), transport.device, deque[LearnedWire]()
+        transport.connect([Channel(*each, tag) for each in ends for tag in tags])
+        sending, receiving = [starts_of(transport, peer, tags, receives=each) for each in (False, True)]
+        link, device, shared = transport.link(peer), transport.device, (Expectations(), deque[ActivationWire]())
         for microbatch, output in enumerate(results.outputs):
             value, slot = Value(Content.ACTIVATION, stage, microbatch), Slot()
             holder = placement.rank_of(stage, microbatch)
             if holder == peer:
                 arriving[microbatch] = slot
-                wire = LearnedWire(value, slot, link, device, receiving, inbox)
+                wire = ActivationWire(value, slot, link, device, receiving, *shared)
                 posts.append(Operation(wire.post, Doing.POST, value, wire))
                 waits.append(Operation(wire.wait, Doing.WAIT, value, wire))
             elif holder == transport.rank:
                 tensors, slot.spec = flatten(output, device)
                 slot.tensors = [tensor.contiguous() for tensor in tensors]
-                wire = LearnedWire(value, slot, link, device, sending, inbox)
+                wire = ActivationWire(value, slot, link, device, sending, *shared)
                 sends.append(Operation(wire.send, Doing.SEND, value, wire))
                 releases.append(Operation(wire.release, Doing.RELEASE, value, wire))
     run([*posts, *sends, *waits, *releases])

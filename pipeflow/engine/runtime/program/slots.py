@@ -31,9 +31,16 @@ class Metadata(NamedTuple):
         tensors = slot.tensors
         return cls(slot.spec, tuple(each.shape for each in tensors), tuple(each.dtype for each in tensors), slot.grads)
 
-    def matches(self, slot: Slot) -> bool:
-        """Returns True if the activation fits this description. Called for every send, so it allocates nothing."""
-        if self.grads != slot.grads or self.spec != slot.spec:
+    def __str__(self) -> str:
+        pairs = zip(self.shapes, self.dtypes, self.grads, strict=True)
+        said = [f"a {dtype} of shape {tuple(shape)}{' with a gradient' * grad}" for shape, dtype, grad in pairs]
+        return " and ".join(said) or "no tensor"
+
+    def matches(self, slot: Slot, *, grads: bool) -> bool:
+        """Returns True if the activation fits this description, of whether tensors require `grads` only if asked.
+        Called for every send, so it allocates nothing.
+        """
+        if (grads and self.grads != slot.grads) or self.spec != slot.spec:
             return False
         for tensor, shape, dtype in zip(slot.tensors, self.shapes, self.dtypes, strict=True):
             if tensor.shape != shape or tensor.dtype != dtype:

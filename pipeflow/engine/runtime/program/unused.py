@@ -1,5 +1,6 @@
 """Unused: the gradient of a value that later stages did not use. Autograd has none for it, so weights that lead to this
-value alone keep `.grad` None. Must not contain: when gradients are sent.
+value alone keep `.grad` None. A message without what its receiver expects begins with a mark. Must not contain: when
+messages are sent.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from torch import Tensor
 
 # Theory of operation
 #
-# A receive of a gradient is posted before its sender knows whether there is one. Between CPUs, a message without one
-# begins with a mark: a NaN whose bits no computation makes. So it needs no other message, and its receiver reads one
-# number, straight from memory, since operators of torch would take as long as a small backward. A gradient that begins
-# with these bits all the same gets another NaN.
+# A receive of a gradient is posted before its sender knows whether there is one, and that of an activation before its
+# sender knows whether it is like those before. Between CPUs, a message without one begins with a mark: a NaN whose bits
+# no computation makes. So it needs no other message, and its receiver reads one number, straight from memory, since
+# operators of torch would take as long as a small backward. A tensor that begins with these bits all the same gets
+# another NaN.
 
 _MARKS: dict[torch.dtype, tuple[type[ctypes.c_int16 | ctypes.c_int32 | ctypes.c_int64], int]] = {
     torch.float64: (ctypes.c_int64, 0x7FF9_ACED_FACE_0B0E),
@@ -40,7 +42,7 @@ class Unused(Tensor):
 
 
 def to_message(gradient: Tensor) -> Tensor:
-    """What is sent for a gradient, which is contiguous, or for one that does not exist."""
+    """What is sent for a tensor, which is contiguous, or for one that does not exist."""
     if isinstance(gradient, Unused):
         message = gradient.zeros()
         if (first := _first(message)) is not None:
@@ -55,6 +57,11 @@ def to_message(gradient: Tensor) -> Tensor:
 def from_message(message: Tensor) -> Tensor:
     """The gradient that was sent as `message`."""
     return Unused.of(message) if is_marked(message) else message
+
+
+def bears_mark(shape: torch.Size, dtype: torch.dtype) -> bool:
+    """Whether a message between CPUs of this shape and dtype can begin with the mark."""
+    return dtype in _MARKS and shape.numel() > 0
 
 
 def is_marked(message: Tensor) -> bool:

@@ -1,35 +1,77 @@
 """Wires: how a value passes between two ranks. A receive is posted, then waited for; a send is started, then released.
-The shape of an activation is known, from the user's promise, or learned: then a header is sent with each and says
-whether it has the shape that its receiver posted for. A shape that came twice in a row is posted for ahead; if it is
-small, an entry at the end of the same message says so instead. A gradient has the shape of its activation.
+Both ends of a wire expect the same activation: the one that the user promised, or one like the last two. If they know
+that it comes, or if its message itself can say that it does not, it has no header. A gradient has the shape of its
+activation.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipeflow.core.dataflow import Value
+from pipeflow.core.dataflow import Content, Value
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.transport.plain import pack, unpack
-from pipeflow.engine.parallel.transport.protocol import Channel, Connection, Start, Tag, Transport
-from pipeflow.engine.runtime.program.slots import Metadata, Slot
-from pipeflow.engine.runtime.program.unused import Unused, from_message, to_message
+from pipeflow.engine.parallel.transport.protocol import Connection, Start, Tag, Transport
+from pipeflow.engine.runtime.program.slots import Metadata, Promise, Slot
+from pipeflow.engine.runtime.program.unused import Unused, bears_mark, from_message, is_marked, to_message
 from pipeflow.engine.torch_private.trees import tree_flatten, tree_unflatten
 
 LOG = logging.getLogger("pipeflow")
-_SMALL = 1 << 18  # bytes that are copied in less time than another message takes
-_ENDS = {
-    dtype: torch.ones(1, dtype=dtype, device="cpu")
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
-}
+
+# Theory of operation
+#
+# A receive is posted before it is known what comes, so both ends must expect the same. What they expect follows from
+# what both have seen. If something else comes, its receiver must hear of it, or would take it for what it expects.
+#
+# Between CPUs the message says so: it begins with a mark, a NaN whose bits no computation makes (`unused`), and what
+# came instead follows on other channels. So an activation with a number of floating point has no header.
+#
+# The host of a GPU would have to wait for such a message. There, ranks tell each other at the beginning of a step
+# whether it is like the last one (`Expectations.known`); then nothing else may come, and a sender that has something
+# else raises an error on all ranks. In other steps each activation has a header.
 
 
+@dataclass(slots=True)
+class Expectations:
+    """What a rank of a pipeline expects of the activations of a step.
+
+    Attributes:
+        promise: what the user promised of them; None for nothing.
+        known: whether all ranks know that activations are as expected.
+        vary: whether they were not, although all ranks knew it.
+    """
+
+    promise: Promise | None = None
+    known: bool = False
+    vary: bool = False
+
+    def broken(self, value: Value, slot: Slot, expected: Metadata) -> UsageError:
+        """The error for an activation that all ranks expected to be another one."""
+        if self.promise is None:
+            self.vary = True
+            return UsageError(
+                f"stage {value.stage} returned {Metadata.of(slot)} for microbatch {value.microbatch}, but {expected} "
+                "in the steps before, for batches of the same shapes, and its receiver relies on that. Run the step "
+                "again: from now on, ranks tell each other what they send"
+            )
+        if len(slot.tensors) != 1 or slot.spec is not None:
+            return UsageError("with tensor_shape, a stage must return one tensor: leave it None for other outputs")
+        [tensor], [shape], [dtype] = slot.tensors, expected.shapes, expected.dtypes
+        return UsageError(
+            f"stage {value.stage} returned a {tensor.dtype} of shape {tuple(tensor.shape)}, but tensor_shape="
+            f"{tuple(shape)} and tensor_dtype={dtype} were given: correct them, "
+            "make the first entry None if microbatches differ in size, or leave tensor_shape None"
+        )
+
+
+@dataclass(slots=True, eq=False)
 class Wire:
     """One end of the way of a value.
 
@@ -38,14 +80,16 @@ class Wire:
         slot: where its tensors are on this rank.
         link: waits for transfers, and interprets their errors.
         device: device of the rank.
+        starts: what starts a transfer, by tag.
         metadata: of an activation, as it passed last or is known to pass.
     """
 
-    __slots__ = ("device", "link", "metadata", "slot", "value")
-
-    def __init__(self, value: Value, slot: Slot, link: Connection, device: torch.device) -> None:
-        self.value, self.slot, self.link, self.device = value, slot, link, device
-        self.metadata: Metadata | None = None
+    value: Value
+    slot: Slot
+    link: Connection
+    device: torch.device
+    starts: Mapping[Tag, Start]
+    metadata: Metadata | None = field(default=None, init=False)
 
     def post(self) -> None:
         """Posts the receive of the value."""
@@ -64,75 +108,31 @@ class Wire:
         self.slot.done(self.link)
 
 
-class KnownWire(Wire):
-    """Of an activation of known shape. A send checks it, because a channel does not. `metadata` is set before the first
-    step, and when microbatches change in size.
-    """
-
-    __slots__ = ("start",)
-
-    def __init__(self, value: Value, slot: Slot, link: Connection, device: torch.device, start: Start) -> None:
-        super().__init__(value, slot, link, device)
-        self.start = start
-
-    def post(self) -> None:
-        slot, metadata = self.slot, self.metadata
-        assert metadata is not None
-        slot.tensors, slot.grads = metadata.empty(self.device), metadata.grads
-        slot.works = [self.start(slot.tensors)]
-
-    def send(self) -> None:
-        slot, metadata = self.slot, self.metadata
-        assert metadata is not None
-        if len(slot.tensors) != 1 or slot.spec is not None:
-            raise UsageError("with tensor_shape, a stage must return one tensor: leave it None for other outputs")
-        [tensor] = slot.tensors
-        if tensor.shape != metadata.shapes[0] or tensor.dtype != metadata.dtypes[0]:
-            raise UsageError(
-                f"stage {self.value.stage} returned a {tensor.dtype} of shape {tuple(tensor.shape)}, but tensor_shape="
-                f"{tuple(metadata.shapes[0])} and tensor_dtype={metadata.dtypes[0]} were given: correct them, "
-                "make the first entry None if microbatches differ in size, or leave tensor_shape None"
-            )
-        slot.works = [self.start(slot.take())]
-
-
+@dataclass(slots=True, eq=False)
 class GradientWire(Wire):
     """Of a gradient. Its receiver knows the shapes from `answered`, the wire of the activation that it sent."""
 
-    __slots__ = ("answered", "start")
-
-    def __init__(
-        self,
-        value: Value,
-        slot: Slot,
-        link: Connection,
-        device: torch.device,
-        start: Start,
-        answered: Wire,
-    ) -> None:
-        super().__init__(value, slot, link, device)
-        self.start = start
-        self.answered = answered
+    answered: Wire
 
     def post(self) -> None:
         assert self.answered.metadata is not None
-        slot, metadata = self.slot, self.answered.metadata
+        slot, metadata, start = self.slot, self.answered.metadata, self.starts[Tag.GRADIENT]
         for shape, dtype, wanted in zip(metadata.shapes, metadata.dtypes, metadata.grads, strict=True):
             if wanted:
                 tensor = torch.empty(shape, dtype=dtype, device=self.device)
                 slot.tensors.append(tensor)
-                slot.works.append(self.start([tensor]))
+                slot.works.append(start([tensor]))
 
     def wait(self) -> None:
-        super().wait()
+        self.slot.done(self.link)
         self.slot.tensors = [from_message(message) for message in self.slot.tensors]
 
     def send(self) -> None:
-        slot = self.slot
+        slot, start = self.slot, self.starts[Tag.GRADIENT]
         for gradient in slot.take():
             if isinstance(gradient, Unused) and gradient.device.type != "cpu":
                 _warn(self.value.stage)
-            slot.works.append(self.start([to_message(gradient)]))
+            slot.works.append(start([to_message(gradient)]))
 
 
 @cache
@@ -146,114 +146,83 @@ def _warn(stage: int) -> None:
     )
 
 
-class LearnedChannels(NamedTuple):
-    """One end of the four channels for activations of unknown shape between an ordered pair of ranks."""
-
-    header: Start
-    metadata: Start
-    expected: Start
-    redirected: Start
-
-    @staticmethod
-    def between(source: int, destination: int) -> list[Channel]:
-        """The channels of the transfers from `source` to `destination`, to be connected first."""
-        return [Channel(source, destination, tag) for tag in _TAGS]
-
-    @classmethod
-    def sending(cls, transport: Transport, peer: int) -> LearnedChannels:
-        return cls(*(transport.sender(peer, tag) for tag in _TAGS))
-
-    @classmethod
-    def receiving(cls, transport: Transport, peer: int) -> LearnedChannels:
-        return cls(*(transport.receiver(peer, tag) for tag in _TAGS))
-
-
-_TAGS = (Tag.HEADER, Tag.METADATA, Tag.ACTIVATION, Tag.REDIRECTED)
 _AS_EXPECTED = torch.zeros(1, dtype=torch.int64, device="cpu")
 
 
-class LearnedWire(Wire):
-    """Of an activation of unknown shape. Both ends see the same history, so they expect the same.
-
-    Args:
-        channels: the channels, of this end.
-        inbox: wires posted between this pair of ranks, in order. Waiting for one waits for those before, because their
-            headers come first.
+@dataclass(slots=True, eq=False)
+class ActivationWire(Wire):
+    """Of an activation. Both ends see the same history, so they expect the same.
 
     Attributes:
+        expectations: those of the rank.
+        inbox: wires posted between this pair of ranks, in order. Waiting for one waits for those before, because their
+            headers come first.
         expected: what the next activation is expected to be; None for anything.
-        end: the entry after those of the expected activation in its message, a 1, if it has no header; else None.
-        pending: whether a header is to be read.
+        marked: the place of the tensor of the expected activation that begins with a mark if another one comes; None
+            if its message cannot say so.
+        pending: whether it is not read yet what has come.
     """
 
-    __slots__ = ("channels", "end", "expected", "header", "inbox", "pending")
+    expectations: Expectations
+    inbox: deque[ActivationWire]
+    expected: Metadata | None = None
+    marked: int | None = None
+    header: Tensor = field(default_factory=lambda: torch.empty(1, dtype=torch.int64, device="cpu"))
+    pending: bool = False
 
-    def __init__(
-        self,
-        value: Value,
-        slot: Slot,
-        link: Connection,
-        device: torch.device,
-        channels: LearnedChannels,
-        inbox: deque[LearnedWire],
-    ) -> None:
-        super().__init__(value, slot, link, device)
-        self.channels, self.inbox = channels, inbox
-        self.expected: Metadata | None = None
-        self.end: Tensor | None = None
-        self.header = torch.empty(1, dtype=torch.int64, device="cpu")
-        self.pending = False
+    def promise(self, metadata: Metadata) -> None:
+        """Expects what the user has promised."""
+        self.metadata = self.expected = metadata
 
     def _see(self, metadata: Metadata) -> None:
         """Records what passed. A shape that passes twice in a row is expected next time."""
         self.expected = metadata if metadata == self.metadata else None
-        self.metadata, self.end = metadata, None
-        if self.expected is not None and self.device.type == "cpu" and len(metadata.shapes) == 1:
-            [shape], [dtype] = metadata.shapes, metadata.dtypes
-            self.end = _ENDS.get(dtype) if shape.numel() * dtype.itemsize <= _SMALL else None
+        self.metadata, self.marked = metadata, None
+        if self.expected is not None and self.device.type == "cpu":
+            pairs = enumerate(zip(metadata.shapes, metadata.dtypes, strict=True))
+            self.marked = next((place for place, (shape, dtype) in pairs if bears_mark(shape, dtype)), None)
 
-    def _buffers(self) -> list[Tensor]:
-        """Memory for the messages that have the expected activation; none if nothing is expected."""
-        if self.expected is None:
-            return []
-        if self.end is None:
-            return self.expected.empty(self.device)
-        return [torch.empty(self.expected.shapes[0].numel() + 1, dtype=self.end.dtype, device="cpu")]
+    @property
+    def _has_header(self) -> bool:
+        return self.expected is None or (self.marked is None and not self.expectations.known)
 
     def send(self) -> None:
-        """Sends a header, then the activation: on the channel where it is expected, or after its metadata on the
-        channel for redirected activations.
+        """Sends the activation: on the channel where it is expected, or after its metadata on the channel for
+        redirected activations.
         """
-        slot, expected, end = self.slot, self.expected, self.end
-        channel = self.channels.expected
-        if expected is None or not expected.matches(slot):
+        slot, expected, known = self.slot, self.expected, self.expectations.known
+        tag = Tag.ACTIVATION
+        if expected is None or not expected.matches(slot, grads=self.expectations.promise is None):
+            if known and expected is not None:
+                raise self.expectations.broken(self.value, slot, expected)
             self._announce()
-            channel = self.channels.redirected
-        elif end is None:
-            slot.works.append(self.channels.header([_AS_EXPECTED]))
-        else:
-            [tensor] = slot.tensors
-            slot.tensors = [torch.cat((tensor.view(-1), end))]
+            tag = Tag.REDIRECTED
+        elif self.marked is not None:
+            slot.tensors[self.marked] = to_message(slot.tensors[self.marked])
+        elif not known:
+            slot.works.append(self.starts[Tag.HEADER]([_AS_EXPECTED]))
+        start = self.starts[tag]
         for tensor in slot.take():
-            slot.works.append(channel([tensor]))
+            slot.works.append(start([tensor]))
 
     def _announce(self) -> None:
         """Sends the activation's metadata, and unused tensors to fill receives that were posted for another shape."""
         works, metadata = self.slot.works, Metadata.of(self.slot)
         body = torch.frombuffer(bytearray(_packed(metadata)), dtype=torch.uint8)
-        announce = self.channels.header if self.end is None else self.channels.metadata
+        announce = self.starts[Tag.HEADER if self._has_header else Tag.METADATA]
         works.append(announce([torch.tensor([len(body)], device="cpu")]))
-        works.append(self.channels.metadata([body]))
-        works += [self.channels.expected([each.zero_()]) for each in self._buffers()]
+        works.append(self.starts[Tag.METADATA]([body]))
+        for each in () if self.expected is None else self.expected.empty(self.device):
+            works.append(self.starts[Tag.ACTIVATION]([to_message(Unused.of(each))]))
         self._see(metadata)
 
     def post(self) -> None:
         """Posts the receive of the header, if there will be one, and of the activation if one is expected."""
-        slot, channels = self.slot, self.channels
-        slot.tensors = self._buffers()
-        slot.works = [] if self.end is not None else [channels.header([self.header])]
+        slot, starts = self.slot, self.starts
+        slot.tensors = [] if self.expected is None else self.expected.empty(self.device)
+        slot.works = [starts[Tag.HEADER]([self.header])] if self._has_header else []
         for tensor in slot.tensors:
-            slot.works.append(channels.expected([tensor]))
+            slot.works.append(starts[Tag.ACTIVATION]([tensor]))
         self.pending = True
         self.inbox.append(self)
 
@@ -262,15 +231,15 @@ class LearnedWire(Wire):
             self.inbox.popleft()._arrive()
 
     def _arrive(self) -> None:
-        """Reads the header and, if the activation is not as expected, receives it now."""
-        slot = self.slot
+        """Reads what has come and, if it is not as expected, receives the activation now."""
+        slot, starts = self.slot, self.starts
         slot.done(self.link)
         if length := self._length():
             body = torch.empty(length, dtype=torch.uint8, device="cpu")
-            self.link.wait([self.channels.metadata([body])])
+            self.link.wait([starts[Tag.METADATA]([body])])
             metadata = _unpacked(bytes(body.tolist()))
             slot.tensors = metadata.empty(self.device)
-            self.link.wait([self.channels.redirected([tensor]) for tensor in slot.tensors])
+            self.link.wait([starts[Tag.REDIRECTED]([tensor]) for tensor in slot.tensors])
             self._see(metadata)
         assert self.metadata is not None
         slot.spec, slot.grads = self.metadata.spec, self.metadata.grads
@@ -278,13 +247,24 @@ class LearnedWire(Wire):
 
     def _length(self) -> int:
         """The number of bytes of the metadata that follow; 0 if the activation is as expected, and thus here."""
-        if self.expected is not None and self.end is not None:
-            [tensor] = self.slot.tensors
-            if tensor[-1].item() == 1:
-                tensor.resize_(self.expected.shapes[0])
+        if not self._has_header:
+            if self.marked is None or not is_marked(self.slot.tensors[self.marked]):
                 return 0
-            self.link.wait([self.channels.metadata([self.header])])
+            self.link.wait([self.starts[Tag.METADATA]([self.header])])
         return int(self.header)
+
+
+def tags_of(content: Content, *, promised: bool = False) -> Iterable[Tag]:
+    """The tags with which a value of this content is sent; `promised` if the user promised the shape of activations."""
+    if content is Content.GRADIENT:
+        return (Tag.GRADIENT,)
+    return (Tag.ACTIVATION,) if promised else (Tag.HEADER, Tag.METADATA, Tag.ACTIVATION, Tag.REDIRECTED)
+
+
+def starts_of(transport: Transport, peer: int, tags: Iterable[Tag], *, receives: bool) -> dict[Tag, Start]:
+    """What starts the transfers from a peer, or to it."""
+    start = transport.receiver if receives else transport.sender
+    return {tag: start(peer, tag) for tag in tags}
 
 
 def _packed(metadata: Metadata) -> bytes:
