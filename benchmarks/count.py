@@ -74,6 +74,22 @@ def of_pipeflow(frame: FrameType) -> str | None:
             return None
 
 
+def all_calls(step: Callable[[], object]) -> int:
+    """All Python calls of one step in this thread, also those of the user's module and of torch's layers."""
+    calls = 0
+
+    def profile(_: FrameType, event: str, __: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
 def count_calls(step: Callable[[], object], category: Category) -> Counter[str]:
     """The Python calls of one step by category: the innermost that applies, else "rest"."""
     counts: Counter[str] = Counter()

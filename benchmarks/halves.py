@@ -69,7 +69,7 @@ def _keep_freed_memory() -> None:
 def _contenders(block: Any) -> dict[str, tuple[Any, Backward]]:
     """By name: the block, or one that defers and has the same parameters, and how its backward runs."""
     from pipeflow.engine.deferral.module import defer_weight_gradients
-    from pipeflow.engine.deferral.products import Products
+    from pipeflow.engine.deferral.products import Queue, run_products
 
     deferring = copy.deepcopy(block)
     for mine, theirs in zip(deferring.modules(), block.modules(), strict=True):
@@ -77,12 +77,11 @@ def _contenders(block: Any) -> dict[str, tuple[Any, Backward]]:
     deferral = defer_weight_gradients(deferring)
 
     def halves(_: Any, output: Any, gradient: Any) -> None:
-        queue: list[Products] = []
+        queue: Queue = {}
         deferral.queue = queue
         output.backward(gradient)
         deferral.queue = None
-        for products in queue:
-            products()
+        run_products(queue)
 
     return {
         PLAIN: (block, _whole),
@@ -194,19 +193,18 @@ def _calls_of_w() -> list[int]:
 
     from benchmarks.count import count_calls
     from pipeflow.engine.deferral.module import defer_weight_gradients
-    from pipeflow.engine.deferral.products import Products
+    from pipeflow.engine.deferral.products import Queue, run_products
 
     layer = torch.nn.Linear(4, 4)
     deferral, calls = defer_weight_gradients(layer), []
     for _ in range(2):
-        queue: list[Products] = []
+        queue: Queue = {}
         deferral.queue = queue
         layer(torch.ones(2, 4)).sum().backward()
         deferral.queue = None
 
-        def weight_gradients(queue: list[Any] = queue) -> None:
-            for products in queue:
-                products()
+        def weight_gradients(queue: Queue = queue) -> None:
+            run_products(queue)
 
         ours = count_calls(weight_gradients, lambda frame: "W" if "/pipeflow/" in frame.f_code.co_filename else None)
         calls.append(ours["W"])

@@ -20,7 +20,7 @@ from torch.nn import functional
 from benchmarks.measure import Times, paired, step_times
 from benchmarks.processes import run_ranks
 from benchmarks.report import Report
-from pipeflow.engine.deferral.products import Deferral, Deferred
+from pipeflow.engine.deferral.products import Deferral
 
 RANKS, MICROBATCHES, WIDTH = 4, 12, 16
 SECONDS, SLOW_STAGE, FACTOR = 0.006, 1, 1.5  # of F, I and W each
@@ -55,7 +55,7 @@ class _Sleep(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None, None]:
         time.sleep(ctx.stage.seconds)
         (hidden,) = ctx.saved_tensors
-        ctx.deferral.take(Deferred([ctx.stage.scale], partial(_slept, ctx.stage, (gradient * hidden).sum(0))))
+        ctx.deferral.take(([ctx.stage.scale], partial(_slept, ctx.stage, (gradient * hidden).sum(0))))
         return None, gradient * ctx.stage.scale.detach(), None, None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeflow.engine.deferral.products import Deferral, Deferred
+from pipeflow.engine.deferral.products import Deferral
 
 
 class SleepingHalves(nn.Module):
@@ -43,7 +43,7 @@ class _Sleep(torch.autograd.Function):
         layer: SleepingHalves = context.layer
         time.sleep(layer.seconds)
         assert layer.deferral is not None  # in a Pipeline
-        layer.deferral.take(Deferred([layer.weight], partial(_slept, layer, gradients[0])))
+        layer.deferral.take(([layer.weight], partial(_slept, layer, gradients[0])))
         return gradients[0], None, None
 
 

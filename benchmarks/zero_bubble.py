@@ -24,20 +24,24 @@ def run(rounds: int | None = None) -> Report:
     results = run_ranks("zero_bubble:measure", RANKS, {"rounds": rounds}, deadline=120 + 6 * rounds)
     times = step_times([each["times"] for each in results])
     size = f"{RANKS} ranks, {MICROBATCHES} microbatches, {BLOCKS} blocks of width {WIDTH}, {SAMPLES} x {LENGTH}"
-    columns = ["", "median ms", "x 1f1b of pipeflow", "x 1f1b of torch", "x zb-v of torch"]
-    report = Report("zero_bubble", f"zero bubble: {size}, {rounds} rounds", columns, data={"seconds": times})
+    columns = ["", "median ms", "x 1f1b of pipeflow", "x 1f1b of torch", "x zb-v of torch", "Python calls"]
+    calls = {label: [each["calls"][label] for each in results] for label in times}
+    data = {"seconds": times, "calls": calls}
+    report = Report("zero_bubble", f"zero bubble: {size}, {rounds} rounds", columns, data=data)
     for label in times:
         against = [f"{paired(times, label, other):.3f}" for other in (BASE, "1f1b: torch", THEIRS)]
-        report.rows.append([label, milliseconds(times[label]), *against])
+        report.rows.append([label, milliseconds(times[label]), *against, f"{max(calls[label])}"])
     report.notes.append("target for zb-v: 0.88 x 1f1b of pipeflow and x zb-v of torch; 0.83 is what the plan promises")
+    report.notes.append("Python calls: of a step on the rank that has the most, with those of the module and of torch")
     report.notes.append("ratios are medians over rounds of two times of the same round")
     return report
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """On every rank: checks every contender's gradients, then takes the times."""
+    """On every rank: checks every contender's gradients, then counts calls and takes the times."""
     from benchmarks import pipeflow_side, torch_side
     from benchmarks.compute import make_task
+    from benchmarks.count import all_calls
     from benchmarks.measure import alternate
     from benchmarks.task import check
     from pipeflow import Placement
@@ -54,5 +58,6 @@ def measure(rounds: int) -> dict[str, Any]:
     }
     for contender, placement in contenders.values():
         check(task, contender, rank, placement)
+    calls = {label: all_calls(contender.step) for label, (contender, _) in contenders.items()}
     times: Times = alternate({label: contender for label, (contender, _) in contenders.items()}, rounds)
-    return {"times": times}
+    return {"times": times, "calls": calls}

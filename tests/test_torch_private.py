@@ -99,6 +99,19 @@ def _sees_functorch() -> bool:
     return seen == [True] and not autograd.is_under_functorch()
 
 
+def _sees_autocast() -> bool:
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = autograd.is_any_autocast_enabled()
+    return inside and not autograd.is_any_autocast_enabled()
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, given: object) -> Tensor:
+        assert given is _one  # what is no tensor passes as it is
+        return tensor * 2
+
+
 class _Watched(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -244,8 +257,10 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "trees.tree_map": lambda: trees.tree_map(str, TREE) == {"a": ["1", "2"], "b": ("3",)},
     "trees.tree_map_only": lambda: trees.tree_map_only(str, len, ["ab", 1]) == [2, 1],
     "trees.tree_unflatten": _flat_and_back,
+    "autograd.applied": lambda: autograd.applied(_Twice)(torch.ones(2), _one).tolist() == [2, 2],
     "autograd.at_end_of_backward": _runs_backward,
     "autograd.backward_id": _runs_backward,
+    "autograd.is_any_autocast_enabled": _sees_autocast,
     "autograd.is_under_functorch": _sees_functorch,
     "autograd.pop_saved_hooks": _hides_hooks,
     "autograd.push_saved_hooks": _hides_hooks,

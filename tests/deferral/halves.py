@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeflow.engine.deferral.module import Deferral, defer_weight_gradients
-from pipeflow.engine.deferral.products import Deferred, Products
+from pipeflow.engine.deferral.products import Deferred, Queue, run_products
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -105,12 +106,24 @@ CASES = [
 
 
 @contextmanager
-def collecting(deferral: Deferral, *, when: bool = True) -> Iterator[list[Products]]:
+def collecting(deferral: Deferral, *, when: bool = True) -> Iterator[Queue]:
     """Makes the backwards inside it the I of the queue that it gives. They are B unless `when`."""
-    queue: list[Products] = []
+    queue: Queue = {}
     deferral.queue = queue if when else None
     yield queue
     deferral.queue = None
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as torch has it
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 def backward(module: nn.Module, input: Tensor, microbatch: int) -> None:
@@ -132,24 +145,19 @@ def halves(module: nn.Module, input: Tensor, *, microbatches: int = 3, defers: b
         queues.append(queue)
     for queue in queues:
         assert bool(queue) == defers
-        run(queue)
+        run_products(queue)
 
 
-def products_of(queue: list[Products]) -> list[Deferred]:
+def products_of(queue: Queue) -> list[Deferred]:
     """What the I of a queue has left for its W."""
-    return [product for products in queue for product in products.products]
+    return [product for products in queue.values() for product in products]
 
 
 def held_by(product: Deferred) -> tuple[Tensor, Tensor]:
     """The input and the gradient of the output that a layer's product holds."""
-    assert isinstance(product.make, partial)
-    _, _, input, gradient, _ = product.make.args
+    assert isinstance(product[1], partial)
+    _, _, input, gradient, _ = product[1].args
     return input, gradient
-
-
-def run(queue: list[Products]) -> None:
-    for products in queue:
-        products()
 
 
 def gradients(module: nn.Module, input: Tensor) -> dict[str, Tensor]:

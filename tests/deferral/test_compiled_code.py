@@ -21,9 +21,9 @@ from pipeflow.engine.deferral.compile_backend import (
     waits,
 )
 from pipeflow.engine.deferral.module import defer_weight_gradients
-from pipeflow.engine.deferral.products import Deferral
+from pipeflow.engine.deferral.products import Deferral, run_products
 from tests.compiling import COMPILED
-from tests.deferral.halves import collecting, gradients, normal, products_of, require_near, run
+from tests.deferral.halves import collecting, gradients, normal, products_of, require_near
 
 pytestmark = COMPILED
 
@@ -89,7 +89,7 @@ def test_whole_and_split_backwards_make_the_gradients_of_eager_ones(kind: type[n
     assert gradients(module, input).keys() == expected.keys() - late
     assert set(deferral.deferred) == late
     assert set(deferral.remaining) == {name for name, _ in module.named_parameters()} - late
-    run(queue)
+    run_products(queue)
     require_near(gradients(module, input), expected)
 
 
@@ -101,15 +101,15 @@ def test_a_second_half_frees_what_it_computes_from() -> None:
         steps(module, input)
     products = products_of(queue)
     assert len(products) == 2
-    given = [each for product in products if isinstance(product.make, partial) for each in product.make.args[1]]
+    given = [each for _, make in products if isinstance(make, partial) for each in make.args[1]]
     lates = [getattr(each, _LATE) for each in given if hasattr(each, _LATE)]
     held = [ref(each) for late in lates for each in late.args[2] if each is not input]
     del given, lates
     assert held
     assert all(each() is not None for each in held)
-    products[0].compute()
+    products[0][1]()
     assert 0 < sum(each() is not None for each in held) < len(held)
-    products[1].compute()
+    products[1][1]()
     assert all(each() is None for each in held)
 
 
@@ -145,7 +145,7 @@ def test_hooks_see_the_whole_gradient_once() -> None:
     weight.register_hook(seen.append)
     with collecting(deferral) as queue:
         (module(input).sum() + weight.square().sum()).backward()
-    assert queue == []
+    assert not queue
     assert len(seen) == 1
     torch.testing.assert_close(seen[0], expected)
     torch.testing.assert_close(weight.grad, expected)
@@ -159,7 +159,7 @@ def test_torch_autograd_grad_finds_the_gradients_of_weights() -> None:
     deferral = compiled(module)
     with collecting(deferral) as queue:
         found = torch.autograd.grad(module(input).square().sum(), list(module.parameters()), materialize_grads=True)
-    assert queue == []
+    assert not queue
     torch.testing.assert_close(found, expected)
 
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeflow.engine.deferral.module import defer_weight_gradients
+from pipeflow.engine.deferral.products import run_products
 from tests.deferral.halves import (
     CASES,
     TIED,
     Case,
+    Operations,
     Tied,
     at_once,
     collecting,
@@ -31,7 +31,6 @@ from tests.deferral.halves import (
     products_of,
     require_near,
     require_same_bits,
-    run,
     whole,
 )
 
@@ -57,18 +56,6 @@ def test_both_halves_have_the_bits_of_the_whole_and_of_the_plain_layer(case: Cas
     require_same_bits(gradients_of(at_once, module, input), plain)
 
 
-class Operations(TorchDispatchMode):
-    """The names of the operations that ran."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # as torch has it
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     ("case", "work"),
     [(linear("first", lambda: normal(3, 5)), "mm"), (conv(2, "first"), "convolution_backward")],
@@ -83,7 +70,7 @@ def test_each_half_does_its_own_work_alone(case: Case, work: str) -> None:
         with collecting(deferral) as queue, Operations() as first:
             output.sum().backward()
         with Operations() as second:
-            run(queue)
+            run_products(queue)
         assert first.names.count(work) == wants
         assert second.names.count(work) + second.names.count("addmm_") == 1
 
@@ -133,7 +120,7 @@ def test_what_cannot_defer_is_left_as_it_is(case: Case) -> None:
     assert deferral.remaining.keys() == dict(module.named_parameters()).keys()
     with collecting(deferral) as queue:
         module(case.input()).abs().sum().backward()
-    assert queue == []
+    assert not queue
     assert all(parameter.grad is not None for parameter in module.parameters())
 
 
@@ -163,8 +150,8 @@ def test_a_frozen_weight_has_no_product_and_a_frozen_bias_no_gradient() -> None:
         assert list(deferral.deferred) == (["weight"] if frozen == "bias" else [])
         with collecting(deferral) as queue:
             module(input).sum().backward()
-        run(queue)
         assert len(queue) == (frozen == "bias")
+        run_products(queue)
         assert gradients(module, input).keys() == {"weight", "bias", "input"} - {frozen}
 
 
@@ -175,7 +162,7 @@ def test_a_layer_changed_afterwards_is_left_to_torch() -> None:
     assert defer_weight_gradients(module).deferred == {}
     with collecting(deferral) as queue:
         module(normal(3, 5, dtype=torch.float32)).sum().backward()
-    assert queue == []
+    assert not queue
     assert all(parameter.grad is not None for parameter in module.parameters())
 
 
@@ -222,7 +209,7 @@ def test_a_layer_of_two_stages_belongs_to_the_last() -> None:
         with collecting(deferral) as queue:
             stage(input).sum().backward()
         assert len(products_of(queue)) == products
-        run(queue)
+        run_products(queue)
     for stage in plain:
         stage(input).sum().backward()
     for mine, theirs in zip(stages, plain, strict=True):

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeflow import UsageError
 from pipeflow.engine.deferral.module import Deferral, defer_weight_gradients
-from pipeflow.engine.deferral.products import Deferred, of_linear, product_of
+from pipeflow.engine.deferral.products import Gradients, of_linear, product_of, run_products
 from pipeflow.tensor import ColumnParallelLinear
 from pipeflow.testing import run_threads
 from tests.deferral.halves import (
@@ -35,7 +35,6 @@ from tests.deferral.halves import (
     products_of,
     require_near,
     require_same_bits,
-    run,
     whole,
 )
 
@@ -56,7 +55,7 @@ def test_a_layer_whose_parameters_have_hooks_does_not_defer() -> None:
     for microbatch in range(2):
         with collecting(deferral) as queue:
             backward(module, input, microbatch)
-        assert queue == []
+        assert not queue
         assert sorted(seen) == sorted(each)
         seen.clear()
     backward(module, input, 2)
@@ -151,7 +150,7 @@ def test_torch_autograd_grad_leaves_parameters_alone() -> None:
         module(input).sum().backward(inputs=[input])
     [theirs] = torch.autograd.grad(plain(input).sum(), input)
     torch.testing.assert_close(mine, theirs)
-    assert queue == []
+    assert not queue
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
@@ -174,10 +173,10 @@ def test_torch_autograd_grad_finds_the_gradients_of_weights(in_halves: bool) -> 
             loss = each(input).square().sum()
             asked = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
             loss.backward(inputs=parameters[:1], retain_graph=True)
-            assert queue == []
+            assert not queue
             loss.backward()
         assert len(products_of(queue)) == 2 * (in_halves and each is module)
-        run(queue)
+        run_products(queue)
         found.append(gradients(each, input) | {f"asked {index}": each for index, each in enumerate(asked)})
     require_same_bits(found[1], found[0])
 
@@ -201,7 +200,7 @@ def test_hooks_on_the_nodes_of_parameters_run_as_in_torch(in_halves: bool) -> No
         )
         with collecting(deferral, when=in_halves) as queue:
             each(input).square().sum().backward()
-        assert queue == []
+        assert not queue
         found.append(gradients(each, input))
     require_same_bits(found[1], found[0])
     assert len(seen[0]) == 2
@@ -249,7 +248,7 @@ def test_under_autocast_the_same_dtypes_flow(case: Case) -> None:
             output = module(input)
         with collecting(deferral) as queue:
             output.backward(normal(*output.shape, dtype=output.dtype))
-        run(queue)
+        run_products(queue)
         found.append(gradients(module, input) | {"output": output.detach()})
     for name, theirs in found[0].items():
         assert found[1][name].dtype == theirs.dtype
@@ -288,7 +287,7 @@ def test_a_checkpointed_block_runs_twice_and_makes_each_product_once(reentrant: 
     with collecting(deferral) as queue:
         backward(mine, inputs[0], 0)
     assert len(products_of(queue)) == 2
-    run(queue)
+    run_products(queue)
     assert mine.forwards == 2
     defer_weight_gradients(plain)
     backward(plain, inputs[1], 0)
@@ -311,7 +310,7 @@ class Scale(torch.autograd.Function):
         return gradient * saved, None, None
 
 
-def test_what_only_i_needs_is_freed_by_it_and_the_rest_product_by_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_only_i_needs_is_freed_by_it_and_the_rest_product_by_product() -> None:
     layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
     inputs: list[StorageWeakRef] = []
     saved: list[StorageWeakRef] = []
@@ -329,14 +328,15 @@ def test_what_only_i_needs_is_freed_by_it_and_the_rest_product_by_product(monkey
     gradient_of = [StorageWeakRef(held_by(product)[1].untyped_storage()) for product in products]
     assert len(products) == 3
     freed: list[tuple[list[bool], list[bool]]] = []
-    compute = Deferred.compute
 
-    def watch(product: Deferred) -> list[tuple[nn.Parameter, Tensor]]:
+    def watch(make: Callable[[], Gradients]) -> Gradients:
         freed.append(([each.expired() for each in reversed(inputs)], [each.expired() for each in gradient_of]))
-        return compute(product)
+        return make()
 
-    monkeypatch.setattr(Deferred, "compute", watch)
-    run(queue)
+    [backward] = queue
+    queue[backward] = [(parameters, partial(watch, make)) for parameters, make in products]
+    del products
+    run_products(queue)
     assert freed == [([index < done for index in range(3)],) * 2 for done in range(3)]
     assert all(each.expired() for each in [*inputs, *gradient_of])
 
@@ -365,7 +365,7 @@ def test_an_input_overwritten_before_w_is_noticed() -> None:
         module(input).sum().backward()
     input.add_(1)
     with pytest.raises(UsageError, match=r"\(4, 5\) was modified in place"):
-        run(queue)
+        run_products(queue)
 
 
 def test_the_backward_may_run_on_another_thread() -> None:
@@ -377,7 +377,7 @@ def test_the_backward_may_run_on_another_thread() -> None:
         thread = Thread(target=output.backward)
         thread.start()
         thread.join()
-    run(queue)
+    run_products(queue)
     module(input).sum().backward()
     require_near(gradients(mine, input), gradients(module, input))
 
@@ -425,7 +425,7 @@ def test_a_layer_of_ones_own_takes_part_by_the_protocol() -> None:
     with collecting(deferral) as queue:
         module(torch.ones(3, 5)).sum().backward()
     assert gradients(module, torch.ones(())) == {}
-    run(queue)
+    run_products(queue)
     assert torch.equal(gradients(module, torch.ones(()))["scale"], torch.full((4, 5), 3.0))
 
 
@@ -447,6 +447,6 @@ def test_transforms_and_the_compiler_see_the_plain_layer() -> None:
     with collecting(deferral) as queue:
         torch.compile(module, backend="eager", fullgraph=True)(input).square().sum().backward()
         torch.jit.trace(module, input)(input).square().sum().backward()
-    assert queue == []
+    assert not queue
     assert plain.weight.grad is not None
     torch.testing.assert_close(module.weight.grad, 2 * plain.weight.grad)

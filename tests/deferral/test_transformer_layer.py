@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from pipeflow import GPT, PRECISIONS, Placement, Setup
 from pipeflow.engine.deferral.module import defer_weight_gradients
-from pipeflow.engine.deferral.products import Products
+from pipeflow.engine.deferral.products import Queue
 from pipeflow.planning.physical import stage_costs
 from tests.deferral.halves import held_by, products_of
 
@@ -48,7 +48,7 @@ def sizes(tensors: list[torch.Tensor], but: nn.Module) -> int:
 def run(block: nn.Module) -> tuple[int, int]:
     """Bytes that a forward saves for the backward, and bytes that the backward defers."""
     deferral = defer_weight_gradients(block)
-    queue: list[Products] = []
+    queue: Queue = {}
     saved: list[torch.Tensor] = []
     deferral.queue = queue
 

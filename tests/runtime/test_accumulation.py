@@ -39,24 +39,29 @@ def test_different_batches_add_up(variant: tuple[str, int, int]) -> None:
         require_near(result.gradients, summed)
 
 
+FUSED = pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+
+
+@FUSED
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("microbatches", [4, *(pytest.param(m, marks=pytest.mark.exhaustive) for m in (1, 7))])
 @pytest.mark.parametrize("model", [PlainModel(12, torch.float32), TreeModel(12, torch.float32)], ids=str)
-def test_all_layouts_agree_to_the_bit(model: TinyModel, microbatches: int) -> None:
+def test_all_layouts_agree_to_the_bit(model: TinyModel, microbatches: int, fused: bool) -> None:
     alike = [
-        run_threads(run_two_steps, variant[1], model, schedule_of(variant, microbatches), 2 * microbatches + 1)
+        run_threads(run_two_steps, variant[1], model, schedule_of(variant, microbatches), 2 * microbatches + 1, fused)
         for variant in variants()
         if len(schedule_of(variant, microbatches).placement.paths) == 1  # else two copies sum half of the gradient each
     ]
     require_same_bits(alike)
 
 
+@FUSED
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("microbatches", [4, *(pytest.param(m, marks=pytest.mark.exhaustive) for m in (1, 7))])
-def test_all_layouts_with_a_weight_tied_across_ranks_agree_to_the_bit(microbatches: int) -> None:
+def test_all_layouts_with_a_weight_tied_across_ranks_agree_to_the_bit(microbatches: int, fused: bool) -> None:
     model = TiedModel(12, torch.float32)
     alike = [
-        run_threads(run_two_steps, variant[1], model, schedule_of(variant, microbatches), 2 * microbatches + 1)
+        run_threads(run_two_steps, variant[1], model, schedule_of(variant, microbatches), 2 * microbatches + 1, fused)
         for variant in variants()
         if is_tied_across_ranks(schedule_of(variant, microbatches).placement)
     ]
@@ -81,8 +86,28 @@ def test_gloo_agrees_with_threads_to_the_bit(model: TinyModel) -> None:
     require_same_bits([run_threads(run_two_steps, 2, model, schedule_of(("1f1b", 2, 1), 5), 11), *over_gloo])
 
 
-def run_two_steps(model: TinyModel, schedule: Schedule, samples: int) -> Stepped:
-    return run_steps(model, schedule, [model.batch(samples), model.batch(samples, seed=1)])
+@pytest.mark.parametrize("data", [1, 2])
+def test_fused_products_have_the_same_bits_in_whole_backwards_and_in_halves(data: int) -> None:
+    """Each microbatch has so many rows that a product that is added to a gradient is rounded in another way."""
+    model, tensors = PlainModel(4, torch.float32), []
+    for variant in (("1f1b", 2, 1), ("gpipe", 1, 1), ("zb-h1", 2, 1), ("zb-v", 2, 2), ("interleaved-1f1b", 2, 2)):
+        schedule = schedule_of(variant, 3)
+        tensors.append(run_threads(run_long_steps, data * variant[1], model, schedule, True, data=data))
+    require_same_bits(tensors)
+    [plain] = run_threads(run_long_steps, 1, model, schedule_of(("gpipe", 1, 1), 3), False)
+    if data == 1:
+        [fused] = tensors[1]
+        assert any((fused.gradients[name] != each).any() for name, each in plain.gradients.items())
+
+
+def run_long_steps(model: TinyModel, schedule: Schedule, fused: bool) -> Stepped:
+    batches = [model.batch(12, length=300, seed=seed) for seed in range(2)]
+    return run_steps(model, schedule, batches, gradient_accumulation_fusion=fused)
+
+
+def run_two_steps(model: TinyModel, schedule: Schedule, samples: int, fused: bool = False) -> Stepped:
+    batches = [model.batch(samples), model.batch(samples, seed=1)]
+    return run_steps(model, schedule, batches, gradient_accumulation_fusion=fused)
 
 
 def run_all(model: TinyModel, schedules: list[Schedule]) -> list[Stepped]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -95,21 +96,12 @@ class TrappedDeferral:
         return getattr(self.plain, name)
 
     def take(self, product: Any) -> None:
-        self.plain.take(TrappedProduct(product, self.module))
+        parameters, make = product
+        self.plain.take((parameters, partial(self.compute, make)))
 
-
-class TrappedProduct:
-    def __init__(self, plain: Any, module: Trapped) -> None:
-        self.plain = plain
-        self.module = module
-
-    @property
-    def parameters(self) -> Any:
-        return self.plain.parameters
-
-    def compute(self) -> Any:
+    def compute(self, make: Any) -> Any:
         self.module.trap.step_on(Kind.W, self.module.stage)
-        return self.plain.compute()
+        return make()
 
 
 class TrappedBackward(torch.autograd.Function):

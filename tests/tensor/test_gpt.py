@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from pipeflow.engine.deferral.module import Deferrable, Deferral, defer_weight_gradients
-from pipeflow.engine.deferral.products import Products
+from pipeflow.engine.deferral.products import Queue, run_products
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.sharding import Divided, partial_in, splits_of
 from pipeflow.engine.parallel.transport.protocol import Alone
@@ -100,15 +100,15 @@ def halves(model: Model, deferral: Deferral | None) -> None:
     assert deferral is not None
     queues = []
     for seed in range(3):
-        queue: list[Products] = []
+        queue: Queue = {}
         deferral.queue = queue
         loss_of(model, seed).backward()
         deferral.queue = None
         queues.append(queue)
     for queue in queues:
-        [products] = queue
-        assert len(products.products) == 6
-        products()
+        [products] = queue.values()
+        assert len(products) == 6
+        run_products(queue)
 
 
 def gradients(model: Model) -> dict[str, Tensor]:
@@ -118,12 +118,16 @@ def gradients(model: Model) -> dict[str, Tensor]:
 @SEQUENCES
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_halves_of_a_backward_have_the_bits_of_the_whole(size: int, sequence: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("fuses", [False, True], ids=["", "fused"])
+def test_the_halves_of_a_backward_have_the_bits_of_the_whole(
+    size: int, sequence: bool, dtype: torch.dtype, fuses: bool
+) -> None:
     native = seeded(stock).to(dtype)
 
     def rank() -> None:
         plain, model = parallel(native, sequence=sequence), parallel(native, sequence=sequence)
         deferral = defer_weight_gradients(model)
+        deferral.fuses = fuses
         norms = {name for name, _ in model.named_parameters() if "norm" in name}
         assert set(deferral.remaining) == norms
         whole(plain, None)

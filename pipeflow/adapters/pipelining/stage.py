@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.stage import PipelineStage
 
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.deferral.products import Deferral, Deferred
+from pipeflow.engine.deferral.products import Deferral
 from pipeflow.engine.runtime.microbatch import Divided
 from pipeflow.engine.runtime.program.slots import snapshot
 from pipeflow.engine.torch_private.autograd import at_end_of_backward
@@ -131,7 +131,7 @@ class BuilderCall(StageCall):
 
     def _build(self) -> None:
         if self.deferral is not None:
-            self.deferral.take(Deferred((), partial(_added, self.builder())))
+            self.deferral.take(((), partial(_added, self.builder())))
 
 
 def _added(run: Callable[[], None]) -> list[tuple[nn.Parameter, Tensor]]:

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.fx import Graph, GraphModule, Node
 
 from pipeflow.engine.deferral.layers import defers
-from pipeflow.engine.deferral.products import Deferral, Deferred, Gradients
+from pipeflow.engine.deferral.products import Deferral
 
 
 class Halves(NamedTuple):
@@ -292,22 +292,23 @@ class _Weights(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         deferral, parameters = ctx.deferred
-        product = Deferred(parameters, partial(compiled_gradients, parameters, gradients))
-        if defers(ctx, deferral, product):
-            deferral.take(product)
+        if defers(ctx, deferral, parameters) and deferral.queue is not None:
+            deferral.take((parameters, partial(compiled_gradients, parameters, gradients)))
             return (None,) * (2 + len(parameters))
-        found = dict(product.compute())
+        found = dict(compiled_gradients(parameters, gradients))
         return None, *map(found.get, parameters), None
 
 
 _LATE = "_pipeflow_late"  # the attribute of a gradient with a function that computes those of a second half
 
 
-def compiled_gradients(weights: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> Gradients:
+def compiled_gradients(
+    weights: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]
+) -> list[tuple[nn.Parameter, Tensor]]:
     """The weight gradients of one call of compiled code, whose backward has returned `gradients`. The first of those
     that are deferred computes them all.
     """
-    found: Gradients = []
+    found = []
     for weight, gradient in zip(weights, gradients, strict=True):
         late: Callable[[], dict[int, Tensor]] | None = getattr(gradient, _LATE, None)
         if late is not None:

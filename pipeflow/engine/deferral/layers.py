@@ -5,8 +5,8 @@ of a module are made to defer.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
+from sys import getrefcount
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -18,33 +18,32 @@ from pipeflow.core.errors import UsageError
 from pipeflow.engine.deferral.products import (
     Copies,
     Deferral,
-    Deferred,
     Formula,
-    has_hooks,
+    into_gradient,
     of_convolution,
     of_embedding,
     of_linear,
     product_of,
 )
-from pipeflow.engine.torch_private.autograd import is_under_functorch, tracing_state, will_run
+from pipeflow.engine.torch_private.autograd import (
+    applied,
+    is_any_autocast_enabled,
+    is_under_functorch,
+    tracing_state,
+    will_run,
+)
 from pipeflow.engine.torch_private.tensors import Convolution, unviewed
 
 
 class DeferredWeights(NamedTuple):
-    """The weights of a call that defers. A tuple, so that a function's backward gets the parameters themselves."""
+    """The weights of a call that defers. A tuple, so that a function's backward gets the parameters themselves. Its
+    first three entries are the first inputs of a function that defers, by which autograd knows the parameters.
+    """
 
-    deferral: Deferral
+    anchor: Tensor
     weight: nn.Parameter
     bias: nn.Parameter | None
-
-    @property
-    def trained_bias(self) -> nn.Parameter | None:
-        return None if self.bias is None or not self.bias.requires_grad else self.bias
-
-    @property
-    def inputs(self) -> tuple[Tensor, nn.Parameter, nn.Parameter | None]:
-        """The first inputs of a function that defers, by which autograd knows the parameters."""
-        return self.deferral.anchor, self.weight, self.bias
+    deferral: Deferral
 
 
 class Deferring(nn.Module):
@@ -72,7 +71,7 @@ class Deferring(nn.Module):
             return None
         if self.deferral is None or not self.deferral.active or not (bias is None or bias.is_leaf):
             return None
-        return DeferredWeights(self.deferral, weight, bias)
+        return DeferredWeights(self.deferral.anchor, weight, bias, self.deferral)
 
     @property
     def copies(self) -> Copies | None:
@@ -116,7 +115,7 @@ class _DeferringConvolution(Deferring, Convolution):
         batched = input.dim() == self.weight.dim()
         input, padding = self._pad(input if batched else input.unsqueeze(0))
         geometry = (self.stride, padding, self.dilation, False, (0,) * len(padding), self.groups)
-        output: Tensor = _Convolution.apply(*deferred.inputs, input, deferred, geometry)  # type: ignore[no-untyped-call]  # torch's
+        output = _convolution(*deferred[:3], input, deferred, geometry)
         return output if batched else output.squeeze(0)
 
     def _pad(self, input: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -159,7 +158,9 @@ class _Linear(Function):
     def forward(
         ctx: Any, anchor: Tensor, weight: Tensor, bias: Tensor | None, input: Tensor, deferred: DeferredWeights
     ) -> Tensor:
-        input, weight, bias = _begin(ctx, input, deferred)
+        ctx.deferred = deferred
+        input, weight, bias = lowered(input, weight, bias, deferred.deferral.copies)
+        ctx.save_for_backward(input, weight)
         return unviewed(functional.linear(input, weight, bias))
 
     @staticmethod
@@ -171,10 +172,12 @@ class _Linear(Function):
         return None, *of_weights, of_input, None
 
 
+_linear = applied(_Linear)
+
+
 def linear(deferred: DeferredWeights, input: Tensor) -> Tensor:
     """`input @ weight.T + bias` of weights that are deferred."""
-    output: Tensor = _Linear.apply(*deferred.inputs, input, deferred)  # type: ignore[no-untyped-call]  # torch's
-    return output
+    return _linear(*deferred[:3], input, deferred)
 
 
 class _Convolution(Function):
@@ -188,8 +191,9 @@ class _Convolution(Function):
         deferred: DeferredWeights,
         geometry: tuple[Any, ...],
     ) -> Tensor:
-        input, weight, bias = _begin(ctx, input, deferred)
-        ctx.geometry = geometry
+        ctx.deferred, ctx.geometry = deferred, geometry
+        input, weight, bias = lowered(input, weight, bias, deferred.deferral.copies)
+        ctx.save_for_backward(input, weight)
         return torch.convolution(input, weight, bias, *geometry)
 
     @staticmethod
@@ -201,6 +205,9 @@ class _Convolution(Function):
             backward = torch.ops.aten.convolution_backward
             of_input = backward(gradient, input, weight, None, *ctx.geometry, (True, False, False))[0]
         return None, *of_weights, of_input, None, None
+
+
+_convolution = applied(_Convolution)
 
 
 class _Embedding(Function):
@@ -224,21 +231,15 @@ class _Embedding(Function):
         return None, *hand_over(ctx, ctx.formula, indices, gradient), None, None, None
 
 
+_embedding = applied(_Embedding)
+
+
 def look_up(
     deferred: DeferredWeights, indices: Tensor, padding_index: int | None, scale_by_frequency: bool = False
 ) -> Tensor:
     """Rows of a weight that defers; row `padding_index` gets no gradient."""
     formula = of_embedding(padding_index, scale_by_frequency)
-    output: Tensor = _Embedding.apply(*deferred.inputs, indices, deferred, formula)  # type: ignore[no-untyped-call]  # torch's
-    return output
-
-
-def _begin(ctx: Any, input: Tensor, deferred: DeferredWeights) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Saves what the backward needs; returns the operands of the forward."""
-    ctx.deferred = deferred
-    operands = lowered(input, deferred.weight, deferred.bias, deferred.deferral.copies)
-    ctx.save_for_backward(*operands[:2])
-    return operands
+    return _embedding(*deferred[:3], indices, deferred, formula)
 
 
 def lowered(
@@ -248,11 +249,13 @@ def lowered(
     as autocast itself does for calls in one region. But autocast's own copies would have no graph, as a function's
     forward has none, and would then be used where they need one.
     """
+    if not is_any_autocast_enabled():
+        return input, weight, bias
     device = input.device.type
     enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     if not enabled or input.dtype is torch.float64 or input.is_complex():
         return input, weight, bias
-    dtype = torch.get_autocast_dtype(input.device.type)
+    dtype = torch.get_autocast_dtype(device)
     return input.to(dtype), _lower(weight, dtype, copies), None if bias is None else _lower(bias, dtype, copies)
 
 
@@ -278,37 +281,38 @@ def hand_over(ctx: Any, formula: Formula, input: Tensor, gradient: Tensor) -> tu
     _, wants_weight, wants_bias, *_ = ctx.needs_input_grad
     if not wants_weight and not wants_bias:
         return None, None
-    deferred: DeferredWeights = ctx.deferred
-    weight, bias = deferred.weight, deferred.trained_bias
-    product = product_of(formula, weight, bias, input, gradient)
-    if defers(ctx, deferred.deferral, product):
-        deferred.deferral.take(product)
-        return None, None
-    found = dict(product.compute())
-    return found[weight], None if bias is None else found[bias]
+    _, weight, bias, deferral = ctx.deferred
+    with_bias = bias is not None and bias.requires_grad
+    if defers(ctx, deferral, (weight, bias) if with_bias else (weight,)):
+        if deferral.fuses and formula is of_linear:
+            formula = into_gradient
+        if deferral.queue is not None:
+            deferral.take(product_of(formula, weight, bias if with_bias else None, input, gradient))
+            return None, None
+    of_weight, *of_bias = formula(weight, input, gradient, with_bias)
+    return of_weight, of_bias[0] if with_bias else None
 
 
-def defers(ctx: Any, deferral: Deferral, product: Deferred) -> bool:
-    """Returns True if this backward is an I, and no other code can observe that the product's gradients come later.
+def defers(ctx: Any, deferral: Deferral, parameters: Sequence[nn.Parameter]) -> bool:
+    """Returns True if this backward is an I or fuses, and no other code can observe that it leaves the gradients of
+    `parameters` out.
 
-    The first inputs of the function of `ctx` are the deferral's anchor and the product's parameters. Raises UsageError
-    if the backward itself must be differentiated.
+    The first inputs of the function of `ctx` are the deferral's anchor and these parameters. Raises UsageError if the
+    backward itself must be differentiated.
     """
     if torch.is_grad_enabled():
         raise UsageError(
             "a backward with create_graph=True cannot run through a layer that defers its weight gradient: use a "
             "schedule without W, such as 1f1b, or make the layer an instance of your own subclass, which does not defer"
         )
-    if deferral.queue is None or any(map(has_hooks, product.parameters)):
+    if deferral.queue is None and not deferral.fuses:
         return False
-    edges = ctx.next_functions[: 1 + len(product.parameters)]
-    is_whole = will_run(edges[0][0])  # not in torch.autograd.grad
-    return is_whole and not _are_held(edges)
-
-
-def _are_held(edges: Sequence[tuple[Any, int]]) -> bool:
-    """Returns True if other code holds a node of `edges`, as code that hooks the node does. torch does not list a
-    node's hooks. No other code holds the first node.
-    """
-    nobody, *others = [sys.getrefcount(node) for node, _ in edges]
-    return any(count > nobody for count in others)
+    edges = ctx.next_functions
+    if not will_run(edges[0][0]):  # in torch.autograd.grad
+        return False
+    # torch does not list the hooks of a node. But code that hooks one holds it, and no other code holds the anchor's.
+    nobody = getrefcount(edges[0][0])
+    for place, parameter in enumerate(parameters, 1):
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or getrefcount(edges[place][0]) > nobody:
+            return False
+    return True

@@ -4,8 +4,7 @@ gradient, and the Deferral that stores them. Must not contain: the layers that m
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -16,34 +15,19 @@ from torch import Tensor, nn
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.torch_private.autograd import backward_id
 
-Gradients = list[tuple[nn.Parameter, Tensor]]
-"""Parameters, each with its gradient."""
+Gradients = Iterable[tuple[nn.Parameter, Tensor | None]]
+"""Parameters, each with its gradient; None if that was added already."""
 
 
-class Deferred:
-    """Weight gradients that are computed later, once; this frees the tensors that make them.
+Deferred = tuple[Sequence[nn.Parameter], Callable[[], Gradients]]
+"""Parameters, and a function that computes their gradients, once. It holds the tensors that make them."""
 
-    Args:
-        parameters: the parameters whose gradients these are.
-        make: computes the gradients. It holds the tensors that make them.
-    """
+Queue = dict[int, list[Deferred]]
+"""What an I has left for its W: by the id of a backward, its products in their order."""
 
-    __slots__ = ("make", "parameters")
-
-    def __init__(self, parameters: Sequence[nn.Parameter], make: Callable[[], Gradients]) -> None:
-        self.parameters = parameters
-        self.make = make
-
-    def compute(self) -> Gradients:
-        """Computes the gradients of those parameters that have one."""
-        make = self.make
-        del self.make
-        return make()
-
-
-Formula = Callable[[nn.Parameter, Tensor, Tensor, bool], Sequence[Tensor]]
+Formula = Callable[[nn.Parameter, Tensor, Tensor, bool], Sequence[Tensor | None]]
 """Computes the gradients of a layer's weight and, if that is wanted, of its bias, from the weight, the input of a call,
-and the gradient of its output.
+and the gradient of its output. None stands for a gradient that it has added itself.
 """
 
 
@@ -56,7 +40,7 @@ def product_of(
     parameters = (weight,) if bias is None else (weight, bias)
     versions = (input._version, gradient._version)
     input = input.detach()  # without the graph that made it
-    return Deferred(parameters, partial(_multiplied, formula, parameters, input, gradient, versions))
+    return parameters, partial(_multiplied, formula, parameters, input, gradient, versions)
 
 
 def _multiplied(
@@ -68,14 +52,22 @@ def _multiplied(
             f"the input or the output's gradient of a layer with a weight of shape {tuple(parameters[0].shape)} was "
             "modified in place before its weight gradient was computed: modify a copy instead"
         )
-    gradients = formula(parameters[0], input, gradient, len(parameters) > 1)
-    return list(zip(parameters, gradients, strict=True))
+    return zip(parameters, formula(parameters[0], input, gradient, len(parameters) > 1), strict=True)
 
 
 def of_linear(weight: nn.Parameter, input: Tensor, rows: Tensor, with_bias: bool) -> Sequence[Tensor]:
     """The Formula of a linear layer. `rows` is a matrix with a row per row of the input."""
     of_weight = rows.t().mm(input.reshape(rows.shape[0], input.shape[-1]).conj())  # the same tensor unless complex
     return (of_weight, rows.sum(0)) if with_bias else (of_weight,)
+
+
+def into_gradient(weight: nn.Parameter, input: Tensor, rows: Tensor, with_bias: bool) -> Sequence[Tensor | None]:
+    """Like `of_linear`, but adds the product to the weight's gradient while it is computed, if one can be added to."""
+    grad = addable(weight)
+    if grad is None or grad.dtype is not rows.dtype:
+        return of_linear(weight, input, rows, with_bias)
+    grad.addmm_(rows.t(), input.reshape(rows.shape[0], input.shape[-1]).conj())
+    return (None, rows.sum(0)) if with_bias else (None,)
 
 
 def of_convolution(*geometry: Any) -> Formula:
@@ -104,52 +96,48 @@ def of_embedding(padding_index: int | None, scale_by_frequency: bool) -> Formula
     return formula
 
 
-class Products:
-    """The products of one backward, in its order. Calling it, once, adds to the gradient of each parameter the sum of
-    its products, as autograd does at the end of a backward: so the gradient has the same bits, unless autocast made
-    several products in another dtype, and hooks run once.
+def run_products(queue: Queue) -> None:
+    """Adds to the gradient of each parameter the sum of its products in a backward, as autograd does at the end of that
+    backward: so the gradient has the same bits, unless autocast made several products in another dtype, and hooks run
+    once. Empties `queue`.
     """
-
-    __slots__ = ("backward", "products")
-
-    def __init__(self, backward: int) -> None:
-        self.backward = backward
-        self.products: list[Deferred] = []
-
-    def __call__(self) -> None:
-        products, self.products = self.products, []
-        remaining = Counter([id(parameter) for product in products for parameter in product.parameters])
-        sums: dict[nn.Parameter, Tensor] = {}
-        for product in products:
-            for parameter, gradient in product.compute():
-                remaining[id(parameter)] -= 1
-                if remaining[id(parameter)] or parameter in sums:
-                    sums[parameter] = _sum(sums.get(parameter), gradient, parameter)
-                else:
+    for backward in list(queue):
+        products = queue.pop(backward)[::-1]
+        uses = [id(parameter) for parameters, _ in products for parameter in parameters]
+        repeated = {each for each in uses if uses.count(each) > 1} if len(set(uses)) < len(uses) else ()
+        sums: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        while products:
+            for parameter, gradient in products.pop()[1]():
+                if gradient is not None and id(parameter) not in repeated:
                     accumulate(parameter, gradient)
-        for parameter, gradient in sums.items():
+                elif gradient is not None:
+                    gradient = gradient.to(parameter.grad_dtype)  # also those that autocast made in a shorter dtype
+                    before = sums.get(id(parameter))
+                    sums[id(parameter)] = parameter, gradient if before is None else before[1] + gradient
+        for parameter, gradient in sums.values():
             accumulate(parameter, gradient)
-
-
-def _sum(before: Tensor | None, gradient: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Adds up gradients in the dtype of the parameter's gradient, also those that autocast made in a shorter one."""
-    gradient = gradient.to(parameter.grad_dtype)
-    return gradient if before is None else before + gradient
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
     """Adds `gradient`, which must have no other users, to the parameter's. Uses autograd where it makes a difference:
     it runs hooks, and knows the memory layout of a parameter's first gradient.
     """
-    grad = parameter.grad
-    if has_hooks(parameter):
-        parameter.backward(gradient)
-    elif grad is None and gradient.dtype is parameter.grad_dtype and gradient.stride() == parameter.stride():
-        parameter.grad = gradient
-    elif grad is None or grad.requires_grad or grad.layout is not torch.strided:
-        parameter.backward(gradient)
-    else:
+    if (grad := addable(parameter)) is not None:
         grad.add_(gradient)
+        return
+    is_first = parameter.grad is None and not has_hooks(parameter)
+    if is_first and gradient.dtype is parameter.grad_dtype and gradient.stride() == parameter.stride():
+        parameter.grad = gradient
+    else:
+        parameter.backward(gradient)
+
+
+def addable(parameter: nn.Parameter) -> Tensor | None:
+    """The parameter's gradient if it can be added to without autograd."""
+    grad = parameter.grad
+    if grad is None or grad.requires_grad or grad.layout is not torch.strided:
+        return None
+    return None if parameter._backward_hooks or parameter._post_accumulate_grad_hooks else grad
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
@@ -164,27 +152,29 @@ Copies = dict[nn.Parameter, Tensor]
 class Deferral:
     """Receives the weight-gradient products of the layers of one stage.
 
-    To run a backward as I, set `queue` to a list before it and reset it to None after it; calling the list's entries in
-    order is its W. Gradients have the same bits as those of a whole backward, except for a parameter that is also used
+    To run a backward as I, set `queue` to a Queue before it and reset it to None after it; `run_products` of the queue
+    is its W. Gradients have the same bits as those of a whole backward, except for a parameter that is also used
     outside the layers that defer: the other part of its gradient is then added first; and except for one that is used
     several times under autocast: its gradients are then added up in its own dtype, not in autocast's.
 
     Attributes:
         copies: parameters in autocast's dtype, for all microbatches of a step; None outside of a step.
         active: whether layers may defer in the forwards that follow. If not, each is the plain layer.
-        queue: list of the products of each backward; None outside of I.
+        fuses: whether linear layers add the products of their weights to the gradients while these are computed.
+        queue: the products of an I; None outside of I.
         deferred: numbers of elements of the parameters whose gradients are products, by name.
         remaining: the same for other trainable parameters, whose gradients I computes.
         module: weak reference to the module of the layers.
     """
 
-    __slots__ = ("active", "anchor", "copies", "deferred", "module", "num_layers", "queue", "remaining")
+    __slots__ = ("active", "anchor", "copies", "deferred", "fuses", "module", "num_layers", "queue", "remaining")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = ref(module)
         self.copies: Copies | None = None
         self.active = True
-        self.queue: list[Products] | None = None
+        self.fuses = False
+        self.queue: Queue | None = None
         self.deferred: Mapping[str, int] = {}
         self.remaining: Mapping[str, int] = {}
         self.num_layers = 0
@@ -193,16 +183,10 @@ class Deferral:
 
     def take(self, product: Deferred) -> None:
         """Stores `product`, or runs it at once if there is no queue; called during a backward."""
-        backward = backward_id()
         if self.queue is None:
-            products = Products(backward)
+            run_products({0: [product]})
         else:
-            products = next((each for each in self.queue if each.backward == backward), None) or Products(backward)
-            if not products.products:
-                self.queue.append(products)
-        products.products.append(product)
-        if self.queue is None:
-            products()
+            self.queue.setdefault(backward_id(), []).append(product)
 
     def __str__(self) -> str:
         late, early = sum(self.deferred.values()), sum(self.remaining.values())

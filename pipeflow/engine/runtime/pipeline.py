@@ -56,8 +56,7 @@ class Pipeline(nn.Module):
     Args:
         chunks: this rank's module, or an nn.ModuleList of its modules, one per stage of
             `schedule.placement.stages_of(rank)`, in that order.
-        schedule: the schedule of the steps, the same on every rank; it is verified here. `execute_pipeline` accepts
-            other schedules of the same placement.
+        schedule: of the steps, the same on every rank; it is verified. A step may have another one of its placement.
         criterion: `criterion(output, labels)` returns the mean loss of a microbatch, a scalar tensor. It is needed for
             training. The results of a loss module with `reduction="sum"` are added up over microbatches and replicas.
             If the criterion is a module, ranks with the last stage hold it as `criterion`, with its parameters.
@@ -79,6 +78,8 @@ class Pipeline(nn.Module):
             torch.autocast around `execute_pipeline`, if there is one. Backwards run outside of it.
         gradient_dtype: dtype in which gradients of narrower parameters are added up over microbatches and ranks.
             `.grad` keeps it, for MasterWeights. With fully_shard, set its MixedPrecisionPolicy instead.
+        gradient_accumulation_fusion: whether linear layers add to weights' gradients while these are computed, as in
+            Megatron-LM: it is faster, and rounds in another way than torch, but in the same under every schedule.
         cost: times of stages and links, in one unit. Receives are posted earlier by the latency of their link, into
             more buffers, so that no transfer waits for its receiver. By default links take no time.
         routes: pairs of stages (from, to) that are not neighbours. The first stage of a pair passes tensors to the
@@ -120,6 +121,7 @@ class Pipeline(nn.Module):
         overlap: Overlap | None = None,
         autocast: torch.dtype | None = None,
         gradient_dtype: torch.dtype | None = None,
+        gradient_accumulation_fusion: bool = False,
         cost: CostModel | None = None,
         routes: Sequence[tuple[int, int]] | None = None,
         loss_over: LossOver = "microbatches",
@@ -150,7 +152,10 @@ class Pipeline(nn.Module):
             taken = self._agree(options, names_taken(modules, options.routes))
             self.gradients = Gradients(self, self._owners(modules), schedule.placement, context, gradient_dtype)
             watched = None if overlap is None else context.device
-            prepared = {stage: Stage(stage, module, watched, options.routes) for stage, module in modules.items()}
+            prepared = {
+                stage: Stage(stage, module, watched, options.routes, fuses=gradient_accumulation_fusion)
+                for stage, module in modules.items()
+            }
             programs = Programs(schedule.placement, context, prepared, self.gradients, options)
             weigh = getattr(criterion, "weigh", None) if weigh is None else weigh
             self.runner = Runner(programs, criterion, weigh, taken, autocast, loss_over)
@@ -195,14 +200,14 @@ class Pipeline(nn.Module):
         overlap: Overlap | None = None,
         autocast: torch.dtype | None = None,
         gradient_dtype: torch.dtype | None = None,
+        gradient_accumulation_fusion: bool = False,
         cost: CostModel | None = None,
         rules: Sequence[Rule] = DEFAULT_RULES,
     ) -> Self:
         r"""Makes a Pipeline from a whole module. Each stage runs the module's own forward.
 
-        In the forward of a stage, calls that belong to earlier stages are replaced by the tensors received from them,
-        and the forward ends after the stage's last block. What a stage receives, sends and owns is found by running
-        the forward on fake tensors, once for each new shape of a microbatch.
+        In a stage's forward, received tensors replace the calls of earlier stages, and it ends after its last block.
+        What it receives, sends and owns is found on fake tensors, once for each new shape of a microbatch.
 
         Args:
             module: the whole module, on the CPU or the meta device, the same on every rank. The Pipeline shares the
@@ -222,7 +227,7 @@ class Pipeline(nn.Module):
             weigh: as in `Pipeline`. By default, what each term of the loss is divided by is read from the operators of
                 the module. A loss that is a sum is added up. A step raises UsageError if it cannot be read.
             loss_over: as in `Pipeline`; "batch" needs a criterion.
-            overlap, autocast, gradient_dtype: as in `Pipeline`.
+            overlap, autocast, gradient_dtype, gradient_accumulation_fusion: as in `Pipeline`.
             cost: as in `Pipeline`; if it has no `activation_bytes`, those of the plan are used.
             rules: which layers are split over the tensor ranks, and how; with (), none is. Put your own rules first, as
                 in `rules=[Rule("attention", r"attn\.qkv", parts=3), *DEFAULT_RULES]`.
@@ -264,6 +269,7 @@ class Pipeline(nn.Module):
             overlap=overlap,
             autocast=autocast,
             gradient_dtype=gradient_dtype,
+            gradient_accumulation_fusion=gradient_accumulation_fusion,
             cost=priced(cost, plan),
             loss_over=loss_over,
         )

@@ -29,6 +29,7 @@ class Stage:
         module: the stage's module.
         watched: a device whose random generator is watched during calls; None to watch none.
         routes: routes of the pipeline, which determine the number of positional arguments.
+        fuses: whether linear layers add the products of their weights to the gradients while these are computed.
     """
 
     def __init__(
@@ -37,6 +38,8 @@ class Stage:
         module: nn.Module,
         watched: torch.device | None = None,
         routes: Routes = (),
+        *,
+        fuses: bool = False,
     ) -> None:
         self.index = index
         self.module = module
@@ -46,6 +49,7 @@ class Stage:
             self._call = self._watched = WatchedCall(self._call, watched)
         self.call: Callable[..., Any] = self._call
         self.deferral = defer_weight_gradients(module)
+        self.deferral.fuses = fuses
         self.state = ModuleState(f"stage {index}", module.root if isinstance(module, ModuleStage) else module)
         self.keywords: list[dict[str, object]] = []
         self.takes = Keywords.of(module, inputs=len(sources_of(index, routes)))

@@ -67,7 +67,7 @@ def _product(function: type[Function], input: Tensor, weight: Tensor, bias: Tens
         return functional.linear(input, weight, bias) if mode.deferred is None else linear(mode.deferred, input)
     if mode.sequence and input.dim() < 3:
         raise UsageError(f"sequence parallelism needs (batch, sequence, hidden), got a shape of {tuple(input.shape)}")
-    weights = (None, weight, bias) if mode.deferred is None else mode.deferred.inputs
+    weights = (None, weight, bias) if mode.deferred is None else mode.deferred[:3]
     output: Tensor = function.apply(*weights, input, mode)
     return output
 
@@ -77,7 +77,8 @@ class _Column(Function):
     def forward(
         ctx: Any, anchor: Tensor | None, weight: Tensor, bias: Tensor | None, input: Tensor, mode: Mode
     ) -> Tensor:
-        input, weight, bias = _operands(ctx, input, weight, bias, mode)
+        ctx.mode, ctx.deferred = mode, mode.deferred
+        input, weight, bias = lowered(input, weight, bias, mode.copies)
         if mode.sequence:
             input = gathered(mode.group, input, SEQUENCE)
         ctx.save_for_backward(input, weight)
@@ -91,14 +92,10 @@ class _Column(Function):
         rows = gradient.reshape(-1, weight.shape[0])
         finish: Finish | None = None
         if ctx.needs_input_grad[3]:
-            finish = _start(ctx.mode, rows.mm(weight.conj()).view(input.shape))
+            product, (group, sequence, *_) = rows.mm(weight.conj()).view(input.shape), ctx.mode
+            finish = start_sum_scatter(group, product, SEQUENCE) if sequence else start_sum(group, product)
         of_weights = _weight_gradients(ctx, input, rows)
         return None, *of_weights, None if finish is None else finish(), None
-
-
-def _start(mode: Mode, gradient: Tensor) -> Finish:
-    """Starts the sum of the input's gradient over the ranks."""
-    return start_sum_scatter(mode.group, gradient, SEQUENCE) if mode.sequence else start_sum(mode.group, gradient)
 
 
 class _Row(Function):
@@ -106,7 +103,8 @@ class _Row(Function):
     def forward(
         ctx: Any, anchor: Tensor | None, weight: Tensor, bias: Tensor | None, input: Tensor, mode: Mode
     ) -> Tensor:
-        input, weight, bias = _operands(ctx, input, weight, bias, mode)
+        ctx.mode, ctx.deferred = mode, mode.deferred
+        input, weight, bias = lowered(input, weight, bias, mode.copies)
         ctx.save_for_backward(input, weight)
         part = functional.linear(input, weight)
         whole = sum_scattered(mode.group, part, SEQUENCE) if mode.sequence else start_sum(mode.group, part)()
@@ -121,14 +119,6 @@ class _Row(Function):
         of_weights = _weight_gradients(ctx, input, rows)
         of_input = rows.mm(weight.conj()).view(input.shape) if ctx.needs_input_grad[3] else None
         return None, *of_weights, of_input, None
-
-
-def _operands(
-    ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, mode: Mode
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands of a forward, in autocast's dtype if that is on."""
-    ctx.mode, ctx.deferred = mode, mode.deferred
-    return lowered(input, weight, bias, mode.copies)
 
 
 def _weight_gradients(ctx: Any, input: Tensor, rows: Tensor) -> tuple[Tensor | None, Tensor | None]:

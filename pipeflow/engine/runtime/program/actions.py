@@ -81,7 +81,7 @@ class Shared:
             self.results,
             self.device,
             training=self.training,
-            defers=Kind.I in kinds,
+            defers=Kind.I in kinds or stage.deferral.fuses,
             fills=sharded,  # fully_shard averages in a backward alone
         )
 

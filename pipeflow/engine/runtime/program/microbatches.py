@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.deferral.products import Products
+from pipeflow.engine.deferral.products import Queue, run_products
 from pipeflow.engine.runtime.program.results import Results
 from pipeflow.engine.runtime.program.slots import Slot, flatten, may_be_overwritten
 from pipeflow.engine.runtime.program.unused import Unused
@@ -37,7 +37,7 @@ class Microbatch:
         results: what the last stage computes from its output.
         device: device of the rank.
         training: whether a backward follows.
-        defers: whether layers leave weight gradients for W.
+        defers: whether layers leave weight gradients for W, or add them themselves.
         fills: whether a backward must begin at each output, with zeros where there is no gradient.
     """
 
@@ -63,7 +63,7 @@ class Microbatch:
         self.training, self.defers, self.fills = training, defers, fills
         self.leaves: list[Tensor] = []
         self.edges: list[GradientEdge] = []
-        self.deferred: list[Products] = []
+        self.deferred: Queue = {}
 
     def forward(self) -> None:
         """F: calls the stage with its input, and keeps the output."""
@@ -115,7 +115,7 @@ class Microbatch:
 
     def backward(self) -> None:
         """B: computes gradients of parameters and input from the output's. Layers called again defer as in F."""
-        self._backward(defers=False)
+        self._backward(defers=self.stage.deferral.fuses)
 
     def backward_input(self) -> None:
         """I: like B, but layers that can do so keep the products that make weight gradients for W."""
@@ -128,9 +128,7 @@ class Microbatch:
 
     def backward_weight(self) -> None:
         """W: runs the products that I kept, in the same order."""
-        for product in self.deferred:
-            product()
-        self.deferred = []
+        run_products(self.deferred)
 
     def _backward(self, *, defers: bool) -> None:
         gradients = self._gradients()
