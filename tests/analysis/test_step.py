@@ -36,6 +36,11 @@ def test_the_agreement_of_four_ranks_on_two_sides_of_a_slow_link() -> None:
     assert step_time(ending(10, 7, 8, 10), cost) == 13
 
 
+def test_a_rank_sends_no_sooner_than_its_receiver_has_posted() -> None:
+    """Rank 2 ends at 20, so rank 3 sends to it at 25, and it goes on at 30; what it then sends arrives at 35."""
+    assert step_time(ending(0, 0, 20, 0), CostModel((1,) * 4, (0,) * 4, (0,) * 4, latency=5)) == 35
+
+
 @pytest.mark.parametrize("ranks", range(1, 20))
 def test_ranks_that_end_together_take_a_latency_a_round_and_one_more(ranks: int) -> None:
     """Only the first round waits for its receiver."""

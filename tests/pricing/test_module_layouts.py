@@ -51,6 +51,11 @@ def test_the_search_finds_the_fastest_of_all_plans() -> None:
     assert [each.layout for each in searched(top=1)] == [found[0].layout]
 
 
+def test_every_layout_takes_the_whole_batch() -> None:
+    found = searched(schedules=("1f1b",), batch=4)
+    assert [each.layout.data * each.layout.microbatches * each.layout.microbatch_size for each in found] == [4, 4]
+
+
 @pytest.mark.exhaustive
 def test_less_memory_leaves_layouts_out_and_then_none() -> None:
     roomy = searched()
