@@ -164,6 +164,12 @@ def test_a_pair_has_a_frame_around_both() -> None:
     blocks = dict(zip(actions(root), looking(root, "block"), strict=True))
     inside = [{action for action, block in blocks.items() if frame_holds(frame, block)} - {"1W0"} for frame in frames]
     assert inside == [{"0F2", "0B0"}, {"0F3", "0B1"}, {"1F1", "1I0"}]
+    touching = {
+        action
+        for (action, block), (_, other) in pairwise(blocks.items())
+        if abs(number(block, "x") + number(block, "width") - number(other, "x")) < 0.1
+    }
+    assert touching == {"0F2", "0F3", "1F1"}
     assert "overlapped pair" in texts(root)
     assert "overlapped pair" not in texts(drawn(planned()))
 
