@@ -240,11 +240,15 @@ def run_misshapen(wrong_rank: int) -> list[str]:
 def test_a_broken_promise_is_one_clear_error(start: Any, wrong_rank: int) -> None:
     for told in start(run_misshapen, 3, wrong_rank):
         shorter, longer, dtype, tree = told
-        promised = f"but tensor_shape=(2, 3, {WIDTH}) and tensor_dtype=torch.float64 were given"
-        assert f"stage {wrong_rank} returned a torch.float64 of shape (2, 2, {WIDTH}), {promised}" in shorter
-        assert f"stage {wrong_rank} returned a torch.float64 of shape (2, 6, {WIDTH}), {promised}" in longer
-        assert f"stage {wrong_rank} returned a torch.float32 of shape (2, 3, {WIDTH}), {promised}" in dtype
-        assert "with tensor_shape, a stage must return one tensor" in tree
+        it, bare = (
+            f"stage {wrong_rank} returned a torch.float",
+            f"a torch.float64 of shape (2, 3, {WIDTH}) with a gradient",
+        )
+        promised = f" with a gradient, but its receiver expects {bare}, which tensor_shape and tensor_dtype say"
+        assert f"{it}64 of shape (2, 2, {WIDTH}){promised}" in shorter
+        assert f"{it}64 of shape (2, 6, {WIDTH}){promised}" in longer
+        assert f"{it}32 of shape (2, 3, {WIDTH}){promised}" in dtype
+        assert f"stage {wrong_rank} returned {bare} in a tree, but" in tree
 
 
 # Batches of 4 microbatches, of which 9 samples make 3, 2, 2 and 2; the ragged last batch of an epoch, and back.
@@ -317,7 +321,8 @@ def run_open_misshapen() -> list[str]:
 def test_a_wrong_rest_of_an_open_shape_is_one_clear_error() -> None:
     for told in run_threads(run_open_misshapen, 2):
         for message in told:
-            assert f"stage 0 returned a torch.float64 of shape (2, 2, {WIDTH}), but tensor_shape=(2, 3" in message
+            assert f"stage 0 returned a torch.float64 of shape (2, 2, {WIDTH})" in message
+            assert f"but its receiver expects a torch.float64 of shape (2, 3, {WIDTH})" in message
 
 
 def read_other_sizes(smaller: int) -> tuple[str, str]:

@@ -10,11 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from pipeflow import Pipeline, clip_grad_norm_, execute_pipeline, load_checkpoint, make_schedule, save_checkpoint
+from pipeflow import (
+    Pipeline,
+    UsageError,
+    clip_grad_norm_,
+    execute_pipeline,
+    load_checkpoint,
+    make_schedule,
+    save_checkpoint,
+)
 from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.transport.protocol import Tag
 from pipeflow.testing import run_processes
+from tests.runtime.skips import counted
 from tests.second.device import NAME, WAITS, register
 from tests.second.ranks import on_second_device
 
@@ -144,6 +154,73 @@ def test_a_schedule_of_torchs_api_never_waits(tmp_path: Path) -> None:
     assert same(plain[0][0], there[0][0])
     assert len(plain[0][0]) == 12
     assert [each[1] for each in there] == [Counter(), Counter()]
+
+
+class Cutting(nn.Module):
+    """A layer, of whose output all rows but some are handed on, as many as its attribute says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.less = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(self.layer(hidden))[:, self.less :]
+
+
+def of_shapes(_folder: Path) -> tuple[list[int], str, list[float]]:
+    """The headers of steps that repeat, or do not; the error of one whose shapes change by themselves; the losses."""
+    rank = current_context().pipeline_rank
+    torch.manual_seed(rank)
+    stage, headers, losses = Cutting(), list[int](), list[float]()
+
+    def step(length: int, *, training: bool = True) -> None:
+        sent.tensors.clear()
+        values = torch.linspace(0, 1, 8 * length * 4).view(8, length, 4)
+        told = execute_pipeline(iter([(values, values)]), model, forward_only=not training, broadcast_loss=True)
+        headers.append(sent.tensors[Tag.HEADER, 1])
+        assert told.loss is not None
+        losses.append(told.loss.item())
+
+    with counted() as sent:
+        model = Pipeline(
+            stage,
+            make_schedule("1f1b", ranks=2, microbatches=4),
+            criterion=lambda output, _: output.square().mean(),
+            weigh=lambda _: 1.0,
+        )
+        for length in (5, 5, 5, 5, 6, 6, 6):
+            step(length)
+        for _ in range(4):
+            step(6, training=False)
+        step(6)
+        stage.requires_grad_(rank > 0)
+        for _ in range(4):
+            step(6)
+        stage.less = int(rank == 0)
+        error = ""
+        try:
+            step(6)
+        except UsageError as caught:
+            error = str(caught)
+        for _ in range(4):
+            step(6)
+    return headers, error, losses
+
+
+def test_activations_of_a_step_that_repeats_have_no_header(tmp_path: Path) -> None:
+    """All ranks know it together, also if only one of them has changed; a shape that changes by itself is an error."""
+    plain, there = both(of_shapes, 2, tmp_path)
+    for (_, none, losses), (_, _, others) in zip(plain, there, strict=True):
+        assert same(losses[:16] + losses[17:], others)
+        assert not none  # between CPUs the message says it
+    headers, error, _ = there[0]
+    assert headers[:7] == [4, 4, 0, 0, 4, 4, 0]
+    assert headers[7:11] == [4, 4, 0, 0]  # evaluations
+    assert headers[11:16] == [0, 4, 4, 0, 0]  # a stage is frozen
+    assert headers[16:] == [4, 4, 4, 4]
+    assert "stage 0 returned a torch.float32 of shape (2, 5, 4)" in error
+    assert "but its receiver expects a torch.float32 of shape (2, 6, 4), as in" in error
 
 
 def of_accelerate(folder: Path) -> tuple[Numbers, Counter[str]]:

@@ -5,7 +5,7 @@ the structure of what users pass in.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
@@ -16,6 +16,7 @@ from torch import Tensor
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.engine.stages.entries import no_pair
+from pipeflow.engine.stages.plan import look_of
 from pipeflow.engine.torch_private.trees import (
     register_pytree_node,
     tree_flatten,
@@ -185,6 +186,11 @@ class Batch:
         leaf = part.detach().requires_grad_()
         self.leaves.append((part, leaf))
         return leaf
+
+    def look(self) -> Hashable:
+        """What the shapes of activations follow from: sizes, and the shapes, dtypes and plain values of entries."""
+        leaves, spec = tree_flatten((self.inputs, self.labels), _is_whole)
+        return (*self.sizes, str(spec), *(look_of(_unwrapped(leaf)) for leaf in leaves))
 
     def digest(self) -> float:
         """A digest of the first and the last row of every tensor. It is nan if a tensor is not in CPU memory, or has a

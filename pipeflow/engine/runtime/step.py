@@ -160,8 +160,8 @@ class Runner:
         try:
             self.confirmation.confirm_all()
             batch, compiled = self._start(data_iter, call)
-            self.programs.fit(compiled, batch.sizes)
             region = region_of(self.transport.device.type, self.autocast)
+            self.programs.fit(compiled, batch, region)
             with torch.inference_mode(mode=False), torch.no_grad(), outside(region):
                 self._load(compiled, batch, call, region)
                 self._run(compiled, compiled.operations, batch)
@@ -184,8 +184,8 @@ class Runner:
         results = compiled.results
         if compiled.ahead is None or call.trace:
             self.confirmation.confirm_all()
-        self.programs.fit(compiled, batch.sizes)
         region = region_of(self.transport.device.type, self.autocast)
+        self.programs.fit(compiled, batch, region)
         with torch.inference_mode(mode=False), torch.set_grad_enabled(call.training), outside(region):
             self._load(compiled, batch, call, region)
             if call.training:

@@ -41,7 +41,7 @@ class PlanKey(NamedTuple):
     def of(cls, entries: Mapping[str, Any], device: str, forward: Hashable, *, training: bool, grads: bool) -> PlanKey:
         """The key of a microbatch with these entries, which stages on `device` compute now."""
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        looks = tuple((name, _look(entry)) for name, entry in entries.items())
+        looks = tuple((name, look_of(entry)) for name, entry in entries.items())
         return cls(looks, training, grads, autocast, forward)
 
     def unlike(self, other: PlanKey) -> str:
@@ -61,7 +61,8 @@ class PlanKey(NamedTuple):
         return ", ".join(found)
 
 
-def _look(entry: object) -> Hashable:
+def look_of(entry: object) -> Hashable:
+    """The shapes, dtypes and plain values of an entry of a batch."""
     if isinstance(entry, Stateful):
         return entry.key
     if isinstance(entry, Tensor):
@@ -69,9 +70,9 @@ def _look(entry: object) -> Hashable:
     if isinstance(entry, bool | int | float | str | None):
         return entry
     if type(entry) in (list, tuple):
-        return type(entry), *map(_look, entry)  # type: ignore[call-overload]  # an iterable
+        return type(entry), *map(look_of, entry)  # type: ignore[call-overload]  # an iterable
     leaves, spec = tree_flatten(entry)
-    return str(type(entry)) if spec.is_leaf() else (str(spec), *map(_look, leaves))
+    return str(type(entry)) if spec.is_leaf() else (str(spec), *map(look_of, leaves))
 
 
 def _said(looks: Mapping[str, Hashable], name: str) -> str:

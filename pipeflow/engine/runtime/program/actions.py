@@ -23,8 +23,8 @@ from pipeflow.engine.runtime.program.memory_actions import HeldMicrobatch, Memor
 from pipeflow.engine.runtime.program.microbatches import Microbatch
 from pipeflow.engine.runtime.program.operations import Operation, Unawaited, begin, compute
 from pipeflow.engine.runtime.program.results import Results
-from pipeflow.engine.runtime.program.saved import HostMemory
-from pipeflow.engine.runtime.program.slots import Slot
+from pipeflow.engine.runtime.program.saved import HostMemory, Saved
+from pipeflow.engine.runtime.program.slots import Buffers, Slot
 from pipeflow.engine.runtime.stage import Stage
 
 MEMORY_KINDS = frozenset({Kind.C, Kind.O, Kind.L})
@@ -39,6 +39,7 @@ class Shared:
     num_stages: int
     device: torch.device
     host: HostMemory
+    buffers: Buffers
     training: bool
     gradients: Gradients
     step: Callable[[int], None]  # steps the weights of a stage
@@ -61,7 +62,7 @@ class Shared:
 
     def _made(self, action: Action, kinds: frozenset[Kind]) -> Microbatch:
         stage, inputs, outputs = self.stages[action.stage], self.inputs(action), self.outputs(action)
-        gradients = [[self.slots[_gradient(value)] for value in values] for values in (inputs, outputs)]
+        gradients = ([self.slots[_gradient(value)] for value in values] for values in (inputs, outputs))
         sharded = bool(fully_sharded_in(stage.module))
         if sharded and kinds & MEMORY_KINDS:
             raise UsageError(
@@ -70,16 +71,16 @@ class Shared:
             )
         make: Callable[..., Microbatch] = Microbatch
         if self.training and kinds & MEMORY_KINDS:
-            make = partial(HeldMicrobatch, host=self.host, drops=Kind.C in kinds)
+            make = partial(HeldMicrobatch, saved=Saved(action.stage, self.host), drops=Kind.C in kinds)
         return make(
             stage,
             action.microbatch,
             [self.slots[value] for value in inputs],
             {value.user: self.slots[value] for value in outputs},
-            tuple(gradients),
+            *gradients,
             self.given,
             self.results,
-            self.device,
+            self.buffers,
             training=self.training,
             defers=Kind.I in kinds or stage.deferral.fuses,
             fills=sharded,  # fully_shard averages in a backward alone

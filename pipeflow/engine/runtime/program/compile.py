@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import filterfalse, takewhile
 from typing import NamedTuple
+
+import torch
 
 from pipeflow.core.action import Action, Kind, Pair
 from pipeflow.core.analysis.lowering import lower
@@ -31,13 +33,14 @@ from pipeflow.engine.runtime.devices import require_placed
 from pipeflow.engine.runtime.gradients.fully_sharded import average, fully_sharded_in
 from pipeflow.engine.runtime.gradients.step_end import Gradients
 from pipeflow.engine.runtime.gradients.sums import Orders, orders_of
+from pipeflow.engine.runtime.microbatch import Batch
 from pipeflow.engine.runtime.program.actions import OPERATIONS, Shared
 from pipeflow.engine.runtime.program.ahead import Ahead, runs_ahead, split_ahead
 from pipeflow.engine.runtime.program.operations import Beside, Doing, Operation, end
 from pipeflow.engine.runtime.program.pairs import Both, Half, Overlap
 from pipeflow.engine.runtime.program.results import Results
 from pipeflow.engine.runtime.program.saved import HostMemory
-from pipeflow.engine.runtime.program.slots import Promise
+from pipeflow.engine.runtime.program.slots import Buffers, Promise
 from pipeflow.engine.runtime.program.wires import (
     ActivationWire,
     Expectations,
@@ -105,8 +108,10 @@ class Compiled:
     ahead: Ahead | None  # if there are any of these
     results: Results
     given: list[tuple[object, ...]]  # arguments of the first stage, by microbatch
-    promised: list[ActivationWire]  # the wires that rely on the promised shape of activations
-    sizes: list[int] = field(default_factory=list)  # samples per microbatch for which they are prepared
+    promise: Promise | None  # on which the shapes of activations rely
+    wires: list[Wire]
+    sizes: list[int] = field(default_factory=list)  # samples per microbatch for which these are prepared
+    look: Hashable = None  # of the last step: what its shapes followed from
 
 
 class Programs:
@@ -126,7 +131,7 @@ class Programs:
         self.gradients = gradients
         self.options = options
         self.host = HostMemory(context.device)
-        self.expectations = Expectations(options.promise)
+        self.expectations, self.buffers = Expectations(), Buffers(context.device)
         self.confirmation = Confirmation(context)
         self._kept: list[Compiled] = []  # the most recently used one first
         self._sizes: list[int] = []  # samples of each microbatch of the last step
@@ -137,17 +142,19 @@ class Programs:
     def clear(self) -> None:
         """Drops all programs, because they hold channels of the transport."""
         self._kept.clear()
-        self._sizes = []
+        self._sizes, self.buffers = [], Buffers(self.context.device)
 
-    def fit(self, compiled: Compiled, sizes: list[int]) -> None:
-        """Prepares a program for microbatches of `sizes` samples.
+    def fit(self, compiled: Compiled, batch: Batch, region: torch.autocast | None) -> None:
+        """Prepares a program for a batch whose stages run in `region`, if there is one.
 
         If the sizes determine the lengths of messages and have changed since the last step of any program, the ranks of
         the pipeline compare them first: gloo would end a process whose message is too long. Raises UsageError on all of
         them if the sizes differ, also if they have changed on some ranks alone.
         """
-        promise, transport = self.options.promise, self.context.transport
-        self.expectations.known = bool(compiled.promised)
+        self.buffers.begin()
+        promise, transport, sizes = compiled.promise, self.context.transport, batch.sizes
+        self.expectations.promise = promise
+        self.expectations.known = promise is not None or self._repeats(compiled, batch, region)
         if promise is None:
             return
         if promise.is_open and sizes != self._sizes:
@@ -165,9 +172,24 @@ class Programs:
                     )
             self._sizes = sizes
         if sizes != compiled.sizes:
-            for wire in compiled.promised:
-                wire.promise(promise.of(sizes[wire.value.microbatch]))
+            for wire in compiled.wires:
+                if isinstance(wire, ActivationWire):
+                    wire.metadata = wire.expected = promise.of(sizes[wire.value.microbatch])
             compiled.sizes = sizes
+
+    def _repeats(self, compiled: Compiled, batch: Batch, region: torch.autocast | None) -> bool:
+        """Whether all ranks of the pipeline know that this step is like the last one of the program. Each compares its
+        batch and its stages and tells the others; hosts wait for hosts only. Between CPUs nobody needs to know.
+        """
+        transport = self.context.transport
+        if transport.device.type == "cpu" or transport.size == 1:
+            return False
+        owners = [stage.module for stage in self.stages.values()]
+        modes = [module.training for owner in owners for module in owner.modules()]
+        forms = [(each.requires_grad, each.dtype) for owner in owners for each in owner.parameters()]
+        before, compiled.look = compiled.look, (batch.look(), *modes, *forms, region and region.fast_dtype)
+        same = compiled.look == before and not self.expectations.vary
+        return all(said for [said] in all_gather(transport, [float(same)]))
 
     def get(self, schedule: Schedule, mode: RunMode) -> Compiled:
         """The program for `schedule` in this mode, compiled on first use.
@@ -209,6 +231,7 @@ class Programs:
             ran.placement.num_stages,
             transport.device,
             self.host,
+            self.buffers,
             mode.training,
             self.gradients,
             self.confirmation.step,
@@ -227,13 +250,15 @@ class Programs:
         if steps:
             operations, ahead = split_ahead(operations, first, ran, routes)
         operations = [*filterfalse(_steps, operations), *steps]
-        known = [wire for wire in compiler.wires.values() if promised and isinstance(wire, ActivationWire)]
         compiled = schedule, mode, digest_of(schedule), orders_of(schedule), operations, len(operations) - len(steps)
-        return Compiled(*compiled, ahead, results, given, known)
+        return Compiled(*compiled, ahead, results, given, promise, [*compiler.wires.values()])
 
     def _connect(self, program: Program, *, promised: bool, training: bool) -> None:
-        transport = self.context.transport
-        transport.connect(_channels_of(program, transport.rank, promised=promised))
+        transport, rank = self.context.transport, self.context.transport.rank
+        moves = [each for each in program.instructions if isinstance(each, Send | Recv)]
+        ends = [(rank, each.peer) if isinstance(each, Send) else (each.peer, rank) for each in moves]
+        tags = [tags_of(each.value.content, promised=promised) for each in moves]
+        transport.connect(Channel(*pair, tag) for pair, its in zip(ends, tags, strict=True) for tag in its)
         self.context.tensor.connect()
         if training:  # replicas may evaluate at other times, or alone
             connect_devices(self.context.world)
@@ -279,20 +304,6 @@ def digest_of(schedule: Schedule) -> float:
 
 def _steps(operation: Operation) -> bool:
     return isinstance(operation.what, Action) and operation.what.kind is Kind.S
-
-
-def _channels_of(program: Program, rank: int, *, promised: bool) -> Iterator[Channel]:
-    """The channels of this rank's program, to be connected before it is compiled."""
-    for instruction in program.instructions:
-        match instruction:
-            case Send(value, peer):
-                source, destination = rank, peer
-            case Recv(value, peer):
-                source, destination = peer, rank
-            case _:
-                continue
-        for tag in tags_of(value.content, promised=promised):
-            yield Channel(source, destination, tag)
 
 
 def _averaged(
@@ -357,7 +368,7 @@ class _Compiler:
     def wire(self, value: Value, peer: int, *, receives: bool) -> Wire:
         """This rank's end of the wire of a value."""
         starts = starts_of(self.transport, peer, tags_of(value.content, promised=self.promised), receives=receives)
-        ends = value, self.shared.slots[value], self.transport.link(peer), self.transport.device, starts
+        ends = value, self.shared.slots[value], self.transport.link(peer), self.shared.buffers, starts
         if value.content is Content.GRADIENT:
             wire: Wire = GradientWire(*ends, self.wires[value.answered])
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, partial
 from itertools import chain
 from typing import Any
@@ -14,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeflow.core.action import Action
 from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.engine.parallel.transport.protocol import Work
 from pipeflow.engine.runtime.program.microbatches import Microbatch
 from pipeflow.engine.runtime.program.operations import Awaited, Beside
-from pipeflow.engine.runtime.program.saved import Holder, HostMemory, Saved, storages
+from pipeflow.engine.runtime.program.saved import Holder, Saved, storages
 from pipeflow.engine.tensor.random import replay_of
 from pipeflow.engine.torch_private.trees import tree_flatten, tree_leaves, tree_unflatten
 
@@ -38,21 +38,19 @@ from pipeflow.engine.torch_private.trees import tree_flatten, tree_leaves, tree_
 # arranges.
 
 
+@dataclass(eq=False)
 class HeldMicrobatch(Microbatch):
     """A microbatch whose saved tensors are computed again before its backward, or moved to the host.
 
-    Args:
-        arguments: those of Microbatch.
-        host: takes what is moved there.
+    Attributes:
+        saved: what its forward saved.
         drops: whether the forward keeps its input alone, since it is computed again.
-        options: those of Microbatch.
     """
 
-    def __init__(self, *arguments: Any, host: HostMemory, drops: bool, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.drops = drops
-        self.saved = Saved(self.stage.index, host)
-        self._again: Callable[[], None] | None = None
+    _: KW_ONLY
+    saved: Saved
+    drops: bool
+    _again: Callable[[], None] | None = field(default=None, init=False)
 
     def forward(self) -> None:
         stage, saved = self.stage, self.saved
@@ -98,7 +96,7 @@ class HeldMicrobatch(Microbatch):
         it had not run. Its input can be moved in the meantime.
         """
         stage, saved, before = self.stage, self.saved, self.stage.state.now()
-        replayed = replay_of(f"stage {stage.index}", self.device)
+        replayed = replay_of(f"stage {stage.index}", self.buffers.device)
         leaves, spec = tree_flatten(arguments)
         held = [Holder(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves]
         saved.holders += [leaf for leaf in held if isinstance(leaf, Holder)]
@@ -132,6 +130,7 @@ Move = Callable[[torch.cuda.Stream | None], list[Tensor]]
 """Moves what a forward saved, on a GPU on that stream. Returns the tensors that the copies read."""
 
 
+@dataclass(eq=False)
 class MemoryCopy(Beside):
     """O or L: a copy to the host, or back, after the actions of `after`: on a GPU on a stream of its own, on a CPU on a
     thread of its own.
@@ -141,7 +140,7 @@ class MemoryCopy(Beside):
     offload, or at the end of the step. A schedule of `with_offload` has its next offload where this copy has ended, so
     this wait takes no time, and the host never waits.
 
-    Args:
+    Attributes:
         action: the action.
         move: makes the copy.
         device: device of the rank.
@@ -149,15 +148,12 @@ class MemoryCopy(Beside):
         sources: the rank's offloads whose memory is not freed yet, in order.
     """
 
-    def __init__(
-        self, action: Action, move: Move, device: torch.device, thread: ThreadPoolExecutor, sources: deque[MemoryCopy]
-    ) -> None:
-        super().__init__(action)
-        self.move = move
-        self.device = device
-        self.thread = thread
-        self.sources = sources
-        self.held: list[Tensor] = []
+    move: Move
+    device: torch.device
+    thread: ThreadPoolExecutor
+    sources: deque[MemoryCopy]
+    held: list[Tensor] = field(default_factory=list, init=False)
+    copied: torch.cuda.Event = field(init=False)  # on a GPU
 
     def begin(self) -> list[Work]:
         return self._on_gpu() if self.device.type == "cuda" else [Awaited(self.thread.submit(self._run).result)]
@@ -179,12 +175,13 @@ class MemoryCopy(Beside):
         self.held = self.move(side)
         if stream is Stream.OFFLOAD:
             self.sources.append(self)
-        return [_Recorded(side.record_event())]
+        self.copied = side.record_event()
+        return [Awaited(lambda: torch.cuda.current_stream().wait_event(self.copied))]
 
     @property
     def is_done(self) -> bool:
         """Whether a copy on a GPU has ended. The host does not wait."""
-        return all(isinstance(work, _Recorded) and work.is_done for work in self.works)
+        return not self.works or bool(self.copied.query())
 
     def _run(self) -> None:
         for each in self.after:
@@ -196,17 +193,3 @@ class MemoryCopy(Beside):
 @cache
 def _side_stream(device: torch.device, _: Stream) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
-
-
-class _Recorded:
-    """The work of a copy on a stream: the current stream waits for it."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
-
-    @property
-    def is_done(self) -> bool:
-        return bool(self._event.query())

@@ -6,64 +6,58 @@ what a forward saves, which `memory_actions` moves or computes again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.deferral.products import Queue, run_products
 from pipeflow.engine.runtime.program.results import Results
-from pipeflow.engine.runtime.program.slots import Slot, flatten, may_be_overwritten
+from pipeflow.engine.runtime.program.slots import Buffers, Slot, flatten, may_be_overwritten
 from pipeflow.engine.runtime.program.unused import Unused
 from pipeflow.engine.runtime.stage import Stage
 from pipeflow.engine.torch_private.autograd import run_backward
 from pipeflow.engine.torch_private.trees import tree_unflatten
 
 
+@dataclass(eq=False)
 class Microbatch:
     """One microbatch in one stage.
 
     A forward keeps the leaves of its graph and the gradient edges of its output, but not the output itself, whose
     memory is freed once it is sent. I keeps the products that are still to be added to the weights' gradients.
 
-    Args:
+    Attributes:
         stage: the stage.
         index: number of the microbatch.
         inputs: what earlier stages send, in the order of the stage's arguments; none for the first stage.
         outputs: what later stages take, by stage, in the order in which it is returned; none for the last stage.
-        gradients: of the inputs, and of the outputs.
+        input_gradients, output_gradients: of the inputs, and of the outputs.
         given: arguments of the first stage, by microbatch.
         results: what the last stage computes from its output.
-        device: device of the rank.
+        buffers: memory of the rank for what it receives.
         training: whether a backward follows.
         defers: whether layers leave weight gradients for W, or add them themselves.
         fills: whether a backward must begin at each output, with zeros where there is no gradient.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        index: int,
-        inputs: Sequence[Slot],
-        outputs: Mapping[int, Slot],
-        gradients: tuple[Sequence[Slot], Sequence[Slot]],
-        given: list[tuple[object, ...]],
-        results: Results,
-        device: torch.device,
-        *,
-        training: bool,
-        defers: bool,
-        fills: bool,
-    ) -> None:
-        self.stage, self.index = stage, index
-        self.inputs, self.outputs = inputs, outputs
-        self.input_gradients, self.output_gradients = gradients
-        self.given, self.results, self.device = given, results, device
-        self.training, self.defers, self.fills = training, defers, fills
-        self.leaves: list[Tensor] = []
-        self.edges: list[GradientEdge] = []
-        self.deferred: Queue = {}
+    stage: Stage
+    index: int
+    inputs: Sequence[Slot]
+    outputs: Mapping[int, Slot]
+    input_gradients: Sequence[Slot]
+    output_gradients: Sequence[Slot]
+    given: list[tuple[object, ...]]
+    results: Results
+    buffers: Buffers
+    _: KW_ONLY
+    training: bool
+    defers: bool
+    fills: bool
+    leaves: list[Tensor] = field(default_factory=list, init=False)
+    edges: list[GradientEdge] = field(default_factory=list, init=False)
+    deferred: Queue = field(default_factory=dict, init=False)
 
     def forward(self) -> None:
         """F: calls the stage with its input, and keeps the output."""
@@ -94,9 +88,9 @@ class Microbatch:
             return
         edges = list[GradientEdge]()
         for slot, part in zip(self.outputs.values(), self._parts(output), strict=True):
-            tensors, slot.spec = flatten(part, self.device)
+            tensors, slot.spec = flatten(part, self.buffers.device)
             slot.grads = tuple([tensor.requires_grad for tensor in tensors])
-            slot.tensors = [_to_send(tensor) for tensor in tensors]
+            slot.tensors = [_to_send(tensor, self.buffers) for tensor in tensors]
             if self.training:
                 edges += [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
         self.edges = edges
@@ -162,11 +156,11 @@ class Microbatch:
         run_backward(tuple(edges), tuple(gradients), inputs=(), **options)
 
 
-def _to_send(tensor: Tensor) -> Tensor:
+def _to_send(tensor: Tensor, received: Buffers) -> Tensor:
     """An output without its graph, as plain memory. Memory that may be overwritten before the next stage reads it, such
     as a static buffer, is copied.
     """
-    overwritten = may_be_overwritten(tensor) if tensor.grad_fn is None else tensor._version  # saves a call
+    overwritten = may_be_overwritten(tensor, received) if tensor.grad_fn is None else tensor._version  # saves a call
     plain = tensor.detach().clone() if overwritten else tensor.detach()
     return plain.contiguous().resolve_conj().resolve_neg()
 

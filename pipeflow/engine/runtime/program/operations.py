@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -80,15 +80,15 @@ def run(operations: Sequence[Operation]) -> None:
                 raise
 
 
+@dataclass(eq=False)
 class Beside(ABC):
     """An action that is started in its place and then runs beside the following operations until its works are done.
     `after` has the actions on other streams whose values it needs.
     """
 
-    def __init__(self, action: Action) -> None:
-        self.action = action
-        self.after: list[Beside] = []
-        self.works: list[Work] = []
+    action: Action
+    after: list[Beside] = field(default_factory=list, init=False)
+    works: list[Work] = field(default_factory=list, init=False)
 
     def start(self) -> None:
         self.works = self.begin()
@@ -111,14 +111,13 @@ class Awaited:
     wait: Callable[[], object]
 
 
+@dataclass(eq=False)
 class Unawaited(Beside):
     """An action for which no operation waits: R, whose sums end with the step, when all gradients are written back; and
     H, which is done at once. `call` starts it, and may return its works.
     """
 
-    def __init__(self, action: Action, call: Callable[[], list[Work] | None]) -> None:
-        super().__init__(action)
-        self.call = call
+    call: Callable[[], list[Work] | None]
 
     def begin(self) -> list[Work]:
         return self.call() or []

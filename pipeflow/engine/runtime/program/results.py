@@ -21,7 +21,7 @@ from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.transport.protocol import Channel, Transport
 from pipeflow.engine.runtime.microbatch import Divided, merge
 from pipeflow.engine.runtime.program.operations import Doing, Operation, run
-from pipeflow.engine.runtime.program.slots import Slot, flatten, snapshot
+from pipeflow.engine.runtime.program.slots import Buffers, Slot, flatten, snapshot
 from pipeflow.engine.runtime.program.wires import ActivationWire, Expectations, starts_of, tags_of
 from pipeflow.engine.stages.criterion import own_loss
 from pipeflow.engine.stages.scaling import Scaling
@@ -237,32 +237,27 @@ def merged_outputs(results: Results, transport: Transport, placement: Placement)
     """
     if not results.keep_outputs:
         return None
-    stage = placement.num_stages - 1
-    peers = [rank for rank in placement.ranks_of(stage) if rank != transport.rank]
-    posts, sends, waits, releases = [list[Operation]() for _ in range(4)]
-    arriving: dict[int, Slot] = {}
-    tags = [*tags_of(Content.ACTIVATION)]
-    for peer in peers:
+    stage, device, tags = placement.num_stages - 1, transport.device, [*tags_of(Content.ACTIVATION)]
+    arriving, leaving = list[ActivationWire](), list[ActivationWire]()
+    for peer in (rank for rank in placement.ranks_of(stage) if rank != transport.rank):
         ends = (transport.rank, peer), (peer, transport.rank)
         transport.connect([Channel(*each, tag) for each in ends for tag in tags])
-        sending, receiving = [starts_of(transport, peer, tags, receives=each) for each in (False, True)]
-        link, device, shared = transport.link(peer), transport.device, (Expectations(), deque[ActivationWire]())
-        for microbatch, output in enumerate(results.outputs):
-            value, slot = Value(Content.ACTIVATION, stage, microbatch), Slot()
-            holder = placement.rank_of(stage, microbatch)
-            if holder == peer:
-                arriving[microbatch] = slot
-                wire = ActivationWire(value, slot, link, device, receiving, *shared)
-                posts.append(Operation(wire.post, Doing.POST, value, wire))
-                waits.append(Operation(wire.wait, Doing.WAIT, value, wire))
-            elif holder == transport.rank:
-                tensors, slot.spec = flatten(output, device)
-                slot.tensors = [tensor.contiguous() for tensor in tensors]
-                wire = ActivationWire(value, slot, link, device, sending, *shared)
-                sends.append(Operation(wire.send, Doing.SEND, value, wire))
-                releases.append(Operation(wire.release, Doing.RELEASE, value, wire))
-    run([*posts, *sends, *waits, *releases])
-    for microbatch, slot in arriving.items():
-        tensors, spec = slot.tensors, slot.spec
-        results.outputs[microbatch] = tensors[0] if spec is None else tree_unflatten(tensors, spec)
+        for wires, holder in ((arriving, peer), (leaving, transport.rank)):
+            starts = starts_of(transport, peer, tags, receives=wires is arriving)
+            shared = transport.link(peer), Buffers(device), starts, Expectations(), deque[ActivationWire]()
+            wires += [
+                ActivationWire(Value(Content.ACTIVATION, stage, microbatch), Slot(), *shared)
+                for microbatch in range(results.microbatches)
+                if placement.rank_of(stage, microbatch) == holder
+            ]
+    for wire in leaving:
+        tensors, wire.slot.spec = flatten(results.outputs[wire.value.microbatch], device)
+        wire.slot.tensors = [tensor.contiguous() for tensor in tensors]
+    posts = [Operation(wire.post, Doing.POST, wire.value, wire) for wire in arriving]
+    sends = [Operation(wire.send, Doing.SEND, wire.value, wire) for wire in leaving]
+    waits = [Operation(wire.wait, Doing.WAIT, wire.value, wire) for wire in arriving]
+    run([*posts, *sends, *waits, *(Operation(wire.release, Doing.RELEASE, wire.value, wire) for wire in leaving)])
+    for wire in arriving:
+        tensors, spec = wire.slot.tensors, wire.slot.spec
+        results.outputs[wire.value.microbatch] = tensors[0] if spec is None else tree_unflatten(tensors, spec)
     return merge(results.outputs, sizes=results.sizes)

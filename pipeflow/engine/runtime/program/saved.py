@@ -84,20 +84,6 @@ class HostPlace(NamedTuple):
     offset: int
 
 
-class TensorForm(NamedTuple):
-    """What a tensor that is computed again must be like."""
-
-    size: torch.Size
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorForm:
-        return cls(tensor.size(), tensor.dtype)
-
-    def __str__(self) -> str:
-        return f"{self.dtype} of shape {tuple(self.size)}"
-
-
 class Holder:
     """A tensor on its device or on the host, or one that is to be computed again. Autograd's graph has the holder in
     place of the tensor, so that its memory can be freed before the graph is.
@@ -106,7 +92,7 @@ class Holder:
     __slots__ = ("form", "place", "stays", "tensor", "version")
 
     def __init__(self, tensor: Tensor, *, drop: bool = False, stays: bool = False) -> None:
-        self.form = TensorForm.of(tensor)
+        self.form = tensor.size(), tensor.dtype  # that of a tensor that is computed again, too
         self.place: HostPlace | None = None
         self.stays = stays  # on its device, as a buffer
         self.tensor: Tensor | None = None
@@ -124,8 +110,8 @@ class Holder:
         assert self.tensor is not None
         if self.tensor._version != self.version:
             raise UsageError(
-                f"a tensor that a forward needs for its gradient, {self.form}, was written in place afterwards: if it "
-                "is a buffer that a later forward writes, use buffer.clone() in the forward"
+                f"a tensor that a forward needs for its gradient, {_said(self.form)}, was written in place afterwards: "
+                "if it is a buffer that a later forward writes, use buffer.clone() in the forward"
             )
         return self.tensor
 
@@ -194,8 +180,8 @@ class Saved:
 
     def _fill(self, holder: Holder, tensor: Tensor) -> None:
         """Puts a tensor into a dropped holder. Raises _Filled after the last one."""
-        if (form := TensorForm.of(tensor)) != holder.form:
-            raise self._differs(f"a tensor of {form}", f"one of {holder.form}")
+        if (form := (tensor.size(), tensor.dtype)) != holder.form:
+            raise self._differs(f"a tensor of {_said(form)}", f"one of {_said(holder.form)}")
         holder.hold(tensor)
         if holder is self.dropped[-1]:
             raise _Filled
@@ -259,6 +245,10 @@ class Saved:
         for holder in self.holders:  # addresses of hosts identify them until all have moved
             holder.place = None
         return read
+
+
+def _said(form: tuple[torch.Size, torch.dtype]) -> str:
+    return f"{form[1]} of shape {tuple(form[0])}"
 
 
 def _unpack(held: Tensor | Holder) -> Tensor:

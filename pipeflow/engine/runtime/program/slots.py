@@ -5,6 +5,7 @@ are read. Must not contain: computations and transfers.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.transport.protocol import Connection, Work
-from pipeflow.engine.torch_private.tensors import holders
+from pipeflow.engine.torch_private.tensors import holders, storage_key
 from pipeflow.engine.torch_private.trees import TreeSpec, tree_flatten, tree_map
 
 
@@ -32,9 +33,9 @@ class Metadata(NamedTuple):
         return cls(slot.spec, tuple(each.shape for each in tensors), tuple(each.dtype for each in tensors), slot.grads)
 
     def __str__(self) -> str:
-        pairs = zip(self.shapes, self.dtypes, self.grads, strict=True)
-        said = [f"a {dtype} of shape {tuple(shape)}{' with a gradient' * grad}" for shape, dtype, grad in pairs]
-        return " and ".join(said) or "no tensor"
+        each = zip(self.shapes, self.dtypes, self.grads, strict=True)
+        said = [f"a {dtype} of shape {tuple(shape)}{' with a gradient' * grad}" for shape, dtype, grad in each]
+        return (" and ".join(said) or "no tensor") + " in a tree" * (self.spec is not None)
 
     def matches(self, slot: Slot, *, grads: bool) -> bool:
         """Returns True if the activation fits this description, of whether tensors require `grads` only if asked.
@@ -47,10 +48,45 @@ class Metadata(NamedTuple):
                 return False
         return True
 
-    def empty(self, device: torch.device) -> list[Tensor]:
-        """Allocates tensors for an activation of these shapes and dtypes."""
-        pairs = zip(self.shapes, self.dtypes, strict=True)
-        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in pairs]
+
+class Buffers:
+    """Memory on `device` for what a rank receives. A step that repeats receives everything where the last one did.
+
+    Each tensor of `take` is that of a buffer that nothing else holds, or of a new one: who holds a tensor that was
+    received, or a view of it, keeps it as it is. The search for such a buffer goes on after the last one, since what
+    comes first is mostly freed first.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._kept: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self._next: dict[tuple[torch.Size, torch.dtype], int] = {}
+
+    def begin(self) -> None:
+        """Call before a step. Frees buffers of shapes that the last one has not used, and leaves others to who still
+        holds them.
+        """
+        self._kept = {form: [each for each in self._kept[form] if holders(each) == 1] for form in self._next}
+        self._next = {}
+
+    def have(self, tensor: Tensor) -> bool:
+        """Returns True if the tensor is in one of the buffers."""
+        return any(storage_key(each) == storage_key(tensor) for kept in self._kept.values() for each in kept)
+
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Memory for a tensor that is received."""
+        form = shape, dtype
+        kept, first = self._kept.setdefault(form, []), self._next.get(form, 0)
+        places = chain(range(first, len(kept)), range(first))
+        place = next((each for each in places if holders(kept[each]) == 1), len(kept))
+        if place == len(kept):
+            kept.append(torch.empty(shape, dtype=dtype, device=self.device))
+        self._next[form] = place + 1
+        return kept[place].data  # with a version of its own
+
+    def for_all(self, metadata: Metadata) -> list[Tensor]:
+        """Memory for an activation."""
+        return [self.take(*form) for form in zip(metadata.shapes, metadata.dtypes, strict=True)]
 
 
 class Promise(NamedTuple):
@@ -129,10 +165,12 @@ def _snapshot(tensor: Tensor) -> Tensor:
     return tensor.detach().clone() if may_be_overwritten(tensor) else tensor.detach()
 
 
-def may_be_overwritten(tensor: Tensor) -> bool:
+def may_be_overwritten(tensor: Tensor, received: Buffers | None = None) -> bool:
     """Returns True if the tensor's memory may be overwritten after a stage has returned it, as in a static buffer. This
-    may happen if it was written in place before, or if it belongs to no graph and another object holds its memory, too.
+    may happen if it was written in place before, or if it belongs to no graph and another object holds its memory, too,
+    but not if it is `received`.
     """
     if tensor.is_inference() or tensor._version:
         return True
-    return tensor.grad_fn is None and tensor.layout is torch.strided and holders(tensor) > 1
+    is_shared = tensor.grad_fn is None and tensor.layout is torch.strided and holders(tensor) > 1
+    return is_shared and not (received is not None and received.have(tensor))

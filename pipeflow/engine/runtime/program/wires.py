@@ -19,7 +19,7 @@ from pipeflow.core.dataflow import Content, Value
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.transport.plain import pack, unpack
 from pipeflow.engine.parallel.transport.protocol import Connection, Start, Tag, Transport
-from pipeflow.engine.runtime.program.slots import Metadata, Promise, Slot
+from pipeflow.engine.runtime.program.slots import Buffers, Metadata, Promise, Slot
 from pipeflow.engine.runtime.program.unused import Unused, bears_mark, from_message, is_marked, to_message
 from pipeflow.engine.torch_private.trees import tree_flatten, tree_unflatten
 
@@ -43,7 +43,7 @@ class Expectations:
     """What a rank of a pipeline expects of the activations of a step.
 
     Attributes:
-        promise: what the user promised of them; None for nothing.
+        promise: what the user promised of them, if the step relies on it.
         known: whether all ranks know that activations are as expected.
         vary: whether they were not, although all ranks knew it.
     """
@@ -54,21 +54,16 @@ class Expectations:
 
     def broken(self, value: Value, slot: Slot, expected: Metadata) -> UsageError:
         """The error for an activation that all ranks expected to be another one."""
-        if self.promise is None:
-            self.vary = True
-            return UsageError(
-                f"stage {value.stage} returned {Metadata.of(slot)} for microbatch {value.microbatch}, but {expected} "
-                "in the steps before, for batches of the same shapes, and its receiver relies on that. Run the step "
-                "again: from now on, ranks tell each other what they send"
-            )
-        if len(slot.tensors) != 1 or slot.spec is not None:
-            return UsageError("with tensor_shape, a stage must return one tensor: leave it None for other outputs")
-        [tensor], [shape], [dtype] = slot.tensors, expected.shapes, expected.dtypes
-        return UsageError(
-            f"stage {value.stage} returned a {tensor.dtype} of shape {tuple(tensor.shape)}, but tensor_shape="
-            f"{tuple(shape)} and tensor_dtype={dtype} were given: correct them, "
-            "make the first entry None if microbatches differ in size, or leave tensor_shape None"
+        self.vary = self.promise is None
+        why = (
+            "as in the steps before, for batches of the same shapes; run the step again: from now on, ranks tell each "
+            "other what they send"
+            if self.vary
+            else "which tensor_shape and tensor_dtype say: correct them, make the first entry None if microbatches "
+            "differ in size, or leave tensor_shape None for other outputs"
         )
+        found = Metadata.of(slot)
+        return UsageError(f"stage {value.stage} returned {found}, but its receiver expects {expected}, {why}")
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +74,7 @@ class Wire:
         value: the value.
         slot: where its tensors are on this rank.
         link: waits for transfers, and interprets their errors.
-        device: device of the rank.
+        buffers: memory of the rank for what it receives.
         starts: what starts a transfer, by tag.
         metadata: of an activation, as it passed last or is known to pass.
     """
@@ -87,7 +82,7 @@ class Wire:
     value: Value
     slot: Slot
     link: Connection
-    device: torch.device
+    buffers: Buffers
     starts: Mapping[Tag, Start]
     metadata: Metadata | None = field(default=None, init=False)
 
@@ -119,9 +114,8 @@ class GradientWire(Wire):
         slot, metadata, start = self.slot, self.answered.metadata, self.starts[Tag.GRADIENT]
         for shape, dtype, wanted in zip(metadata.shapes, metadata.dtypes, metadata.grads, strict=True):
             if wanted:
-                tensor = torch.empty(shape, dtype=dtype, device=self.device)
-                slot.tensors.append(tensor)
-                slot.works.append(start([tensor]))
+                slot.tensors.append(self.buffers.take(shape, dtype))
+                slot.works.append(start(slot.tensors[-1:]))
 
     def wait(self) -> None:
         self.slot.done(self.link)
@@ -170,15 +164,11 @@ class ActivationWire(Wire):
     header: Tensor = field(default_factory=lambda: torch.empty(1, dtype=torch.int64, device="cpu"))
     pending: bool = False
 
-    def promise(self, metadata: Metadata) -> None:
-        """Expects what the user has promised."""
-        self.metadata = self.expected = metadata
-
     def _see(self, metadata: Metadata) -> None:
         """Records what passed. A shape that passes twice in a row is expected next time."""
         self.expected = metadata if metadata == self.metadata else None
         self.metadata, self.marked = metadata, None
-        if self.expected is not None and self.device.type == "cpu":
+        if self.expected is not None and self.buffers.device.type == "cpu":
             pairs = enumerate(zip(metadata.shapes, metadata.dtypes, strict=True))
             self.marked = next((place for place, (shape, dtype) in pairs if bears_mark(shape, dtype)), None)
 
@@ -212,14 +202,14 @@ class ActivationWire(Wire):
         announce = self.starts[Tag.HEADER if self._has_header else Tag.METADATA]
         works.append(announce([torch.tensor([len(body)], device="cpu")]))
         works.append(self.starts[Tag.METADATA]([body]))
-        for each in () if self.expected is None else self.expected.empty(self.device):
+        for each in () if self.expected is None else self.buffers.for_all(self.expected):
             works.append(self.starts[Tag.ACTIVATION]([to_message(Unused.of(each))]))
         self._see(metadata)
 
     def post(self) -> None:
         """Posts the receive of the header, if there will be one, and of the activation if one is expected."""
         slot, starts = self.slot, self.starts
-        slot.tensors = [] if self.expected is None else self.expected.empty(self.device)
+        slot.tensors = [] if self.expected is None else self.buffers.for_all(self.expected)
         slot.works = [starts[Tag.HEADER]([self.header])] if self._has_header else []
         for tensor in slot.tensors:
             slot.works.append(starts[Tag.ACTIVATION]([tensor]))
@@ -238,7 +228,7 @@ class ActivationWire(Wire):
             body = torch.empty(length, dtype=torch.uint8, device="cpu")
             self.link.wait([starts[Tag.METADATA]([body])])
             metadata = _unpacked(bytes(body.tolist()))
-            slot.tensors = metadata.empty(self.device)
+            slot.tensors = self.buffers.for_all(metadata)
             self.link.wait([starts[Tag.REDIRECTED]([tensor]) for tensor in slot.tensors])
             self._see(metadata)
         assert self.metadata is not None
