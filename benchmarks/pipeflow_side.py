@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -16,10 +18,10 @@ def contender(
     *,
     chunks: int = 1,
     known_shape: bool = True,
-    cost: pipeflow.CostModel | None = None,
+    **options: Any,
 ) -> Contender:
-    """`name` is a schedule; without `known_shape` the shapes travel with the activations."""
-    model = pipeline(task, rank, name, chunks=chunks, known_shape=known_shape, cost=cost)
+    """`name` is a schedule; without `known_shape` the shapes travel with the activations. `options` are of Pipeline."""
+    model = pipeline(task, rank, name, chunks=chunks, known_shape=known_shape, **options)
     batch = (task.inputs, task.labels)
     label = "pipeflow" if known_shape else "pipeflow, no shape"
     return Contender(label, lambda: pipeflow.execute_pipeline(iter([batch]), model), [model], model)
@@ -37,7 +39,7 @@ def pipeline(
     *,
     chunks: int = 1,
     known_shape: bool = True,
-    cost: pipeflow.CostModel | None = None,
+    **options: Any,
 ) -> pipeflow.Pipeline:
     schedule = schedule_of(task, name, chunks)
     return pipeflow.Pipeline(
@@ -46,5 +48,5 @@ def pipeline(
         criterion=task.criterion,
         tensor_shape=task.shape if known_shape else None,
         tensor_dtype=torch.float32,
-        cost=cost,
+        **options,
     )
