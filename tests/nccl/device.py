@@ -59,6 +59,9 @@ class OnDevice(Tensor):
     def device(self) -> torch.device:  # type: ignore[override]  # an attribute for mypy
         return DEVICE
 
+    def record_stream(self, _: Any) -> None:
+        """Does nothing: memory is not used again before it is freed."""
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What torch's C++ code would do at once, since for it these tensors are on the CPU."""

@@ -61,9 +61,7 @@ class Deferring(nn.Module):
 
     def _deferred_weights(self) -> DeferredWeights | None:
         """The deferred weights, or None if nothing may be deferred."""
-        if torch.compiler.is_compiling() or is_under_functorch():
-            return None
-        if tracing_state():
+        if torch.compiler.is_compiling() or is_under_functorch() or tracing_state():
             return None
         parameters = self._parameters
         weight, bias = parameters.get("weight"), parameters.get("bias")

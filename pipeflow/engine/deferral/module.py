@@ -58,10 +58,9 @@ def defer_weight_gradients(module: nn.Module, deferral: Deferral | None = None) 
         layer.deferral = deferral
     deferral.num_layers = len(layers)
     late = _late(module, layers)
-    made = [(name, parameter) for name, parameter in module.named_parameters() if not is_lazy(parameter)]
-    wanted = [(name, parameter) for name, parameter in made if parameter.requires_grad]
-    deferral.deferred = {name: parameter.numel() for name, parameter in wanted if id(parameter) in late}
-    deferral.remaining = {name: parameter.numel() for name, parameter in wanted if id(parameter) not in late}
+    wanted = [(name, each) for name, each in module.named_parameters() if not is_lazy(each) and each.requires_grad]
+    deferral.deferred = {name: each.numel() for name, each in wanted if id(each) in late}
+    deferral.remaining = {name: each.numel() for name, each in wanted if id(each) not in late}
     return deferral
 
 
@@ -87,11 +86,8 @@ def _given_to_just(layers: list[Deferrable]) -> Deferral | None:
     return deferral if deferral is not None and deferral.num_layers == len(layers) else None
 
 
-_DEFERRING = {
-    nn.Linear: DeferringLinear,
-    nn.Conv1d: DeferringConv1d,
-    nn.Conv2d: DeferringConv2d,
-    nn.Embedding: DeferringEmbedding,
+_DEFERRING: dict[type, type[nn.Module]] = {
+    each.stock: each for each in (DeferringLinear, DeferringConv1d, DeferringConv2d, DeferringEmbedding)
 }
 
 

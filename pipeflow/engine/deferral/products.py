@@ -55,19 +55,21 @@ def _multiplied(
     return zip(parameters, formula(parameters[0], input, gradient, len(parameters) > 1), strict=True)
 
 
-def of_linear(weight: nn.Parameter, input: Tensor, rows: Tensor, with_bias: bool) -> Sequence[Tensor]:
-    """The Formula of a linear layer. `rows` is a matrix with a row per row of the input."""
-    of_weight = rows.t().mm(input.reshape(rows.shape[0], input.shape[-1]).conj())  # the same tensor unless complex
-    return (of_weight, rows.sum(0)) if with_bias else (of_weight,)
-
-
-def into_gradient(weight: nn.Parameter, input: Tensor, rows: Tensor, with_bias: bool) -> Sequence[Tensor | None]:
-    """Like `of_linear`, but adds the product to the weight's gradient while it is computed, if one can be added to."""
-    grad = addable(weight)
+def of_linear(
+    weight: nn.Parameter, input: Tensor, rows: Tensor, with_bias: bool, *, fuses: bool = False
+) -> Sequence[Tensor | None]:
+    """The Formula of a linear layer. `rows` is a matrix with a row per row of the input. If it fuses, it adds the
+    product to the weight's gradient while it computes it, where there is one of the product's dtype.
+    """
+    columns, matrix = rows.t(), input.reshape(rows.shape[0], input.shape[-1]).conj()  # the same unless complex
+    grad = addable(weight) if fuses else None
     if grad is None or grad.dtype is not rows.dtype:
-        return of_linear(weight, input, rows, with_bias)
-    grad.addmm_(rows.t(), input.reshape(rows.shape[0], input.shape[-1]).conj())
+        return (columns.mm(matrix), rows.sum(0)) if with_bias else (columns.mm(matrix),)
+    grad.addmm_(columns, matrix)
     return (None, rows.sum(0)) if with_bias else (None,)
+
+
+into_gradient: Formula = partial(of_linear, fuses=True)
 
 
 def of_convolution(*geometry: Any) -> Formula:

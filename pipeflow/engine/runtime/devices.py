@@ -1,11 +1,12 @@
-"""Devices: makes sure that a rank's modules are on its device; and the region of torch.autocast in which stages and
-criterion of a step run there. Backwards run outside of it, as torch recommends.
+"""Devices: makes sure that a rank's modules and batches are on its device; and the region of torch.autocast in which
+stages and criterion of a step run there. Backwards run outside of it, as torch recommends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,6 +45,26 @@ def require_placed(module: nn.Module, device: torch.device) -> None:
                 "before the first step"
             )
         raise UsageError(f"{name} is on {tensor.device}, but this rank computes on {device}: move it there")
+
+
+def copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`. A copy from the host to a GPU is beside the computations: it waits for none of them, and
+    neither does the host, which would if the memory is not pinned.
+    """
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device, non_blocking=device.type == "cuda")  # one to the CPU must be complete
+    computing, copying = torch.cuda.current_stream(device), side_stream(device, "batch")
+    with torch.cuda.stream(copying):
+        made = tensor.to(device, non_blocking=True)
+    computing.wait_stream(copying)
+    made.record_stream(computing)  # which uses memory of the other stream
+    return made
+
+
+@cache
+def side_stream(device: torch.device, _: Hashable) -> torch.cuda.Stream:
+    """A stream of a GPU beside that of the computations, one for each use."""
+    return torch.cuda.Stream(device)
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

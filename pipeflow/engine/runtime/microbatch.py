@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
+from pipeflow.engine.runtime.devices import copied
 from pipeflow.engine.stages.entries import no_pair
 from pipeflow.engine.stages.plan import look_of
 from pipeflow.engine.torch_private.trees import (
@@ -162,23 +163,18 @@ class Batch:
     def _divided(self, leaf: object) -> Sequence[object]:
         """The leaf on the device, for each microbatch."""
         leaves, spec = tree_flatten(_unwrapped(leaf))
-        moved = [self._moved(each) for each in leaves]
-        whole: Any = tree_unflatten(moved, spec)
+        if (device := self.device) is not None:
+            leaves = [copied(each, device) if isinstance(each, Tensor) else each for each in leaves]
+        whole: Any = tree_unflatten(leaves, spec)
         if isinstance(leaf, EntryParts):
             return whole  # type: ignore[no-any-return]  # a list
         if isinstance(leaf, Along):
             many = len(self.sizes)
             columns = [
-                each.split(self.sizes, leaf.dim) if isinstance(each, Tensor) else [each] * many for each in moved
+                each.split(self.sizes, leaf.dim) if isinstance(each, Tensor) else [each] * many for each in leaves
             ]
             return [tree_unflatten(part, spec) for part in zip(*columns, strict=True)]
         return whole.split(self.sizes) if isinstance(leaf, Tensor) and leaf.dim() else [whole] * len(self.sizes)
-
-    def _moved(self, value: object) -> object:
-        if self.device is None:
-            return value
-        on_gpu = self.device.type == "cuda"  # a copy to the CPU must be complete before it is read
-        return value.to(self.device, non_blocking=on_gpu) if isinstance(value, Tensor) else value
 
     def _leaf(self, part: object) -> object:
         if not isinstance(part, Tensor) or not part.requires_grad:

@@ -38,7 +38,6 @@ class Stage:
         module: nn.Module,
         watched: torch.device | None = None,
         routes: Routes = (),
-        *,
         fuses: bool = False,
     ) -> None:
         self.index = index

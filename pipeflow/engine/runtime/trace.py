@@ -107,7 +107,10 @@ class StepTrace:
         everyone: list[Any] = all_gather_object(self.transport, (host, self.zero, mine))
         first_host, first_zero, _ = everyone[0]
         shifts = [zero - first_zero if of == first_host else 0.0 for of, zero, _ in everyone]
-        rows = [_shifted(spans, shift) for (_, _, spans), shift in zip(everyone, shifts, strict=True)]
+        rows = [
+            tuple([replace(span, start=span.start + shift, end=span.end + shift) for span in spans])
+            for (_, _, spans), shift in zip(everyone, shifts, strict=True)
+        ]
         return Timeline(schedule.name, schedule.placement, tuple(rows), unit="s")
 
     def _spans_beside(self, writing: Callable[[int], float]) -> Iterator[Span]:
@@ -141,7 +144,3 @@ class StepTrace:
         assert self.event is not None
         milliseconds: float = self.event.elapsed_time(moment)
         return milliseconds / 1000
-
-
-def _shifted(spans: list[Span], by: float) -> tuple[Span, ...]:
-    return tuple(replace(span, start=span.start + by, end=span.end + by) for span in spans)

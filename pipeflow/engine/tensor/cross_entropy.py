@@ -56,10 +56,7 @@ class VocabParallelCrossEntropy(TensorLayer):
     @property
     def weigh(self) -> Callable[[Tensor], float] | None:
         """What the mean of a microbatch is divided by, from its labels: how many count. A sum is divided by nothing."""
-        return None if self.reduction == "sum" else self._count
-
-    def _count(self, labels: Tensor) -> float:
-        return float((labels != self.ignore_index).sum())
+        return None if self.reduction == "sum" else lambda labels: float((labels != self.ignore_index).sum())
 
     def _compute(self, logits: Tensor, labels: Tensor, group: Group) -> Tensor:
         return vocab_parallel_cross_entropy(

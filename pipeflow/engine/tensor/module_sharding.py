@@ -205,7 +205,10 @@ class RuleMatches:
                 self._find_parameters(place, own in sums or in_attention, outer in beside, inside)
             self._find_crossing(place, own in attentions, own in sums)
         for change in self.layers:
-            self._require_width(change)
+            if change.rule.kind == "row":
+                self._require(sizes_of(change.layer)[0], f"the number of inputs of {change.name}")
+            for part in change.parts:
+                self._require(part, f"the number of outputs of {change.name}")
         self._require_used(places)
         for name, reason in self._doubts.items():
             LOG.info("%s stays whole on every tensor rank: %s", name, reason)
@@ -410,12 +413,6 @@ class RuleMatches:
                 arguments.append(Argument(name, rule.dim, length))
         if (arguments or is_sum) and not isinstance(place.module, Crossing):
             self.crossings.append((place.module, arguments, is_sum))
-
-    def _require_width(self, change: Change) -> None:
-        if change.rule.kind == "row":
-            self._require(sizes_of(change.layer)[0], f"the number of inputs of {change.name}")
-        for part in change.parts:
-            self._require(part, f"the number of outputs of {change.name}")
 
     def _require(self, number: int, what: str) -> None:
         """Raises UsageError unless the tensor size divides `number`."""

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.engine.parallel.transport.protocol import Work
+from pipeflow.engine.runtime.devices import side_stream
 from pipeflow.engine.runtime.program.microbatches import Microbatch
 from pipeflow.engine.runtime.program.operations import Awaited, Beside
 from pipeflow.engine.runtime.program.saved import Holder, Saved, storages
@@ -167,7 +168,7 @@ class MemoryCopy(Beside):
         stream = DATAFLOW[self.action.kind].stream
         while self.sources and (stream is Stream.OFFLOAD or self.sources[0].is_done):
             self.sources.popleft().end()
-        side = _side_stream(self.device, stream)
+        side = side_stream(self.device, stream)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
             for work in (work for each in self.after for work in each.works):
@@ -188,8 +189,3 @@ class MemoryCopy(Beside):
             each.end()
         with torch.no_grad():
             self.move(None)
-
-
-@cache
-def _side_stream(device: torch.device, _: Stream) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
