@@ -5,36 +5,36 @@ are read. Must not contain: computations and transfers.
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.parallel.transport.protocol import Connection, Work
+from pipeflow.engine.parallel.transport.protocol import Work
 from pipeflow.engine.torch_private.tensors import holders, storage_key
 from pipeflow.engine.torch_private.trees import TreeSpec, tree_flatten, tree_map
 
+Form = tuple[torch.Size, torch.dtype]
+"""The shape and dtype of a tensor."""
+
 
 class Metadata(NamedTuple):
-    """Describes an activation: its tree (None for a bare tensor), and for each tensor its shape, dtype and whether it
-    requires a gradient.
+    """Describes an activation: its tree (None for a bare tensor), and for each tensor its form and whether it requires
+    a gradient.
     """
 
     spec: TreeSpec | None
-    shapes: tuple[torch.Size, ...]
-    dtypes: tuple[torch.dtype, ...]
+    forms: tuple[Form, ...]
     grads: tuple[bool, ...]
 
     @classmethod
     def of(cls, slot: Slot) -> Metadata:
-        tensors = slot.tensors
-        return cls(slot.spec, tuple(each.shape for each in tensors), tuple(each.dtype for each in tensors), slot.grads)
+        return cls(slot.spec, tuple((each.shape, each.dtype) for each in slot.tensors), slot.grads)
 
     def __str__(self) -> str:
-        each = zip(self.shapes, self.dtypes, self.grads, strict=True)
-        said = [f"a {dtype} of shape {tuple(shape)}{' with a gradient' * grad}" for shape, dtype, grad in each]
+        each = zip(self.forms, self.grads, strict=True)
+        said = [f"a {dtype} of shape {tuple(shape)}{' with a gradient' * grad}" for (shape, dtype), grad in each]
         return (" and ".join(said) or "no tensor") + " in a tree" * (self.spec is not None)
 
     def matches(self, slot: Slot, *, grads: bool) -> bool:
@@ -43,7 +43,7 @@ class Metadata(NamedTuple):
         """
         if (grads and self.grads != slot.grads) or self.spec != slot.spec:
             return False
-        for tensor, shape, dtype in zip(slot.tensors, self.shapes, self.dtypes, strict=True):
+        for tensor, (shape, dtype) in zip(slot.tensors, self.forms, strict=True):
             if tensor.shape != shape or tensor.dtype != dtype:
                 return False
         return True
@@ -59,8 +59,8 @@ class Buffers:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._kept: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
-        self._next: dict[tuple[torch.Size, torch.dtype], int] = {}
+        self._kept: dict[Form, list[Tensor]] = {}
+        self._next: dict[Form, int] = {}
 
     def begin(self) -> None:
         """Call before a step. Frees buffers of shapes that the last one has not used, and leaves others to who still
@@ -73,20 +73,18 @@ class Buffers:
         """Returns True if the tensor is in one of the buffers."""
         return any(storage_key(each) == storage_key(tensor) for kept in self._kept.values() for each in kept)
 
-    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def take(self, form: Form) -> Tensor:
         """Memory for a tensor that is received."""
-        form = shape, dtype
         kept, first = self._kept.setdefault(form, []), self._next.get(form, 0)
-        places = chain(range(first, len(kept)), range(first))
-        place = next((each for each in places if holders(kept[each]) == 1), len(kept))
-        if place == len(kept):
-            kept.append(torch.empty(shape, dtype=dtype, device=self.device))
+        for place in (*range(first, len(kept)), *range(first)):
+            if holders(kept[place]) == 1:
+                break
+        else:
+            place = len(kept)
+            kept.append(torch.empty(form[0], dtype=form[1], device=self.device))
         self._next[form] = place + 1
-        return kept[place].data  # with a version of its own
-
-    def for_all(self, metadata: Metadata) -> list[Tensor]:
-        """Memory for an activation."""
-        return [self.take(*form) for form in zip(metadata.shapes, metadata.dtypes, strict=True)]
+        tensor: Tensor = kept[place].data  # with a version of its own
+        return tensor
 
 
 class Promise(NamedTuple):
@@ -105,7 +103,7 @@ class Promise(NamedTuple):
     def of(self, size: int) -> Metadata:
         """The metadata of an activation of `size` samples."""
         shape = torch.Size([size if entry is None else entry for entry in self.shape])
-        return Metadata(None, (shape,), (self.dtype,), (self.dtype.is_floating_point or self.dtype.is_complex,))
+        return Metadata(None, ((shape, self.dtype),), (self.dtype.is_floating_point or self.dtype.is_complex,))
 
 
 class Slot:
@@ -125,11 +123,6 @@ class Slot:
         """The tensors, which leave the slot."""
         tensors, self.tensors = self.tensors, []
         return tensors
-
-    def done(self, link: Connection) -> None:
-        """Waits until the transfers are done."""
-        link.wait(self.works)
-        self.works = []
 
 
 def flatten(output: object, device: torch.device) -> tuple[list[Tensor], TreeSpec | None]:

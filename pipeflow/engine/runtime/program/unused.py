@@ -6,7 +6,6 @@ messages are sent.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,21 +41,16 @@ class Unused(Tensor):
 
 
 def to_message(gradient: Tensor) -> Tensor:
-    """What is sent for a tensor, which is contiguous, or for one that does not exist."""
+    """What is sent for a tensor that does not exist, or for a contiguous one that is marked all the same."""
     if isinstance(gradient, Unused):
         message = gradient.zeros()
-        if (first := _first(message)) is not None:
-            first[0].value = first[1]
+        if bears_mark(message.shape, message.dtype) and message.device.type == "cpu":
+            integer, mark = _MARKS[message.dtype]
+            integer.from_address(message.data_ptr()).value = mark
         return message
-    if is_marked(gradient):
-        gradient = gradient.clone()
-        (torch.view_as_real(gradient) if gradient.is_complex() else gradient).view(-1)[0].fill_(torch.nan)
-    return gradient
-
-
-def from_message(message: Tensor) -> Tensor:
-    """The gradient that was sent as `message`."""
-    return Unused.of(message) if is_marked(message) else message
+    message = gradient.clone()
+    (torch.view_as_real(message) if message.is_complex() else message).view(-1)[0].fill_(torch.nan)
+    return message
 
 
 def bears_mark(shape: torch.Size, dtype: torch.dtype) -> bool:
@@ -65,14 +59,8 @@ def bears_mark(shape: torch.Size, dtype: torch.dtype) -> bool:
 
 
 def is_marked(message: Tensor) -> bool:
-    """Whether a tensor, which is contiguous, begins with the mark. Reads nothing from a GPU."""
-    first = _first(message)
-    return first is not None and first[0].value == first[1]
-
-
-def _first(message: Tensor) -> tuple[Any, int] | None:
-    """The memory of its first number as an integer, and the mark as one. None for a message that has no mark."""
+    """Whether a tensor, which is contiguous, begins with the mark, or does not exist. Reads nothing from a GPU."""
     if type(message) is not Tensor or message.device.type != "cpu":  # others may have no memory of their own
-        return None
-    address, mark = message.data_ptr(), _MARKS.get(message.dtype)
-    return None if not address or mark is None else (mark[0].from_address(address), mark[1])
+        return isinstance(message, Unused)
+    address, kind = message.data_ptr(), _MARKS.get(message.dtype)
+    return address != 0 and kind is not None and kind[0].from_address(address).value == kind[1]

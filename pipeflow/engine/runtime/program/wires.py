@@ -18,9 +18,9 @@ from torch import Tensor
 from pipeflow.core.dataflow import Content, Value
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.transport.plain import pack, unpack
-from pipeflow.engine.parallel.transport.protocol import Connection, Start, Tag, Transport
+from pipeflow.engine.parallel.transport.protocol import Connection, Start, Tag, Transport, Work
 from pipeflow.engine.runtime.program.slots import Buffers, Metadata, Promise, Slot
-from pipeflow.engine.runtime.program.unused import Unused, bears_mark, from_message, is_marked, to_message
+from pipeflow.engine.runtime.program.unused import Unused, bears_mark, is_marked, to_message
 from pipeflow.engine.torch_private.trees import tree_flatten, tree_unflatten
 
 LOG = logging.getLogger("pipeflow")
@@ -96,11 +96,12 @@ class Wire:
 
     def wait(self) -> None:
         """Waits until a posted receive has arrived."""
-        self.slot.done(self.link)
+        self.release()
 
     def release(self) -> None:
         """Frees what was sent. The program proves that the peer has received it, so the wait returns at once."""
-        self.slot.done(self.link)
+        self.link.wait(self.slot.works)
+        self.slot.works = []
 
 
 @dataclass(slots=True, eq=False)
@@ -112,21 +113,26 @@ class GradientWire(Wire):
     def post(self) -> None:
         assert self.answered.metadata is not None
         slot, metadata, start = self.slot, self.answered.metadata, self.starts[Tag.GRADIENT]
-        for shape, dtype, wanted in zip(metadata.shapes, metadata.dtypes, metadata.grads, strict=True):
+        for form, wanted in zip(metadata.forms, metadata.grads, strict=True):
             if wanted:
-                slot.tensors.append(self.buffers.take(shape, dtype))
-                slot.works.append(start(slot.tensors[-1:]))
+                tensor = self.buffers.take(form)
+                slot.tensors.append(tensor)
+                slot.works.append(start([tensor]))
 
     def wait(self) -> None:
-        self.slot.done(self.link)
-        self.slot.tensors = [from_message(message) for message in self.slot.tensors]
+        slot = self.slot
+        self.link.wait(slot.works)
+        slot.works = []
+        for place, message in enumerate(slot.tensors):
+            if is_marked(message):
+                slot.tensors[place] = Unused.of(message)
 
     def send(self) -> None:
         slot, start = self.slot, self.starts[Tag.GRADIENT]
         for gradient in slot.take():
             if isinstance(gradient, Unused) and gradient.device.type != "cpu":
                 _warn(self.value.stage)
-            slot.works.append(start([to_message(gradient)]))
+            slot.works.append(start([to_message(gradient) if is_marked(gradient) else gradient]))
 
 
 @cache
@@ -169,12 +175,7 @@ class ActivationWire(Wire):
         self.expected = metadata if metadata == self.metadata else None
         self.metadata, self.marked = metadata, None
         if self.expected is not None and self.buffers.device.type == "cpu":
-            pairs = enumerate(zip(metadata.shapes, metadata.dtypes, strict=True))
-            self.marked = next((place for place, (shape, dtype) in pairs if bears_mark(shape, dtype)), None)
-
-    @property
-    def _has_header(self) -> bool:
-        return self.expected is None or (self.marked is None and not self.expectations.known)
+            self.marked = next((place for place, form in enumerate(metadata.forms) if bears_mark(*form)), None)
 
     def send(self) -> None:
         """Sends the activation: on the channel where it is expected, or after its metadata on the channel for
@@ -188,7 +189,8 @@ class ActivationWire(Wire):
             self._announce()
             tag = Tag.REDIRECTED
         elif self.marked is not None:
-            slot.tensors[self.marked] = to_message(slot.tensors[self.marked])
+            if is_marked(slot.tensors[self.marked]):
+                slot.tensors[self.marked] = to_message(slot.tensors[self.marked])
         elif not known:
             slot.works.append(self.starts[Tag.HEADER]([_AS_EXPECTED]))
         start = self.starts[tag]
@@ -197,22 +199,23 @@ class ActivationWire(Wire):
 
     def _announce(self) -> None:
         """Sends the activation's metadata, and unused tensors to fill receives that were posted for another shape."""
-        works, metadata = self.slot.works, Metadata.of(self.slot)
+        works, metadata, expected = self.slot.works, Metadata.of(self.slot), self.expected
         body = torch.frombuffer(bytearray(_packed(metadata)), dtype=torch.uint8)
-        announce = self.starts[Tag.HEADER if self._has_header else Tag.METADATA]
+        announce = self.starts[Tag.HEADER if self.marked is None else Tag.METADATA]
         works.append(announce([torch.tensor([len(body)], device="cpu")]))
         works.append(self.starts[Tag.METADATA]([body]))
-        for each in () if self.expected is None else self.buffers.for_all(self.expected):
-            works.append(self.starts[Tag.ACTIVATION]([to_message(Unused.of(each))]))
+        for form in () if expected is None else expected.forms:
+            filler = Unused.of(self.buffers.take(form))
+            works.append(self.starts[Tag.ACTIVATION]([to_message(filler)]))
         self._see(metadata)
 
     def post(self) -> None:
         """Posts the receive of the header, if there will be one, and of the activation if one is expected."""
-        slot, starts = self.slot, self.starts
-        slot.tensors = [] if self.expected is None else self.buffers.for_all(self.expected)
-        slot.works = [starts[Tag.HEADER]([self.header])] if self._has_header else []
-        for tensor in slot.tensors:
-            slot.works.append(starts[Tag.ACTIVATION]([tensor]))
+        expected = self.expected
+        if expected is None or (self.marked is None and not self.expectations.known):
+            self.slot.works.append(self.starts[Tag.HEADER]([self.header]))
+        if expected is not None:
+            self.slot.works += self._received(expected, Tag.ACTIVATION)
         self.pending = True
         self.inbox.append(self)
 
@@ -222,26 +225,29 @@ class ActivationWire(Wire):
 
     def _arrive(self) -> None:
         """Reads what has come and, if it is not as expected, receives the activation now."""
-        slot, starts = self.slot, self.starts
-        slot.done(self.link)
-        if length := self._length():
-            body = torch.empty(length, dtype=torch.uint8, device="cpu")
+        slot, starts, is_read = self.slot, self.starts, self.marked is None
+        self.link.wait(slot.works)
+        slot.works = []
+        if self.marked is not None and is_marked(slot.tensors[self.marked]):
+            self.link.wait([starts[Tag.METADATA]([self.header])])
+            is_read = True
+        if self.expected is None or (is_read and not self.expectations.known and self.header.item()):
+            body = torch.empty(int(self.header), dtype=torch.uint8, device="cpu")
             self.link.wait([starts[Tag.METADATA]([body])])
             metadata = _unpacked(bytes(body.tolist()))
-            slot.tensors = self.buffers.for_all(metadata)
-            self.link.wait([starts[Tag.REDIRECTED]([tensor]) for tensor in slot.tensors])
+            self.link.wait(self._received(metadata, Tag.REDIRECTED))
             self._see(metadata)
         assert self.metadata is not None
         slot.spec, slot.grads = self.metadata.spec, self.metadata.grads
         self.pending = False
 
-    def _length(self) -> int:
-        """The number of bytes of the metadata that follow; 0 if the activation is as expected, and thus here."""
-        if not self._has_header:
-            if self.marked is None or not is_marked(self.slot.tensors[self.marked]):
-                return 0
-            self.link.wait([self.starts[Tag.METADATA]([self.header])])
-        return int(self.header)
+    def _received(self, metadata: Metadata, tag: Tag) -> list[Work]:
+        """Begins to receive an activation."""
+        start, works, tensors = self.starts[tag], list[Work](), [*map(self.buffers.take, metadata.forms)]
+        for tensor in tensors:
+            works.append(start([tensor]))
+        self.slot.tensors = tensors
+        return works
 
 
 def tags_of(content: Content, *, promised: bool = False) -> Iterable[Tag]:
@@ -259,10 +265,10 @@ def starts_of(transport: Transport, peer: int, tags: Iterable[Tag], *, receives:
 
 def _packed(metadata: Metadata) -> bytes:
     """`metadata` as bytes. Its tree is sent as a tree of numbers, because torch's TreeSpec cannot be packed."""
-    tree = None if metadata.spec is None else tree_unflatten(range(len(metadata.shapes)), metadata.spec)
+    tree = None if metadata.spec is None else tree_unflatten(range(len(metadata.forms)), metadata.spec)
     return pack((metadata.spec is None, tree, *metadata[1:]))
 
 
 def _unpacked(body: bytes) -> Metadata:
-    bare, tree, shapes, dtypes, grads = unpack(body)
-    return Metadata(None if bare else tree_flatten(tree)[1], shapes, dtypes, grads)
+    bare, tree, forms, grads = unpack(body)
+    return Metadata(None if bare else tree_flatten(tree)[1], forms, grads)
