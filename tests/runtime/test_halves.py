@@ -157,7 +157,7 @@ def test_hooks_and_a_criterion_that_differentiates_see_what_plain_torch_shows(na
             torch.testing.assert_close(gradient, stage.get_parameter(parameter).grad)
 
 
-def run_penalty(name: str) -> str:
+def run_penalty(name: str, fuses: bool = False) -> str:
     """A criterion that differentiates a gradient: what each rank raises."""
     rank, last = current_context().pipeline_rank, stage_of(1)
 
@@ -166,7 +166,8 @@ def run_penalty(name: str) -> str:
         return nn.functional.mse_loss(output, labels) + slope.square().sum()
 
     stages = [stage_of(0), nn.Sequential(last)]
-    pipeline = Pipeline(stages[rank], make_schedule(name, ranks=2, microbatches=2), criterion=criterion, weigh=len)
+    schedule = make_schedule(name, ranks=2, microbatches=2)
+    pipeline = Pipeline(stages[rank], schedule, criterion=criterion, weigh=len, gradient_accumulation_fusion=fuses)
     last.train()
     try:
         execute_pipeline(iter([batch_of(2)]), pipeline)
@@ -177,6 +178,6 @@ def run_penalty(name: str) -> str:
 
 def test_a_gradient_that_is_differentiated_works_without_w_and_is_refused_with_it() -> None:
     assert run_threads(run_penalty, 2, "1f1b") == ["", ""]
-    for told in run_threads(run_penalty, 2, "zb-h1"):
+    for told in (*run_threads(run_penalty, 2, "zb-h1"), *run_threads(run_penalty, 2, "1f1b", True)):
         assert "create_graph=True cannot run through a layer that defers its weight gradient" in told
-        assert "use a schedule without W, such as 1f1b" in told
+        assert "use a schedule without W, such as 1f1b, and no gradient_accumulation_fusion" in told

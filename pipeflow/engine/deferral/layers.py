@@ -301,7 +301,8 @@ def defers(ctx: Any, deferral: Deferral, parameters: Sequence[nn.Parameter]) -> 
     if torch.is_grad_enabled():
         raise UsageError(
             "a backward with create_graph=True cannot run through a layer that defers its weight gradient: use a "
-            "schedule without W, such as 1f1b, or make the layer an instance of your own subclass, which does not defer"
+            "schedule without W, such as 1f1b, and no gradient_accumulation_fusion, or make the layer an instance of "
+            "your own subclass, which does not defer"
         )
     if deferral.queue is None and not deferral.fuses:
         return False

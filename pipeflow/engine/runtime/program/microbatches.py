@@ -86,19 +86,19 @@ class Microbatch:
         if not self.outputs:
             self.edges = self.results.take(self.index, output, training=self.training)
             return
-        edges = list[GradientEdge]()
-        for slot, part in zip(self.outputs.values(), self._parts(output), strict=True):
-            tensors, slot.spec = flatten(part, self.buffers.device)
-            slot.grads = tuple([tensor.requires_grad for tensor in tensors])
-            slot.tensors = [_to_send(tensor, self.buffers) for tensor in tensors]
-            if self.training:
-                edges += [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
-        self.edges = edges
+        self.edges = edges = list[GradientEdge]()
+        parts = (output,) if len(self.outputs) == 1 else self._parts(output)
+        for slot, part in zip(self.outputs.values(), parts, strict=True):
+            slot.tensors, slot.spec = flatten(part, self.buffers.device)
+            slot.grads = ()
+            for place, tensor in enumerate(slot.tensors):
+                slot.grads += (tensor.requires_grad,)
+                if self.training and tensor.requires_grad:
+                    edges.append(get_gradient_edge(tensor))
+                slot.tensors[place] = _to_send(tensor, self.buffers)
 
     def _parts(self, output: object) -> Sequence[object]:
-        """One output, or an entry for each stage that takes one."""
-        if len(self.outputs) == 1:
-            return (output,)
+        """The entry of the output for each of the stages that take one."""
         if not isinstance(output, tuple | list) or len(output) != len(self.outputs):
             has = f"{len(output)} entries" if isinstance(output, tuple | list) else f"a {type(output).__name__}"
             raise UsageError(
@@ -125,21 +125,20 @@ class Microbatch:
         run_products(self.deferred)
 
     def _backward(self, *, defers: bool) -> None:
-        gradients = self._gradients()
+        gradients = [] if self.outputs else self.results.gradients(self.index)
+        for slot in self.output_gradients:
+            gradients += slot.take()
+        if self.fills:
+            gradients = [each.zeros() if isinstance(each, Unused) else each for each in gradients]
         self.stage.deferral.active = defers
         if self.edges:
             self._run(gradients)
-        wanted = iter([leaf for leaf in self.leaves if leaf.requires_grad])
+        leaves, self.leaves = iter(self.leaves), []
         for slot, gradient in zip(self.inputs, self.input_gradients, strict=True):
-            gradient.tensors = [_gradient_of(next(wanted)) for wants in slot.grads if wants]
-        self.leaves = []
-
-    def _gradients(self) -> list[Tensor]:
-        """The gradients with which the backward starts; some may be `Unused`."""
-        if not self.outputs:
-            return self.results.gradients(self.index)
-        gradients = [gradient for slot in self.output_gradients for gradient in slot.take()]
-        return [each.zeros() if isinstance(each, Unused) else each for each in gradients] if self.fills else gradients
+            gradient.tensors = []
+            for wants, leaf in zip(slot.grads, leaves, strict=False):  # those of all inputs
+                if wants:
+                    gradient.tensors.append(_gradient_of(leaf))
 
     def _run(self, gradients: list[Tensor]) -> None:
         """torch.autograd.backward without its checks of the arguments, which take as long as a small backward:
