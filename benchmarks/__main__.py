@@ -22,6 +22,7 @@ TIMED = {
     "one_gpu": ENGINE,
     "halves": ENGINE,
     "failure": ENGINE,
+    "launch": ENGINE,
     "calls": ENGINE,
     "messages": ENGINE,
     "analysis": ("core", "schedules"),

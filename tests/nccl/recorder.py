@@ -61,9 +61,10 @@ class Recorder(LocalTransport):
     def receiver(self, peer: int, tag: Tag) -> Begin:
         return self._recording(super().receiver(peer, tag), _communicator(peer, self.rank, tag), tag)
 
-    def group(self, ranks: Sequence[int]) -> Group:
-        plain = super().group(ranks)
-        return _RecordedGroup(plain, self, Communicator(tuple(ranks), "group")) if len(ranks) > 1 else plain
+    def group(self, ranks: Sequence[int], *, on_host: bool = False) -> Group:
+        plain = super().group(ranks, on_host=on_host)
+        channel = Communicator(tuple(ranks), "host" if on_host else "group")
+        return _RecordedGroup(plain, self, channel, on_host) if len(ranks) > 1 else plain
 
     def _recording(self, begin: Begin, channel: Communicator, tag: Tag) -> Begin:
         def start(tensors: list[Tensor]) -> Work:
@@ -120,16 +121,17 @@ class _RecordedWork:
 class _RecordedGroup:
     """A group whose collectives are recorded."""
 
-    def __init__(self, plain: Group, recorder: Recorder, communicator: Communicator) -> None:
+    def __init__(self, plain: Group, recorder: Recorder, communicator: Communicator, on_host: bool) -> None:
         self.rank, self.size = plain.rank, plain.size
-        self._plain, self._recorder, self._communicator = plain, recorder, communicator
+        self._plain, self._recorder, self._communicator, self._on_host = plain, recorder, communicator, on_host
 
     def connect(self) -> None:
-        self._recorder.meet(self._communicator)
+        if not self._on_host:
+            self._recorder.meet(self._communicator)
 
     def __getattr__(self, name: str) -> Any:
         collective = getattr(self._plain, name)
-        return lambda *arguments: self._recorder.start(self._communicator, False, collective, *arguments)
+        return lambda *arguments: self._recorder.start(self._communicator, self._on_host, collective, *arguments)
 
 
 def recorded(

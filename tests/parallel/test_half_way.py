@@ -158,30 +158,6 @@ def test_who_dies_in_launch_before_there_is_a_coordinator_is_named(victim: int) 
     assert [each for rank, each in enumerate(told) if rank != victim] == [victim] * 2
 
 
-def make_too_late() -> bool:
-    """A group that is made after this rank has given up is closed."""
-    channels, made = current_context().world.channels, threading.Event()  # type: ignore[attr-defined]  # of a distributed transport
-
-    def make() -> Any:
-        made.wait()
-        return group
-
-    group = channels._gloo[0]
-    threading.Timer(0.2, lambda: channels.monitor._expire(0)).start()
-    with pytest.raises(LinkError):
-        channels._made(make, lambda groups: closed.extend(groups))
-    closed: list[Any] = []
-    made.set()
-    while not closed:
-        time.sleep(0.01)
-    return closed == [group]
-
-
-@pytest.mark.exhaustive
-def test_a_group_that_is_made_too_late_is_closed() -> None:
-    assert run_processes(make_too_late, 2) == [True] * 2
-
-
 def broadcast_half(folder: str) -> bool:
     """Rank 0 is stopped in the middle of a broadcast, and killed. The others wait for it, drop the group, and end."""
     context, notes = current_context(), Notes(folder)

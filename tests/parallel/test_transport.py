@@ -12,6 +12,7 @@ from torch import Tensor
 from pipeflow.core.errors import Failure
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.transport.agreement import all_gather, exchange
+from pipeflow.engine.parallel.transport.channels import Members
 from pipeflow.engine.parallel.transport.distributed import DistributedTransport
 from pipeflow.engine.parallel.transport.local import LocalTransport
 from pipeflow.engine.parallel.transport.protocol import Channel, LinkError, Start, Tag, Work
@@ -62,7 +63,7 @@ def end_the_call_before() -> None:
         transport.enter(101)
         assert transport.report(failure) == failure
         return
-    _wait_until(lambda: transport.monitor.has_failed(0))
+    _wait_until(lambda: 0 in transport.monitor._verdicts)
     time.sleep(0.1)  # in which its thread would break the channels
     number, peer = torch.full((3,), float(transport.rank)), 3 - transport.rank
     exchange(transport, Tag.CONTROL, {peer: number}, {peer: number.clone()}, "ending the call before")
@@ -100,8 +101,8 @@ def read_errors_as_on_gpus() -> None:
     transport = current_context().world
     assert isinstance(transport, DistributedTransport)
     everyone = tuple(range(transport.size))
-    transport.channels.device = torch.device("cuda")
-    transport.channels._collective[everyone] = LikeNccl()
+    transport.channels.device, transport.channels.deadline = torch.device("cuda"), ()
+    transport.channels._collective[Members(everyone)] = LikeNccl()
     group = transport.group(everyone)
     with pytest.raises(RuntimeError, match="this rank's own tensor"):
         group.all_reduce(torch.zeros(1))

@@ -50,41 +50,24 @@ class Context:
     tensor: Group = field(init=False)
     data: Group = field(init=False)
     alarm: Alarm = field(init=False)
+    world_size: int = field(init=False)
+    pipeline_rank: int = field(init=False)
+    tensor_rank: int = field(init=False)
+    data_rank: int = field(init=False)
+    pipeline_size: int = field(init=False)
+    tensor_size: int = field(init=False)
+    data_size: int = field(init=False)
 
     def __post_init__(self) -> None:
+        layout = self.layout
+        self.data_rank, self.pipeline_rank, self.tensor_rank = layout.place(self.rank)
+        self.data_size, self.pipeline_size, self.tensor_size = layout.data, layout.pipeline, layout.tensor
+        self.world_size = layout.world_size
         self.transport = Subset(self.world, self.layout.pipeline_ranks(self.rank))
         self.replicas = Subset(self.world, self.layout.data_ranks(self.rank))
         self.tensor = self.world.group(self.layout.tensor_ranks(self.rank))
         self.data = self.world.group(self.layout.data_ranks(self.rank))
         self.alarm = Alarm(self.world)
-
-    @property
-    def world_size(self) -> int:
-        return self.layout.world_size
-
-    @property
-    def pipeline_rank(self) -> int:
-        return self.layout.place(self.rank).pipeline
-
-    @property
-    def pipeline_size(self) -> int:
-        return self.layout.pipeline
-
-    @property
-    def tensor_rank(self) -> int:
-        return self.layout.place(self.rank).tensor
-
-    @property
-    def tensor_size(self) -> int:
-        return self.layout.tensor
-
-    @property
-    def data_rank(self) -> int:
-        return self.layout.place(self.rank).data
-
-    @property
-    def data_size(self) -> int:
-        return self.layout.data
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -95,8 +78,7 @@ class Context:
         """
         if not dist.is_initialized():
             raise UsageError("a device mesh needs torch.distributed: start processes, or call init_process_group first")
-        layout = self.layout
-        ranks = torch.arange(layout.world_size, device="cpu").view(layout.data, layout.pipeline, layout.tensor)
+        ranks = torch.arange(self.world_size, device="cpu").view(self.data_size, self.pipeline_size, self.tensor_size)
         return DeviceMesh(self.device.type, ranks, mesh_dim_names=("data", "pipeline", "tensor"))
 
     def close(self) -> None:

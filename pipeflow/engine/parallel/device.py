@@ -79,7 +79,8 @@ def own_device(asked: torch.device | str | None) -> torch.device:
             f"device {str(device)!r} was given, but torch finds no GPU: check CUDA_VISIBLE_DEVICES and that torch is "
             "built for CUDA, or pass device='cpu'"
         )
-    index = _own_index(count) if device.index is None else device.index
+    only = 0 if count == 1 else int(os.environ.get("LOCAL_RANK", 0))  # as when srun gives each task its own GPU
+    index = only if device.index is None else device.index
     if index >= count:
         raise UsageError(
             f"this process has LOCAL_RANK {index} but sees {count} GPUs: start at most one process per GPU, or let "
@@ -89,8 +90,3 @@ def own_device(asked: torch.device | str | None) -> torch.device:
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
-
-
-def _own_index(count: int) -> int:
-    """LOCAL_RANK, or 0 if only one GPU is visible, as when srun gives each task its own."""
-    return 0 if count == 1 else int(os.environ.get("LOCAL_RANK", 0))

@@ -31,9 +31,9 @@ from pipeflow.engine.parallel.rendezvous import (
     did_not_come,
     find_each_other,
     missing,
+    prepare_gloo,
     reachable,
     resolve,
-    use_interface_of,
 )
 from pipeflow.engine.parallel.transport.distributed import DistributedTransport
 from pipeflow.engine.parallel.transport.local import Hub, LocalTransport
@@ -90,10 +90,9 @@ def launch(
     transport: Transport = LocalTransport(Hub(1), 0, device=place, timeout=timeout)
     if world_size > 1:
         transport = _join(rank, world_size, place, timeout, group)
+        write_once(rank)
     elif not dist.is_initialized() and all(name in os.environ for name in _TORCHRUN):
         _initialize(rank, world_size, place, timeout, lambda *_: None)  # for torch's libraries; nothing here needs it
-    if world_size > 1:
-        write_once(rank)
     context = Context(rank, layout, place, transport)
     set_process_context(context)
     return context
@@ -125,15 +124,8 @@ def _join(
         monitor = Monitor(address, port, rank=rank, size=world_size, secret=secret, timeout=timeout)
     except OSError:
         raise PipelineError(gone(HOST)) from None
-    transport = DistributedTransport(
-        monitor,
-        rank=rank,
-        size=world_size,
-        device=device,
-        timeout=timeout,
-        address=address_towards(address),
-        leave=coordinators[0].close if coordinators else lambda: None,
-    )
+    leave = coordinators[0].close if coordinators else lambda: None
+    transport = DistributedTransport(monitor, rank, world_size, device, timeout, address_towards(address), leave)
     atexit.register(transport.close)
     transport.open_first()
     return transport
@@ -154,14 +146,13 @@ def _initialize(
         group = _group_of_cpus(timeout, among)
         return then(_address_of_rank_0(rank, world_size, group, whole=among is None), group)
     store, address = find_each_other(rank, world_size, timeout)
-    use_interface_of(address_towards(address))
+    prepare_gloo(address_towards(address))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     patience, until = timedelta(seconds=timeout), time.monotonic() + timeout + grace_of(timeout)
 
     def meet() -> T:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
-        result = then(address, None)
-        dist.all_reduce(torch.zeros(1, device="cpu"))  # no rank passes this before all have reached it
+        result = then(address, None)  # no rank passes this before all have reached it
         come(store, rank)
         return result
 
@@ -184,7 +175,7 @@ def _group_of_cpus(timeout: float, among: dist.ProcessGroup | None) -> dist.Proc
     if has_cpu(among or default_group()):
         return among
     if named := os.environ.get("MASTER_ADDR"):
-        use_interface_of(address_towards(resolve(named)))
+        prepare_gloo(address_towards(resolve(named)))
     ranks = None if among is None else dist.get_process_group_ranks(among)
     group: dist.ProcessGroup = dist.new_group(
         ranks, timedelta(seconds=timeout), backend="gloo", use_local_synchronization=among is not None

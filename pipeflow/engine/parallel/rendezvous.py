@@ -51,11 +51,14 @@ def address_towards(address: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def use_interface_of(address: str) -> None:
-    """Makes torch's own gloo groups use the network interface of `address`, unless GLOO_SOCKET_IFNAME is set.
+def prepare_gloo(address: str) -> None:
+    """Makes torch's own gloo groups use the network interface of `address`, unless GLOO_SOCKET_IFNAME is set, and
+    connect two ranks only when they use their connection, unless TORCH_GLOO_LAZY_INIT is set.
 
-    By default they use the interface of the machine's name, which is 127.0.1.1 on many machines.
+    By default they use the interface of the machine's name, which is 127.0.1.1 on many machines, and connect all ranks
+    with each other.
     """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     name = "lo" if is_loopback(address) and sys.platform == "linux" else _interface(address)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -77,16 +80,13 @@ def _interface(address: str) -> str | None:
     return None
 
 
-_PAUSE = 0.01  # seconds between two checks
+_PAUSE = 0.01  # seconds between two checks, at first
 _MARGIN = 1.0  # seconds by which rank 0 decides earlier than the others
 
 
-Found = tuple[dist.Store, str]
-"""The result of a rendezvous: a store for this start of the job, and the address of rank 0's machine."""
-
-
-def find_each_other(rank: int, size: int, timeout: float) -> Found:
-    """Waits until all ranks have joined.
+def find_each_other(rank: int, size: int, timeout: float) -> tuple[dist.Store, str]:
+    """Waits until all ranks have joined. The result: a store for this start of the job, and the address of rank 0's
+    machine.
 
     Raises PipelineError, naming the missing ranks, after `timeout` seconds, and UsageError if the environment does not
     name the store.
@@ -111,12 +111,16 @@ def missing(store: dist.Store, rank: int, size: int, until: float) -> list[int]:
     """The ranks that, after a failure, have not called `come` before `until`, a time of the monotonic clock."""
 
     def look() -> list[int]:
+        """Rank 0 looks, and tells the others."""
         try:
-            while (absent := _absent(store, "after", range(size))) and time.monotonic() < until:
-                time.sleep(_PAUSE)
             if rank == 0:
+                absent = _absent(store, "after", range(size), until)
+                store.set("absent", json.dumps(absent))
                 time.sleep(_MARGIN)  # this process may serve the store, and ends next
-            return absent
+                return absent
+            if _has(store, ["absent"], until + _MARGIN):
+                return list(json.loads(store.get("absent")))
+            return [] if store.check(["after/0"]) else [0]
         except dist.DistError:
             return [0]
 
@@ -146,7 +150,7 @@ class _Meeting:
         self.seen = resolve(host)  # rank 0's machine, as this machine resolves it
         self.ticket = secrets.token_hex(8)
         self.where = host, port
-        self.store = self._join(host, port)
+        self.store: Any = self._join(host, port)  # torch's stubs lack methods
 
     def _join(self, host: str, port: int) -> dist.Store:
         """The store of torchrun, or a store that rank 0 serves."""
@@ -163,7 +167,7 @@ class _Meeting:
                 raise UsageError(f"rank 0 cannot serve a store at {host}:{port}: {error}") from None
             raise did_not_come([0], self.timeout) from None
 
-    def hold(self) -> Found:
+    def hold(self) -> tuple[dist.Store, str]:
         while True:
             try:
                 return self._call() if self.rank == 0 else self._answer()
@@ -172,54 +176,57 @@ class _Meeting:
                     raise did_not_come([0], self.timeout) from None
                 self.store = self._join(*self.where)
 
-    def _call(self) -> Found:
+    def _call(self) -> tuple[dist.Store, str]:
         """Run on rank 0: names this start of the job, waits for the others, and publishes who is present."""
-        life, absent = self.ticket, list(range(1, self.size))
+        life = self.ticket
         self.store.set("pipeflow/life", life)
-        while absent and time.monotonic() < self.deadline:
-            absent = _absent(self.store, f"pipeflow/{life}", absent)
-            if absent:
-                time.sleep(_PAUSE)
+        absent = _absent(self.store, f"pipeflow/{life}", range(1, self.size), self.deadline)
         here = [rank for rank in range(1, self.size) if rank not in absent]
-        said = {rank: json.loads(self.store.get(f"pipeflow/{life}/{rank}")) for rank in here}
-        seen = [self.seen, *(each["seen"] for each in said.values())]
-        address = reachable(seen)
-        tickets = {str(rank): each["ticket"] for rank, each in said.items()}
-        self.store.set(f"pipeflow/{life}/go", json.dumps({"tickets": tickets, "address": address, "absent": absent}))
-        end = time.monotonic() + _MARGIN  # this process may serve the store, and end next
-        while absent and _absent(self.store, f"pipeflow/{life}/heard", here) and time.monotonic() < end:
-            time.sleep(_PAUSE)
+        answers = self.store.multi_get([f"pipeflow/{life}/{rank}" for rank in here]) if here else []
+        said = [json.loads(answer) for answer in answers]
+        address = reachable([self.seen, *(each["seen"] for each in said)])
+        go = json.dumps({"address": address, "absent": absent})
+        if said:
+            self.store.multi_set([f"pipeflow/{life}/go/{each['ticket']}" for each in said], [go] * len(said))
+        if absent:
+            time.sleep(_MARGIN)  # this process may serve the store, and ends next
         return self._found(life, address, absent)
 
-    def _answer(self) -> Found:
+    def _answer(self) -> tuple[dist.Store, str]:
         """Run on all other ranks. Entries of an earlier start of the job may be in the store; they lack this rank's
-        ticket.
+        ticket. So it looks again and again, the more seldom the longer it has waited.
         """
-        life = ""
-        while time.monotonic() < self.deadline + _MARGIN:
-            if self.store.check(["pipeflow/life"]):
-                named = self.store.get("pipeflow/life").decode()
-                if named != life:
-                    life = named
-                    self.store.set(
-                        f"pipeflow/{life}/{self.rank}", json.dumps({"ticket": self.ticket, "seen": self.seen})
-                    )
-                elif self.store.check([f"pipeflow/{life}/go"]):
-                    go = json.loads(self.store.get(f"pipeflow/{life}/go"))
-                    if go["tickets"].get(str(self.rank)) == self.ticket:
-                        self.store.set(f"pipeflow/{life}/heard/{self.rank}", "")
-                        return self._found(life, go["address"], go["absent"])
-            time.sleep(_PAUSE)
+        life, begun = "", time.monotonic()
+        while (now := time.monotonic()) < self.deadline + _MARGIN:
+            if life and self.store.check([f"pipeflow/{life}/go/{self.ticket}"]):
+                go = json.loads(self.store.get(f"pipeflow/{life}/go/{self.ticket}"))
+                return self._found(life, go["address"], go["absent"])
+            if self.store.check(["pipeflow/life"]) and (named := self.store.get("pipeflow/life").decode()) != life:
+                life = named
+                self.store.set(f"pipeflow/{life}/{self.rank}", json.dumps({"ticket": self.ticket, "seen": self.seen}))
+            time.sleep(min(max(_PAUSE, (now - begun) / 10), _MARGIN))
         raise did_not_come([0], self.timeout)
 
-    def _found(self, life: str, address: str, absent: list[int]) -> Found:
+    def _found(self, life: str, address: str, absent: list[int]) -> tuple[dist.Store, str]:
         if absent:
             raise did_not_come(absent, self.timeout)
         return dist.PrefixStore(f"pipeflow/{life}", self.store), address
 
 
-def _absent(store: dist.Store, prefix: str, ranks: Sequence[int]) -> list[int]:
+def _absent(store: dist.Store, prefix: str, ranks: Sequence[int], until: float) -> list[int]:
+    """Those of `ranks` whose keys do not exist before `until`, a time of the monotonic clock."""
+    if _has(store, [f"{prefix}/{rank}" for rank in ranks], until):
+        return []
     return [rank for rank in ranks if not store.check([f"{prefix}/{rank}"])]
+
+
+def _has(store: dist.Store, keys: list[str], until: float) -> bool:
+    """Waits until all keys exist; returns False if they do not before `until`."""
+    try:
+        store.wait(keys, timedelta(seconds=max(until - time.monotonic(), _PAUSE)))
+    except dist.DistStoreError:
+        return False
+    return True
 
 
 def _listen(host: str, address: str, port: int) -> socket.socket:

@@ -84,12 +84,8 @@ def own_buffers_of(module: nn.Module) -> set[int]:
 
 def partial_in(module: nn.Module) -> list[nn.Parameter]:
     """The parameters of `module` whose gradients must be summed over the tensor ranks, each once."""
-    found = {
-        id(layer.get_parameter(name)): layer.get_parameter(name)
-        for layer in _layers(module, Divided)
-        for name in layer.partial_gradients()
-    }
-    return list(found.values())
+    layers = _layers(module, Divided)
+    return list(dict.fromkeys(layer.get_parameter(name) for layer in layers for name in layer.partial_gradients()))
 
 
 def _layers(module: nn.Module, protocol: type) -> Iterator[Any]:

@@ -17,8 +17,8 @@ from torch.utils.weak import TensorWeakRef
 from pipeflow.core.errors import PipeflowError, UsageError
 from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.control.rescue import aside
-from pipeflow.engine.parallel.transport.agreement import Gathering, all_gather, told_alike
-from pipeflow.engine.parallel.transport.protocol import LinkError
+from pipeflow.engine.parallel.transport.agreement import all_gather, told_alike
+from pipeflow.engine.parallel.transport.protocol import LinkError, Work
 from pipeflow.engine.runtime.loss import AgreementRow, is_host, require_alike
 from pipeflow.engine.runtime.program.ahead import Ahead
 from pipeflow.engine.runtime.stage import Stage
@@ -123,8 +123,8 @@ class Taken:
         self.number = number
         self.stands: bool | None = None
         self._context, self._told, self._norms = context, told, _on_host(norms)
-        self._gathering: Gathering | None = None
-        self._telling: Future[None] | None = None  # on another thread
+        self._rows = torch.empty(context.world_size, len(told), dtype=torch.float64, device="cpu")
+        self._telling: Future[Work] | None = None
 
     @property
     def told(self) -> AgreementRow:
@@ -133,19 +133,25 @@ class Taken:
         return self._told._replace(counted=counted, elsewhere=elsewhere)
 
     def tell(self) -> None:
-        """Begins to tell the others."""
-        gathering = self._gathering = Gathering(self._context.world, len(AgreementRow._fields))
+        """Begins to tell the others, without waiting for them; off CPUs on a thread, which waits for the norms. The
+        group passes on what it is told, so that no rank must come to do it.
+        """
+        group = self._context.world.group(range(self._context.world_size), on_host=True)
+
+        def begin() -> Work:
+            return group.all_gather(self._rows, torch.tensor([self.told], dtype=torch.float64, device="cpu"))
+
         if is_host(self._context.device):
-            gathering.tell(self.told)
+            self._telling = Future()
+            self._telling.set_result(begin())
         else:
-            self._telling = aside(lambda: gathering.tell(self.told), "pipeflow telling of a step")
+            self._telling = aside(begin, "pipeflow telling of a step")
 
     def rows(self) -> list[AgreementRow]:
         """The rows of all ranks, once all have ended the step. Raises LinkError."""
-        assert self._gathering is not None
-        if self._telling is not None:
-            self._telling.result()
-        return [AgreementRow(*row) for row in self._gathering.end()]
+        assert self._telling is not None
+        self._telling.result().wait()
+        return [AgreementRow(*row) for row in self._rows.tolist()]
 
 
 def _on_host(numbers: Tensor) -> Callable[[], list[float]]:

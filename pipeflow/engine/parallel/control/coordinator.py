@@ -42,14 +42,16 @@ from pipeflow.engine.parallel.control.wire import Message, forget_in_children
 # that it waits for are innocent. So one thread of rank 0 decides, once per generation, which failure was the first, and
 # every rank raises that one. A generation is the time between two openings of all channels.
 #
-# - A rank that raises reports its error. `_settle` keeps the first and tells it to all; later ones get the same answer.
+# - A rank that raises reports its error. `_settle` keeps the first and tells it to all, once; who asks later gets the
+#   same answer alone. So a failure of R ranks is R messages, not R x R.
 #   If the ranks do different things in that call, the error says so: `_compare`.
 # - A rank whose process ends closes its socket: `_lose`.
 # - A rank whose channel broke does not know why. `_investigate` asks all ranks whether they live. A peer that died or
 #   reported an error is found within the grace; only if all live is the connection itself to blame.
 # - A rank that waits longer than the timeout asks. Each rank answers from a thread, even while it computes, and says
 #   for whom it waits. `diagnosis` follows these waits to the rank at their end: it may compute (then all go on, and a
-#   warning names it), hang, or be silent. Otherwise the rank that asked breaks its channels and reports.
+#   warning names it), hang, or be silent. Otherwise the rank that asked breaks its channels and reports. Ranks that ask
+#   at about the same time share one round of answers.
 #
 # Asking costs nothing as long as all is well, since nobody asks before the timeout. A new connection proves with the
 # job's secret that it is a rank; until then it may only send a few bytes.
@@ -57,6 +59,7 @@ from pipeflow.engine.parallel.control.wire import Message, forget_in_children
 LOG = logging.getLogger("pipeflow")
 _TO_PROVE = 5.0  # seconds
 _TO_COMPARE = 0.25  # seconds for all ranks to say what they do, when one has failed
+_TOGETHER = 1e-4  # seconds per rank of the world for which a round waits for others that ask for one
 _STRANGERS = 64  # connections that have not proved yet to be a rank
 _TO_HEAR = 1.0  # seconds, at the end, for the ranks to read what they were sent
 _TO_END = 5.0  # seconds for the thread; it is a daemon, so it does not keep the process alive
@@ -88,13 +91,14 @@ class Coordinator:
         self._gone: dict[int, Failure] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._values: dict[str, str] = {}
-        self._wanted: defaultdict[str, list[int]] = defaultdict(list)  # by key, the ranks that wait for it
+        self._wanted: defaultdict[str, list[tuple[int, Message]]] = defaultdict(list)  # by key, who asked for it
         self._arrived: defaultdict[int, set[int]] = defaultdict(set)  # by generation
         self._generation = 0  # the last that all ranks have opened
         self._failures: dict[int, Failure] = {}  # by generation, the first
         self._blames: dict[tuple[int, int], Failure] = {}  # by generation and by the rank that gave up
-        self._rounds: dict[int, dict[int, Status]] = {}  # by number, what ranks have answered
-        self._complete: dict[int, asyncio.Event] = {}
+        # by number, what ranks have answered, and whether all have
+        self._rounds: dict[int, tuple[dict[int, Status], asyncio.Event]] = {}
+        self._upcoming: dict[float, asyncio.Task[dict[int, Status | Failure]]] = {}  # rounds, by how long they take
         self._asked = 0
         self._named: dict[int, float] = {}  # by rank, when it was last said that others wait for it
         forget_in_children(self.sockets)
@@ -179,11 +183,11 @@ class Coordinator:
             case "set":
                 self._set(message["key"], message["value"])
             case "get":
-                self._get(rank, message["key"])
+                self._get(rank, message)
             case "open":
                 self._open(rank, message["generation"])
             case "report":
-                self._spawn(self._compare(message["generation"], Failure(**message["failure"])))
+                self._spawn(self._compare(rank, message["generation"], Failure(**message["failure"])))
             case "lost":
                 self._spawn(self._investigate(rank, message))
             case "suspects":
@@ -210,20 +214,24 @@ class Coordinator:
 
     def _set(self, key: str, value: str) -> None:
         self._values[key] = value
-        for rank in self._wanted.pop(key, ()):
-            self._get(rank, key)
+        for rank, message in self._wanted.pop(key, ()):
+            self._get(rank, message)
 
-    def _get(self, rank: int, key: str) -> None:
-        if key in self._values:
-            self._send(rank, {"op": "value", "key": key, "value": self._values[key]})
-        else:
-            self._wanted[key].append(rank)
+    def _get(self, rank: int, message: Message) -> None:
+        """Tells a rank a value. If it wants to meet the rank whose value that is, tells that rank the other's value."""
+        key, mine = message["key"], message.get("mine")
+        if key not in self._values:
+            self._wanted[key].append((rank, message))
+            return
+        self._send(rank, {"op": "value", "key": key, "value": self._values[key]})
+        if mine in self._values:
+            self._send(message["peer"], {"op": "met", "key": mine, "value": self._values[mine]})
 
     def _open(self, rank: int, generation: int) -> None:
         """Lets all ranks go on when the last has opened the generation; if a rank cannot, reports a failure."""
         self._arrived[generation].add(rank)
         if generation in self._failures:
-            self._settle(generation, self._failures[generation])
+            self._settle(generation, self._failures[generation], rank)
         elif self._gone:
             self._settle(generation, next(iter(self._gone.values())))
         elif len(self._arrived[generation]) == self._size:
@@ -247,16 +255,22 @@ class Coordinator:
         for number in self._rounds:
             self._check(number)
 
-    def _settle(self, generation: int, failure: Failure) -> None:
+    def _settle(self, generation: int, failure: Failure, by: int | None = None) -> None:
+        """Tells all ranks the first failure of a generation. When they know it, tells only rank `by`, which asks."""
+        is_known = generation in self._failures
         first = self._failures.setdefault(generation, failure)
-        self._broadcast({"op": "told", "generation": generation, "failure": asdict(first)})
+        told: Message = {"op": "told", "generation": generation, "failure": asdict(first)}
+        if not is_known:
+            self._broadcast(told)
+        elif by is not None:
+            self._send(by, told)
 
-    async def _compare(self, generation: int, failure: Failure) -> None:
-        """A rank reports a failure. If the ranks do different things in that call, the failure follows from it."""
+    async def _compare(self, by: int, generation: int, failure: Failure) -> None:
+        """Rank `by` reports a failure. If the ranks do different things in that call, the failure follows from it."""
         if generation not in self._failures and failure.number is not None:
             found = mismatch(failure.number, await self._ask_everybody(min(_TO_COMPARE, self._grace)))
             failure = failure if found is None else failure.following(found.rank, found.reason)
-        self._settle(generation, failure)
+        self._settle(generation, failure, by)
 
     async def _confront(self, by: int, generation: int) -> None:
         """Rank `by` compares something with ranks that may do something else, and waits."""
@@ -264,7 +278,7 @@ class Coordinator:
         status = statuses[by]
         found = mismatch(status.number, statuses) if isinstance(status, Status) else None
         if found is not None and isinstance(status, Status):
-            self._settle(generation, replace(found, number=status.number))
+            self._settle(generation, replace(found, number=status.number), by)
 
     async def _investigate(self, by: int, message: Message) -> None:
         """A channel of rank `by` broke, or it gave up. The rank that caused this has reported an error, has died, or
@@ -281,10 +295,7 @@ class Coordinator:
                 if blames
                 else Failure(peer, f"its connection to rank {by} broke, though both live ({message['why']})")
             )
-        if blame is not None:
-            self._settle(generation, in_wait(blame, waited))
-        else:
-            self._settle(generation, self._failures[generation])
+        self._settle(generation, self._failures[generation] if blame is None else in_wait(blame, waited), by)
 
     async def _examine(self, by: int, message: Message) -> None:
         """Rank `by` has waited too long: finds the rank at the end of the chain of waits. Or its call takes long: it
@@ -300,7 +311,7 @@ class Coordinator:
             self._blames[generation, by] = blame
         if not waits(by, statuses):
             if blame is not None:
-                self._settle(generation, blame)
+                self._settle(generation, blame, by)
         elif ends:
             self._send(by, {"op": "expire", "generation": generation, "number": message["number"]})
         elif blame is None:
@@ -314,22 +325,31 @@ class Coordinator:
             LOG.warning("rank %d has waited %.3g s for rank %d: %s", by, seconds, found.rank, found.reason)
 
     async def _ask_everybody(self, seconds: float) -> dict[int, Status | Failure]:
-        """The status of every rank, or the blame for one that is gone or silent for `seconds`."""
+        """The status of every rank, or the blame for one that is gone or silent for `seconds`. No answer is older than
+        the question.
+        """
+        if seconds not in self._upcoming:
+            self._upcoming[seconds] = self._loop.create_task(self._round(seconds))
+        return await self._upcoming[seconds]
+
+    async def _round(self, seconds: float) -> dict[int, Status | Failure]:
+        await asyncio.sleep(_TOGETHER * self._size)
+        del self._upcoming[seconds]
         self._asked += 1
-        number, answers, complete = self._asked, dict[int, Status](), asyncio.Event()
-        self._rounds[number], self._complete[number] = answers, complete
+        number, (answers, complete) = self._asked, (dict[int, Status](), asyncio.Event())
+        self._rounds[number] = answers, complete
         self._broadcast({"op": "ask", "round": number})
         with suppress(TimeoutError):
             await asyncio.wait_for(complete.wait(), seconds)
-        del self._rounds[number], self._complete[number]
+        del self._rounds[number]
         return {rank: self._gone.get(rank) or answers.get(rank) or silent(rank) for rank in range(self._size)}
 
     def _answer(self, rank: int, message: Message) -> None:
-        answers = self._rounds.get(message["round"])
-        if answers is not None:
-            answers[rank] = Status(**message["status"])
+        if message["round"] in self._rounds:
+            self._rounds[message["round"]][0][rank] = Status(**message["status"])
             self._check(message["round"])
 
     def _check(self, number: int) -> None:
-        if len(self._rounds[number].keys() | self._gone.keys()) == self._size:
-            self._complete[number].set()
+        answers, complete = self._rounds[number]
+        if len(answers.keys() | self._gone.keys()) == self._size:
+            complete.set()

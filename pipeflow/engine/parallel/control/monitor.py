@@ -9,12 +9,13 @@ import select
 import socket
 import threading
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -43,7 +44,11 @@ class Monitor:
         waiting: the ranks for which this rank waits now: one of them has to do something first. Set by the code that
             waits, which increases `waits` first; empty if it does not wait.
         place: where this rank is.
+        generation: the one that was opened last.
         expired: True if channels were broken because this rank had waited too long.
+        breaks: breaks the channels of a generation. The monitor's thread calls this and the next.
+        meets: called when another rank has read the value that this one stored, to meet it: the value of this key, of
+            that rank, is here.
         rescue: frees this rank if its call goes on after a failure.
     """
 
@@ -52,11 +57,13 @@ class Monitor:
         self.waits = 0
         self.place = RankPlace()
         self.expired = False
+        self.breaks: Callable[[int], None] = lambda _: None
+        self.meets: Callable[[str], None] = lambda _: None
         self.rescue = Rescue(rank, min(grace_of(timeout), LONGEST))
         self._rank = rank
         self._others = tuple(other for other in range(size) if other != rank)
         self._timeout = timeout
-        self._generation = 0
+        self.generation = 0
         self._reopens = False  # waits for all others, after a failure
         self._reported = -1  # the last generation that has ended for this rank
         self._opened = -1
@@ -67,7 +74,6 @@ class Monitor:
         self._host: Failure | None = None  # once it is gone
         self._leaving = False
         self._ended = threading.Event()
-        self._break: Callable[[int], None] = lambda _: None
         self._sending = threading.Lock()
         self._unpacker = wire.Unpacker()
         self._socket = self._join(address, port, secret)
@@ -95,15 +101,9 @@ class Monitor:
         """The file descriptor of the connection."""
         return [self._socket.fileno()]
 
-    def breaks(self, function: Callable[[int], None]) -> None:
-        """Registers `function(generation)`, which breaks that generation's channels. It is called on the monitor's
-        thread.
-        """
-        self._break = function
-
     def open(self, generation: int) -> None:
         """Waits until all ranks have opened this generation. Raises LinkError if one cannot."""
-        self._generation, self.expired = generation, False
+        self.generation, self.expired = generation, False
         self._send({"op": "open", "generation": generation})
         self._reopens = generation > 0
         try:
@@ -113,24 +113,25 @@ class Monitor:
 
     def set(self, key: str, value: bytes) -> None:
         """Stores a value for all ranks, until the next generation."""
-        self._send({"op": "set", "key": f"{self._generation}/{key}", "value": value.decode("latin-1")})
+        self._send({"op": "set", "key": key, "value": b64encode(value).decode()})
 
-    def get(self, key: str) -> bytes:
-        """The value of a key, as soon as some rank has set it. May be called on any thread. Raises LinkError."""
-        full = f"{self._generation}/{key}"
-        if full not in self._values:
-            self._send({"op": "get", "key": full})
+    def get(self, key: str, **meeting: Any) -> bytes:
+        """The value of a key, as soon as some rank has set it. May be called on any thread. If rank `peer` has set it,
+        and this rank the key `mine`, the two meet. Raises LinkError.
+        """
+        if key not in self._values:
+            self._send({"op": "get", "key": key, **meeting})
             self.waits += 1  # a wait for something that needs this value has made progress
-            self._sleep_until(lambda: full in self._values, asks=True)
-        return self._values[full].encode("latin-1")
+            self._sleep_until(lambda: key in self._values, asks=True)
+        return b64decode(self._values[key])
 
-    def result(self, future: Future[T]) -> T:
-        """The result of an operation that all ranks do together and that this rank runs on another thread.
+    def result(self, future: Future[T], ranks: tuple[int, ...] = ()) -> T:
+        """The result of an operation that this rank does together with `ranks`, by default all, on another thread.
 
         Raises LinkError if a failure is reported or the wait takes too long.
         """
         future.add_done_callback(self._wake)
-        self._wait_until(future.done)
+        self._wait_until(future.done, ranks)
         return future.result()
 
     def _wake(self, _: object) -> None:
@@ -141,7 +142,7 @@ class Monitor:
         """Records that this rank begins call number `number` of those that all ranks make together."""
         self.rescue.over()
         self.place.enter(number)
-        self._break_if_needed(self._generation)
+        self._break_if_needed(self.generation)
 
     def report(self, generation: int, failure: Failure | LinkError) -> Failure:
         """Reports a failure to all ranks; returns the failure that was reported first."""
@@ -159,19 +160,10 @@ class Monitor:
                 lambda: generation in self._verdicts or self._host is not None, _ANSWERED * grace_of(self._timeout)
             )
         if generation not in self._verdicts:  # the coordinator ended before it answered, or hangs
-            self._tell(generation, self._unanswered(failure))
+            if isinstance(failure, LinkError):  # if other ranks are gone, too, nobody knows
+                failure = in_wait(self._host or silent(HOST), failure.story(self._rank, self._timeout))
+            self._tell(generation, failure)
         return self._verdicts[generation]
-
-    def _unanswered(self, failure: Failure | LinkError) -> Failure:
-        """The failure of a rank to which the coordinator gives no answer."""
-        if isinstance(failure, Failure):
-            return failure
-        blame = self._host or silent(HOST)  # if other ranks are gone, too, nobody knows
-        return in_wait(blame, failure.story(self._rank, self._timeout))
-
-    def has_failed(self, generation: int) -> bool:
-        """Returns True if a failure was reported in this generation."""
-        return generation in self._verdicts
 
     def must_break(self, generation: int) -> bool:
         """Returns True if a failure was reported, unless it happened in a call that this rank has not begun."""
@@ -196,9 +188,9 @@ class Monitor:
             self._host = self._host or blame
             self._changed.notify_all()
 
-    def _wait_until(self, ready: Callable[[], bool], *, asks: bool = False) -> None:
+    def _wait_until(self, ready: Callable[[], bool], ranks: tuple[int, ...] = (), *, asks: bool = False) -> None:
         self.waits += 1
-        self.waiting = self._others
+        self.waiting = ranks or self._others
         try:
             self._sleep_until(ready, asks=asks)
         finally:
@@ -206,7 +198,7 @@ class Monitor:
 
     def _sleep_until(self, ready: Callable[[], bool], *, asks: bool) -> None:
         """Waits for `ready`. If it `asks` the coordinator, the wait ends with the coordinator, too."""
-        generation = self._generation
+        generation = self.generation
 
         def ends() -> bool:
             return ready() or self.expired or self.must_break(generation) or (asks and self._host is not None)
@@ -229,7 +221,7 @@ class Monitor:
             now = time.monotonic()
             if self._owed_since is not None and now - self._owed_since > 2 * grace_of(self._timeout):
                 self._owed_since = None
-                self._tell(self._generation, silent(HOST))
+                self._tell(self.generation, silent(HOST))
             is_in_call = self.place.patience is not None
             (self.rescue.look if is_in_call else self.rescue.over)()
             if not (self.waiting or is_in_call) or self.waits != watched:
@@ -239,7 +231,7 @@ class Monitor:
                 self._complain(watched, now - since)
             elif self.place.suspects and now - since > tick * asked:
                 asked = max(1, 2 * asked)
-                self._send({"op": "suspects", "generation": self._generation})
+                self._send({"op": "suspects", "generation": self.generation})
 
     def _hears(self, seconds: float) -> bool:
         """Handles the messages of the next `seconds`; returns False when the thread must end."""
@@ -256,21 +248,21 @@ class Monitor:
             data = b""
         if not data and self._host is None and not self._leaving:
             self._end(gone(HOST))
-            self._tell(self._generation, gone(HOST))
+            self._tell(self.generation, gone(HOST))
         return not self._leaving or bool(data)
 
     def _complain(self, number: int, seconds: float) -> None:
         if self._host is None:
-            late = {"generation": self._generation, "number": number, "seconds": seconds, "reopens": self._reopens}
+            late = {"generation": self.generation, "number": number, "seconds": seconds, "reopens": self._reopens}
             self._send({"op": "late", **late}, owed=True)
         elif self.waiting:
-            self._expire(self._generation)
+            self._expire(self.generation)
 
     def _expire(self, generation: int) -> None:
         with self._changed:
             self.expired = True
             self._changed.notify_all()
-        self._break(generation)
+        self.breaks(generation)
 
     def _handle(self, message: Message) -> None:
         match message["op"]:
@@ -282,10 +274,12 @@ class Monitor:
             case "expire":
                 if self.waiting and self.waits == message["number"]:
                     self._expire(message["generation"])
-            case "value":
+            case "value" | "met":
                 with self._changed:
                     self._values[message["key"]] = message["value"]
                     self._changed.notify_all()
+                if message["op"] == "met":
+                    self.meets(message["key"])
             case "opened":
                 with self._changed:
                     self._opened = message["generation"]
@@ -304,7 +298,7 @@ class Monitor:
 
     def _break_if_needed(self, generation: int) -> None:
         if self.must_break(generation):
-            self._break(generation)
+            self.breaks(generation)
             if (patience := self.place.patience) is not None:
                 self.rescue.begin(self._verdicts[generation], patience)
             if generation <= self._reported:
@@ -312,19 +306,26 @@ class Monitor:
 
 
 class MonitorStore(dist.Store):
-    """Stores values under `prefix` in the monitor's generation. Has only the methods that backends need to connect."""
+    """Stores values under `prefix` in the monitor's generation. Has only the methods that backends need to connect.
 
-    def __init__(self, monitor: Monitor, prefix: str) -> None:
+    If `rank` is given, this rank meets each rank whose value it reads: keys end in the number of a rank.
+    """
+
+    def __init__(self, monitor: Monitor, prefix: str, rank: int | None = None) -> None:
         super().__init__()
         self._monitor = monitor
         self._prefix = prefix
+        self._path = f"{monitor.generation}/{prefix}"  # a thread that comes too late finds nothing of the next one
+        self._rank = rank
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._monitor.set(f"{self._prefix}/{key}", value.encode() if isinstance(value, str) else bytes(value))
+        self._monitor.set(f"{self._path}/{key}", value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
+        path, _, peer = f"{self._path}/{key}".rpartition("/")
+        meeting: dict[str, Any] = {} if self._rank is None else {"mine": f"{path}/{self._rank}", "peer": int(peer)}
         try:
-            return self._monitor.get(f"{self._prefix}/{key}")
+            return self._monitor.get(f"{path}/{peer}", **meeting)
         except LinkError as error:
             raise RuntimeError(str(error)) from None
 

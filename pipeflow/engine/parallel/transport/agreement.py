@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from pipeflow.core.agreement_rounds import rounds
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.transport.plain import pack, unpack
-from pipeflow.engine.parallel.transport.protocol import Exchange, Group, LinkError, Tag, Transport, Work
+from pipeflow.engine.parallel.transport.protocol import Exchange, Group, LinkError, Tag, Transport, Work, saying
 from pipeflow.engine.torch_private.trees import tree_flatten, tree_map, tree_unflatten
 
 
@@ -25,55 +26,27 @@ def all_gather(transport: Transport, row: Sequence[float]) -> list[list[float]]:
     Every rank posts the receives of all rounds at once, so that over a slow link only the first round waits for its
     receiver. No rank returns before all have called. Raises LinkError naming the peer that did not answer.
     """
-    rank, size = transport.rank, transport.size
-    known = torch.empty(size, len(row), dtype=torch.float64, device="cpu")  # of rank, rank + 1, ...
-    known[0] = torch.tensor(row, dtype=torch.float64, device="cpu")
+    mine = torch.tensor(row, dtype=torch.float64, device="cpu")
+    known = _in_rounds(transport, mine, [len(row)] * transport.size, "in the agreement of all ranks")
+    return known.view(transport.size, len(row)).roll(transport.rank, dims=0).tolist()
+
+
+def _in_rounds(transport: Transport, mine: Tensor, sizes: Sequence[int], doing: str) -> Tensor:
+    """Every rank's numbers, of this rank first, then of the ranks after it; `sizes` says how many, in this order."""
+    rank, size, begins = transport.rank, transport.size, [0, *accumulate(sizes)]
+    known = mine.new_empty(begins[-1])
+    known[: begins[1]] = mine
     received = [
-        start(transport, (rank + distance) % size, Tag.CONTROL, known[distance : distance + count], sending=False)
-        for distance, count in rounds(size)
+        start(transport, (rank + first) % size, Tag.CONTROL, known[begins[first] : begins[first + many]], sending=False)
+        for first, many in rounds(size)
     ]
     sent: list[Work] = []
     for (distance, count), arriving in zip(rounds(size), received, strict=True):
-        sent.append(start(transport, (rank - distance) % size, Tag.CONTROL, known[:count], sending=True))
-        finish(arriving, _DOING)
+        sent.append(start(transport, (rank - distance) % size, Tag.CONTROL, known[: begins[count]], sending=True))
+        finish(arriving, doing)
     for leaving in sent:
-        finish(leaving, _DOING)
-    return known.roll(rank, dims=0).tolist()
-
-
-_DOING = "in the agreement of all ranks"
-
-
-class Gathering:
-    """An `all_gather` that a rank begins without waiting for others, tells its row to later, and ends at last.
-
-    Every rank sends its row directly to each other rank, so that no rank must pass on what it received. A row has
-    `width` numbers.
-    """
-
-    def __init__(self, transport: Transport, width: int) -> None:
-        self._rank = transport.rank
-        peers = [peer for peer in range(transport.size) if peer != transport.rank]
-        self._rows = {peer: torch.empty(width, dtype=torch.float64, device="cpu") for peer in peers}
-        self._works: list[Work] = [
-            start(transport, peer, Tag.CONFIRMATION, row, sending=False) for peer, row in self._rows.items()
-        ]
-        # of these channels, as later ones are for other rows
-        self._ways = [(transport.link(peer), transport.sender(peer, Tag.CONFIRMATION)) for peer in peers]
-
-    def tell(self, row: Sequence[float]) -> None:
-        """Begins to send this rank's row. May be called once, on any thread. Raises LinkError."""
-        mine = self._rows[self._rank] = torch.tensor(row, dtype=torch.float64, device="cpu")
-        self._works += [Exchange(link, send, [mine]) for link, send in self._ways]
-
-    def end(self) -> list[list[float]]:
-        """The row of every rank, in rank order, after this rank has told its own. Raises LinkError naming a peer whose
-        row does not come.
-        """
-        for work in self._works:
-            finish(work, _DOING)
-        self._works = []
-        return [self._rows[rank].tolist() for rank in sorted(self._rows)]
+        finish(leaving, doing)
+    return known
 
 
 def connect_devices(transport: Transport) -> None:
@@ -118,12 +91,10 @@ def all_gather_object(transport: Transport, value: object) -> list[object]:
     Raises LinkError like `all_gather`, and UsageError if `value` is not a plain value (see `plain.pack`).
     """
     body = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
-    sizes = [int(size) for [size] in all_gather(transport, [len(body)])]
-    peers = [peer for peer in range(transport.size) if peer != transport.rank]
-    arriving = {peer: torch.empty(sizes[peer], dtype=torch.uint8, device="cpu") for peer in peers}
-    exchange(transport, Tag.CONTROL, dict.fromkeys(peers, body), arriving, "gathering what every rank measured")
-    bodies = {**arriving, transport.rank: body}
-    return [unpack(bytes(bodies[rank].tolist())) for rank in range(transport.size)]
+    rank, sizes = transport.rank, [int(size) for [size] in all_gather(transport, [len(body)])]
+    sizes = [*sizes[rank:], *sizes[:rank]]
+    bodies = _in_rounds(transport, body, sizes, "gathering what every rank measured").split(sizes)
+    return [unpack(bodies[other - rank].numpy().tobytes()) for other in range(transport.size)]
 
 
 @contextmanager
@@ -159,10 +130,8 @@ def start(transport: Transport, peer: int, tag: Tag, tensor: Tensor, *, sending:
 
 def finish(work: Work, doing: str) -> None:
     """Waits for one transfer. If it breaks, raises a LinkError that says what this rank was `doing`."""
-    try:
+    with saying(doing):
         work.wait()
-    except LinkError as error:
-        raise error.during(doing) from None
 
 
 _HEARING = "waiting for values from another rank"

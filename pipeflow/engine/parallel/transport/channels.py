@@ -1,38 +1,59 @@
-"""Channels of one generation over torch.distributed: all ranks make them together; any thread may break all."""
+"""Channels of one generation over torch.distributed: all ranks make them together; any thread may break all. Over gloo,
+two ranks connect when one of them first needs the other.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
-from itertools import product
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeflow.core.agreement_rounds import rounds
 from pipeflow.engine.parallel.control.monitor import Monitor, MonitorStore
 from pipeflow.engine.parallel.control.rescue import aside
 from pipeflow.engine.parallel.transport import nccl
-from pipeflow.engine.parallel.transport.protocol import Channel, LinkError, Start, Tag, to_connect
+from pipeflow.engine.parallel.transport.protocol import (
+    Channel,
+    LinkError,
+    Start,
+    Tag,
+    in_collective,
+    saying,
+    to_connect,
+)
 
 _FOREVER = nccl.FOREVER  # a wait for gloo that ends by itself breaks its channels
 _LOOK = timedelta(seconds=0.5)  # interval at which a wait for a collective over gloo checks whether channels are broken
 _UNUSED_TAG = len(Tag)
+_AT_ONCE = 0.05  # seconds: a peer of gloo's that does not answer in this time is not connected
 _SETTLING = 2.0  # seconds
+_NAMED = 8  # ranks of a group whose name has them all
+_DOWN, _UP = "gloo-down", "gloo-up"
 _CLOSED = "the channels were closed"
 
 
+class Members(NamedTuple):
+    """The ranks of a group, whose tensors are in CPU memory if `on_host`."""
+
+    ranks: tuple[int, ...]
+    on_host: bool = False
+
+
 class Channels:
-    """The process groups of one generation. Raises LinkError if a failure is reported, or time is up, before all ranks
-    have joined.
+    """The process groups of one generation.
 
     Args:
         monitor: through which the ranks find each other.
@@ -40,86 +61,109 @@ class Channels:
             interface.
         rank, size: this process's rank in the world, and the world's size.
         device: device of the tensors; a CUDA device selects NCCL.
-        timeout: seconds to wait for the other ranks while a group is made.
 
     Attributes:
+        deadline: of waits for transfers.
         is_broken: True if the channels are closed or being closed.
         awaited: the transfer that this rank waits for now. Set by the code that waits, which then checks `is_broken`.
     """
 
-    def __init__(
-        self, monitor: Monitor, address: str, *, rank: int, size: int, device: torch.device, timeout: float
-    ) -> None:
+    def __init__(self, monitor: Monitor, address: str, *, rank: int, size: int, device: torch.device) -> None:
         self.monitor = monitor
         self.rank = rank
         self.device = device
+        self.deadline = () if nccl.serves(device) else (_FOREVER,)  # with one, NCCL would hold up the host
         self.is_broken = False
         self.awaited: Any = None
         self._address = address
-        self._timeout = timedelta(seconds=timeout)
         self._aborts: list[Future[None]] = []
         self._stores: list[MonitorStore] = []
         self._connected: set[Channel] = set()
         self._nccl: dict[Channel, Any] = {}
-        self._collective: dict[tuple[int, ...], Any] = {}
-        self._breaking = threading.Lock()
+        self._collective: dict[Members, Any] = {}
+        self._changing = threading.RLock()
         self._dropping: list[Future[None]] = []
+        self._generation = monitor.generation
+        self._meetings: dict[tuple[str, int], Future[Any]] = {}
         # One group for what goes to higher ranks and one for what goes to lower ones: a gloo connection with traffic
         # both ways keeps its thread spinning. Typed Any since torch's stubs know neither send nor recv of a group.
-        self._gloo: list[Any] = [self._gloo_group(f"gloo-{way}", rank, size) for way in ("down", "up")]
+        with self._changing:
+            monitor.meets = self._be_met
+            self._gloo: dict[str, Any] = {way: self._gloo_group(way, rank, size, meets=True) for way in (_DOWN, _UP)}
 
-    def _gloo_group(self, name: str, rank: int, size: int) -> Any:
+    def _gloo_group(self, name: str, rank: int, size: int, *, meets: bool = False) -> Any:
+        """A group of gloo's, which waits for no other rank. Two of its ranks connect when both use their connection; if
+        it `meets`, when one does.
+        """
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
-        options._timeout = self._timeout  # for the ranks to connect
+        options._timeout = _FOREVER
         interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
         where = {"interface": interfaces[0]} if interfaces[0] else {"hostname": self._address}
-        options._devices = [gloo.create_device(**where)]
-        store = self._store(name)
-        group = self._made(lambda: gloo(store, rank, size, options), expire_each)
-        group.set_timeout(_FOREVER)
-        return group
+        options._devices = [gloo.create_device(**where, lazy_init=True)]
+        return gloo(self._store(name, rank if meets else None), rank, size, options)
 
-    def _made(self, make: Callable[[], Any], close: Callable[[list[Any]], None]) -> Any:
-        """A new group, which several ranks must make together. If it is ready only after this rank has given up, it is
-        closed.
-        """
-        making = aside(make, "pipeflow making a group")
+    # The first use of a connection of gloo's reads the other rank's address, and blocks until both ranks have come to
+    # it. So another thread of each rank comes to it: of the rank that needs the other, and, when the coordinator tells
+    # it, of that other rank, whatever it does meanwhile.
+
+    def _meet(self, way: str, peer: int) -> Future[Any]:
+        """Begins to connect with `peer`, unless this was done."""
+        with self._changing:
+            if (way, peer) not in self._meetings:
+                self._meetings[way, peer] = aside(partial(_post, self._gloo[way], peer), "pipeflow meeting")
+            return self._meetings[way, peer]
+
+    def _be_met(self, key: str) -> None:
+        """Another rank has read the address of this one in a group, of which `key` is its own."""
+        generation, way, *_, peer = key.split("/")
+        if int(generation) == self._generation:
+            self._meet(way, int(peer))
+
+    def _group_with(self, peer: int, way: str) -> Any:
+        """The group of a direction, in which `peer` is connected with this rank. Raises LinkError."""
+        meeting = self._meetings.get((way, peer)) or self._meet(way, peer)
         try:
-            return self.monitor.result(making)
-        except LinkError:
-            making.add_done_callback(lambda made: _close_late(made, close))
-            raise
+            meeting.result() if meeting.done() else self.monitor.result(meeting, (peer,))
+        except RuntimeError as error:
+            raise LinkError(peer, "opening channels", expired=self.monitor.expired, why=str(error)) from None
+        return self._gloo[way]
+
+    def _met(self, way: str) -> list[int]:
+        """The ranks with which this rank is connected in the group of a direction."""
+        with self._changing:
+            return [peer for (each, peer), meeting in self._meetings.items() if each == way and meeting.done()]
 
     def connect(self, channels: Iterable[Channel]) -> None:
         """Connects those of `channels` that are not connected, in ascending order. Raises LinkError."""
         new = to_connect(channels, self._connected)
         if new and nccl.serves(self.device):
-            self._wait_for(lambda: [*map(self._connect_channel, new)])
+            with saying("connecting channels"):
+                self.monitor.result(aside(lambda: [*map(self._connect_channel, new)], "pipeflow connecting"))
         self._connected.update(new)
 
     def _connect_channel(self, channel: Channel) -> None:
-        """Makes and connects the NCCL group of a channel, in which the source is rank 0 and the destination rank 1."""
         source, destination, tag = channel
-        sends = source == self.rank
+        sends, name = source == self.rank, f"nccl-{source}-{destination}-{tag.name}"
+        move = partial(_transfer, peer=int(sends), number=0, sends=sends)
+        self._connect_nccl(self._nccl, channel, name, (source, destination), move)
+
+    def _connect_nccl(
+        self, groups: dict[Any, Any], key: object, name: str, ranks: tuple[int, ...], move: Callable[[Any], Any]
+    ) -> None:
+        """Makes and connects an NCCL group of `ranks`, with what `move` of the group is. Raises LinkError."""
+        rank = ranks.index(self.rank)
         try:
-            group = nccl.make(self._store(f"nccl-{source}-{destination}-{tag.name}"), int(not sends), 2, transfers=True)
-            self._keep(self._nccl, channel, group)
-            nccl.connect(group, self.device, _transfer(group, int(sends), 0, sends=sends))
+            group = nccl.make(self._store(name), rank, len(ranks), transfers=groups is self._nccl)
+            self._keep(groups, key, group)
+            nccl.connect(group, self.device, move(group))
         except RuntimeError as error:
-            far = destination if sends else source
-            raise LinkError(far, "connecting channels", expired=self.monitor.expired, why=str(error)) from None
+            expired = self.monitor.expired
+            raise LinkError(ranks[rank - 1], "connecting channels", expired=expired, why=str(error)) from None
 
-    def _wait_for(self, joining: Callable[[], object]) -> None:
-        """Runs what several ranks must do together. Raises LinkError."""
-        try:
-            self.monitor.result(aside(joining, "pipeflow connecting"))
-        except LinkError as error:
-            raise error.during("connecting channels") from None
-
-    def _store(self, name: str) -> MonitorStore:
+    def _store(self, name: str, rank: int | None = None) -> MonitorStore:
         """A store that lives as long as this object: torch's groups do not keep one that is written in Python."""
-        store = MonitorStore(self.monitor, name)
+        store = MonitorStore(self.monitor, name, rank)
         self._stores.append(store)
         return store
 
@@ -132,60 +176,59 @@ class Channels:
         sends = source == self.rank
         if channel in self._nccl:
             return _transfer(self._nccl[channel], int(sends), 0, sends=sends)
-        start = _transfer(self._gloo[destination > source], destination if sends else source, int(tag), sends=sends)
+        peer = destination if sends else source
+        group = self._group_with(peer, _UP if destination > source else _DOWN)
+        start = _transfer(group, peer, int(tag), sends=sends)
         return partial(_OnHost, start) if nccl.serves(self.device) else start
 
     def link(self, peer: int) -> ChannelEnd:
         """The link that waits for transfers with `peer`."""
-        return ChannelEnd(self, {peer: peer}, "exchanging tensors")
+        return ChannelEnd(self, (peer,), "exchanging tensors")
 
-    def collective_link(self, ranks: tuple[int, ...]) -> ChannelEnd:
-        """The link that waits for collectives of `ranks`. It asks over gloo whether a peer has closed, because NCCL
-        moves nothing that is in CPU memory (never run on GPUs).
+    def collective_link(self, members: Members) -> ChannelEnd:
+        """The link that waits for collectives of a group."""
+        others = tuple(rank for rank in members.ranks if rank != self.rank)
+        return (ChannelEnd if self._over_nccl(members) else EndOfGroup)(self, others, in_collective(members.ranks))
+
+    def _over_nccl(self, members: Members) -> bool:
+        return nccl.serves(self.device) and not members.on_host
+
+    def closed(self, peers: Sequence[int]) -> int | None:
+        """One of `peers` that has closed its end of a connection over gloo: NCCL moves nothing that is in CPU memory
+        (never run on GPUs).
         """
-        others = [rank for rank in ranks if rank != self.rank]
-        if nccl.serves(self.device):
-            return ChannelEnd(self, {rank: rank for rank in others}, in_collective(ranks))
-        return EndOfGroup(self, {rank: ranks.index(rank) for rank in others}, in_collective(ranks), ranks)
+        met = ((group, peer) for way, group in self._gloo.items() for peer in self._met(way) if peer in peers)
+        return next((peer for group, peer in met if _is_closed(group, peer)), None)
 
-    def over_gloo(self, ranks: tuple[int, ...]) -> list[Any]:
-        """The gloo groups that connect `ranks`: the group of their collectives, or if there is none, the groups of all
-        ranks.
-        """
-        group = self._collective.get(ranks)
-        return self._gloo if group is None or nccl.serves(self.device) else [group]
-
-    def collective(self, ranks: tuple[int, ...]) -> Any:
-        """The torch group that computes collectives of `ranks`, made and connected on first use. Raises LinkError."""
-        if ranks not in self._collective:
-            name, rank = f"group-{'-'.join(map(str, ranks))}", ranks.index(self.rank)
-            try:
-                if nccl.serves(self.device):
-                    self._wait_for(lambda: self._connect_group(ranks, name, rank))
+    def collective(self, members: Members) -> Any:
+        """The torch group that computes collectives of `members`, made on first use. Raises LinkError."""
+        if members not in self._collective:
+            ranks, groups = members.ranks, self._collective
+            listed = "-".join(map(str, ranks))
+            name = f"group-{listed if len(ranks) <= _NAMED else hashlib.sha256(listed.encode()).hexdigest()}"
+            with saying(in_collective(ranks)):
+                if self._over_nccl(members):
+                    joining = partial(self._connect_nccl, groups, members, name, ranks, attrgetter("allreduce"))
+                    self.monitor.result(aside(joining, "pipeflow connecting"))
                 else:
-                    self._keep(self._collective, ranks, self._gloo_group(name, rank, len(ranks)))
-            except (RuntimeError, LinkError) as error:
-                expired = self.monitor.expired
-                raise LinkError(ranks[rank - 1], in_collective(ranks), expired=expired, why=str(error)) from None
-        return self._collective[ranks]
-
-    def _connect_group(self, ranks: tuple[int, ...], name: str, rank: int) -> None:
-        """Makes and connects the NCCL group of `ranks`."""
-        group = nccl.make(self._store(name), rank, len(ranks), transfers=False)
-        self._keep(self._collective, ranks, group)
-        nccl.connect(group, self.device, group.allreduce)
+                    name = f"host-{name}" if members.on_host else name
+                    rank, size = ranks.index(self.rank), len(ranks)
+                    self._keep(groups, members, self._gloo_group(name, rank, size))
+                    for peer in (ranks[rank - 1], ranks[(rank + 1) % size]):  # which sees first that this one ends
+                        self._meet(_UP if peer > self.rank else _DOWN, peer)
+        return self._collective[members]
 
     def _keep(self, groups: dict[Any, Any], key: object, group: Any) -> None:
-        """Stores a group so that `break_all` closes it, too. Raises RuntimeError if all are already closed."""
-        with self._breaking:
+        """Stores a group so that `break_all` closes it, too. Raises LinkError if all are already closed."""
+        with self._changing:
             groups[key] = group
             if self.is_broken:
                 self._close()
-                raise RuntimeError(_CLOSED)
+                raise LinkError(int(not self.rank))
 
     def break_all(self) -> None:
         """Closes every connection, which wakes up all waits here and at the other ends."""
-        with self._breaking:
+        with self._changing:
             if not self.is_broken:
                 self.is_broken = True
                 self._close()
@@ -193,13 +236,16 @@ class Channels:
                     abort(getattr(awaited, "work", awaited))
 
     def _close(self) -> None:
-        together = [*self._collective.values()]
+        over_nccl, together = list[Any](), list[Any]()
+        for members, group in self._collective.items():
+            (over_nccl if self._over_nccl(members) else together).append(group)
         self._collective.clear()
-        if nccl.serves(self.device):
-            self._aborts += nccl.abort([*self._nccl.values(), *together])
-            self._nccl.clear()
-            together.clear()
-        expire_each([*self._gloo, *together])
+        self._aborts += nccl.abort([*self._nccl.values(), *over_nccl])
+        self._nccl.clear()
+        for way, group in self._gloo.items():
+            expire(group, self._met(way))
+        for group in together:
+            expire(group, near(group))
         if together:  # dropping a group waits for gloo's threads, which may wait forever for the rest of a message
             self._dropping.append(aside(together.clear, "pipeflow closing"))
 
@@ -209,10 +255,10 @@ class Channels:
         """
         wait(self._dropping, timeout=_SETTLING)
 
-    def finish(self) -> None:
-        """Waits, not longer than the timeout, for transfers that other ranks may still need: to close ends them."""
+    def finish(self, seconds: float) -> None:
+        """Waits, not longer than this, for transfers that other ranks may still need: to close ends them."""
         if nccl.serves(self.device) and not self.is_broken:
-            wait([nccl.finish(self.device)], timeout=self._timeout.total_seconds())
+            wait([nccl.finish(self.device)], timeout=seconds)
 
     def wait_aborted(self) -> None:
         """Waits until closed groups of NCCL are gone, or hang, so that those of the next generation find the device
@@ -225,44 +271,50 @@ def _transfer(group: Any, peer: int, number: int, *, sends: bool) -> Start:
     return partial(group.send, dstRank=peer, tag=number) if sends else partial(group.recv, srcRank=peer, tag=number)
 
 
-def expire_each(groups: list[Any]) -> None:
-    """Closes groups: gloo closes all connections of a group when a wait expires, so one is made to expire. Groups that
-    are already closed do not wait.
+def near(group: Any) -> list[int]:
+    """The ranks of a group of gloo's with which this one is connected if it has computed a collective: its neighbours
+    in a ring, and those in trees.
     """
-    for group in groups:
-        for peer in range(group.size()):
-            with suppress(RuntimeError):
-                if peer != group.rank():
-                    group.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+    rank, size = group.rank(), group.size()
+    found = [(rank + way * distance) % size for distance, _ in rounds(size) for way in (1, -1)]
+    return [peer for peer in dict.fromkeys([*found, 0]) if peer != rank]
 
 
-def _close_late(made: Future[Any], close: Callable[[list[Any]], None]) -> None:
-    with suppress(RuntimeError):  # the group was not made
-        close([made.result()])
+def expire(group: Any, peers: Iterable[int]) -> None:
+    """Closes a group: gloo closes all connections of a group when a wait expires, so one to a peer is made to expire. A
+    group that is already closed does not wait.
+    """
+    for peer in peers:
+        wait([aside(partial(_expire, group, peer), "pipeflow closing")], _AT_ONCE)
 
 
+def _expire(group: Any, peer: int) -> None:
+    _post(group, peer).wait(timedelta(milliseconds=1))
+
+
+def _post(group: Any, peer: int) -> Any:
+    """Posts a receive that no send answers. Connects with the peer first, which may block, unless they are connected.
+    Raises RuntimeError if the peer's end or the group is closed.
+    """
+    return group.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG)
+
+
+@dataclass(slots=True, eq=False)
 class ChannelEnd:
     """This rank's end of the connections to a peer or to the ranks of a group.
 
     Args:
-        peers: maps the world rank of each peer to its rank in the gloo groups that connect it.
+        channels: of which these are.
+        ranks: of the peers, in the world.
         doing: description of the transfers, for error messages.
-        group: the ranks that compute a collective; empty for transfers.
     """
 
-    __slots__ = ("_channels", "_deadline", "_doing", "_group", "_monitor", "_peers", "ranks")
-
-    def __init__(self, channels: Channels, peers: dict[int, int], doing: str, group: tuple[int, ...] = ()) -> None:
-        self.ranks = tuple(peers)
-        self._monitor = channels.monitor
-        self._deadline = () if nccl.serves(channels.device) else (_FOREVER,)  # with one, NCCL would hold up the host
-        self._channels = channels
-        self._peers = peers
-        self._doing = doing
-        self._group = group
+    channels: Channels
+    ranks: tuple[int, ...]
+    doing: str
 
     def wait(self, works: Iterable[Any]) -> None:
-        channels, monitor, deadline = self._channels, self._monitor, self._deadline
+        channels, monitor, deadline = self.channels, self.channels.monitor, self.channels.deadline
         try:
             for work in works:
                 monitor.waits += 1
@@ -276,13 +328,10 @@ class ChannelEnd:
     def lost(self, error: BaseException) -> BaseException:
         if not isinstance(error, RuntimeError):
             return error
-        if self._channels.is_broken:
-            return LinkError(self.ranks[0], self._doing, expired=self._monitor.expired)
-        if isinstance(error, dist.DistError):
-            return LinkError(self.ranks[0], self._doing, why=str(error))
-        ends = product(self._channels.over_gloo(self._group), self._peers.items())
-        closed = (rank for group, (rank, index) in ends if _is_closed(group, index))
-        return next((LinkError(rank, self._doing, why=str(error)) for rank in closed), error)
+        if self.channels.is_broken:
+            return LinkError(self.ranks[0], self.doing, expired=self.channels.monitor.expired)
+        peer = self.ranks[0] if isinstance(error, dist.DistError) else self.channels.closed(self.ranks)
+        return error if peer is None else LinkError(peer, self.doing, why=str(error))
 
 
 class EndOfGroup(ChannelEnd):
@@ -293,7 +342,7 @@ class EndOfGroup(ChannelEnd):
     __slots__ = ()
 
     def wait(self, works: Iterable[Any]) -> None:
-        monitor = self._monitor
+        monitor = self.channels.monitor
         try:
             for work in works:
                 monitor.waits += 1
@@ -307,24 +356,16 @@ class EndOfGroup(ChannelEnd):
         try:
             work.wait(_LOOK)
         except RuntimeError:
-            if self._channels.is_broken:
+            if self.channels.is_broken:
                 raise
             return work.is_completed() and work.wait() is not None  # or raises its error
         return True
 
 
-def in_collective(ranks: tuple[int, ...]) -> str:
-    """Describes a collective of `ranks` in error messages."""
-    return f"in a collective of ranks {list(ranks)}"
-
-
 def _is_closed(group: Any, index: int) -> bool:
     """Returns True if the other end has closed. Leaves a receive behind: after an error all channels are dropped."""
-    try:
-        group.recv([torch.empty(1, device="cpu")], index, _UNUSED_TAG)
-    except RuntimeError:
-        return True
-    return False
+    posting = aside(partial(_post, group, index), "pipeflow looking")
+    return bool(wait([posting], _AT_ONCE).done) and posting.exception() is not None
 
 
 class _OnHost:

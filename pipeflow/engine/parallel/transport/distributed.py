@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from pipeflow.engine.parallel.control.monitor import Monitor
 from pipeflow.engine.parallel.control.rescue import aside
 from pipeflow.engine.parallel.transport import nccl
 from pipeflow.engine.parallel.transport.agreement import all_gather_object, told_alike
-from pipeflow.engine.parallel.transport.channels import Channels, expire_each
+from pipeflow.engine.parallel.transport.channels import Channels, Members, expire, near
 from pipeflow.engine.parallel.transport.protocol import (
     Alone,
     Channel,
@@ -33,18 +34,16 @@ from pipeflow.engine.torch_private.distributed import group_names
 
 
 class DistributedGroup:
-    """The `ranks` of a transport as a group. Holds no channels itself, so that the transport can close and reopen all
-    of them.
-    """
+    """Ranks as a group. It asks for the `channels` in each call, so that the transport can close and reopen all."""
 
-    def __init__(self, transport: DistributedTransport, ranks: tuple[int, ...]) -> None:
-        self.rank = ranks.index(transport.rank)
-        self.size = len(ranks)
-        self.ranks = ranks
-        self._transport = transport
+    def __init__(self, rank: int, members: Members, channels: Callable[[], Channels]) -> None:
+        self.rank = members.ranks.index(rank)
+        self.size = len(members.ranks)
+        self._members = members
+        self._channels = channels
 
     def connect(self) -> None:
-        self._transport.channels.collective(self.ranks)
+        self._channels().collective(self._members)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         return self._start("allreduce", [tensor])
@@ -64,11 +63,12 @@ class DistributedGroup:
         return self._start("broadcast", tensor, source)
 
     def _start(self, name: str, *arguments: object) -> Work:
-        channels = self._transport.channels
-        group = channels.collective(self.ranks)
-        return Exchange(channels.collective_link(self.ranks), getattr(group, name), *arguments)
+        channels = self._channels()
+        group = channels.collective(self._members)
+        return Exchange(channels.collective_link(self._members), getattr(group, name), *arguments)
 
 
+@dataclass(eq=False)
 class DistributedTransport:
     """Channels between the processes of a world, and groups of them. `open_first` makes the first channels.
 
@@ -81,39 +81,28 @@ class DistributedTransport:
         leave: function that `close` calls at its end.
     """
 
-    def __init__(
-        self,
-        monitor: Monitor,
-        *,
-        rank: int,
-        size: int,
-        device: torch.device,
-        timeout: float,
-        address: str,
-        leave: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.rank = rank
-        self.size = size
-        self.device = device
-        self.timeout = timeout
-        self.monitor = monitor
-        self.place = monitor.place
-        self._address = address
-        self._leave = leave
+    monitor: Monitor
+    rank: int
+    size: int
+    device: torch.device
+    timeout: float
+    address: str
+    leave: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.place = self.monitor.place
         self._generation = -1  # of the channels that were opened last
         self._channels: Channels | None = None
         self._is_closed = False
         self._is_late = False  # another rank failed in a call that this one comes to next
         self._has_closed_torch_groups = False
-        monitor.breaks(self._break)
-        monitor.rescue.close = self._close_torch_groups
+        self.monitor.breaks = self._break
+        self.monitor.rescue.close = self._close_torch_groups
 
     def _open(self) -> None:
         self.monitor.open(self._generation)
         try:
-            self._channels = Channels(
-                self.monitor, self._address, rank=self.rank, size=self.size, device=self.device, timeout=self.timeout
-            )
+            self._channels = Channels(self.monitor, self.address, rank=self.rank, size=self.size, device=self.device)
         except RuntimeError as error:
             raise LinkError((self.rank + 1) % self.size, "opening channels", why=str(error)) from None
         if self.monitor.must_break(self._generation):  # while they were made
@@ -169,8 +158,10 @@ class DistributedTransport:
             raise LinkError((self.rank + 1) % self.size)
         return self._channels
 
-    def group(self, ranks: Sequence[int]) -> Group:
-        return DistributedGroup(self, tuple(ranks)) if len(ranks) > 1 else Alone()
+    def group(self, ranks: Sequence[int], *, on_host: bool = False) -> Group:
+        channels = self.channels if on_host else None
+        members = Members(tuple(ranks), on_host)
+        return DistributedGroup(self.rank, members, lambda: channels or self.channels) if len(ranks) > 1 else Alone()
 
     def report(self, failure: Failure | LinkError) -> Failure:
         told = self.monitor.report(self._generation, failure)
@@ -206,13 +197,13 @@ class DistributedTransport:
 
     def close(self) -> None:
         if self._channels is not None and not self._is_closed:
-            self._channels.finish()
+            self._channels.finish(self.timeout)
         self._is_closed = True
         self.monitor.close()
         channels = self._close_channels()
         if channels is not None:
             channels.settle()
-        self._leave()
+        self.leave()
 
     def _close_channels(self) -> Channels | None:
         channels, self._channels = self._channels, None
@@ -264,18 +255,17 @@ def close_torch_groups() -> None:
     """Closes every group of this process. Whoever waits for a collective gets an error, here and at the other ends."""
     backends = [backend for _, backend in _backends()]
     nccl.abort([backend for backend in backends if backend.name() != "gloo"])
-    expire_each([backend for backend in backends if backend.name() == "gloo"])
+    for backend in backends:
+        if backend.name() == "gloo":
+            expire(backend, near(backend))
 
 
 def _backends() -> Iterator[tuple[Any, Any]]:
     """Each group of this process, with each of its backends."""
     for group in group_names():
         if isinstance(group, dist.ProcessGroup):  # not the marker of a group to which this process does not belong
-            backends = [_backend(group, device) for device in group._device_types]
-            yield from ((group, backend) for backend in {id(each): each for each in backends if each}.values())
-
-
-def _backend(group: Any, device: Any) -> Any:
-    with suppress(RuntimeError):  # none for this device
-        return group._get_backend(device)
-    return None
+            backends: Any = []
+            for device in group._device_types:
+                with suppress(RuntimeError):  # none for this device
+                    backends.append(group._get_backend(device))
+            yield from ((group, backend) for backend in {id(each): each for each in backends}.values())

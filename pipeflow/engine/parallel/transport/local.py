@@ -5,8 +5,8 @@ one GPU, and for a pipeline of a single rank. In a group, the last rank to arriv
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from threading import Condition, get_ident
 
@@ -15,21 +15,32 @@ from torch import Tensor
 
 from pipeflow.core.errors import Failure
 from pipeflow.engine.parallel.control.diagnosis import AGAIN, RankPlace, Status, diagnose, in_wait, left, mismatch
-from pipeflow.engine.parallel.transport.protocol import Alone, Channel, Connection, Group, LinkError, Start, Tag, Work
+from pipeflow.engine.parallel.transport.protocol import (
+    Alone,
+    Channel,
+    Connection,
+    Group,
+    LinkError,
+    Start,
+    Tag,
+    Work,
+    in_collective,
+    saying,
+)
 
 _SOON = 0.1  # seconds after which a rank that suspects others compares its call with theirs
 
 Inputs = list[tuple[Tensor, ...]]  # per rank of the group, the tensors that its call was given
 
 
+@dataclass(eq=False)
 class Collective:
     """One collective under way, with the inputs of the ranks that have arrived."""
 
-    def __init__(self) -> None:
-        self.inputs: dict[int, tuple[Tensor, ...]] = {}
-        self.ready: list[torch.cuda.Event] = []
-        self.done = False
-        self.computed: torch.cuda.Event | None = None
+    inputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    ready: list[torch.cuda.Event] = field(default_factory=list)
+    done: bool = False
+    computed: torch.cuda.Event | None = None
 
     def compute(self, what: Callable[[Inputs], None]) -> None:
         """Called by the last rank to arrive; on a GPU, its stream first waits for the others' streams."""
@@ -57,7 +68,8 @@ class Hub:
         self.channels: dict[tuple[int, int, int, Tag], tuple[deque[_Transfer], deque[_Transfer]]]
         self.channels = defaultdict(lambda: (deque(), deque()))
         self.failures: dict[int, Failure] = {}  # by generation
-        self.collectives: dict[tuple[int, tuple[int, ...], int], Collective] = {}  # by generation, ranks and number
+        # by generation, ranks, whether in CPU memory, and number
+        self.collectives: dict[tuple[int, tuple[int, ...], bool, int], Collective] = {}
         self.closed: set[tuple[int, int]] = set()  # (generation, rank) of ranks that know of a failure
         self.gone: set[int] = set()
         self.waits_for: dict[tuple[int, int], tuple[int, ...]] = {}  # by rank and thread: threads of a trace wait, too
@@ -108,13 +120,14 @@ class Hub:
 class LocalGroup:
     """The `ranks` of a transport as a group; they are threads of this process."""
 
-    def __init__(self, transport: LocalTransport, ranks: tuple[int, ...]) -> None:
+    def __init__(self, transport: LocalTransport, ranks: tuple[int, ...], *, on_host: bool = False) -> None:
         self.rank = ranks.index(transport.rank)
         self.size = len(ranks)
         self._ranks = ranks
+        self._on_host = on_host
         self._transport = transport
         self._count = 0  # number of this rank's calls
-        self._generation = 0
+        self._generation = transport.generation
 
     def connect(self) -> None:
         """Does nothing; threads need no connection."""
@@ -141,13 +154,13 @@ class LocalGroup:
         return self._join(copy, tensor)
 
     def _join(self, what: Callable[[Inputs], None], *tensors: Tensor) -> Work:
-        transport, hub, generation = self._transport, self._transport.hub, self._transport.generation
-        if generation != self._generation:
-            self._generation, self._count = generation, 0
-        key = (generation, self._ranks, self._count)
+        transport, hub = self._transport, self._transport.hub
+        if self._generation != transport.generation and not self._on_host:
+            self._generation, self._count = transport.generation, 0
+        key = (self._generation, self._ranks, self._on_host, self._count)
         self._count += 1
-        with hub.changed, _saying(f"in a collective of ranks {list(self._ranks)}"):
-            hub.require_open(generation, self._ranks)
+        with hub.changed, saying(in_collective(self._ranks)):
+            hub.require_open(self._generation, self._ranks)
             collective = hub.collectives.setdefault(key, Collective())
             collective.inputs[self.rank] = tensors
             if tensors[0].is_cuda:
@@ -156,36 +169,25 @@ class LocalGroup:
                 del hub.collectives[key]
                 collective.compute(what)
                 hub.changed.notify_all()
-        return _CollectiveWork(transport, collective, self._ranks)
+        return _CollectiveWork(transport, self._generation, collective, self._ranks)
 
 
+@dataclass(slots=True, eq=False)
 class _CollectiveWork:
     """A rank's end of a collective."""
 
-    __slots__ = ("_collective", "_generation", "_others", "_ranks", "_transport")
-
-    def __init__(self, transport: LocalTransport, collective: Collective, ranks: tuple[int, ...]) -> None:
-        self._transport = transport
-        self._generation = transport.generation
-        self._collective = collective
-        self._ranks = ranks
-        self._others = tuple(rank for rank in ranks if rank != transport.rank)
+    transport: LocalTransport
+    generation: int
+    collective: Collective
+    ranks: tuple[int, ...]
 
     def wait(self) -> None:
-        transport, collective = self._transport, self._collective
-        with transport.hub.changed, _saying(f"in a collective of ranks {list(self._ranks)}"):
-            transport.hub.wait(transport, self._generation, self._others, lambda: collective.done)
+        transport, collective = self.transport, self.collective
+        others = tuple(rank for rank in self.ranks if rank != transport.rank)
+        with transport.hub.changed, saying(in_collective(self.ranks)):
+            transport.hub.wait(transport, self.generation, others, lambda: collective.done)
         if collective.computed is not None:
             torch.cuda.current_stream().wait_event(collective.computed)
-
-
-@contextmanager
-def _saying(doing: str) -> Iterator[None]:
-    """Makes a LinkError raised inside say what this rank was `doing`."""
-    try:
-        yield
-    except LinkError as error:
-        raise error.during(doing) from None
 
 
 def _require_pieces(whole: Tensor, part: Tensor, size: int) -> None:
@@ -287,8 +289,8 @@ class LocalTransport:
     def world_rank(self, peer: int) -> int:
         return peer
 
-    def group(self, ranks: Sequence[int]) -> Group:
-        return LocalGroup(self, tuple(ranks)) if len(ranks) > 1 else Alone()
+    def group(self, ranks: Sequence[int], *, on_host: bool = False) -> Group:
+        return LocalGroup(self, tuple(ranks), on_host=on_host) if len(ranks) > 1 else Alone()
 
     def connect(self, channels: Iterable[Channel]) -> None:
         """Records `channels`; threads need no connection."""
@@ -351,10 +353,8 @@ class LocalTransport:
             self.hub.closed.add((self.generation, self.rank))
             for key in [key for key in self.hub.channels if key[0] == self.generation and self.rank in key[1:3]]:
                 del self.hub.channels[key]
-            for collective in [
-                key for key in self.hub.collectives if key[0] == self.generation and self.rank in key[1]
-            ]:
-                del self.hub.collectives[collective]
+            for each in [each for each in self.hub.collectives if each[0] == self.generation and self.rank in each[1]]:
+                del self.hub.collectives[each]
             self.hub.changed.notify_all()
         return first
 

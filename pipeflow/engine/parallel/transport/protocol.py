@@ -5,7 +5,8 @@ or of what the tensors mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -83,6 +84,20 @@ class LinkError(Exception):
     def during(self, doing: str) -> LinkError:
         """The same error with another description of what this rank was doing."""
         return LinkError(self.peer, doing, expired=self.expired, why=self.why)
+
+
+@contextmanager
+def saying(doing: str) -> Iterator[None]:
+    """Makes a LinkError raised inside say what this rank was `doing`."""
+    try:
+        yield
+    except LinkError as error:
+        raise error.during(doing) from None
+
+
+def in_collective(ranks: tuple[int, ...]) -> str:
+    """Describes a collective of `ranks` in error messages."""
+    return f"in a collective of ranks {list(ranks)}"
 
 
 class Group(Protocol):
@@ -174,13 +189,12 @@ class Tag(IntEnum):
     """
 
     CONTROL = 0  # small agreements between ranks; always in CPU memory
-    CONFIRMATION = 1  # an agreement whose rows a rank sends when it knows them; always in CPU memory
-    HEADER = 2  # describes an activation of unknown shape; always in CPU memory
-    METADATA = 3  # what a header announces; always in CPU memory
-    ACTIVATION = 4
-    REDIRECTED = 5  # an activation of another shape than its receiver had posted for
-    GRADIENT = 6
-    TIED = 7  # gradients and first values of tied weights
+    HEADER = 1  # describes an activation of unknown shape; always in CPU memory
+    METADATA = 2  # what a header announces; always in CPU memory
+    ACTIVATION = 3
+    REDIRECTED = 4  # an activation of another shape than its receiver had posted for
+    GRADIENT = 5
+    TIED = 6  # gradients and first values of tied weights
 
     @property
     def on_host(self) -> bool:
@@ -248,8 +262,10 @@ class Transport(Protocol):
     def world_rank(self, peer: int) -> int:
         """The rank of `peer` in the world, for messages to people."""
 
-    def group(self, ranks: Sequence[int]) -> Group:
-        """The group of `ranks`, which must include this one; each of them must ask for it."""
+    def group(self, ranks: Sequence[int], *, on_host: bool = False) -> Group:
+        """The group of `ranks`, which must include this one; each of them must ask for it. If `on_host`, its tensors
+        are in CPU memory, it needs no connection, and it breaks with the channels that are open now.
+        """
 
     def report(self, failure: Failure | LinkError) -> Failure:
         """Reports `failure` to every rank and breaks all channels, which wakes up all waits. For a LinkError, finds its
@@ -303,8 +319,8 @@ class Subset:
     def link(self, peer: int) -> Connection:
         return self._whole.link(self._ranks[peer])
 
-    def group(self, ranks: Sequence[int]) -> Group:
-        return self._whole.group([self._ranks[rank] for rank in ranks])
+    def group(self, ranks: Sequence[int], *, on_host: bool = False) -> Group:
+        return self._whole.group([self._ranks[rank] for rank in ranks], on_host=on_host)
 
     def close(self) -> None:
         """Does nothing: the channels belong to the whole transport."""
