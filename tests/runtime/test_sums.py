@@ -5,6 +5,7 @@ gradients, buffers, and torch's own tensor parallelism.
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +31,9 @@ from pipeflow import (
     UsageError,
     clip_grad_norm_,
     execute_pipeline,
+    load_checkpoint,
     make_schedule,
+    save_checkpoint,
 )
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.sharding import Split
@@ -125,6 +128,48 @@ def test_a_stage_that_three_ranks_hold(microbatches: int) -> None:
     expected |= {"loss": loss.detach(), "outputs": outputs.detach(), "seen": outputs.detach()}
     for told in run_threads(step_on_three_paths, 3, layers, microbatches):
         require_near(told, expected)
+
+
+def adam(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(module.parameters(), lr=0.1)
+
+
+def train_on_three_paths(module: nn.Module, folder: Path, data: int) -> list[tuple[float, float]]:
+    """The losses and norms of a whole module's steps on the part of the batch of this replica; the last two repeat the
+    two before them from a checkpoint.
+    """
+    here = current_context().data_rank
+    model = Pipeline.from_module(
+        copy.deepcopy(module), on_three_paths(6), (values(1, 12, 3), values(2, 12, 3)), criterion=functional.mse_loss
+    )
+    optimizer, told = adam(model), list[tuple[float, float]]()
+    for step in (0, 1, 2, 3, 2, 3):
+        if step == 2 and len(told) == 2:
+            save_checkpoint(folder, model, optimizer)
+        elif step == 2:
+            load_checkpoint(folder, model, optimizer)
+        optimizer.zero_grad()
+        batch = [values(seed, 12, 3).chunk(data)[here] for seed in (2 * step, 2 * step + 1)]
+        output = execute_pipeline(iter([tuple(batch)]), model, broadcast_loss=True)
+        assert output.loss is not None
+        told.append((output.loss.item(), float(clip_grad_norm_(model, 0.01))))
+        optimizer.step()
+    return told
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_module_is_trained_and_saved_if_three_ranks_hold_each_stage(data: int, tmp_path: Path) -> None:
+    module = nn.Sequential(*(nn.Sequential(line(stage), nn.Tanh()) for stage in range(3)))
+    told = run_threads(train_on_three_paths, 3 * data, module, tmp_path / "saved", data, data=data)
+    optimizer, expected = adam(module), []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = functional.mse_loss(module(values(2 * step, 12, 3)), values(2 * step + 1, 12, 3))
+        loss.backward()
+        expected.append((loss.item(), nn.utils.clip_grad_norm_(module.parameters(), 0.01).item()))
+        optimizer.step()
+    for each in told:
+        assert torch.tensor(each).allclose(torch.tensor([*expected, *expected[2:]]), rtol=1e-9)
 
 
 class Unused(nn.Module):

@@ -53,38 +53,34 @@ class Buffers:
     """Memory on `device` for what a rank receives. A step that repeats receives everything where the last one did.
 
     Each tensor of `take` is that of a buffer that nothing else holds, or of a new one: who holds a tensor that was
-    received, or a view of it, keeps it as it is. The search for such a buffer goes on after the last one, since what
-    comes first is mostly freed first.
+    received, or a view of it, keeps it as it is.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._kept: dict[Form, list[Tensor]] = {}
-        self._next: dict[Form, int] = {}
+        self._used: set[Form] = set()  # in this step
 
     def begin(self) -> None:
         """Call before a step. Frees buffers of shapes that the last one has not used, and leaves others to who still
         holds them.
         """
-        self._kept = {form: [each for each in self._kept[form] if holders(each) == 1] for form in self._next}
-        self._next = {}
+        self._kept = {form: [each for each in self._kept[form] if holders(each) == 1] for form in self._used}
+        self._used = set()
 
     def have(self, tensor: Tensor) -> bool:
         """Returns True if the tensor is in one of the buffers."""
         return any(storage_key(each) == storage_key(tensor) for kept in self._kept.values() for each in kept)
 
-    def take(self, form: Form) -> Tensor:
-        """Memory for a tensor that is received."""
-        kept, first = self._kept.setdefault(form, []), self._next.get(form, 0)
-        for place in (*range(first, len(kept)), *range(first)):
-            if holders(kept[place]) == 1:
-                break
-        else:
-            place = len(kept)
-            kept.append(torch.empty(form[0], dtype=form[1], device=self.device))
-        self._next[form] = place + 1
-        tensor: Tensor = kept[place].data  # with a version of its own
-        return tensor
+    def take(self, form: Form, place: int) -> tuple[Tensor, int]:
+        """Memory for a tensor that is received, and its place, where the next step looks first."""
+        kept = self._kept.setdefault(form, [])
+        self._used.add(form)
+        if place >= len(kept) or holders(kept[place]) > 1:
+            place = next((other for other, each in enumerate(kept) if holders(each) == 1), len(kept))
+            if place == len(kept):
+                kept.append(torch.empty(form[0], dtype=form[1], device=self.device))
+        return kept[place].data, place  # with a version of its own
 
 
 class Promise(NamedTuple):

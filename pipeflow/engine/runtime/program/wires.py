@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from pipeflow.core.dataflow import Content, Value
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.transport.plain import pack, unpack
 from pipeflow.engine.parallel.transport.protocol import Connection, Start, Tag, Transport, Work
-from pipeflow.engine.runtime.program.slots import Buffers, Metadata, Promise, Slot
+from pipeflow.engine.runtime.program.slots import Buffers, Form, Metadata, Promise, Slot
 from pipeflow.engine.runtime.program.unused import Unused, bears_mark, is_marked, to_message
 from pipeflow.engine.torch_private.trees import tree_flatten, tree_unflatten
 
@@ -77,6 +78,7 @@ class Wire:
         buffers: memory of the rank for what it receives.
         starts: what starts a transfer, by tag.
         metadata: of an activation, as it passed last or is known to pass.
+        places: of the buffers into which its tensors were received last.
     """
 
     value: Value
@@ -85,6 +87,18 @@ class Wire:
     buffers: Buffers
     starts: Mapping[Tag, Start]
     metadata: Metadata | None = field(default=None, init=False)
+    places: dict[int, int] = field(default_factory=dict, init=False)
+
+    def receive(self, forms: Iterable[Form], tag: Tag) -> list[Work]:
+        """Begins to receive tensors into the slot."""
+        start, take, places = self.starts[tag], self.buffers.take, self.places
+        tensors, works = list[Tensor](), list[Work]()
+        for index, form in enumerate(forms):
+            tensor, places[index] = take(form, places.get(index, 0))
+            tensors.append(tensor)
+            works.append(start([tensor]))
+        self.slot.tensors = tensors
+        return works
 
     def post(self) -> None:
         """Posts the receive of the value."""
@@ -111,13 +125,9 @@ class GradientWire(Wire):
     answered: Wire
 
     def post(self) -> None:
-        assert self.answered.metadata is not None
-        slot, metadata, start = self.slot, self.answered.metadata, self.starts[Tag.GRADIENT]
-        for form, wanted in zip(metadata.forms, metadata.grads, strict=True):
-            if wanted:
-                tensor = self.buffers.take(form)
-                slot.tensors.append(tensor)
-                slot.works.append(start([tensor]))
+        metadata = self.answered.metadata
+        assert metadata is not None
+        self.slot.works = self.receive(compress(metadata.forms, metadata.grads), Tag.GRADIENT)
 
     def wait(self) -> None:
         slot = self.slot
@@ -205,7 +215,7 @@ class ActivationWire(Wire):
         works.append(announce([torch.tensor([len(body)], device="cpu")]))
         works.append(self.starts[Tag.METADATA]([body]))
         for form in () if expected is None else expected.forms:
-            filler = Unused.of(self.buffers.take(form))
+            filler = Unused.of(self.buffers.take(form, 0)[0])
             works.append(self.starts[Tag.ACTIVATION]([to_message(filler)]))
         self._see(metadata)
 
@@ -215,7 +225,7 @@ class ActivationWire(Wire):
         if expected is None or (self.marked is None and not self.expectations.known):
             self.slot.works.append(self.starts[Tag.HEADER]([self.header]))
         if expected is not None:
-            self.slot.works += self._received(expected, Tag.ACTIVATION)
+            self.slot.works += self.receive(expected.forms, Tag.ACTIVATION)
         self.pending = True
         self.inbox.append(self)
 
@@ -235,19 +245,11 @@ class ActivationWire(Wire):
             body = torch.empty(int(self.header), dtype=torch.uint8, device="cpu")
             self.link.wait([starts[Tag.METADATA]([body])])
             metadata = _unpacked(bytes(body.tolist()))
-            self.link.wait(self._received(metadata, Tag.REDIRECTED))
+            self.link.wait(self.receive(metadata.forms, Tag.REDIRECTED))
             self._see(metadata)
         assert self.metadata is not None
         slot.spec, slot.grads = self.metadata.spec, self.metadata.grads
         self.pending = False
-
-    def _received(self, metadata: Metadata, tag: Tag) -> list[Work]:
-        """Begins to receive an activation."""
-        start, works, tensors = self.starts[tag], list[Work](), [*map(self.buffers.take, metadata.forms)]
-        for tensor in tensors:
-            works.append(start([tensor]))
-        self.slot.tensors = tensors
-        return works
 
 
 def tags_of(content: Content, *, promised: bool = False) -> Iterable[Tag]:
