@@ -90,6 +90,34 @@ class Keeping(nn.Module):
         return hidden + self.weight
 
 
+class Freeing(nn.Module):
+    """Frees the memory of what it received when it has used it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output = hidden.detach() + self.weight
+        if hidden.requires_grad:  # else it is of the batch
+            hidden.untyped_storage().resize_(0)
+        return output
+
+
+def run_freeing() -> list[float]:
+    pipeline = Pipeline(Freeing(), schedule_of(("gpipe", 2, 1), 4), criterion=lambda output, _: output.mean())
+    values, losses = torch.ones(4, 3, dtype=torch.float64), []
+    for _ in range(4):
+        loss = execute_pipeline(iter([(values, values)]), pipeline, broadcast_loss=True).loss
+        assert loss is not None
+        losses.append(loss.item())
+    return losses
+
+
+def test_memory_that_a_stage_has_freed_is_not_used_again() -> None:
+    assert run_threads(run_freeing, 2) == [[3.0] * 4] * 2
+
+
 def run_keeping() -> dict[str, Any]:
     rank = current_context().pipeline_rank
     stage = Keeping()

@@ -65,7 +65,7 @@ class Buffers:
         """Call before a step. Frees buffers of shapes that the last one has not used, and leaves others to who still
         holds them.
         """
-        self._kept = {form: [each for each in self._kept[form] if holders(each) == 1] for form in self._used}
+        self._kept = {form: list(filter(_is_free, self._kept[form])) for form in self._used}
         self._used = set()
 
     def have(self, tensor: Tensor) -> bool:
@@ -76,11 +76,16 @@ class Buffers:
         """Memory for a tensor that is received, and its place, where the next step looks first."""
         kept = self._kept.setdefault(form, [])
         self._used.add(form)
-        if place >= len(kept) or holders(kept[place]) > 1:
-            place = next((other for other, each in enumerate(kept) if holders(each) == 1), len(kept))
+        if place >= len(kept) or not _is_free(kept[place]):
+            place = next((other for other, each in enumerate(kept) if _is_free(each)), len(kept))
             if place == len(kept):
                 kept.append(torch.empty(form[0], dtype=form[1], device=self.device))
         return kept[place].data, place  # with a version of its own
+
+
+def _is_free(buffer: Tensor) -> bool:
+    """Whether nothing else holds its memory, or has given it back to the system."""
+    return holders(buffer) == 1 and (buffer.data_ptr() != 0 or not buffer.numel())
 
 
 class Promise(NamedTuple):
