@@ -67,14 +67,25 @@ def _keep_freed_memory() -> None:
 
 
 def _contenders(block: Any) -> dict[str, tuple[Any, Backward]]:
-    """By name: the block, or one that defers and has the same parameters, and how its backward runs."""
+    """By name: the block, or one that defers and has the same parameters, and how its backward runs. Those that are
+    fused add products to gradients while they compute them.
+    """
+    found: dict[str, tuple[Any, Backward]] = {PLAIN: (block, _whole), "torch: I + W": (block, _torch_halves(block))}
+    for fuses in (False, True):
+        name, (deferring, halves) = "fused" if fuses else "deferring", _deferring(block, fuses=fuses)
+        found |= {f"{name}: B": (deferring, _whole), f"{name}: I + W": (deferring, halves)}
+    return found
+
+
+def _deferring(block: Any, *, fuses: bool) -> tuple[Any, Backward]:
     from pipeflow.engine.deferral.module import defer_weight_gradients
     from pipeflow.engine.deferral.products import Queue, run_products
 
-    deferring = copy.deepcopy(block)
-    for mine, theirs in zip(deferring.modules(), block.modules(), strict=True):
+    module = copy.deepcopy(block)
+    for mine, theirs in zip(module.modules(), block.modules(), strict=True):
         mine._parameters.update(theirs._parameters)
-    deferral = defer_weight_gradients(deferring)
+    deferral = defer_weight_gradients(module)
+    deferral.fuses = fuses
 
     def halves(_: Any, output: Any, gradient: Any) -> None:
         queue: Queue = {}
@@ -83,12 +94,7 @@ def _contenders(block: Any) -> dict[str, tuple[Any, Backward]]:
         deferral.queue = None
         run_products(queue)
 
-    return {
-        PLAIN: (block, _whole),
-        "torch: I + W": (block, _torch_halves(block)),
-        "deferring: B": (deferring, _whole),
-        "deferring: I + W": (deferring, halves),
-    }
+    return module, halves
 
 
 def _whole(_: Any, output: Any, gradient: Any) -> None:
