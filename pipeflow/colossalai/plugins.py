@@ -67,7 +67,7 @@ class Settings:
         num_layers_per_stage: number of blocks in each stage; by default they are distributed evenly.
         dp_outside: replicas are the outermost dimension of the ranks; False is refused if it makes a difference.
         overlap_p2p: transfers overlap computations; False is refused for "interleaved", which alone could differ.
-        enable_metadata_cache: has no effect: shapes are sent with every batch, and a header says if they are as before.
+        enable_metadata_cache: has no effect: shapes are sent until they repeat.
 
     Raises UsageError for invalid values.
     """

@@ -60,9 +60,9 @@ class Pipeline(nn.Module):
         criterion: `criterion(output, labels)` returns the mean loss of a microbatch, a scalar tensor. It is needed for
             training. The results of a loss module with `reduction="sum"` are added up over microbatches and replicas.
             If the criterion is a module, ranks with the last stage hold it as `criterion`, with its parameters.
-        tensor_shape: shape of the tensor that passes between stages, with the microbatch's size as first entry; this
-            saves a header per message. If the first entry is None, the size follows from each batch; if it is a number,
-            evaluation uses headers. By default shapes are sent in headers, so they may vary, and trees may be passed.
+        tensor_shape: shape of the tensor that passes between stages, with the microbatch's size as first entry; then no
+            shape is sent. If the first entry is None, the size follows from each batch; if it is a number, evaluation
+            uses headers. By default headers have the shapes until these repeat, so they may vary and be of trees.
         tensor_dtype: dtype of that tensor; ignored if `tensor_shape` is None.
         weigh: `weigh(labels)` returns what the loss of a microbatch is divided by, such as its number of tokens; if the
             batch has no labels of its own, it gets its entries. By default the operators of a copy of the criterion,
