@@ -7,6 +7,7 @@ activation.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -68,7 +69,7 @@ class Expectations:
 
 
 @dataclass(slots=True, eq=False)
-class Wire:
+class Wire(ABC):
     """One end of the way of a value.
 
     Attributes:
@@ -100,17 +101,17 @@ class Wire:
         self.slot.tensors = tensors
         return works
 
+    @abstractmethod
     def post(self) -> None:
         """Posts the receive of the value."""
-        raise NotImplementedError
 
+    @abstractmethod
     def send(self) -> None:
         """Starts to send the value."""
-        raise NotImplementedError
 
+    @abstractmethod
     def wait(self) -> None:
         """Waits until a posted receive has arrived."""
-        self.release()
 
     def release(self) -> None:
         """Frees what was sent. The program proves that the peer has received it, so the wait returns at once."""
@@ -214,8 +215,8 @@ class ActivationWire(Wire):
         announce = self.starts[Tag.HEADER if self.marked is None else Tag.METADATA]
         works.append(announce([torch.tensor([len(body)], device="cpu")]))
         works.append(self.starts[Tag.METADATA]([body]))
-        for form in () if expected is None else expected.forms:
-            filler = Unused.of(self.buffers.take(form, 0)[0])
+        for shape, dtype in () if expected is None else expected.forms:
+            filler = Unused.of(torch.empty(shape, dtype=dtype, device=self.buffers.device))
             works.append(self.starts[Tag.ACTIVATION]([to_message(filler)]))
         self._see(metadata)
 
