@@ -171,24 +171,25 @@ class Cutting(nn.Module):
 def of_shapes(_folder: Path) -> tuple[list[int], str, list[float]]:
     """The headers of steps that repeat, or do not; the error of one whose shapes change by themselves; the losses."""
     rank = current_context().pipeline_rank
-    torch.manual_seed(rank)
-    stage, headers, losses = Cutting(), list[int](), list[float]()
+    torch.manual_seed(0)
+    whole, headers, losses = nn.Sequential(Cutting(), Cutting()), list[int](), list[float]()
+    options: dict[str, Any] = {"criterion": lambda output, _: output.square().mean(), "weigh": lambda _: 1.0}
+    schedule = make_schedule("1f1b", ranks=2, microbatches=4)
+
+    def batch(length: int) -> tuple[Tensor, Tensor]:
+        values = torch.linspace(0, 1, 8 * length * 4).view(8, length, 4)
+        return values, values
 
     def step(length: int, *, training: bool = True) -> None:
         sent.tensors.clear()
-        values = torch.linspace(0, 1, 8 * length * 4).view(8, length, 4)
-        told = execute_pipeline(iter([(values, values)]), model, forward_only=not training, broadcast_loss=True)
+        told = execute_pipeline(iter([batch(length)]), model, forward_only=not training, broadcast_loss=True)
         headers.append(sent.tensors[Tag.HEADER, 1])
         assert told.loss is not None
         losses.append(told.loss.item())
 
     with counted() as sent:
-        model = Pipeline(
-            stage,
-            make_schedule("1f1b", ranks=2, microbatches=4),
-            criterion=lambda output, _: output.square().mean(),
-            weigh=lambda _: 1.0,
-        )
+        model = Pipeline.from_module(whole, schedule, batch(5), **options)
+        stage = next(each for each in model.modules() if isinstance(each, Cutting))
         for length in (5, 5, 5, 5, 6, 6, 6):
             step(length)
         for _ in range(4):
@@ -205,6 +206,10 @@ def of_shapes(_folder: Path) -> tuple[list[int], str, list[float]]:
             error = str(caught)
         for _ in range(4):
             step(6)
+        torch.manual_seed(rank)
+        model = Pipeline(Cutting(), schedule, **options)
+        for _ in range(4):
+            step(6)
     return headers, error, losses
 
 
@@ -218,7 +223,8 @@ def test_activations_of_a_step_that_repeats_have_no_header(tmp_path: Path) -> No
     assert headers[:7] == [4, 4, 0, 0, 4, 4, 0]
     assert headers[7:11] == [4, 4, 0, 0]  # evaluations
     assert headers[11:16] == [0, 4, 4, 0, 0]  # a stage is frozen
-    assert headers[16:] == [4, 4, 4, 4]
+    assert headers[16:20] == [4, 4, 4, 4]
+    assert headers[20:] == [4, 4, 4, 4]  # of stages that no plan has seen
     assert "stage 0 returned a torch.float32 of shape (2, 5, 4)" in error
     assert "but its receiver expects a torch.float32 of shape (2, 6, 4), as in" in error
 

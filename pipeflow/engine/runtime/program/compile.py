@@ -50,6 +50,7 @@ from pipeflow.engine.runtime.program.wires import (
     tags_of,
 )
 from pipeflow.engine.runtime.stage import Stage
+from pipeflow.engine.stages.stage import ModuleStage
 
 KEPT = 16  # compiled programs of one pipeline, the most recently used ones
 
@@ -179,12 +180,13 @@ class Programs:
 
     def _repeats(self, compiled: Compiled, batch: Batch, region: torch.autocast | None) -> bool:
         """Whether all ranks of the pipeline know that this step is like the last one of the program. Each compares its
-        batch and its stages and tells the others; hosts wait for hosts only. Between CPUs nobody needs to know.
+        batch and its stages and tells the others; hosts wait for hosts only. Between CPUs nobody needs to know. Of
+        stages that were not cut from a planned module, shapes may follow from values, and nobody can know.
         """
-        transport = self.context.transport
-        if transport.device.type == "cpu" or transport.size == 1:
+        transport, owners = self.context.transport, [stage.module for stage in self.stages.values()]
+        planned = all(isinstance(owner, ModuleStage) for owner in owners)
+        if transport.device.type == "cpu" or transport.size == 1 or not planned:
             return False
-        owners = [stage.module for stage in self.stages.values()]
         modes = [module.training for owner in owners for module in owner.modules()]
         forms = [(each.requires_grad, each.dtype) for owner in owners for each in owner.parameters()]
         before, compiled.look = compiled.look, (batch.look(), *modes, *forms, region and region.fast_dtype)
