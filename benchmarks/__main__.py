@@ -36,6 +36,7 @@ TIMED = {
     "tensor": ENGINE,
     "precision": (*ENGINE, "training"),
     "optimizers": ("training",),
+    "gradients": (*ENGINE, "training"),
     "trainer": (*ENGINE, "training"),
     "lightning_loop": (*ENGINE, "adapters"),
     "planning_llama": ("planning", "engine"),

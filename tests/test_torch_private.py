@@ -290,6 +290,7 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "tensors.foreach_addcmul_": lambda: (
         _foreach("foreach_addcmul_", [torch.ones(1)] * 2, [torch.ones(1)] * 2, 2) == [[6], [11]]
     ),
+    "tensors.foreach_copy_": lambda: _foreach("foreach_copy_", [torch.ones(1)] * 2) == [[1], [1]],
     "tensors.foreach_div_": lambda: _foreach("foreach_div_", [2, 3]) == [[2], [3]],
     "tensors.foreach_lerp_": lambda: _foreach("foreach_lerp_", [torch.zeros(1)] * 2, 0.5) == [[2], [4.5]],
     "tensors.foreach_mul": lambda: _foreach("foreach_mul", [2, 3]) == [[8], [27]],

@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_map
 
 from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline, make_schedule
 from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.runtime.gradients import weights as owners_module
+from pipeflow.engine.runtime.other_calls import held_step
 from pipeflow.optim import LossScaler, MasterWeights, Zero, clip_grad_norm_, load_named_state, named_state
 from pipeflow.testing import run_processes, run_threads
-from pipeflow.training.optim import zero as zero_module
-from pipeflow.training.optim.zero import owners_of
 from tests.training import blocks
 
 Weights = dict[str, numpy.ndarray]
@@ -93,7 +93,7 @@ def require_equal(results: list[Any], expected: list[Any]) -> None:
 def test_zero_changes_no_bit(
     make: Make, wrap: Wrap, plain: Wrap, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zero_module, "BUCKET", 400)  # bytes, so that there are many
+    monkeypatch.setattr(owners_module, "BUCKET", 400)  # bytes, so that there are many
     results, expected = (run_threads(train, 12, make, each, dtype, 4, tensor=2, data=3) for each in (wrap, plain))
     require_equal(results, expected)
     for rank in range(4):  # of each replica
@@ -137,11 +137,21 @@ def test_gloo() -> None:
     require_equal(results, run_threads(train, 4, *arguments, data=2))
 
 
+class Sizes(torch.nn.Module):
+    """Weights of these sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.zeros(size) for size in (1, 5, 3, 8, 3, 4))
+
+
+def owned() -> int:
+    pipeline = Pipeline(Sizes(), make_schedule("1f1b", ranks=1, microbatches=1))
+    return sum(parameter.numel() for parameter in Zero(pipeline, sgd(pipeline)).stepped)
+
+
 def test_owners_have_as_much_as_can_be() -> None:
-    parameters = [torch.nn.Parameter(torch.empty(size)) for size in (1, 5, 3, 8, 3, 4)]
-    owners = owners_of(parameters, 3)
-    loads = [sum(p.numel() for p in parameters if owners[p] == rank) for rank in range(3)]
-    assert loads == [8, 8, 8]
+    assert run_threads(owned, 3, data=3) == [8, 8, 8]
 
 
 def more_ranks_than_parameters() -> Weights:
@@ -293,3 +303,81 @@ def test_masters_of_fully_sharded_weights() -> None:
         assert (first, second) == pytest.approx((norm, other), rel=1e-2)  # averaged in another order, in 16 bits
         for name, master in masters.items():
             assert numpy.allclose(master, wanted[name], atol=2e-3), name
+
+
+def norms_of(pipeline: Pipeline) -> dict[str, float | None]:
+    return {name: None if p.grad is None else float(p.grad.norm()) for name, p in pipeline.named_parameters()}
+
+
+def run_calls(calls: list[str], divided: bool) -> tuple[Weights, dict[str, float | None]]:
+    """The weights after these calls and a step; and the norms of the gradients before the step."""
+    pipeline = blocks.build(torch.float64)
+    optimizer: Optimizer = SGD(pipeline.parameters(), lr=0.05)
+    optimizer = Zero(pipeline, optimizer) if divided else optimizer
+    for step, call in enumerate(calls):
+        batch = blocks.mine(step, torch.float64)
+        if call == "clear":
+            optimizer.zero_grad()
+        elif call == "zero":
+            optimizer.zero_grad(set_to_none=False)
+        elif call == "halve":
+            for parameter in pipeline.parameters():
+                parameter.grad = None if parameter.grad is None else parameter.grad / 2
+        elif call == "held":
+            held_step(batch, pipeline).release()
+        elif call == "freeze":
+            next(iter(pipeline.parameters())).requires_grad_(False)
+        else:
+            execute_pipeline(batch, pipeline, reduce=call == "reduce")
+    norms = norms_of(pipeline)
+    optimizer.step()
+    return weights_of(pipeline), norms
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        ["reduce"],
+        ["alone", "reduce"],
+        ["reduce", "reduce", "reduce"],
+        ["reduce", "alone", "alone", "reduce"],
+        ["reduce", "halve", "reduce"],
+        ["reduce", "zero", "reduce", "clear", "alone", "reduce"],
+        ["held", "held", "reduce"],
+        ["reduce", "freeze", "reduce", "reduce"],
+    ],
+    ids="-".join,
+)
+def test_gradients_that_only_owners_have_are_those_of_all(calls: list[str]) -> None:
+    results, expected = (run_threads(run_calls, 6, calls, each, data=3) for each in (True, False))
+    for (weights, _), (wanted, _) in zip(results, expected, strict=True):
+        for name, value in weights.items():
+            assert value == pytest.approx(wanted[name], rel=1e-12), name
+    for rank in range(2):
+        held = [results[rank + 2 * replica][1] for replica in range(3)]
+        for name, norm in expected[rank][1].items():
+            found = [each[name] for each in held if each[name] is not None]
+            assert found == pytest.approx([norm], rel=1e-12), name
+
+
+def step_another() -> tuple[list[str], str]:
+    """What an optimizer of divided weights, and a gradient of another rank's weight, say; and a Zero of it does."""
+    pipeline = blocks.build(DTYPE)
+    optimizer = sgd(pipeline)
+    Zero(pipeline, adamw(pipeline))
+    execute_pipeline(blocks.mine(0, DTYPE), pipeline)
+    with pytest.raises(UsageError) as caught:
+        optimizer.step()
+    Zero(pipeline, optimizer).step()
+    for parameter in pipeline.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with pytest.raises((UsageError, PipelineError)) as second:
+        execute_pipeline(blocks.mine(0, DTYPE), pipeline)
+    optimizer.zero_grad()
+    return [str(caught.value)], str(second.value)
+
+
+def test_other_optimizers_and_gradients_of_divided_weights_are_refused() -> None:
+    for [first], second in run_threads(step_another, 2, data=2):
+        assert "SGD steps parameters that a Zero has divided" in first
+        assert "clear gradients before the next batch" in second

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +25,7 @@ from pipeflow import (
 from pipeflow.core.analysis.measured_step import measured_costs
 from pipeflow.core.dataflow import Stream
 from pipeflow.engine.parallel.context import current_context
-from pipeflow.engine.runtime.gradients.sums import Bucket
-from pipeflow.engine.runtime.gradients.values import Buffers
+from pipeflow.engine.runtime.gradients.step_end import Buffers
 from pipeflow.engine.runtime.other_calls import backward
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import KeywordModel, Layer, PlainModel, TiedModel, TinyModel
@@ -261,19 +259,6 @@ def test_reductions_are_measured_where_they_are_planned(run: Run) -> None:
                 )
                 assert last <= span.start <= span.end
         assert simulate(schedule.with_reductions(), measured_costs(timeline)).makespan > 0
-
-
-def test_a_reduction_lasts_until_its_gradients_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = Bucket.unpack
-
-    def slowly(self: Bucket, row: Tensor) -> None:
-        time.sleep(0.02)
-        written(self, row)
-
-    monkeypatch.setattr(Bucket, "unpack", slowly)
-    schedule = make_schedule("1f1b", ranks=2, microbatches=4)
-    timeline, *_ = run_threads(trace_one, 4, PlainModel(), schedule, data=2)
-    assert min(measured_costs(timeline).reduce) >= 0.02
 
 
 def square_layers() -> list[nn.Linear]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, compress
+from operator import not_
 from typing import Protocol
 
 import torch
@@ -17,11 +18,13 @@ from torch.utils.weak import TensorWeakRef
 from pipeflow.core.errors import PipeflowError, UsageError
 from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.control.rescue import aside
+from pipeflow.engine.parallel.sharding import local_part
 from pipeflow.engine.parallel.transport.agreement import all_gather, told_alike
 from pipeflow.engine.parallel.transport.protocol import LinkError, Work
 from pipeflow.engine.runtime.loss import AgreementRow, is_host, require_alike
 from pipeflow.engine.runtime.program.ahead import Ahead
 from pipeflow.engine.runtime.stage import Stage
+from pipeflow.engine.torch_private.tensors import foreach_copy_, foreach_mul, foreach_mul_
 
 
 class Clipping:
@@ -69,16 +72,17 @@ class Clipping:
 
 
 @torch.no_grad()
-def scale_gradient(gradient: Tensor, factor: Tensor) -> None:
-    """Multiplies `gradient` in place by a scalar tensor on its device, in float32 at least: in a 16-bit product, a GPU
-    would round the factor to 16 bits first.
+def scale_gradients(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
+    """Multiplies gradients in place by a number, in float32 at least: in a 16-bit product, a GPU would round the number
+    to 16 bits first. A sparse gradient would get new values, so these are multiplied.
     """
-    if gradient.is_sparse:
-        gradient = gradient._values()  # mul_ gives a sparse tensor new values, which a detached one does not share
-    if gradient.device.type == "cpu" or gradient.dtype not in (torch.bfloat16, torch.float16):
-        gradient.mul_(factor)
-    else:
-        gradient.copy_(gradient.float() * factor)
+    parts = [each._values() if each.is_sparse else local_part(each) for each in gradients]
+    is_half = [each.device.type != "cpu" and each.dtype in (torch.bfloat16, torch.float16) for each in parts]
+    wide, narrow = [*compress(parts, map(not_, is_half))], [*compress(parts, is_half)]
+    if wide:
+        foreach_mul_(wide, factor)
+    if narrow:
+        foreach_copy_(narrow, foreach_mul([each.float() for each in narrow], factor))
 
 
 class Stepper(Protocol):

@@ -196,7 +196,7 @@ class Runner:
         # merging may fail, so it must come before the agreement
         outputs = merged_outputs(results, self.transport, self.programs.placement)
         agreed = self._end(call, compiled, batch)
-        timeline = None if measured is None else measured.timeline(compiled.schedule, self.gradients.writing)
+        timeline = None if measured is None else measured.timeline(compiled.schedule)
         losses = results.computed()
         self._unload(compiled)
         if call.training and agreed.loss is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pipeflow.core.action import Action, Kind, Pair
+from pipeflow.core.action import Action, Pair
 from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Span, Timeline
@@ -89,10 +89,8 @@ class StepTrace:
             else None
         )
 
-    def timeline(self, schedule: Schedule, writing: Callable[[int], float]) -> Timeline:
-        """The spans of every rank in seconds since rank 0 started the step; the same on every rank. `writing`
-        returns the seconds in which the sums of a stage were written into its gradients at the end of the step. The
-        reduction includes this time, since its result cannot be used before.
+    def timeline(self, schedule: Schedule) -> Timeline:
+        """The spans of every rank in seconds since rank 0 started the step; the same on every rank.
 
         Ranks on rank 0's machine share its clock; ranks on other machines count from the moment at which all ranks
         started.
@@ -102,7 +100,7 @@ class StepTrace:
                 one.thread.join()
         if self.event is not None:
             torch.cuda.synchronize(self.transport.device)
-        spans = [*self._spans(), *self._spans_beside(writing)]
+        spans = [*self._spans(), *self._spans_beside()]
         host, mine = socket.gethostname(), sorted(spans, key=attrgetter("start"))
         everyone: list[Any] = all_gather_object(self.transport, (host, self.zero, mine))
         first_host, first_zero, _ = everyone[0]
@@ -113,7 +111,7 @@ class StepTrace:
         ]
         return Timeline(schedule.name, schedule.placement, tuple(rows), unit="s")
 
-    def _spans_beside(self, writing: Callable[[int], float]) -> Iterator[Span]:
+    def _spans_beside(self) -> Iterator[Span]:
         free: defaultdict[Stream, float] = defaultdict(float)
         ends: dict[Beside, float] = {}
         for one in self.timed:  # one after the other, as in a simulation, although they may overlap in time
@@ -121,8 +119,7 @@ class StepTrace:
                 action, stream = beside.action, DATAFLOW[beside.action.kind].stream
                 before = (ends[each] for each in beside.after)
                 start, end = max(self._since(one.start), free[stream], *before), self._since(one.end)
-                free[stream] = max(start, end) + (writing(action.stage) if action.kind is Kind.R else 0.0)
-                ends[beside] = free[stream]
+                ends[beside] = free[stream] = max(start, end)
                 yield Span(action, self.transport.rank, start, free[stream])
 
     def _spans(self) -> Iterator[Span]:

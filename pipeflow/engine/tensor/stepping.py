@@ -247,7 +247,7 @@ def tell(optimizer: Optimizer, model: nn.Module, stepped: Stepped, *, is_shared:
     update others of them.
     """
     watch(model)
-    known, optimizer = _here(), _innermost(optimizer)
+    known, optimizer = _here(), innermost(optimizer)
     known.stepped[optimizer] = stepped
     if is_shared:
         known.shared.add(optimizer)
@@ -259,13 +259,13 @@ def stepping_of(optimizer: Optimizer) -> Stepping:
 
     Raises UsageError if ranks that have some of the weights of a model cannot step them with it.
     """
-    return _here().of(_innermost(optimizer))
+    return _here().of(innermost(optimizer))
 
 
-def _innermost(optimizer: Optimizer) -> Optimizer:
+def innermost(optimizer: Optimizer) -> Optimizer:
     """The optimizer inside all that wrap it, such as accelerate's."""
     inner = next((each for each in vars(optimizer).values() if isinstance(each, Optimizer)), None)
-    return optimizer if inner is None else _innermost(inner)
+    return optimizer if inner is None else innermost(inner)
 
 
 def _here() -> _Steppings:
@@ -283,8 +283,16 @@ def _before_step(
     """
     if not is_launched() or kept(_KEY) is None:
         return None
-    if _innermost(optimizer) is not optimizer:
+    if innermost(optimizer) is not optimizer:
         return None  # the optimizer in it comes here, too
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for model in _here().models:
+        owners = getattr(getattr(model, "gradients", None), "owners", None)  # of a Pipeline
+        if owners is not None and optimizer not in owners.steppers and any(each in owners.of for each in stepped):
+            raise UsageError(
+                f"{type(optimizer).__name__} steps parameters that a Zero has divided over data ranks, so this rank "
+                "has some of their gradients alone: step the Zero, or make a Zero of this optimizer"
+            )
     stepping, context = stepping_of(optimizer), current_context()
     if stepping.is_elementwise or context.tensor_size == 1:
         return None

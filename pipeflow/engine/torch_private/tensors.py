@@ -16,6 +16,7 @@ Function = Callable[..., Any]
 with needed():
     foreach_add_: Function = torch._foreach_add_
     foreach_addcmul_: Function = torch._foreach_addcmul_
+    foreach_copy_: Function = torch._foreach_copy_
     foreach_div_: Function = torch._foreach_div_
     foreach_lerp_: Function = torch._foreach_lerp_
     foreach_mul: Function = torch._foreach_mul
@@ -76,6 +77,7 @@ __all__ = [
     "disable_dynamo",  # torch.compiler.disable, which would import the compiler at once
     "foreach_add_",  # one kernel for a list of tensors; documented, and private by name
     "foreach_addcmul_",
+    "foreach_copy_",
     "foreach_div_",
     "foreach_lerp_",
     "foreach_mul",

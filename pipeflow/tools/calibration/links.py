@@ -12,7 +12,8 @@ from torch import nn
 
 from pipeflow.engine.parallel.transport.agreement import finish, start
 from pipeflow.engine.parallel.transport.protocol import Channel, Group, Tag
-from pipeflow.engine.runtime.gradients.sums import Bucket, GroupSum, in_buckets
+from pipeflow.engine.runtime.gradients.sums import GroupSum
+from pipeflow.engine.runtime.gradients.weights import in_buckets
 from pipeflow.planning import rates
 from pipeflow.tools.calibration.machine import Stopwatch, Work, runs_ahead
 from pipeflow.tools.calibration.machine_times import SizeTime, SumTime
@@ -126,11 +127,12 @@ def _sum_work(watch: Stopwatch, group: Group, before: Work | None, count: int) -
 def _gradient_work(watch: Stopwatch, group: Group, count: int) -> Work:
     each = min(PARAMETER, count) // 4
     parameters = [nn.Parameter(torch.zeros(each, device=watch.context.device)) for _ in range(count // 4 // each)]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    reductions = [GroupSum(Bucket(bucket), group, None, mean=True) for bucket in in_buckets(parameters)]
+    gradients = [torch.zeros_like(parameter) for parameter in parameters]
+    reductions = [GroupSum(bucket, group, None, None, mean=True) for bucket in in_buckets(parameters)]
 
     def work() -> None:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient  # from where it moves into its bucket, as in a step
         for each in reductions:
             each.start()
         for each in reductions:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.parallel.sharding import entries_of, is_first_holder, local_part, splits_of
+from pipeflow.engine.parallel.sharding import entries_of
 from pipeflow.engine.parallel.transport.agreement import all_gather_tensor
-from pipeflow.engine.runtime.confirmation import scale_gradient
+from pipeflow.engine.runtime.confirmation import scale_gradients
 from pipeflow.engine.runtime.pipeline import Pipeline
+from pipeflow.engine.torch_private.tensors import foreach_norm
 
 
 def grad_norm(model: Pipeline, norm_type: float = 2.0) -> Tensor:
@@ -71,9 +72,7 @@ def clip_grad_norm_(model: Pipeline, max_norm: float, norm_type: float = 2.0) ->
         clipping.add(norm, factor)
     if factor.device.type == "cpu" and factor == 1:  # elsewhere the host would wait to know
         return norm
-    for parameter in model.parameters():
-        if parameter.grad is not None and parameter not in waiting:
-            scale_gradient(local_part(parameter.grad), factor)
+    scale_gradients([p.grad for p in model.parameters() if p.grad is not None and p not in waiting], factor)
     return norm
 
 
@@ -105,18 +104,21 @@ def norms_of(model: Pipeline, norm_type: float, factors: Mapping[nn.Parameter, T
     """Norms of two groups of this rank's gradients: those that this rank counts, and those that another rank counts.
     Shape [2], float64.
     """
-    layout, rank = model.context.layout, model.context.rank
-    split, elsewhere = splits_of(model), model.gradients.counted_elsewhere
+    counted, found = model.gradients.counted(), dict[nn.Parameter, Tensor]()
+    held = {p: entries_of(p.grad, p) for p in model.parameters() if p.grad is not None}
+    for dtype in (torch.float64, torch.complex128):
+        alike = {p: each for p, each in held.items() if each.numel() and each.is_complex() is dtype.is_complex}
+        if alike:
+            found |= zip(alike, foreach_norm([*alike.values()], norm_type, dtype), strict=True)
+    none, owners = torch.zeros((), dtype=torch.float64, device=model.context.device), model.gradients.owners
+    if owners.of:  # each norm is known to the owner alone
+        row = torch.stack([found.get(p, none) if of == owners.group.rank else none for p, of in owners.of.items()])
+        owners.group.all_reduce(row).wait()
+        found |= zip(owners.of, row, strict=True)
     norms: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for parameter in model.parameters():
-        gradient = parameter.grad
-        if gradient is not None and (local := entries_of(gradient, parameter)).numel():
-            key = id(parameter)
-            first = key not in elsewhere and is_first_holder(parameter, layout, rank, is_split=key in split)
-            dtype = torch.complex128 if local.is_complex() else torch.float64
-            norm = torch.linalg.vector_norm(local, norm_type, dtype=dtype)
-            norms[not first].append(norm * factors[parameter] if parameter in factors else norm)
-    none = torch.zeros((), dtype=torch.float64, device=model.context.device)
+    for parameter in filter(found.__contains__, model.parameters()):
+        norm = found[parameter]
+        norms[parameter not in counted].append(norm * factors[parameter] if parameter in factors else norm)
     return torch.stack([combined(torch.stack([none, *each]), norm_type) for each in norms])
 
 

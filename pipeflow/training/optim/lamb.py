@@ -148,7 +148,10 @@ class Lamb(Optimizer):
             ]
         )
         _sum_over_meshes(squares, [parameter for parameter, _, _ in parts])
-        _sum_over_tensor_ranks(squares, [row for row, (_, _, split) in enumerate(parts) if split is not None])
+        if rows := [row for row, (_, _, split) in enumerate(parts) if split is not None]:
+            of_parts = squares[rows]
+            current_context().tensor.all_reduce(of_parts).wait()
+            squares[rows] = of_parts
         for (parameter, group, _), change, trust in zip(parts, changes, _trust(*squares.sqrt().unbind(1)), strict=True):
             if change is not None:
                 trusts = None if group["adam"] else [trust.to(change.device)]
@@ -264,13 +267,6 @@ def _sum_over_meshes(squares: Tensor, parameters: Sequence[nn.Parameter]) -> Non
     for (mesh, placements), rows in alike.items():
         parts = [Replicate() if placement.is_replicate() else Partial() for placement in placements]
         squares[rows] = DTensor.from_local(squares[rows], mesh, parts, run_check=False).full_tensor()
-
-
-def _sum_over_tensor_ranks(squares: Tensor, rows: list[int]) -> None:
-    if rows:
-        parts = squares[rows]
-        current_context().tensor.all_reduce(parts).wait()
-        squares[rows] = parts
 
 
 def _entries(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.runtime.original import plain_name
-from pipeflow.engine.tensor.stepping import needs_closure, stepping_of, tell
+from pipeflow.engine.tensor.stepping import innermost, needs_closure, stepping_of, tell
 
 MASTER = "master"  # a parameter's state that is the float32 weight stepped in its place
 
@@ -196,11 +196,6 @@ def stepped_by(optimizer: Optimizer) -> dict[nn.Parameter, nn.Parameter]:
     return {parameter: parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def innermost(optimizer: Optimizer) -> Optimizer:
-    """The optimizer of torch inside all wrappers of pipeflow."""
-    return innermost(optimizer.inner) if isinstance(optimizer, Wrapper) else optimizer
-
-
 def give_states(optimizer: Optimizer, kept: Mapping[int, dict[str, Any]]) -> None:
     """Gives a plain optimizer states by the ids of the tensors that it steps, cast as in its `load_state_dict`."""
     owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -249,7 +244,9 @@ class WholeGroups:
         for parameter, state in list(optimizer.state.items()):
             if parameter not in kept:
                 del optimizer.state[parameter]
-            elif _has_others(state, parameter):
+            elif any(
+                isinstance(each, Tensor) and each.dim() and each.shape != parameter.shape for each in state.values()
+            ):
                 raise UsageError(
                     f"{type(optimizer).__name__} has states of whole weights, but a tensor rank has only parts: "
                     "pass an optimizer that has taken no step, and load its states from a checkpoint"
@@ -279,8 +276,3 @@ def names_of(module: nn.Module) -> dict[int, list[str]]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(plain_name(name))
     return dict(names)
-
-
-def _has_others(state: Mapping[str, Any], parameter: Tensor) -> bool:
-    """True if there are states of another shape than the parameter."""
-    return any(isinstance(each, Tensor) and each.dim() and each.shape != parameter.shape for each in state.values())

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeflow.core.errors import NonFiniteGradientError, UsageError
-from pipeflow.engine.parallel.sharding import local_part
-from pipeflow.engine.runtime.confirmation import scale_gradient
+from pipeflow.engine.runtime.confirmation import scale_gradients
 from pipeflow.engine.runtime.pipeline import Pipeline
 from pipeflow.engine.tensor.stepping import plain_step, stepping_of
 from pipeflow.training.optim.clip import clip_factor, norms_of, require_checks, whole_norm
@@ -149,9 +148,9 @@ class PipelinedOptimizer:
             self.undone += 1
             self._restore()
         if not skips and not (was_taken and stands):
+            if clips and factor is not None:
+                scale_gradients(self._gradients.values(), factor)
             for parameter, gradient in self._gradients.items():
-                if clips and factor is not None:
-                    scale_gradient(local_part(gradient), factor)
                 parameter.grad = gradient
             try:
                 self._take(self._gradients)

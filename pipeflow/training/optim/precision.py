@@ -16,10 +16,13 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.runtime.confirmation import Clipping
+from pipeflow.engine.parallel.sharding import local_part
+from pipeflow.engine.runtime.confirmation import Clipping, scale_gradients
 from pipeflow.engine.runtime.pipeline import Pipeline
+from pipeflow.engine.tensor.stepping import innermost
+from pipeflow.engine.torch_private.tensors import foreach_copy_
 from pipeflow.training.optim.clip import grad_norm
-from pipeflow.training.optim.optimizer import Wrapper, give_states, innermost
+from pipeflow.training.optim.optimizer import Wrapper, give_states
 
 
 class LossScaler:
@@ -134,7 +137,9 @@ class MasterWeights(Wrapper):
     def _put_masters(self) -> None:
         plain, states = innermost(self), {}
         for parameter in self.stepped:
-            self.stepped[parameter] = master = _master(parameter)
+            is_half = parameter.dtype in (torch.bfloat16, torch.float16)
+            copy = nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad) if is_half else None
+            self.stepped[parameter] = master = parameter if copy is None else copy
             states[id(master)] = plain.state.pop(parameter, {})
         for group in plain.param_groups:
             group["params"] = [self.stepped[parameter] for parameter in group["params"]]
@@ -164,18 +169,17 @@ class MasterWeights(Wrapper):
         self._tell_scale()
 
     def _step(self, factor: float | Tensor) -> None:
-        scales = isinstance(factor, Tensor) or factor != 1
         self._read_changed()
-        for parameter, master in self.stepped.items():
-            if master is not parameter:
-                master.grad = None if parameter.grad is None else parameter.grad.float()
-            if master.grad is not None and scales:
-                master.grad.mul_(factor)
+        masters = {parameter: master for parameter, master in self.stepped.items() if master is not parameter}
+        for parameter, master in masters.items():
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        if isinstance(factor, Tensor) or factor != 1:
+            scale_gradients([each.grad for each in self.stepped.values() if each.grad is not None], factor)
         self.inner.step()
-        for parameter, master in self.stepped.items():
-            if master is not parameter:
-                parameter.copy_(master)
-                master.grad = None
+        if masters:
+            foreach_copy_([*map(local_part, masters)], [*map(local_part, masters.values())])
+        for master in masters.values():
+            master.grad = None
         self._note_versions()
 
     def _note_versions(self) -> None:
@@ -209,12 +213,6 @@ class MasterWeights(Wrapper):
     def _tell_scale(self) -> None:
         if self.scaler is not None:
             self.model.loss_scale = self.scaler.scale
-
-
-def _master(parameter: nn.Parameter) -> nn.Parameter:
-    if parameter.dtype not in (torch.bfloat16, torch.float16):
-        return parameter
-    return nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
 
 
 Mode = Literal["parameters", "autocast"]

@@ -189,12 +189,7 @@ class CosineAnnealingWarmupLR(FlatAnnealingWarmupLR):
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        total_steps: int,
-        warmup_steps: int = 0,
-        eta_min: float = 0.0,
-        last_epoch: int = -1,
+        self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, eta_min: float = 0.0, last_epoch: int = -1
     ) -> None:
         super().__init__(optimizer, total_steps, warmup_steps, 0.0, eta_min, last_epoch)
 

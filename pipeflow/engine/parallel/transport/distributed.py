@@ -48,6 +48,9 @@ class DistributedGroup:
     def all_reduce(self, tensor: Tensor) -> Work:
         return self._start("allreduce", [tensor])
 
+    def reduce(self, tensor: Tensor, target: int) -> Work:
+        return self._start("reduce", tensor, target)
+
     def all_reduce_max(self, tensor: Tensor) -> Work:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)

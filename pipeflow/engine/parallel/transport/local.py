@@ -135,6 +135,9 @@ class LocalGroup:
     def all_reduce(self, tensor: Tensor) -> Work:
         return self._join(_sum, tensor)
 
+    def reduce(self, tensor: Tensor, target: int) -> Work:
+        return self._join(partial(_reduce, target), tensor)
+
     def all_reduce_max(self, tensor: Tensor) -> Work:
         return self._join(_maximum, tensor)
 
@@ -199,6 +202,10 @@ def _sum(inputs: Inputs) -> None:
     total = _summed([tensor for [tensor] in inputs])
     for [tensor] in inputs:
         tensor.copy_(total)
+
+
+def _reduce(target: int, inputs: Inputs) -> None:
+    inputs[target][0].copy_(_summed([tensor for [tensor] in inputs]))
 
 
 def _summed(tensors: Sequence[Tensor]) -> Tensor:

@@ -119,6 +119,9 @@ class Group(Protocol):
     def all_reduce(self, tensor: Tensor) -> Work:
         """Replaces `tensor` by the sum over the ranks, the same bits on each."""
 
+    def reduce(self, tensor: Tensor, target: int) -> Work:
+        """Replaces `tensor` on rank `target` by the sum over the ranks; on others it is undefined afterwards."""
+
     def all_reduce_max(self, tensor: Tensor) -> Work:
         """Replaces `tensor` by the elementwise maximum over the ranks."""
 
@@ -152,6 +155,9 @@ class Alone:
         """Does nothing, because a single rank needs no connection."""
 
     def all_reduce(self, tensor: Tensor) -> Work:
+        return _DONE
+
+    def reduce(self, tensor: Tensor, target: int) -> Work:
         return _DONE
 
     def all_reduce_max(self, tensor: Tensor) -> Work:

@@ -1,13 +1,17 @@
 """Gradients: sums and averages the gradients of a rank's stages over other ranks in a step, also when parameters
-change.
+change. Before, ranks tell each other about their parameters and buffers, which must match; those that several ranks
+hold get the same values, sent as bytes, whatever the dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
-from typing import Any
+from itertools import chain, zip_longest
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,21 +19,214 @@ from torch import Tensor, nn
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.engine.parallel.context import Context
-from pipeflow.engine.parallel.sharding import is_distributed, own_buffers_of, splits_of
-from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_object, told_alike
-from pipeflow.engine.parallel.transport.protocol import Channel, Tag, Work
+from pipeflow.engine.parallel.layout import WorldLayout
+from pipeflow.engine.parallel.sharding import is_distributed, is_first_holder, local_part, own_buffers_of, splits_of
+from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_object, exchange, told_alike
+from pipeflow.engine.parallel.transport.protocol import Channel, Group, Tag, Transport, Work
 from pipeflow.engine.runtime.devices import named_tensors
 from pipeflow.engine.runtime.gradients.fully_sharded import forget_step, fully_sharded_in
 from pipeflow.engine.runtime.gradients.sums import Orders, Sums, widen_gradient
-from pipeflow.engine.runtime.gradients.values import (
-    Buffers,
-    Description,
-    TensorProperties,
-    compare,
-    share_in_group,
-    share_in_pipeline,
-)
-from pipeflow.engine.runtime.gradients.weights import Watch, Weight, tie, weights_of
+from pipeflow.engine.runtime.gradients.weights import Owners, Watch, Weight, tie, weights_of
+from pipeflow.engine.runtime.original import plain_name
+from pipeflow.engine.torch_private.tensors import foreach_copy_
+
+
+class TensorProperties(NamedTuple):
+    """The properties of a parameter or buffer. `name` is its name without torch.compile; `values` is a digest of its
+    values if these can no longer be made equal, else empty.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    is_meta: bool
+    values: str = ""
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor, *, values: bool = False) -> TensorProperties:
+        digest = _digest(tensor) if values and not tensor.is_meta else ""
+        return cls(plain_name(name), tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.is_meta, digest)
+
+    def __str__(self) -> str:
+        told = [f"shape {self.shape}", str(self.dtype), f"requires_grad={self.requires_grad}"]
+        told += ["on the meta device"] * self.is_meta + [f"values of digest {self.values}"] * bool(self.values)
+        return f"{self.name!r}: {', '.join(told)}"
+
+
+class Description(NamedTuple):
+    """The parameters and buffers of one rank.
+
+    Attributes:
+        all: all of them, by name in the Pipeline; other replicas must have the same.
+        whole: those that every tensor rank has in full.
+        stages: those of each stage that another rank of the pipeline has, too.
+        ties: for each weight or module that users tied, the pipeline ranks that hold it, and its parameters.
+    """
+
+    all: list[TensorProperties]
+    whole: list[TensorProperties]
+    stages: Mapping[int, list[TensorProperties]]
+    ties: list[tuple[tuple[int, ...], list[TensorProperties]]]
+
+
+def compare(everyone: Sequence[Description], layout: WorldLayout) -> None:
+    """Raises the same UsageError on every rank unless tensors that several ranks hold have the same properties on all
+    of them.
+    """
+    for rank, mine in enumerate(everyone):
+        first = layout.data_ranks(rank)[0]
+        _require(f"rank {rank} is a replica of rank {first}", mine.all, everyone[first].all)
+        first = layout.tensor_ranks(rank)[0]
+        _require(f"rank {rank} holds parts of the same layers as rank {first}", mine.whole, everyone[first].whole)
+        pipeline = layout.pipeline_ranks(rank)
+        for other in pipeline[: pipeline.index(rank)]:
+            for stage in mine.stages.keys() & everyone[other].stages.keys():
+                what = f"rank {rank} holds stage {stage}, as rank {other} does"
+                _require(what, mine.stages[stage], everyone[other].stages[stage])
+        for ranks in dict.fromkeys(ranks for ranks, _ in mine.ties):
+            _compare_ties(ranks, {place: everyone[pipeline[place]] for place in ranks})
+
+
+def _require(what: str, found: Sequence[TensorProperties], expected: Sequence[TensorProperties]) -> None:
+    for mine, its in zip_longest(found, expected):
+        if mine != its:
+            raise UsageError(f"{what}, but has {mine or 'nothing'}, not {its or 'nothing'}")
+
+
+def _compare_ties(ranks: tuple[int, ...], holders: Mapping[int, Description]) -> None:
+    registered = {
+        rank: [properties for shared, properties in its.ties if shared == ranks] for rank, its in holders.items()
+    }
+    first = registered[ranks[0]]
+    for rank, ties in registered.items():
+        mine, its = ([[properties.shape for properties in tie] for tie in each] for each in (first, ties))
+        if mine != its:
+            raise UsageError(
+                f"ranks {list(ranks)} share a weight, but rank {ranks[0]} registered shapes {mine} and rank {rank} "
+                f"{its}"
+            )
+        for one, other in zip(chain(*first), chain(*ties), strict=True):
+            if one[1:] != other[1:]:
+                raise UsageError(
+                    f"ranks {list(ranks)} share a weight, but rank {ranks[0]} has {one}, rank {rank} {other}"
+                )
+
+
+def _digest(tensor: Tensor) -> str:
+    values = local_part(tensor).to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return hashlib.sha256(values.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def share_in_group(tensors: Mapping[str, Tensor], group: Group) -> list[str]:
+    """Copies the tensors of the group's rank 0, or this rank's parts of them, to every rank; tensors on the meta device
+    are skipped.
+
+    Returns the names of tensors whose values changed on this rank. Raises LinkError.
+    """
+    if group.size == 1:
+        return []
+    parts = {name: local_part(tensor) for name, tensor in tensors.items() if tensor.numel() and not tensor.is_meta}
+    arrived = {name: part.clone(memory_format=torch.contiguous_format) for name, part in parts.items()}
+    works = [group.broadcast(_bytes_of(values), 0) for values in arrived.values()]
+    for work in works:
+        work.wait()
+    others = [
+        name for name, part in parts.items() if not torch.equal(_bytes_of(part.contiguous()), _bytes_of(arrived[name]))
+    ]
+    for name, part in parts.items():
+        part.copy_(arrived[name])
+    return others
+
+
+def share_in_pipeline(tensor: Tensor, ranks: tuple[int, ...], transport: Transport) -> None:
+    """Copies the values of `tensor` on the lowest of `ranks` to all of them; this rank must be one of them. Raises
+    LinkError.
+    """
+    if tensor.is_meta or not tensor.numel():
+        return
+    values = local_part(tensor).clone(memory_format=torch.contiguous_format)
+    row, (first, *others) = _bytes_of(values), ranks
+    sent = dict.fromkeys(others, row) if transport.rank == first else {}
+    arriving = {} if transport.rank == first else {first: row}
+    exchange(transport, Tag.TIED, sent, arriving, "waiting for the first values of a tied weight")
+    local_part(tensor).copy_(values)
+
+
+@torch.no_grad()
+def share_row(
+    tensors: Sequence[Tensor], values: Sequence[Tensor], group: Group, source: int, room: Tensor | None = None
+) -> Tensor:
+    """Gives `tensors` on every rank the `values` of rank `source`, in one message; all are of one dtype and device.
+    Returns the row that they were in, as `room` for the next ones. Raises LinkError.
+    """
+    sizes, first = [each.numel() for each in tensors], tensors[0]
+    if room is None or room.dtype is not first.dtype or len(room) < sum(sizes):
+        room = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+    row = torch.cat([each.detach().flatten() for each in values], out=room[: sum(sizes)])
+    group.broadcast(_bytes_of(row), source).wait()
+    parts = zip(row.split(sizes), tensors, strict=True)
+    foreach_copy_(list(tensors), [part.view(each.shape) for part, each in parts])
+    return room
+
+
+def _bytes_of(values: Tensor) -> Tensor:
+    """A view of the same memory as bytes."""
+    return values.view(-1).view(torch.uint8)
+
+
+class Buffers:
+    """The buffers in the state dict of a module, and whether they were changed since they were last `seen`.
+
+    They depend on the data, as running statistics do, so they would drift apart where ranks see different samples. The
+    copies of a stage in a bidirectional schedule must leave them unchanged. Replicas all get those of the first one
+    after a step, as with DistributedDataParallel.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = [
+            (f"{path}.{name}".lstrip("."), layer, name)
+            for path, layer in module.named_modules()
+            for name, buffer in layer._buffers.items()
+            if buffer is not None and name not in layer._non_persistent_buffers_set
+        ]
+        self.see()
+
+    def see(self) -> None:
+        """Notes what they are now."""
+        self._seen = self._now()
+
+    @property
+    def are_changed(self) -> bool:
+        """True if a buffer was changed or replaced on this rank."""
+        return self._now() != self._seen
+
+    def require_unchanged(self, stage: int) -> None:
+        """Raises UsageError if a buffer of a stage of which another rank has a copy was changed."""
+        for (path, layer, _), before, now in zip(self._places, self._seen, self._now(), strict=True):
+            if before != now:
+                raise UsageError(
+                    f"stage {stage} changed its buffer {path!r}, of a {type(layer).__name__}: under a bidirectional "
+                    "schedule the two copies of a stage see different microbatches, so buffers would drift apart: use "
+                    "a layer without running statistics (LayerNorm, GroupNorm, track_running_stats=False), its eval(), "
+                    "or a schedule that has each stage once"
+                )
+
+    @torch.no_grad()
+    def share(self, group: Group) -> None:
+        """Copies the buffers of the group's rank 0 to every rank, all of one dtype at once. Raises LinkError."""
+        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+        for _, layer, name in self._places:
+            if (buffer := layer._buffers[name]) is not None and not buffer.is_meta:
+                alike[buffer.dtype, buffer.device].append(buffer)
+        for each in alike.values():
+            share_row(each, each, group, 0)
+        self.see()
+
+    def _now(self) -> list[tuple[int, int]]:
+        """The identity of each buffer, and how often it was written in place."""
+        buffers = [layer._buffers[name] for _, layer, name in self._places]
+        return [(id(buffer), getattr(buffer, "_version", 0)) for buffer in buffers]
 
 
 class ParameterChange(IntEnum):
@@ -59,6 +256,7 @@ class Gradients:
     Attributes:
         change: change of this rank's parameters since the ranks last compared theirs, as of the last `begin`.
         buffers: buffers of which other replicas have copies.
+        owners: the weights that single replicas own.
 
     Raises UsageError if the tensors of the ranks do not match.
     """
@@ -77,16 +275,37 @@ class Gradients:
         self._context = context
         self._dtype = dtype
         self.change = ParameterChange.NONE
+        self.owners = Owners(context.data)
         self._agree()
 
-    @property
-    def counted_elsewhere(self) -> set[int]:
-        """Ids of the parameters that a lower rank of the pipeline holds, too, and counts in a norm."""
-        return {id(weight.parameter) for weight in self._weights if weight.ranks[0] != self._context.pipeline_rank}
+    def counted(self) -> set[nn.Parameter]:
+        """The parameters whose gradients this rank counts in a norm; other parts, and copies, another rank counts."""
+        context, weights = self._context, self._weights
+        if self._watch.notices():
+            weights = weights_of(self._model, self._stages, tie(self._model), self._placement)
+        return {
+            each.parameter
+            for each in weights
+            if each.ranks[0] == context.pipeline_rank
+            and is_first_holder(each.parameter, context.layout, context.rank, is_split=each.is_split)
+        }
 
     def parameters_of(self, stage: int) -> list[nn.Parameter]:
         """The parameters of a stage; those that other stages of the rank hold, too, belong to the first."""
         return [weight.parameter for weight in self._weights if weight.stages[0] == stage]
+
+    def divide(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, int]:
+        """The replica that owns each of these weights from now on: from the largest on, each goes to the one that owns
+        least so far. All ranks call it with the same weights.
+        """
+        loads, owners = [0] * self._context.data.size, dict[nn.Parameter, int]()
+        for parameter in sorted(parameters, key=lambda parameter: -parameter.numel()):
+            owners[parameter] = owner = loads.index(min(loads))
+            loads[owner] += parameter.numel()
+        if len(loads) > 1:
+            self.owners.of |= owners
+            self._sums = Sums(self._weights, self._context, self.owners)
+        return owners
 
     def prepare(self) -> None:
         """Call before every step. If parameters were on the meta device when ranks last compared theirs, they compare
@@ -105,7 +324,9 @@ class Gradients:
             reformed = self._watch.reformed()
             self._sums.leave_out(reformed)
             self.change = ParameterChange.REPLACED if replaced or reformed else ParameterChange.TRAINED
-            self._new = Sums([each for each in weights if each.parameter not in self._sums.parameters], self._context)
+            self._new = Sums(
+                [each for each in weights if each.parameter not in self._sums.parameters], self._context, self.owners
+            )
             self._new.begin(orders)
         self._sums.begin(orders)
         for buffers in self._copied_buffers.values():
@@ -126,10 +347,6 @@ class Gradients:
     def reduce(self, stage: int) -> list[Work]:
         """Starts the sums that can begin when all backwards of `stage` are done; none in a step after a change."""
         return [] if self.change else self._sums.start(stage)
-
-    def writing(self, stage: int) -> float:
-        """Seconds in which the last `end` wrote the sums of `stage` into its gradients."""
-        return self._sums.writing(stage)
 
     def end(self, *, reduce: bool) -> None:
         """Call after the last backward. If `reduce` is False, each replica accumulates its own gradients. Raises
@@ -186,7 +403,7 @@ class Gradients:
         self._adopt()
 
     def _adopt(self) -> None:
-        self._sums = Sums(self._weights, self._context)
+        self._sums = Sums(self._weights, self._context, self.owners)
         trained = {weight.parameter for weight in self._weights if weight.parameter.requires_grad}
         self._watch = Watch(self._model, self._sums.summed if self._dtype is None else trained)
         self._copied_buffers = {stage: Buffers(self._stages[stage]) for stage in self._copied}

@@ -1,5 +1,5 @@
-"""Sums: gradients that are summed or averaged over ranks, in the order in which a step does so. Those of neighbouring
-parameters are packed into one tensor, a Bucket.
+"""Sums: gradients that are summed or averaged over ranks, in the order in which a step does so, those of neighbouring
+parameters together.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import groupby
 from threading import Lock
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from pipeflow.core.action import Kind
 from pipeflow.core.errors import UsageError
@@ -21,110 +21,144 @@ from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.sharding import like, local_part, settled
 from pipeflow.engine.parallel.transport.agreement import finish, start
 from pipeflow.engine.parallel.transport.protocol import Group, Tag, Transport, Work
-from pipeflow.engine.runtime.gradients.weights import Weight
-
-BUCKET = 2**22  # bytes of gradients that are exchanged at once
+from pipeflow.engine.runtime.gradients.weights import Bucket, Owners, Weight, gradient_dtype, in_buckets
 
 
-class Bucket:
-    """Parameters of one dtype and device whose gradients are packed into one row and unpacked from it. After the
-    gradients, the row says which parameters have one, so that no gradient and a zero gradient are not confused.
+class BucketSum(ABC):
+    """A sum over several ranks of the gradients of one bucket, which are of one dtype and device. It runs beside the
+    rank's computations.
+
+    When it starts, gradients move into one row of memory, of which their `.grad` are parts from then on, so that what
+    is summed in the row is summed in them. Gradients that cannot lie in a row, such as sparse ones and those in another
+    memory format, are copied into it, and the sum is copied back. After the gradients, the row says which parameters
+    have one, so that no gradient and a zero gradient are not confused.
+
+    Args:
+        parameters: the parameters.
+        after: stage after whose last weight gradient it begins; None to begin at the end of the step.
     """
 
-    __slots__ = ("_presence", "device", "dtype", "parameters", "sizes")
+    def __init__(self, parameters: Bucket, after: int | None) -> None:
+        self.parameters = parameters
+        self.after = after
+        self.is_elsewhere = False  # another replica gets the sum
+        self.row: Tensor | None = None  # once it has started
+        self.works: list[Work] = []
+        self._dtype = gradient_dtype(self.parameters[0])
+        self._device = self.parameters[0].device
+        self._sizes = [local_part(parameter).numel() for parameter in self.parameters]
+        self._views: Sequence[Tensor | None] = ()  # the parts of the row
+        self._last: tuple[TensorWeakRef | None, list[int]] = None, []  # first part of the last row, addresses of all
+        self._last_presence: tuple[list[float], Tensor] | None = None  # of the last row, and its tensor
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.parameters = list(parameters)
-        self.dtype = gradient_dtype(self.parameters[0])
-        self.device = self.parameters[0].device
-        self.sizes = [local_part(parameter).numel() for parameter in self.parameters]
-        self._presence: tuple[list[float], Tensor] | None = None  # of the last row, and its tensor
+    @abstractmethod
+    def start(self) -> None:
+        """Starts the sum with the current gradients. Raises LinkError, and UsageError for a gradient that is neither
+        dense nor has sparse rows.
+        """
+
+    def result(self, row: Tensor) -> Tensor:
+        """The sum, when no transfer is under way any more. `row` is this rank's part, or all of it already."""
+        return row
 
     @torch.no_grad()
-    def pack(self) -> Tensor:
-        """This rank's current gradients as one real-valued row, with zeros where there is none. Raises UsageError for a
-        gradient that is neither dense nor has sparse rows.
+    def finish(self) -> None:
+        """Waits for the sum and makes it the gradients. A parameter for which no rank has a gradient keeps None. Raises
+        LinkError.
         """
-        rows = [self._row(parameter, size) for parameter, size in zip(self.parameters, self.sizes, strict=True)]
-        row = torch.cat([*rows, self._presence_row()])
-        return torch.view_as_real(row).flatten() if row.is_complex() else row
+        for work in self.works:
+            work.wait()
+        if self.row is not None and not self.is_elsewhere:
+            if (total := self.result(self.row)) is not self.row:
+                self.row.copy_(total)
+            missing = any(parameter.grad is None for parameter in self.parameters)
+            there = torch.real(self.row[-len(self._sizes) :])
+            somewhere = there.tolist() if missing else self._sizes  # reads from the device only if needed
+            for entry in zip(self.parameters, self._views, somewhere, strict=True):
+                _write(*entry)
+        elif self.row is not None:
+            for parameter in self.parameters:
+                parameter.grad = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Leaves the row to its gradients, and releases its transfers, complete or not."""
+        self.row, self.works, self._views = None, [], ()
 
     def empty(self) -> Tensor:
-        """Memory for a row of another rank."""
-        numbers = (sum(self.sizes) + len(self.sizes)) * (2 if self.dtype.is_complex else 1)
-        return torch.empty(numbers, dtype=self.dtype.to_real(), device=self.device)
+        """Memory for a row."""
+        return torch.zeros(sum(self._sizes) + len(self._sizes), dtype=self._dtype, device=self._device)
 
     def leave_out(self, parameters: Container[nn.Parameter]) -> None:
         """Puts parameters without a gradient into the places of `parameters`."""
-        for index, size in enumerate(self.sizes):
+        for index, size in enumerate(self._sizes):
             if self.parameters[index] in parameters:
-                stand_in = torch.empty(size, dtype=self.dtype, device=self.device)
+                stand_in = torch.empty(size, dtype=self._dtype, device=self._device)
                 self.parameters[index] = nn.Parameter(stand_in, requires_grad=False)
 
     @torch.no_grad()
-    def unpack(self, row: Tensor) -> None:
-        """Writes the gradients from a row that was summed over ranks. A parameter for which no rank has a gradient
-        keeps None.
-        """
-        row = torch.view_as_complex(row.view(-1, 2)) if self.dtype.is_complex else row
-        *parts, there = row.split([*self.sizes, len(self.sizes)])
-        missing = any(parameter.grad is None for parameter in self.parameters)
-        somewhere = (
-            (there.real if there.is_complex() else there).tolist() if missing else self.sizes
-        )  # reads from the device only if needed
-        for parameter, part, has_one in zip(self.parameters, parts, somewhere, strict=True):
+    def pack(self) -> Tensor:
+        """The row of this rank's gradients: the last one if all are still there, or a new one, into which they move."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        (first, addresses), old = self._last, gradients[0]
+        alike = zip(gradients, addresses, strict=True) if first is not None and first() is old else None
+        if old is not None and alike and all(each is not None and _lies_at(each, place) for each, place in alike):
+            self.row, self._views = old.as_strided((sum(self._sizes) + len(gradients),), (1,), 0), gradients
+        else:
+            self.row = self._move()
+        self.row[-len(gradients) :] = self._which(gradients)
+        return self.row
+
+    def _move(self) -> Tensor:
+        """Moves gradients into a new row."""
+        row = self.empty()
+        parts = zip(row[: -len(self._sizes)].split(self._sizes), self.parameters, strict=True)
+        self._views = views = [part.view(local_part(parameter).shape).detach() for part, parameter in parts]
+        self._last = TensorWeakRef(views[0]), [view.data_ptr() for view in views]
+        for parameter, view in zip(self.parameters, views, strict=True):
             if parameter.grad is not None:
-                _replace(parameter.grad, part)
-            elif has_one:
-                gradient = part.view(local_part(parameter).shape).clone()
-                parameter.grad = gradient.to_sparse(1) if has_one < 0 else like(gradient, parameter)
+                gradient = parameter.grad = settled(parameter.grad, parameter)
+                local = local_part(gradient)
+                local = local.to_dense() if local.is_sparse else local
+                if local.layout is not torch.strided:
+                    raise UsageError(
+                        f"the gradient of a parameter of shape {tuple(gradient.shape)} is laid out as {local.layout}, "
+                        "which cannot be summed over ranks: make it dense, or sparse as nn.Embedding does"
+                    )
+                view.copy_(local)
+                if type(gradient) is type(view) and gradient.is_contiguous() and gradient.dtype is self._dtype:
+                    parameter.grad = view
+        return row
 
-    def _presence_row(self) -> Tensor:
-        """Which parameters have a gradient. Kept from step to step, since the host waits for each copy to a device."""
-        there = [_presence(parameter.grad) for parameter in self.parameters]
-        if self._presence is None or self._presence[0] != there:
-            self._presence = there, torch.tensor(there, dtype=self.dtype, device=self.device)
-        return self._presence[1]
-
-    def _row(self, parameter: nn.Parameter, size: int) -> Tensor:
-        if parameter.grad is None:
-            return torch.zeros(size, dtype=self.dtype, device=self.device)
-        parameter.grad = settled(parameter.grad, parameter)
-        gradient = local_part(parameter.grad)
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        if gradient.layout is not torch.strided:
-            raise UsageError(
-                f"the gradient of a parameter of shape {tuple(parameter.shape)} is laid out as {gradient.layout}, "
-                "which cannot be summed over ranks: make it dense, or sparse as nn.Embedding does"
-            )
-        return gradient.flatten().to(self.dtype)
+    def _which(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Which parameters have a gradient: 0 without one, -1 for a sparse one, else 1. Kept from step to step, since
+        the host waits for each copy to a device.
+        """
+        there = [0.0 if each is None else -1.0 if each.is_sparse else 1.0 for each in gradients]
+        if self._last_presence is None or self._last_presence[0] != there:
+            self._last_presence = there, torch.tensor(there, dtype=self._dtype, device=self._device)
+        return self._last_presence[1]
 
 
-def _presence(gradient: Tensor | None) -> float:
-    """The entry of a parameter in a row: 0 without a gradient, -1 for a sparse one, else 1."""
+def _lies_at(gradient: Tensor, address: int) -> bool:
+    return gradient.data_ptr() == address and gradient.is_contiguous()
+
+
+def _real(row: Tensor) -> Tensor:
+    return torch.view_as_real(row).view(-1) if row.is_complex() else row
+
+
+def _write(parameter: nn.Parameter, total: Tensor | None, somewhere: float) -> None:
+    """Makes a sum the gradient, which keeps its layout, sparsity and distribution. Other ranks may have one alone."""
+    gradient = parameter.grad
+    if total is None or gradient is total:
+        return
     if gradient is None:
-        return 0.0
-    return -1.0 if gradient.is_sparse else 1.0
-
-
-def in_buckets(parameters: Iterable[nn.Parameter], size: int = BUCKET) -> Iterator[list[nn.Parameter]]:
-    """Groups neighbouring parameters whose gradients have one dtype and device, up to `size` bytes per group."""
-    for _, alike in groupby(parameters, key=lambda parameter: (gradient_dtype(parameter), parameter.device)):
-        bucket: list[nn.Parameter] = []
-        filled = 0
-        for parameter in alike:
-            filled += parameter.nbytes
-            if bucket and filled > size:
-                yield bucket
-                bucket, filled = [], parameter.nbytes
-            bucket.append(parameter)
-        yield bucket
-
-
-def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """The dtype of the parameter's gradient, which may be wider than its own."""
-    return parameter.grad_dtype or parameter.dtype
+        parameter.grad = total.to_sparse(1) if somewhere < 0 else like(total, parameter) if somewhere else None
+    elif gradient.is_sparse:
+        gradient.copy_(total.view(gradient.shape).to_sparse(gradient.sparse_dim()))
+    else:
+        local_part(gradient).copy_(total)
 
 
 def widen_gradient(parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -135,79 +169,23 @@ def widen_gradient(parameter: nn.Parameter, dtype: torch.dtype) -> None:
         parameter.grad = None if gradient is None else gradient.to(parameter.grad_dtype)
 
 
-def _replace(gradient: Tensor, by: Tensor) -> None:
-    """Writes other values into a gradient, which keeps its layout, sparsity and distribution."""
-    if gradient.is_sparse:
-        gradient.copy_(by.view(gradient.shape).to_sparse(gradient.sparse_dim()))
-    else:
-        local = local_part(gradient)
-        local.copy_(by.view(local.shape))
-
-
-class BucketSum(ABC):
-    """A sum of one bucket of gradients over several ranks, which runs beside the rank's computations.
-
-    Args:
-        bucket: the gradients.
-        after: stage after whose last weight gradient it begins; None to begin at the end of the step.
-
-    Attributes:
-        writing: seconds in which the last sum was written into the gradients.
-    """
-
-    __slots__ = ("after", "bucket", "row", "works", "writing")
-
-    def __init__(self, bucket: Bucket, after: int | None) -> None:
-        self.bucket = bucket
-        self.after = after
-        self.row: Tensor | None = None  # this rank's gradients, once it has started
-        self.works: list[Work] = []
-        self.writing = 0.0
-
-    @abstractmethod
-    def start(self) -> None:
-        """Starts the sum with the current gradients. Raises LinkError."""
-
-    def result(self, row: Tensor) -> Tensor:
-        """The sum, when no transfer is under way any more. `row` is this rank's part, or all of it already."""
-        return row
-
-    def finish(self) -> None:
-        """Waits for the sum and writes it into the gradients. Raises LinkError."""
-        for work in self.works:
-            work.wait()
-        start = perf_counter()
-        if self.row is not None:
-            self.bucket.unpack(self.result(self.row))
-        self.writing = perf_counter() - start
-        self.forget()
-
-    def forget(self) -> None:
-        """Releases the packed gradients and their transfers, complete or not."""
-        self.row, self.works = None, []
-
-
 class GroupSum(BucketSum):
-    """The sum over a group, or the average if `mean` is True."""
+    """The sum over a group, or the average if `mean` is True. If it has an `owner`, others' gradients become None."""
 
-    __slots__ = ("group", "mean")
-
-    def __init__(self, bucket: Bucket, group: Group, after: int | None, *, mean: bool) -> None:
+    def __init__(self, bucket: Bucket, group: Group, after: int | None, owner: int | None, mean: bool) -> None:
         super().__init__(bucket, after)
-        self.group = group
-        self.mean = mean
+        self.group, self.mean, self.owner = group, mean, owner
+        self.is_elsewhere = owner not in (None, group.rank)
 
     def start(self) -> None:
-        self.row = self.bucket.pack()
+        row = _real(self.pack())
         if self.mean:
-            self.row /= self.group.size
-        self.works.append(self.group.all_reduce(self.row))
+            row /= self.group.size
+        self.works.append(self.group.all_reduce(row) if self.owner is None else self.group.reduce(row, self.owner))
 
 
 class TiedSum(BucketSum):
     """The sum over the pipeline ranks that hold the same weights, added up in rank order."""
-
-    __slots__ = ("arriving", "peers", "queues", "ranks", "transport")
 
     def __init__(self, bucket: Bucket, transport: Transport, after: int | None, ranks: tuple[int, ...]) -> None:
         super().__init__(bucket, after)
@@ -222,14 +200,14 @@ class TiedSum(BucketSum):
         for peer, queue in self.queues.items():
             for each in queue:
                 each.post(peer)
-        self.row = self.bucket.pack()
-        self.works += [_Once(self.transport, peer, self.row, sending=True) for peer in self.peers]
+        row = _real(self.pack())
+        self.works += [_Once(self.transport, peer, row, sending=True) for peer in self.peers]
 
     def post(self, peer: int) -> None:
         """Posts the receive of a peer's copy, unless it is posted already."""
         if peer not in self.arriving:
-            self.arriving[peer] = self.bucket.empty()
-            self.works.append(_Once(self.transport, peer, self.arriving[peer], sending=False))
+            self.arriving[peer] = self.empty()
+            self.works.append(_Once(self.transport, peer, _real(self.arriving[peer]), sending=False))
 
     def result(self, row: Tensor) -> Tensor:
         rows = {self.transport.rank: row, **self.arriving}
@@ -247,8 +225,6 @@ class _Once:
     """A transfer for which two threads may wait, as in a traced step. A channel between CPUs wakes up only one of them;
     on a GPU, a wait holds up the stream of its thread alone, so each thread must wait.
     """
-
-    __slots__ = ("_done", "_lock", "_on_gpu", "_work")
 
     def __init__(self, transport: Transport, peer: int, row: Tensor, *, sending: bool) -> None:
         self._work = start(transport, peer, Tag.TIED, row, sending=sending)
@@ -274,7 +250,7 @@ class Sums:
         parameters: the trainable parameters of `weights` that have memory.
     """
 
-    def __init__(self, weights: Iterable[Weight], context: Context) -> None:
+    def __init__(self, weights: Iterable[Weight], context: Context, owners: Owners) -> None:
         trained = [weight for weight in weights if weight.parameter.requires_grad and not weight.parameter.is_meta]
         tied = [weight for weight in trained if len(weight.ranks) > 1]
         parts = [weight for weight in trained if weight.is_part and context.tensor.size > 1]
@@ -284,23 +260,28 @@ class Sums:
         self._tied = [
             TiedSum(bucket, context.transport, alike[0].after, alike[0].ranks)
             for alike in _grouped(tied, lambda weight: (weight.after is None, weight.after, weight.ranks))
-            for bucket in _buckets(sorted(alike, key=lambda weight: weight.order))
+            for bucket in in_buckets(weight.parameter for weight in sorted(alike, key=lambda weight: weight.order))
         ]
-        self._parts = [GroupSum(bucket, context.tensor, None, mean=False) for bucket in _buckets(parts)]
+        self._parts = [
+            GroupSum(bucket, context.tensor, None, None, mean=False)
+            for bucket in in_buckets(weight.parameter for weight in parts)
+        ]
         self._averages = [
-            GroupSum(bucket, context.data, alike[0].averaged_after, mean=True)
+            GroupSum(bucket, context.data, alike[0].averaged_after, owners.of.get(bucket[0]), mean=True)
             for alike in _grouped(averaged, lambda weight: (weight.averaged_after is None, weight.averaged_after))
-            for bucket in _buckets(alike)
+            for bucket in owners.buckets(weight.parameter for weight in alike)
         ]
+        self._owners = owners
         self._early: list[BucketSum] = [each for each in (*self._tied, *self._averages) if each.after is not None]
         self._added = list(dict.fromkeys(weight.parameter for weight in (*tied, *parts)))
-        self._earlier: list[Tensor | None] = []
+        self._earlier: dict[nn.Parameter, Tensor] = {}
+        self._averaged: dict[nn.Parameter, Tensor] = {}
         self._orders: Orders = ()
 
     @property
     def summed(self) -> set[nn.Parameter]:
         """The parameters whose gradients are in any sum."""
-        return {each for each_sum in self._all for each in each_sum.bucket.parameters}
+        return {each for each_sum in self._all for each in each_sum.parameters}
 
     @property
     def _all(self) -> list[BucketSum]:
@@ -311,18 +292,20 @@ class Sums:
         ranks may not know yet, so the rows keep their lengths.
         """
         for each in self._all:
-            each.bucket.leave_out(parameters)
+            each.leave_out(parameters)
         self.parameters -= parameters
         self._added = [parameter for parameter in self._added if parameter not in parameters]
 
     def begin(self, orders: Orders) -> None:
         """Call before the first backward of a step, in which ranks reduce their stages in `orders`. Sets gradients of
-        earlier steps aside if this step's gradients are summed, because the earlier ones have been summed already.
+        earlier steps aside if this step's gradients are summed, because the earlier ones have been summed already; and
+        averages of earlier steps that their owner alone has. Raises UsageError for gradients beside such averages.
         """
         if orders is not self._orders:
             self._arrange(orders)
-        self._earlier = [parameter.grad for parameter in self._added]
-        for parameter in self._added:
+        self._averaged = self._owners.averages(self.parameters)
+        self._earlier = {p: p.grad for p in self._added if p.grad is not None and p not in self._averaged}
+        for parameter in (*self._averaged, *self._earlier):
             parameter.grad = None
 
     def start(self, stage: int) -> list[Work]:
@@ -332,28 +315,26 @@ class Sums:
             each.start()
         return [work for each in started for work in each.works]
 
-    def writing(self, stage: int) -> float:
-        """Seconds in which the sums that began after `stage` were written into the gradients when they last ended."""
-        return sum(each.writing for each in self._early if each.after == stage)
-
     def end(self, *, reduce: bool) -> None:
         """Call after the last backward. If `reduce` is False, gradients are not averaged: each replica accumulates its
         own. Raises LinkError.
         """
         _finish(self._tied)
         _finish(self._parts)
-        for parameter, earlier in zip(self._added, self._earlier, strict=True):
-            if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
-        self._earlier = []
+        _add_back(self._earlier)
         if reduce:
             _finish(self._averages)
+        else:
+            for average in self._averaged.values():  # which counts once for each replica later
+                average.mul_(self._owners.group.size)
+        _add_back(self._averaged)
+        self._owners.are_averaged = reduce
 
     def forget(self) -> None:
         """Discards the sums that are not complete, after a failed step."""
         for each in self._all:
             each.forget()
-        self._earlier = []
+        self._earlier, self._averaged = {}, {}
 
     def _arrange(self, orders: Orders) -> None:
         """Orders the sums so that every rank sends as early as it can, and its peer receives in the same order."""
@@ -381,14 +362,17 @@ def _finish(sums: Sequence[BucketSum]) -> None:
         each.finish()
 
 
+def _add_back(earlier: dict[nn.Parameter, Tensor]) -> None:
+    """Adds gradients to those that were set aside."""
+    for parameter, gradient in earlier.items():
+        parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+    earlier.clear()
+
+
 def _grouped(weights: Iterable[Weight], key: Callable[[Weight], tuple[Any, ...]]) -> Iterator[list[Weight]]:
     """Yields the weights of each key together, in the order of the keys."""
     for _, alike in groupby(sorted(weights, key=key), key=key):
         yield list(alike)
-
-
-def _buckets(weights: Iterable[Weight]) -> Iterator[Bucket]:
-    return map(Bucket, in_buckets(weight.parameter for weight in weights))
 
 
 Orders = Sequence[Sequence[int]]
@@ -397,10 +381,9 @@ Orders = Sequence[Sequence[int]]
 
 def orders_of(schedule: Schedule) -> Orders:
     """The orders in a schedule. Stages for which a rank computes no gradient come last."""
-    reducing = schedule.with_reductions()
-    return [_order(reducing, rank) for rank in range(schedule.placement.num_ranks)]
-
-
-def _order(schedule: Schedule, rank: int) -> list[int]:
-    reduced = [action.stage for action in schedule.actions(rank) if action.kind is Kind.R]
-    return [*reduced, *(stage for stage in schedule.placement.stages_of(rank) if stage not in reduced)]
+    reducing, placement = schedule.with_reductions(), schedule.placement
+    reduced = [
+        [action.stage for action in reducing.actions(rank) if action.kind is Kind.R]
+        for rank in range(placement.num_ranks)
+    ]
+    return [[*dict.fromkeys([*stages, *placement.stages_of(rank)])] for rank, stages in enumerate(reduced)]

@@ -1,7 +1,7 @@
-"""The parameters of this rank, with the other ranks that hold each: replicas of a stage, and ranks that hold a tied
-weight, such as a word embedding that is also the output head. All sums of gradients follow from this. A watch notices
-when parameters were frozen, converted or replaced; it is asked before every step, so it avoids Python code per
-parameter. Must not contain: operations on values and gradients.
+"""The parameters of this rank, with the other ranks that hold each: replicas of a stage, ranks that hold a tied weight,
+such as a word embedding that is also the output head, and with ZeRO the replica that owns it. All sums of gradients,
+norms and steps follow from this. A watch notices when parameters were frozen, converted or replaced; it is asked before
+every step, so it avoids Python code per parameter. Must not contain: operations on values and gradients.
 """
 
 from __future__ import annotations
@@ -9,18 +9,22 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import chain, count, groupby, zip_longest
 from operator import attrgetter, is_, methodcaller
 from typing import Any
+from weakref import WeakSet
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pipeflow.core.errors import UsageError, numbers_of
 from pipeflow.core.placement import Placement
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.sharding import partial_in, splits_of
+from pipeflow.engine.parallel.transport.protocol import Group
 from pipeflow.engine.runtime.gradients.fully_sharded import fully_sharded_parameters, others_in
 from pipeflow.engine.stages.stage import ModuleStage
 
@@ -156,6 +160,65 @@ def _widest(name: str, claims: Sequence[_Claim], *, is_sharded: bool) -> _Claim:
             "fully_shard: leave its module out, for example by fully_shard on each block and not on the stage"
         )
     return widest
+
+
+Bucket = list[nn.Parameter]
+BUCKET = 25 * 2**20  # bytes that are exchanged at once: enough for the bandwidth of any link
+
+
+def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """The dtype of the parameter's gradient, which may be wider than its own."""
+    return parameter.grad_dtype or parameter.dtype
+
+
+def in_buckets(parameters: Iterable[nn.Parameter]) -> Iterator[Bucket]:
+    """Groups neighbouring parameters, of one dtype and device, as their gradients, up to BUCKET bytes per group."""
+    for _, alike in groupby(parameters, key=lambda parameter: (gradient_dtype(parameter), *_form(parameter)[::2])):
+        bucket, filled = Bucket(), 0
+        for parameter in alike:
+            if bucket and filled + parameter.nbytes > BUCKET:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(parameter)
+            filled += parameter.nbytes
+        yield bucket
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Owners:
+    """The weights of a rank that single replicas own.
+
+    Attributes:
+        group: the replicas.
+        of: the replica that owns each of these weights.
+        steppers: the optimizers that step those of this replica.
+        are_averaged: whether the last step averaged gradients, which only owners have then.
+    """
+
+    group: Group
+    of: dict[nn.Parameter, int] = field(default_factory=dict)
+    steppers: WeakSet[Optimizer] = field(default_factory=WeakSet)
+    are_averaged: bool = False
+
+    def buckets(self, parameters: Iterable[nn.Parameter]) -> Iterator[Bucket]:
+        """Parameters in buckets of one owner, or of none. Owners take turns, so that they send at the same time."""
+        each: dict[int, list[nn.Parameter]] = defaultdict(list)
+        for parameter in parameters:
+            each[self.of.get(parameter, -1)].append(parameter)
+        common = each.pop(-1, [])
+        turns = [in_buckets(sorted(own, key=lambda each: str(each.dtype))) for _, own in sorted(each.items())]
+        yield from in_buckets(common)
+        yield from filter(None, chain.from_iterable(zip_longest(*turns)))
+
+    def averages(self, parameters: Container[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """The averages of an earlier step that these parameters still have. Raises UsageError for other gradients."""
+        left = {p: p.grad for p in self.of if self.are_averaged and p.grad is not None and p in parameters}
+        if any(self.of[parameter] != self.group.rank for parameter in left):
+            raise UsageError(
+                "a parameter of which another data rank has the averaged gradient, as with Zero, was given one here: "
+                "clear gradients before the next batch (zero_grad)"
+            )
+        return left
 
 
 LOG = logging.getLogger("pipeflow")
