@@ -16,7 +16,7 @@ import pipeflow
 from pipeflow.engine.parallel.context import Context, current_context, set_context
 from pipeflow.engine.parallel.layout import WorldLayout
 from pipeflow.engine.parallel.sharding import splits_of
-from pipeflow.engine.runtime.gradients.weights import ranks_of_tied
+from pipeflow.engine.runtime.gradients.weights import tie
 from pipeflow.testing import Hub, LocalTransport, run_threads
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "vocab_size": 10, "max_position_embeddings": 8}
@@ -96,7 +96,7 @@ def test_ends_and_ties_under_every_placement(name: str) -> None:
 
     def build() -> tuple[Any, Any]:
         model = gpt3.build.build_gpt_pipeline(6, placement=placement, **SIZES)
-        return model, set(ranks_of_tied(model).values())
+        return model, {ranks for ranks, _ in tie(model)}
 
     ranks = [at(rank, WorldLayout(pipeline=placement.num_ranks), build) for rank in range(placement.num_ranks)]
     found: list[Any] = [None] * placement.num_stages

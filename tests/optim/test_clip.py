@@ -240,6 +240,20 @@ def test_norms_of_any_order(order: float) -> None:
     assert results[0][0] == pytest.approx(results[0][1], rel=1e-12)
 
 
+def replace_then_measure() -> float:
+    """The norm when a parameter was replaced since the last step, by one whose gradient has the norm 3."""
+    layer = nn.Linear(4, 9, bias=False)
+    pipeline = Pipeline(layer, make_schedule("1f1b", ranks=1, microbatches=1), criterion=nn.functional.mse_loss)
+    execute_pipeline(iter([(torch.ones(2, 4), torch.ones(2, 9))]), pipeline)
+    layer.weight = nn.Parameter(torch.zeros(9, 1))
+    layer.weight.grad = torch.ones(9, 1)
+    return float(grad_norm(pipeline))
+
+
+def test_a_norm_is_that_of_the_parameters_that_there_are() -> None:
+    assert run_threads(replace_then_measure, 2, data=2) == [3.0, 3.0]
+
+
 def refuse_orders() -> None:
     pipeline = blocks.build()
     for order in (0.0, -2.0, math.nan):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.sharding import Split, splits_of
-from pipeflow.engine.runtime.gradients.weights import ranks_of_buffers, ranks_of_tied
+from pipeflow.engine.runtime.gradients.weights import ranks_of_buffers
 from pipeflow.engine.runtime.original import plain_name
 from pipeflow.engine.runtime.pipeline import Pipeline
 from pipeflow.engine.torch_private.distributed import compute_local_shape_and_global_offset
@@ -144,8 +144,9 @@ def local_tensors(model: nn.Module, context: Context, names: Names | None) -> li
         model.runner.confirmation.confirm()
     states = [(stage, module.state_dict(keep_vars=True)) for stage, module in _stages(model, context)]
     splits = splits_of(model)  # after state_dict, which makes fully_shard take back its whole parameters
-    tied = ranks_of_tied(model)
+    tied: dict[int, tuple[int, ...]] = {}
     if isinstance(model, Pipeline):
+        tied |= {id(weight.parameter): weight.ranks for weight in model.gradients.weights if weight.is_tied}
         tied |= ranks_of_buffers(model.chunks, model.schedule.placement)
     found: dict[str, LocalTensor] = {}
     for stage, tensors in states:

@@ -278,14 +278,19 @@ class Gradients:
         self.owners = Owners(context.data)
         self._agree()
 
+    @property
+    def weights(self) -> list[Weight]:
+        """The weights of this rank, also those that were replaced since the last step."""
+        if not self._watch.notices():
+            return self._weights
+        return weights_of(self._model, self._stages, tie(self._model), self._placement)
+
     def counted(self) -> set[nn.Parameter]:
         """The parameters whose gradients this rank counts in a norm; other parts, and copies, another rank counts."""
-        context, weights = self._context, self._weights
-        if self._watch.notices():
-            weights = weights_of(self._model, self._stages, tie(self._model), self._placement)
+        context = self._context
         return {
             each.parameter
-            for each in weights
+            for each in self.weights
             if each.ranks[0] == context.pipeline_rank
             and is_first_holder(each.parameter, context.layout, context.rank, is_split=each.is_split)
         }

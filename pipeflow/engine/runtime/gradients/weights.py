@@ -354,16 +354,6 @@ def tie(model: nn.Module) -> list[Tie]:
     return [(shared.ranks, copies[0][1]) for shared, copies in found.items()]
 
 
-def ranks_of_tied(model: nn.Module) -> dict[int, tuple[int, ...]]:
-    """Maps the id of each parameter of `model` that users tied to the pipeline ranks that hold it."""
-    return {
-        id(parameter): shared.ranks
-        for shared, copies in _copies_in(model).items()
-        for _, copy in copies
-        for parameter in copy
-    }
-
-
 def ranks_of_buffers(chunks: Iterable[nn.Module], placement: Placement) -> dict[int, tuple[int, ...]]:
     """Maps the id of each buffer in `chunks` that several stages of a cut module use to the pipeline ranks that have
     it.
