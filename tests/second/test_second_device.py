@@ -190,7 +190,7 @@ def of_shapes(_folder: Path) -> tuple[list[int], str, list[float]]:
     with counted() as sent:
         model = Pipeline.from_module(whole, schedule, batch(5), **options)
         stage = next(each for each in model.modules() if isinstance(each, Cutting))
-        for length in (5, 5, 5, 5, 6, 6, 6):
+        for length in (5, 6, 5, 6, 5, 6, 6):
             step(length)
         for _ in range(4):
             step(6, training=False)
@@ -220,13 +220,13 @@ def test_activations_of_a_step_that_repeats_have_no_header(tmp_path: Path) -> No
         assert same(losses[:16] + losses[17:], others)
         assert not none  # between CPUs the message says it
     headers, error, _ = there[0]
-    assert headers[:7] == [4, 4, 0, 0, 4, 4, 0]
+    assert headers[:7] == [4, 4, 4, 4, 0, 0, 0]  # each length came twice
     assert headers[7:11] == [4, 4, 0, 0]  # evaluations
     assert headers[11:16] == [0, 4, 4, 0, 0]  # a stage is frozen
     assert headers[16:20] == [4, 4, 4, 4]
     assert headers[20:] == [4, 4, 4, 4]  # of stages that no plan has seen
     assert "stage 0 returned a torch.float32 of shape (2, 5, 4)" in error
-    assert "but its receiver expects a torch.float32 of shape (2, 6, 4), as in" in error
+    assert "but its receiver expects a torch.float32 of shape (2, 6, 4), as in earlier steps" in error
 
 
 def of_accelerate(folder: Path) -> tuple[Numbers, Counter[str]]:

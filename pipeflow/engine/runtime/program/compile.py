@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import filterfalse, takewhile
@@ -40,7 +40,7 @@ from pipeflow.engine.runtime.program.operations import Beside, Doing, Operation,
 from pipeflow.engine.runtime.program.pairs import Both, Half, Overlap
 from pipeflow.engine.runtime.program.results import Results
 from pipeflow.engine.runtime.program.saved import HostMemory
-from pipeflow.engine.runtime.program.slots import Buffers, Promise
+from pipeflow.engine.runtime.program.slots import Buffers, Metadata, Promise
 from pipeflow.engine.runtime.program.wires import (
     ActivationWire,
     Expectations,
@@ -53,6 +53,7 @@ from pipeflow.engine.runtime.stage import Stage
 from pipeflow.engine.stages.stage import ModuleStage
 
 KEPT = 16  # compiled programs of one pipeline, the most recently used ones
+ALIKE = 100  # kinds of steps of which a program remembers the shapes
 
 # Theory of operation
 #
@@ -110,9 +111,12 @@ class Compiled:
     results: Results
     given: list[tuple[object, ...]]  # arguments of the first stage, by microbatch
     promise: Promise | None  # on which the shapes of activations rely
-    wires: list[Wire]
+    wires: list[ActivationWire]
     sizes: list[int] = field(default_factory=list)  # samples per microbatch for which these are prepared
-    look: Hashable = None  # of the last step: what its shapes followed from
+    steps: int = 0  # their number
+    first: int = 0  # the first of the steps like the last one
+    alike: dict[int, int] = field(default_factory=dict)  # the first of the steps like a step, by its hash
+    seen: dict[int, list[tuple[Metadata | None, Metadata | None]]] = field(default_factory=dict)  # in others, by wire
 
 
 class Programs:
@@ -174,14 +178,14 @@ class Programs:
             self._sizes = sizes
         if sizes != compiled.sizes:
             for wire in compiled.wires:
-                if isinstance(wire, ActivationWire):
-                    wire.metadata = wire.expected = promise.of(sizes[wire.value.microbatch])
+                wire.metadata = wire.expected = promise.of(sizes[wire.value.microbatch])
             compiled.sizes = sizes
 
     def _repeats(self, compiled: Compiled, batch: Batch, region: torch.autocast | None) -> bool:
-        """Whether all ranks of the pipeline know that this step is like the last one of the program. Each compares its
-        batch and its stages and tells the others; hosts wait for hosts only. Between CPUs nobody needs to know. Of
-        stages that were not cut from a planned module, shapes may follow from values, and nobody can know.
+        """Whether all ranks of the pipeline know that this step is like earlier ones of the program; then wires expect
+        what they expected after these. Each rank compares its batch and its stages, and tells the others the first such
+        step; hosts wait for hosts only. Between CPUs nobody needs to know. Of stages that were not cut from a planned
+        module, shapes may follow from values, and nobody can know.
         """
         transport, owners = self.context.transport, [stage.module for stage in self.stages.values()]
         planned = all(isinstance(owner, ModuleStage) for owner in owners)
@@ -189,9 +193,20 @@ class Programs:
             return False
         modes = [module.training for owner in owners for module in owner.modules()]
         forms = [(each.requires_grad, each.dtype) for owner in owners for each in owner.parameters()]
-        before, compiled.look = compiled.look, (batch.look(), *modes, *forms, region and region.fast_dtype)
-        same = compiled.look == before and not self.expectations.vary
-        return all(said for [said] in all_gather(transport, [float(same)]))
+        look = hash((batch.look(), *modes, *forms, region and region.fast_dtype))
+        compiled.steps += 1
+        mine = compiled.steps if self.expectations.vary else compiled.alike.get(look, compiled.steps)
+        same = all(first == mine for [first] in all_gather(transport, [float(mine)]))
+        compiled.alike[look] = first = mine if same else compiled.steps
+        if first != compiled.first:
+            compiled.seen[compiled.first] = [(wire.metadata, wire.expected) for wire in compiled.wires]
+            before = compiled.seen.pop(first, [(None, None)] * len(compiled.wires))
+            for wire, (metadata, expected) in zip(compiled.wires, before, strict=True):
+                wire.metadata, wire.expected = metadata, expected
+            compiled.first = first
+            if len(compiled.seen) > ALIKE:
+                compiled.seen.pop(next(iter(compiled.seen)))
+        return first < compiled.steps
 
     def get(self, schedule: Schedule, mode: RunMode) -> Compiled:
         """The program for `schedule` in this mode, compiled on first use.
@@ -253,7 +268,8 @@ class Programs:
             operations, ahead = split_ahead(operations, first, ran, routes)
         operations = [*filterfalse(_steps, operations), *steps]
         compiled = schedule, mode, digest_of(schedule), orders_of(schedule), operations, len(operations) - len(steps)
-        return Compiled(*compiled, ahead, results, given, promise, [*compiler.wires.values()])
+        wires = [wire for wire in compiler.wires.values() if isinstance(wire, ActivationWire)]
+        return Compiled(*compiled, ahead, results, given, promise, wires)
 
     def _connect(self, program: Program, *, promised: bool, training: bool) -> None:
         transport, rank = self.context.transport, self.context.transport.rank

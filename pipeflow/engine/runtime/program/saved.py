@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,27 +72,17 @@ class HostMemory:
             ) from None
 
 
-class HostPlace(NamedTuple):
-    """Where a tensor is on the host: the bytes of its whole storage, and its own part of them."""
-
-    host: Tensor
-    device: torch.device
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
 class Holder:
     """A tensor on its device or on the host, or one that is to be computed again. Autograd's graph has the holder in
     place of the tensor, so that its memory can be freed before the graph is.
     """
 
-    __slots__ = ("form", "place", "stays", "tensor", "version")
+    __slots__ = ("device", "form", "host", "stays", "tensor", "version")
 
     def __init__(self, tensor: Tensor, *, drop: bool = False, stays: bool = False) -> None:
         self.form = tensor.size(), tensor.dtype  # that of a tensor that is computed again, too
-        self.place: HostPlace | None = None
+        self.device = tensor.device
+        self.host: Tensor | None = None  # the same on the host, where views share their memory, too
         self.stays = stays  # on its device, as a buffer
         self.tensor: Tensor | None = None
         if not drop:
@@ -219,10 +208,7 @@ class Saved:
                     hosts[storage] = host.copy_(whole, non_blocking=True)
                 if stream is not None:  # else the copy has ended
                     read.append(whole)
-            offset = int(tensor.storage_offset())
-            holder.place = HostPlace(
-                hosts[storage], tensor.device, tensor.dtype, tensor.size(), tensor.stride(), offset
-            )
+            holder.host = _like(tensor, hosts[storage])
             holder.tensor = tensor = None
         return read
 
@@ -232,18 +218,17 @@ class Saved:
         """
         devices: dict[int, Tensor] = {}
         for holder in self.holders:
-            if (place := holder.place) is None:
+            if (host := holder.host) is None:
                 continue
-            if id(place.host) not in devices:
-                devices[id(place.host)] = whole = torch.empty_like(place.host, device=place.device, pin_memory=False)
+            if (storage := _storage(host)) not in devices:
+                whole = torch.empty(0, dtype=torch.uint8).set_(host.untyped_storage())
+                devices[storage] = torch.empty_like(whole, device=holder.device, pin_memory=False)
                 with torch.cuda.stream(stream):
-                    whole.copy_(place.host, non_blocking=True)
-            storage = devices[id(place.host)].untyped_storage()
-            tensor = torch.empty(0, dtype=place.dtype, device=place.device)
-            holder.hold(tensor.set_(storage, place.offset, place.size, place.stride))
-        read = [holder.place.host for holder in self.holders if holder.place is not None and stream is not None]
+                    devices[storage].copy_(whole, non_blocking=True)
+            holder.hold(_like(host, devices[storage]))
+        read = [holder.host for holder in self.holders if holder.host is not None and stream is not None]
         for holder in self.holders:  # addresses of hosts identify them until all have moved
-            holder.place = None
+            holder.host = None
         return read
 
 
@@ -253,6 +238,12 @@ def _said(form: tuple[torch.Size, torch.dtype]) -> str:
 
 def _unpack(held: Tensor | Holder) -> Tensor:
     return held if isinstance(held, Tensor) else held.unpacked()
+
+
+def _like(tensor: Tensor, memory: Tensor) -> Tensor:
+    """A tensor that lies in `memory` as another one lies in its own."""
+    empty = torch.empty(0, dtype=tensor.dtype, device=memory.device)
+    return empty.set_(memory.untyped_storage(), int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
 
 def _storage(tensor: Tensor) -> int:

@@ -36,7 +36,7 @@ LOG = logging.getLogger("pipeflow")
 # came instead follows on other channels. So an activation with a number of floating point has no header.
 #
 # The host of a GPU would have to wait for such a message. There, ranks tell each other at the beginning of a step
-# whether it is like the last one (`Expectations.known`); then nothing else may come, and a sender that has something
+# whether it is like earlier ones (`Expectations.known`); then nothing else may come, and a sender that has something
 # else raises an error on all ranks. In other steps each activation has a header.
 
 
@@ -58,7 +58,7 @@ class Expectations:
         """The error for an activation that all ranks expected to be another one."""
         self.vary = self.promise is None
         why = (
-            "as in the steps before, for batches of the same shapes; run the step again: from now on, ranks tell each "
+            "as in earlier steps, for batches of the same shapes; run the step again: from now on, ranks tell each "
             "other what they send"
             if self.vary
             else "which tensor_shape and tensor_dtype say: correct them, make the first entry None if microbatches "
