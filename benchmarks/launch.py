@@ -1,5 +1,6 @@
 """Launches at scale: the bytes that a rank moves from its launch to the end of its first step, counted at its sockets;
-how they grow with the number of ranks; and the seconds that a launch takes once all processes have loaded torch.
+how they grow with the number of ranks; the seconds that a launch takes once all processes have loaded torch; and the
+communicators that a rank would connect over NCCL, in as many rounds.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import statistics
 import struct
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -55,7 +57,64 @@ def run(rounds: int | None = None) -> Report:
     far = [f"{now * factor**doublings / 1e6:.3g} MB" for now, factor in zip(before, factors, strict=True)]
     report.notes.append(f"with the last growth, {FAR} ranks: rank 0 {far[0]}, the busiest other {far[1]}")
     report.notes.append("target: a growth of at most 2.4, and less than 50 MB")
+    for name in ("1f1b", "zb-v", "dualpipe"):
+        for shapes in ("known", "learned"):
+            orders = connected(name, shapes)
+            many, rounds = max(map(len, orders)), len(rounds_of(orders))
+            report.notes.append(f"{name}, {len(orders)} ranks, shapes {shapes}: {many} communicators, {rounds} rounds")
     return report
+
+
+def connected(name: str, shapes: str) -> list[list[Any]]:
+    """The communicators that each of 8 ranks connects for transfers until its second step, in order."""
+    from pipeflow.testing import run_threads
+
+    return run_threads(_connect, 8, name, shapes)
+
+
+def _connect(name: str, shapes: str) -> list[Any]:
+    import torch
+    from torch import nn
+
+    import pipeflow
+    from pipeflow.engine.parallel.context import current_context
+    from pipeflow.engine.parallel.transport.local import LocalTransport
+    from pipeflow.engine.parallel.transport.protocol import to_connect
+
+    order: list[Any] = []
+
+    class Counting(LocalTransport):
+        def connect(self, channels: Any) -> None:
+            new = to_connect(channels, self._connected)
+            order.extend(new)
+            super().connect(new)
+
+    context = current_context()
+    context.world.__class__ = Counting
+    schedule = pipeflow.make_schedule(name, ranks=8, microbatches=16)
+    stages = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in schedule.placement.stages_of(context.pipeline_rank))
+    known: Any = {"tensor_shape": (1, WIDTH), "tensor_dtype": torch.float32} if shapes == "known" else {}
+    model = pipeflow.Pipeline(stages, schedule, criterion=nn.functional.mse_loss, **known)
+    for _ in range(2):
+        pipeflow.execute_pipeline(iter([(torch.zeros(16, WIDTH), torch.zeros(16, WIDTH))]), model)
+    return order
+
+
+def rounds_of(orders: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """The communicators that are connected at the same time, round after round, if each rank connects its own one after
+    the other, in its order, and all take equally long.
+    """
+    left = [deque(order) for order in orders]
+    rounds: list[list[Any]] = []
+    while any(left):
+        heads = Counter(order[0] for order in left if order)
+        rounds.append([communicator for communicator, ends in heads.items() if ends == 2])
+        if not rounds[-1]:
+            raise ValueError("ranks wait for each other in a circle")
+        for order in left:
+            if order and order[0] in rounds[-1]:
+                order.popleft()
+    return rounds
 
 
 def total(found: dict[str, float]) -> float:

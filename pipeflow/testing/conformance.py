@@ -69,9 +69,9 @@ def keeps_order(transport: Transport) -> None:
 
 
 def keeps_tags_apart(transport: Transport) -> None:
-    """Tags do not wait for each other: a tensor sent first may be received last if its tag is another."""
+    """Tags do not wait for each other, unless they share a communicator: a tensor sent first may be received last."""
     _connect(transport)
-    _exchange(transport, Tag, expected=reversed(Tag))
+    _exchange(transport, Tag, expected=sorted(Tag, key=lambda tag: -Channel(0, 1, tag).communicator.tag))
 
 
 def receives_ahead(transport: Transport) -> None:
@@ -133,7 +133,7 @@ def gives_up(transport: Transport) -> None:
     else:
         error = _broken(transport, 1)
         waited = time.monotonic() - started
-        assert transport.rank or error.expired, f"{error}"
+        assert transport.size > 2 or error.expired, f"{error}"  # of several that wait, another may give up first
         assert 0.5 * transport.timeout <= waited < transport.timeout + _SOON, f"gave up after {waited:.1f} s"
         first = transport.report(error)
     assert (first.rank, first.died) == (1, None), first

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import random
-from itertools import combinations
+from itertools import combinations, permutations
 
 import pytest
 
@@ -9,7 +9,7 @@ from pipeflow.core.action import Kind, actions_of
 from pipeflow.core.analysis.lowering import lower
 from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
-from pipeflow.core.dataflow import Content
+from pipeflow.core.dataflow import Content, Value
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.core.route import routes_among
 from pipeflow.core.schedule import Schedule
@@ -48,6 +48,24 @@ def test_over_a_slow_link_receives_are_posted_earlier_by_its_latency() -> None:
             positions.append(before)
     assert positions == [0] * 9 + [1, 2, 3]
     assert last.receive_buffers == brute_force_buffers(last)
+
+
+def passed(program: Program, peer: int, kind: type[Send | Recv]) -> list[Value]:
+    """The values that a rank sends to a peer, or receives from it, in order."""
+    return [step.value for step in program.instructions if isinstance(step, kind) and step.peer == peer]
+
+
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "zb-v", "v-half", "interleaved-zb", "gis", "gis-h", "dualpipe"])
+def test_values_between_two_ranks_have_one_order_at_both_ends_whatever_they_cost(name: str) -> None:
+    """Activations and gradients together: they share a communicator."""
+    random_costs = random.Random(1)
+    schedule = make_near(name, ranks=4, microbatches=8)
+    for _ in range(20):
+        stages, latency = range(schedule.placement.num_stages), random_costs.choice((0, 1, 3, 10))
+        forward, inputs, weights = (tuple(random_costs.choice((1, 2, 5, 9)) for _ in stages) for _ in range(3))
+        programs = lower(schedule, CostModel(forward, inputs, weights, latency=latency))
+        for source, destination in permutations(programs, 2):
+            assert passed(source, destination.rank, Send) == passed(destination, source.rank, Recv)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -43,6 +43,8 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
+from pipeflow.engine.parallel.transport.protocol import Channel, Tag
+
 
 class Communicator(NamedTuple):
     """Ranks that share a stream each. For transfers: the source, the destination, and a tag."""
@@ -338,6 +340,14 @@ def used(log: Log) -> list[Communicator]:
 def connected_in_order_of_use(log: Log) -> list[Issued]:
     """The log with all its communicators connected first, in the order in which this rank uses them."""
     return [*map(Connect, used(log)), *without_connecting(log)]
+
+
+def as_engine(channel: Communicator) -> Communicator:
+    """The communicator on which the engine runs a channel."""
+    if channel.name not in Tag.__members__:
+        return channel
+    source, destination = channel.ranks
+    return channel._replace(name=Channel(source, destination, Tag[channel.name]).communicator.tag.name)
 
 
 def per_pair(channel: Communicator) -> Communicator:

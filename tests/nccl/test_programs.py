@@ -18,6 +18,7 @@ from tests.nccl.replay import (
     Log,
     Start,
     Wait,
+    as_engine,
     circle_of_connections,
     connected_in_order_of_use,
     per_pair,
@@ -33,7 +34,7 @@ def require_sound(logs: Sequence[Log]) -> None:
     """The ranks end; every communicator was connected before; the computations wait for each exchange, and once, since
     a second wait, of a thread that measures, would hold them up where the program does not.
     """
-    replay(logs)
+    replay(logs, shared=as_engine)
     assert not circle_of_connections(logs)
     for log in logs:
         connected: set[Communicator] = set()
@@ -42,7 +43,7 @@ def require_sound(logs: Sequence[Log]) -> None:
                 assert issued.communicator not in connected, issued
                 connected.add(issued.communicator)
             elif isinstance(issued, Start) and not issued.on_host:
-                assert issued.exchange.channel in connected, issued
+                assert as_engine(issued.exchange.channel) in connected, issued
         assert len(connected) <= STREAMS
         started = [each.exchange for each in log if isinstance(each, Start)]
         awaited = [each.exchange for each in log if isinstance(each, Wait)]
@@ -74,9 +75,9 @@ def test_no_program_of_the_matrix_deadlocks(name: str, ranks: int) -> None:
 def test_a_step_with_enough_hardware_queues_does_not_deadlock() -> None:
     """With one, as CUDA_DEVICE_MAX_CONNECTIONS=1 makes it, receives that are posted ahead hold up sends."""
     logs = Case("gpipe", 4).recorded()
-    replay(logs, queues=STREAMS)
+    replay(logs, queues=STREAMS, shared=as_engine)
     with pytest.raises(DeadlockError):
-        replay(logs, queues=1)
+        replay(logs, queues=1, shared=as_engine)
 
 
 CONTROLS = [
@@ -114,13 +115,29 @@ def test_with_one_communicator_per_pair_of_ranks_they_would_deadlock(case: Case)
         replay(shared, shared=per_pair)
 
 
+@pytest.mark.some(2)
+@pytest.mark.parametrize(
+    ("case", "tag"), [(Case("zb-v", 4), "REDIRECTED"), (Case("dualpipe", 4, "known"), "TIED")], ids=str
+)
+def test_with_one_communicator_per_direction_they_would_deadlock(case: Case, tag: str) -> None:
+    """Activations and gradients have one order at both ends, and other tags have not."""
+    logs = case.recorded()
+
+    def shared(channel: Communicator) -> Communicator:
+        return channel._replace(name="ACTIVATION") if channel.name == tag else as_engine(channel)
+
+    both = [[*map(Connect, sorted(set(map(shared, used(log))))), *without_connecting(log)] for log in logs]
+    with pytest.raises(DeadlockError, match="'s end of"):
+        replay(both, shared=shared)
+
+
 def test_ties_over_three_ranks_would_deadlock_at_their_first_use() -> None:
     """Each posts its receives before its sends. The first values of a tied weight go one way, from the lowest rank."""
     logs = Case("1f1b", 3, links="tied-three").recorded()
     only = [[each for each in log if isinstance(each, Connect) and each.communicator.name != "TIED"] for log in logs]
     unconnected = [[*first, *without_connecting(log)] for first, log in zip(only, logs, strict=True)]
     with pytest.raises(DeadlockError, match=r"at the first use of .* TIED"):
-        replay(unconnected)
+        replay(unconnected, shared=as_engine)
 
 
 @pytest.mark.slow

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.launch import connected, rounds_of
 from pipeflow import Pipeline, PipelineSharedModuleWrapper, UsageError, execute_pipeline, make_schedule
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.transport.agreement import exchange
 from pipeflow.engine.parallel.transport.local import LocalGroup, LocalTransport
-from pipeflow.engine.parallel.transport.protocol import Channel, Tag
+from pipeflow.engine.parallel.transport.protocol import Channel, Tag, to_connect
 from pipeflow.schedules import SCHEDULES
 from pipeflow.testing import RankError, run_threads
 from pipeflow.testing.models import PlainModel
@@ -29,13 +30,13 @@ class Blocking(LocalTransport):
     """Connects as NCCL does: a rank goes on when the other end of the channel has come."""
 
     def connect(self, channels: Iterable[Channel]) -> None:
-        new = {channel for channel in channels if not channel.tag.on_host} - self._connected
+        new = to_connect(channels, self._connected)
         for channel in self.turns(new):
             self.meet(channel)
         super().connect(new)
 
-    def turns(self, channels: set[Channel]) -> list[Channel]:
-        return sorted(channels)
+    def turns(self, channels: list[Channel]) -> list[Channel]:
+        return channels
 
     def meet(self, channel: Channel) -> None:
         mine, its = torch.tensor(channel), torch.zeros(len(channel), dtype=torch.int64)
@@ -104,10 +105,20 @@ def test_ties_over_three_ranks_are_connected() -> None:
     run_threads(train_tied, 6, data=2)
 
 
+@pytest.mark.parametrize(("name", "most"), [("1f1b", 4), ("zb-v", 4), ("dualpipe", 6)])
+def test_a_rank_has_a_communicator_per_neighbour_and_direction_and_connects_all_at_the_same_time(
+    name: str, most: int
+) -> None:
+    """And for DualPipe, two for the copy of its weights."""
+    orders = connected(name, "known")
+    assert max(map(len, orders)) == most
+    assert len(rounds_of(orders)) == most
+
+
 class InOrderOfUse(Blocking):
     """Each rank begins with its own receives."""
 
-    def turns(self, channels: set[Channel]) -> list[Channel]:
+    def turns(self, channels: list[Channel]) -> list[Channel]:
         return sorted(channels, key=lambda channel: channel.destination != self.rank)
 
 

@@ -23,9 +23,9 @@ from pipeflow.core.timeline import Span
 # A schedule says what each rank computes and in which order, and nothing of transfers. They follow from the table of
 # actions: a value that is made on one rank and used on another is sent. What is left to decide is when. A send comes
 # directly after the action that makes the value. A receive is posted as early as the simulation says that it helps,
-# and no earlier, because each receive that is posted occupies a buffer. On a channel (an ordered pair of ranks and a
-# kind of value) sends and receives have the same order, so messages need no numbers, and no program waits for a
-# message behind one that comes later.
+# and no earlier, because each receive that is posted occupies a buffer. Between an ordered pair of ranks, sends and
+# receives have the same order, so messages need no numbers, and no program waits for a message behind one that comes
+# later.
 
 
 def lower(schedule: Schedule, cost: CostModel | None = None, routes: Routes = ()) -> tuple[Program, ...]:
@@ -35,10 +35,9 @@ def lower(schedule: Schedule, cost: CostModel | None = None, routes: Routes = ()
     Receives are posted ahead, so that transfers overlap with computation. A sender may start only when it knows that
     the receive is posted. This takes the latency of the link, so a receive must be posted that long before the value is
     made. The times come from a simulation under `cost`; since real times differ, each receive is posted one action
-    earlier than that. Between an ordered pair of ranks, activations keep the sender's order at both ends, and so do
-    gradients. A Release of a sent value follows when a value has come back that was made after the sent value was used.
-    Actions on other streams, such as reductions, follow the sends of the computation before them, and change nothing
-    else in the program.
+    earlier than that. Between an ordered pair of ranks, values keep the sender's order at both ends. A Release of a
+    sent value follows when a value has come back that was made after the sent value was used. Actions on other streams,
+    such as reductions, follow the sends of the computation before them, and change nothing else in the program.
 
     Args:
         schedule: the schedule.
@@ -117,16 +116,14 @@ def _posts(times: list[Times], channels: Channels, cost: CostModel) -> list[dict
             for value, made, _ in channels.get((receiver, sender), ())
             if value.content is Content.ACTIVATION
         }
-        running = 0  # the entry that the receiver runs when the post must be on its way
-        described = 0  # a gradient has its activation's shape, so its receive is posted after that was made
+        position = running = 0  # the entry that the receiver runs when the post must be on its way
         for value, made, _ in transfers:
             latest = ends[made] - notice
             while running + 1 < len(starts) and starts[running + 1] < latest:
                 running += 1
-            position = max(0, running - 1)
-            if value.content is Content.GRADIENT:
-                described = max(described, activations[value.answered] + 1)
-                position = max(position, described)
+            position = max(position, running - 1)  # in the sender's order
+            if value.content is Content.GRADIENT:  # has its activation's shape: is posted after that was made
+                position = max(position, activations[value.answered] + 1)
             posts[receiver][position].append(Recv(value, sender))
     return posts
 

@@ -13,7 +13,6 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +41,6 @@ _AT_ONCE = 0.05  # seconds: a peer of gloo's that does not answer in this time i
 _SETTLING = 2.0  # seconds
 _NAMED = 8  # ranks of a group whose name has them all
 _DOWN, _UP = "gloo-down", "gloo-up"
-_CLOSED = "the channels were closed"
 
 
 class Members(NamedTuple):
@@ -135,31 +133,30 @@ class Channels:
             return [peer for (each, peer), meeting in self._meetings.items() if each == way and meeting.done()]
 
     def connect(self, channels: Iterable[Channel]) -> None:
-        """Connects those of `channels` that are not connected, in ascending order. Raises LinkError."""
+        """Connects those of `channels` that are not connected, in the order of their turns. Raises LinkError."""
         new = to_connect(channels, self._connected)
+
+        def join() -> None:
+            for each in new:
+                name = f"nccl-{each.source}-{each.destination}-{each.tag.name}"
+                self._connect_nccl(each, name, (each.source, each.destination))
+
         if new and nccl.serves(self.device):
             with saying("connecting channels"):
-                self.monitor.result(aside(lambda: [*map(self._connect_channel, new)], "pipeflow connecting"))
+                self.monitor.result(aside(join, "pipeflow connecting"))
         self._connected.update(new)
 
-    def _connect_channel(self, channel: Channel) -> None:
-        source, destination, tag = channel
-        sends, name = source == self.rank, f"nccl-{source}-{destination}-{tag.name}"
-        move = partial(_transfer, peer=int(sends), number=0, sends=sends)
-        self._connect_nccl(self._nccl, channel, name, (source, destination), move)
-
-    def _connect_nccl(
-        self, groups: dict[Any, Any], key: object, name: str, ranks: tuple[int, ...], move: Callable[[Any], Any]
-    ) -> None:
-        """Makes and connects an NCCL group of `ranks`, with what `move` of the group is. Raises LinkError."""
-        rank = ranks.index(self.rank)
+    def _connect_nccl(self, key: Channel | Members, name: str, ranks: tuple[int, ...]) -> None:
+        """Makes and connects an NCCL group of `ranks`, in which the source of a channel is rank 0. Raises LinkError."""
+        rank, transfers = ranks.index(self.rank), isinstance(key, Channel)
         try:
-            group = nccl.make(self._store(name), rank, len(ranks), transfers=groups is self._nccl)
-            self._keep(groups, key, group)
-            nccl.connect(group, self.device, move(group))
+            group = nccl.make(self._store(name), rank, len(ranks), transfers=transfers)
+            self._keep(self._nccl if transfers else self._collective, key, group)
+            move = _transfer(group, 1 - rank, 0, sends=not rank) if transfers else group.allreduce
+            nccl.connect(group, self.device, move)
         except RuntimeError as error:
-            expired = self.monitor.expired
-            raise LinkError(ranks[rank - 1], "connecting channels", expired=expired, why=str(error)) from None
+            far = ranks[rank - 1]
+            raise LinkError(far, "connecting channels", expired=self.monitor.expired, why=str(error)) from None
 
     def _store(self, name: str, rank: int | None = None) -> MonitorStore:
         """A store that lives as long as this object: torch's groups do not keep one that is written in Python."""
@@ -174,8 +171,8 @@ class Channels:
         channel.require_connected(self._connected)
         source, destination, tag = channel
         sends = source == self.rank
-        if channel in self._nccl:
-            return _transfer(self._nccl[channel], int(sends), 0, sends=sends)
+        if (communicator := channel.communicator) in self._nccl:
+            return _transfer(self._nccl[communicator], int(sends), 0, sends=sends)
         peer = destination if sends else source
         group = self._group_with(peer, _UP if destination > source else _DOWN)
         start = _transfer(group, peer, int(tag), sends=sends)
@@ -203,17 +200,16 @@ class Channels:
     def collective(self, members: Members) -> Any:
         """The torch group that computes collectives of `members`, made on first use. Raises LinkError."""
         if members not in self._collective:
-            ranks, groups = members.ranks, self._collective
-            listed = "-".join(map(str, ranks))
+            listed = "-".join(map(str, ranks := members.ranks))
             name = f"group-{listed if len(ranks) <= _NAMED else hashlib.sha256(listed.encode()).hexdigest()}"
             with saying(in_collective(ranks)):
                 if self._over_nccl(members):
-                    joining = partial(self._connect_nccl, groups, members, name, ranks, attrgetter("allreduce"))
+                    joining = partial(self._connect_nccl, members, name, ranks)
                     self.monitor.result(aside(joining, "pipeflow connecting"))
                 else:
                     name = f"host-{name}" if members.on_host else name
                     rank, size = ranks.index(self.rank), len(ranks)
-                    self._keep(groups, members, self._gloo_group(name, rank, size))
+                    self._keep(self._collective, members, self._gloo_group(name, rank, size))
                     for peer in (ranks[rank - 1], ranks[(rank + 1) % size]):  # which sees first that this one ends
                         self._meet(_UP if peer > self.rank else _DOWN, peer)
         return self._collective[members]
@@ -293,8 +289,8 @@ def _expire(group: Any, peer: int) -> None:
 
 
 def _post(group: Any, peer: int) -> Any:
-    """Posts a receive that no send answers. Connects with the peer first, which may block, unless they are connected.
-    Raises RuntimeError if the peer's end or the group is closed.
+    """Posts a receive that no send answers. Unless the two are connected, connects them first, which may block. Raises
+    RuntimeError if an end is closed.
     """
     return group.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG)
 
@@ -321,7 +317,7 @@ class ChannelEnd:
                 monitor.waiting = self.ranks
                 channels.awaited = work
                 if channels.is_broken or not work.wait(*deadline):
-                    raise RuntimeError(_CLOSED)
+                    raise RuntimeError("the channels were closed")
         finally:
             monitor.waiting, channels.awaited = (), None
 

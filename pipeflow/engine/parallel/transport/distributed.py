@@ -1,5 +1,5 @@
-"""The transport over torch.distributed: gloo between CPUs; NCCL between GPUs, with one communicator per ordered pair
-and tag, so that a send never queues behind a receive. Headers and agreements always go over gloo.
+"""The transport over torch.distributed: gloo between CPUs; NCCL between GPUs, with a communicator for each direction
+between two ranks, so that a send never queues behind a receive. Headers and agreements always go over gloo.
 """
 
 from __future__ import annotations

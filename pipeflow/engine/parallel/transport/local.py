@@ -26,6 +26,7 @@ from pipeflow.engine.parallel.transport.protocol import (
     Work,
     in_collective,
     saying,
+    to_connect,
 )
 
 _SOON = 0.1  # seconds after which a rank that suspects others compares its call with theirs
@@ -301,7 +302,7 @@ class LocalTransport:
 
     def connect(self, channels: Iterable[Channel]) -> None:
         """Records `channels`; threads need no connection."""
-        self._connected.update(channels)
+        self._connected.update(to_connect(channels, self._connected))
 
     def sender(self, peer: int, tag: Tag) -> Start:
         Channel(self.rank, peer, tag).require_connected(self._connected)

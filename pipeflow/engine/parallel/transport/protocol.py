@@ -214,9 +214,24 @@ class Channel(NamedTuple):
     destination: int
     tag: Tag
 
+    @property
+    def communicator(self) -> Channel:
+        """The channel whose communicator of NCCL this one uses. Gradients use that of activations: both ends start
+        these in one order. Other tags come between them in another order at each end.
+        """
+        return self._replace(tag=Tag.ACTIVATION) if self.tag is Tag.GRADIENT else self
+
+    @property
+    def turn(self) -> tuple[int, ...]:
+        """The place in the order of connecting. Of pairs of ranks that are equally far apart, every second one comes
+        first: so many connect at the same time.
+        """
+        low, apart = min(self.source, self.destination), abs(self.source - self.destination)
+        return apart, low // apart % 2, int(self.source > self.destination), self.tag, low
+
     def require_connected(self, connected: Container[Channel]) -> None:
-        """Raises UsageError if this channel needs a connection and is not among those that are `connected`."""
-        if not self.tag.on_host and self not in connected:
+        """Raises UsageError if this channel needs a connection and has no communicator among those `connected`."""
+        if not self.tag.on_host and self.communicator not in connected:
             raise UsageError(
                 f"the channel from rank {self.source} to rank {self.destination} for {self.tag.name} is not connected: "
                 "both ranks must call connect with it before they send and receive"
@@ -224,8 +239,8 @@ class Channel(NamedTuple):
 
 
 def to_connect(channels: Iterable[Channel], connected: Set[Channel]) -> list[Channel]:
-    """Those of `channels` that need a connection and are not `connected`, in the order in which all ranks connect."""
-    return sorted({channel for channel in channels if not channel.tag.on_host} - connected)
+    """The communicators of `channels` that are not `connected`, in the order in which all ranks connect."""
+    return sorted({each.communicator for each in channels if not each.tag.on_host} - connected, key=lambda it: it.turn)
 
 
 Start = Callable[[list[Tensor]], Work]
@@ -246,8 +261,8 @@ class Transport(Protocol):
         """Connects those of `channels` that are not connected yet; this rank is an end of each. Returns when they are.
 
         Both ends of a channel call this before they send and receive, outside of all steps. A channel may be ready only
-        when both ends wait for it, as with NCCL. So every rank connects its channels in ascending order, one after the
-        other: then no ranks wait for each other in a circle, whatever other channels each of them has. Channels whose
+        when both ends wait for it, as with NCCL. So every rank connects its channels in the order of their turns, one
+        after the other: then no ranks wait for each other in a circle, whatever other channels each has. Channels whose
         tag is `on_host` need no connection. Reopening drops all connections. Raises LinkError if another end is lost
         or does not call in time.
         """
@@ -258,8 +273,8 @@ class Transport(Protocol):
         """
 
     def receiver(self, peer: int, tag: Tag) -> Start:
-        """The function that receives with `tag` from `peer`, in the order in which `peer` sends. Raises UsageError like
-        `sender`.
+        """The function that receives with `tag` from `peer`, in the order in which `peer` sends; tags that share a
+        communicator have one order. Raises UsageError like `sender`.
         """
 
     def link(self, peer: int) -> Connection:
@@ -312,9 +327,8 @@ class Subset:
         return self._whole.world_rank(self._ranks[peer])
 
     def connect(self, channels: Iterable[Channel]) -> None:
-        self._whole.connect(
-            Channel(self._ranks[source], self._ranks[destination], tag) for source, destination, tag in channels
-        )
+        ranks = self._ranks
+        self._whole.connect(Channel(ranks[source], ranks[destination], tag) for source, destination, tag in channels)
 
     def sender(self, peer: int, tag: Tag) -> Start:
         return self._whole.sender(self._ranks[peer], tag)

@@ -54,9 +54,7 @@ class Ahead:
             if stage.deferral.copies is not None:
                 stage.deferral.copies.clear()  # of other weights
         with replayed():
-            run(
-                [each for each in self.first if each.doing is not Doing.POST or _is_activation(each)]
-            )  # gradients' stay posted
+            run(self.first)
 
     def _take_back(self) -> None:
         """Completes all transfers of the forwards that ran on any rank; what was received is replaced by the next
@@ -85,12 +83,8 @@ def split_ahead(
 
 
 def _is_late(operation: Operation, sent: frozenset[Value]) -> bool:
-    """Whether an operation posts the receive of an activation that is not sent ahead."""
-    return operation.doing is Doing.POST and _is_activation(operation) and operation.what not in sent
-
-
-def _is_activation(operation: Operation) -> bool:
-    return isinstance(operation.what, Value) and operation.what.content is Content.ACTIVATION
+    """Whether an operation posts the receive of what is not sent ahead."""
+    return operation.doing is Doing.POST and operation.what not in sent
 
 
 def _sent_ahead(schedule: Schedule, routes: Routes) -> frozenset[Value]:
