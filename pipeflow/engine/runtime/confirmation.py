@@ -73,9 +73,8 @@ class Clipping:
 
 @torch.no_grad()
 def scale_gradients(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
-    """Multiplies gradients in place by a number, in float32 at least: in a 16-bit product, a GPU would round the number
-    to 16 bits first. A sparse gradient would get new values, so these are multiplied.
-    """
+    """Multiplies gradients in place by a number, in float32 at least: for a 16-bit product, a GPU would round it."""
+    # those of a sparse one itself, which would get new values
     parts = [each._values() if each.is_sparse else local_part(each) for each in gradients]
     is_half = [each.device.type != "cpu" and each.dtype in (torch.bfloat16, torch.float16) for each in parts]
     wide, narrow = [*compress(parts, map(not_, is_half))], [*compress(parts, is_half)]

@@ -58,6 +58,7 @@ class Zero(Wrapper):
             if parameter not in self.stepped:
                 optimizer.state.pop(parameter, None)
         model.gradients.owners.steppers.add(optimizer)
+        self._buckets = [*model.gradients.owners.buckets(self.parameters)]
         self.share()
 
     @torch.no_grad()
@@ -68,6 +69,8 @@ class Zero(Wrapper):
             self.inner.step()
             if self._group.size > 1:
                 room: Tensor | None = None
-                for bucket in self.model.gradients.owners.buckets(self.parameters):
+                if any(parameter.dtype is not bucket[0].dtype for bucket in self._buckets for parameter in bucket):
+                    self._buckets = [*self.model.gradients.owners.buckets(self.parameters)]
+                for bucket in self._buckets:
                     values = [self.stepped.get(parameter, parameter).to(parameter.dtype) for parameter in bucket]
                     room = share_row(bucket, values, self._group, self.owners[bucket[0]], room)

@@ -163,10 +163,13 @@ def share_row(
     sizes, first = [each.numel() for each in tensors], tensors[0]
     if room is None or room.dtype is not first.dtype or len(room) < sum(sizes):
         room = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
-    row = torch.cat([each.detach().flatten() for each in values], out=room[: sum(sizes)])
+    row = room[: sum(sizes)]
+    if group.rank == source:
+        torch.cat([each.detach().flatten() for each in values], out=row)
     group.broadcast(_bytes_of(row), source).wait()
-    parts = zip(row.split(sizes), tensors, strict=True)
-    foreach_copy_(list(tensors), [part.view(each.shape) for part, each in parts])
+    if group.rank != source:
+        parts = zip(row.split(sizes), tensors, strict=True)
+        foreach_copy_(list(tensors), [part.view(each.shape) for part, each in parts])
     return room
 
 
@@ -281,19 +284,14 @@ class Gradients:
     @property
     def weights(self) -> list[Weight]:
         """The weights of this rank, also those that were replaced since the last step."""
-        if not self._watch.notices():
-            return self._weights
-        return weights_of(self._model, self._stages, tie(self._model), self._placement)
+        changed = self._watch.notices()
+        return weights_of(self._model, self._stages, tie(self._model), self._placement) if changed else self._weights
 
     def counted(self) -> set[nn.Parameter]:
         """The parameters whose gradients this rank counts in a norm; other parts, and copies, another rank counts."""
-        context = self._context
-        return {
-            each.parameter
-            for each in self.weights
-            if each.ranks[0] == context.pipeline_rank
-            and is_first_holder(each.parameter, context.layout, context.rank, is_split=each.is_split)
-        }
+        layout, rank, place = self._context.layout, self._context.rank, self._context.pipeline_rank
+        own = [each for each in self.weights if each.ranks[0] == place]
+        return {w.parameter for w in own if is_first_holder(w.parameter, layout, rank, is_split=w.is_split)}
 
     def parameters_of(self, stage: int) -> list[nn.Parameter]:
         """The parameters of a stage; those that other stages of the rank hold, too, belong to the first."""

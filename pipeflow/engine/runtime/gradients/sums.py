@@ -102,7 +102,11 @@ class BucketSum(ABC):
         gradients = [parameter.grad for parameter in self.parameters]
         (first, addresses), old = self._last, gradients[0]
         alike = zip(gradients, addresses, strict=True) if first is not None and first() is old else None
-        if old is not None and alike and all(each is not None and _lies_at(each, place) for each, place in alike):
+        if (
+            old is not None
+            and alike
+            and all(each is not None and each.data_ptr() == at and each.is_contiguous() for each, at in alike)
+        ):
             self.row, self._views = old.as_strided((sum(self._sizes) + len(gradients),), (1,), 0), gradients
         else:
             self.row = self._move()
@@ -138,10 +142,6 @@ class BucketSum(ABC):
         if self._last_presence is None or self._last_presence[0] != there:
             self._last_presence = there, torch.tensor(there, dtype=self._dtype, device=self._device)
         return self._last_presence[1]
-
-
-def _lies_at(gradient: Tensor, address: int) -> bool:
-    return gradient.data_ptr() == address and gradient.is_contiguous()
 
 
 def _real(row: Tensor) -> Tensor:
