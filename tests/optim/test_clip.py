@@ -21,7 +21,7 @@ from pipeflow import (
 )
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.sharding import Split
-from pipeflow.optim import grad_norm
+from pipeflow.optim import MasterWeights, grad_norm
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import PlainModel, TiedModel, TinyModel
 from tests.runtime.work import Gradients, build, gradients_of, require_near, schedule_of
@@ -252,6 +252,22 @@ def replace_then_measure() -> float:
 
 def test_a_norm_is_that_of_the_parameters_that_there_are() -> None:
     assert run_threads(replace_then_measure, 2, data=2) == [3.0, 3.0]
+
+
+def clip_twice() -> float:
+    """The norm at a second clipping, if an optimizer with masters has some of the parameters of a bucket."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipeline = Pipeline(layers, make_schedule("1f1b", ranks=1, microbatches=1), criterion=nn.functional.mse_loss)
+    optimizer = MasterWeights(pipeline, torch.optim.SGD(layers[0].parameters(), lr=0.1))
+    execute_pipeline(iter([(torch.ones(2, 4), torch.full((2, 4), 9.0))]), pipeline)
+    clip_grad_norm_(pipeline, 1.0)
+    norm = float(clip_grad_norm_(pipeline, 0.5))
+    optimizer.step()
+    return norm
+
+
+def test_a_second_clipping_sees_the_first() -> None:
+    assert run_threads(clip_twice, 2, data=2) == pytest.approx([1.0, 1.0], rel=1e-5)
 
 
 def refuse_orders() -> None:

@@ -117,7 +117,7 @@ class BucketSum(ABC):
         """Moves gradients into a new row."""
         row = self.empty()
         parts = zip(row[: -len(self._sizes)].split(self._sizes), self.parameters, strict=True)
-        self._views = views = [part.view(local_part(parameter).shape).detach() for part, parameter in parts]
+        self._views = views = [part.view(local_part(parameter).shape).data for part, parameter in parts]  # own versions
         self._last = TensorWeakRef(views[0]), [view.data_ptr() for view in views]
         for parameter, view in zip(self.parameters, views, strict=True):
             if parameter.grad is not None:
