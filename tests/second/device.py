@@ -121,8 +121,10 @@ def _run(operator: Any, *args: Any, **kwargs: Any) -> Any:
         _waited()
         return result
     for mine, memory in held.values():  # an operator may have given its output another size
-        if memory.shape != mine.shape or _address(memory) != _address(mine):
+        if _address(memory) != _address(mine):
             _laid(mine, memory)
+        elif memory.shape != mine.shape:
+            _laid(mine, memory, mine.untyped_storage())  # which keeps the memory
     mine_of = {id(memory): mine for mine, memory in held.values()}
     storages = {_address(mine): mine.untyped_storage() for mine, _ in held.values() if _address(mine)}
 

@@ -58,7 +58,9 @@ def operators(_: Path) -> dict[str, Any]:
         nn.functional.cross_entropy(module(words).flatten(0, 1), words.flatten() % 4).backward()
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
-        found[where.type] = [each.detach().cpu() for each in module.parameters()]
+        losses = [nn.functional.mse_loss(module(words), torch.ones(3, 4, 4, device=where)).detach() for _ in range(9)]
+        others = [torch.full((4,), 7.0, device=where) for _ in range(3000)]  # what is freed would lie there
+        found[where.type] = [each.detach().cpu() for each in (*module.parameters(), *losses, others[0])]
     weight = module[3].weight
     assert weight.device == device
     assert isinstance(weight, nn.Parameter)
