@@ -60,7 +60,7 @@ LOG = logging.getLogger("pipeflow")
 _TO_PROVE = 5.0  # seconds
 _TO_COMPARE = 0.25  # seconds for all ranks to say what they do, when one has failed
 _TOGETHER = 1e-4  # seconds per rank of the world for which a round waits for others that ask for one
-_STRANGERS = 64  # connections that have not proved yet to be a rank
+_STRANGERS = 64  # connections, beside those of all ranks, that have not proved yet to be a rank
 _TO_HEAR = 1.0  # seconds, at the end, for the ranks to read what they were sent
 _TO_END = 5.0  # seconds for the thread; it is a daemon, so it does not keep the process alive
 
@@ -82,7 +82,7 @@ class Coordinator:
         self._size = size
         self._secret = secret
         self._grace = grace
-        self._socket = socket.create_server((address, 0), backlog=min(size, 1024))
+        self._socket = socket.create_server((address, 0))
         self.port: int = self._socket.getsockname()[1]
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
@@ -121,7 +121,7 @@ class Coordinator:
         self._loop.close()
 
     async def _serve(self) -> None:
-        self._server = await asyncio.start_server(self._meet, sock=self._socket)
+        self._server = await asyncio.start_server(self._meet, sock=self._socket, backlog=self._size + _STRANGERS)
         await self._closing.wait()
         self._server.close()
         self._broadcast({"op": "closing"})
@@ -155,7 +155,7 @@ class Coordinator:
         """The rank behind a connection. Raises ValueError if it cannot prove that it belongs to the job."""
         self._strangers += 1
         try:
-            if self._strangers > _STRANGERS:
+            if self._strangers > _STRANGERS + self._size:
                 raise ValueError("too many strangers")
             challenge = secrets.token_hex(16)
             writer.write(wire.pack({"challenge": challenge}))
