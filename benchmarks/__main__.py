@@ -94,8 +94,9 @@ def main() -> None:
 
 def quiet_load() -> float:
     """The load, once the machine is quiet."""
+    if (load := os.getloadavg()[0]) >= QUIET:
+        print(f"waiting until the load is below {QUIET}; it is {load:.2f}", file=sys.stderr)
     while (load := os.getloadavg()[0]) >= QUIET:
-        print(f"\rwaiting for a quiet machine: load {load:.2f}, to be below {QUIET} ", end="", file=sys.stderr)
         time.sleep(5)
     return load
 
