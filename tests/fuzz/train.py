@@ -73,6 +73,8 @@ def compare(configuration: Configuration) -> None:
                 data=spread.data,
             )
             assert any(result.losses[0] is not None for result in results)
+            if spread.zero and spread.data > 1:
+                _require_owned(results, expected, spread.data)
             for result in results:
                 _require_same(result, expected, TOLERANCE[configuration.task.dtype], f"phase {phase}, ")
 
@@ -226,6 +228,17 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def _global(name: str) -> str:
     """A parameter's name in the whole model: without chunks and their numbers."""
     return name.split(".", 2)[2] if name.startswith("chunks.") else name
+
+
+def _require_owned(results: list[Trained], expected: Trained, replicas: int) -> None:
+    """Of each weight, one replica has the gradient. Leaves the others' out of the comparison."""
+    for name, whole in expected.gradients.items():
+        holders = [result.gradients for result in results if name in result.gradients]
+        having = [gradients for gradients in holders if gradients[name] is not None]
+        assert len(having) * replicas == (0 if whole is None else len(holders)), f"{len(having)} have that of {name}"
+        for gradients in holders:
+            if whole is not None and gradients[name] is None:
+                del gradients[name]
 
 
 def _require_same(mine: Trained, expected: Trained, tolerance: float, where: str) -> None:
