@@ -182,9 +182,9 @@ class Untied(Tied):
 
 def states_of_replicas(path: Path, step: int) -> dict[str, Any]:
     run = Run()
+    run.train(step)
     divided = Zero(run.pipeline, torch.optim.Adam(run.pipeline.parameters()))
     if step:
-        run.train(step)
         for parameter in run.pipeline.parameters():
             parameter.grad = torch.full_like(parameter, parameter.numel())
         divided.step()
