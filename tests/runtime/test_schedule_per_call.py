@@ -195,6 +195,15 @@ def test_fewer_samples_than_microbatches_are_trained(variant: tuple[str, int, in
         require_near(gradients, wanted)
 
 
+@pytest.mark.parametrize("name", ["chimera", "dualpipe"])
+def test_copies_of_which_one_computes_nothing_are_summed_in_one_order(name: str) -> None:
+    """The batch has one sample: a rank then has gradients of the copies of one path alone, and reduces these first."""
+    model = PlainModel(6)
+    _, wanted = model.plain_step(model.batch(1))
+    for _, gradients in run_threads(run_few_in_training, 2, model, (name, 2, 1), 1):
+        require_near(gradients, wanted)
+
+
 def run_uneven_replicas(variant: tuple[str, int, int], training: bool) -> tuple[float, Any]:
     """One replica has fewer samples than microbatches."""
     model = PlainModel(4)

@@ -380,7 +380,7 @@ Orders = Sequence[Sequence[int]]
 
 
 def orders_of(schedule: Schedule) -> Orders:
-    """The orders in a schedule. Stages for which a rank computes no gradient come last."""
+    """The orders in a schedule as it runs. Stages for which a rank computes no gradient come last."""
     reducing, placement = schedule.with_reductions(), schedule.placement
     reduced = [
         [action.stage for action in reducing.actions(rank) if action.kind is Kind.R]

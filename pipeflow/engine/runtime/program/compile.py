@@ -267,7 +267,7 @@ class Programs:
         if steps:
             operations, ahead = split_ahead(operations, first, ran, routes)
         operations = [*filterfalse(_steps, operations), *steps]
-        compiled = schedule, mode, digest_of(schedule), orders_of(schedule), operations, len(operations) - len(steps)
+        compiled = schedule, mode, digest_of(schedule), orders_of(ran), operations, len(operations) - len(steps)
         wires = [wire for wire in compiler.wires.values() if isinstance(wire, ActivationWire)]
         return Compiled(*compiled, ahead, results, given, promise, wires)
 
