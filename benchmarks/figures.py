@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.report import RESULTS, between, git
+
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- written by: python -m benchmarks --shown --save -->\n", "<!-- end -->"
 OTHER_HARDWARE = {"one_gpu", "links"}
 """Benchmarks that need a GPU, or root's rights: `--shown` leaves them out."""
@@ -97,8 +97,7 @@ def table(document: str) -> str:
 
 def write(document: str) -> str:
     """The text of the document with its table as the results have it."""
-    before, rest = (ROOT / document).read_text(encoding="utf-8").split(BEGIN)
-    return before + BEGIN + table(document) + END + rest.split(END, 1)[1]
+    return between((ROOT / document).read_text(encoding="utf-8"), BEGIN, END, table(document))
 
 
 def publish() -> None:
@@ -120,19 +119,5 @@ def older(name: str, folders: tuple[str, ...]) -> str | None:
     if not (RESULTS / f"{name}.json").exists():
         return "never saved"
     commit = result(name)["surroundings"]["pipeflow"].partition("(")[2].rstrip("+)")
-    changed = subprocess.run(
-        [
-            "git",
-            "-C",
-            str(ROOT),
-            "diff",
-            "--quiet",
-            commit,
-            "HEAD",
-            "--",
-            *(f"pipeflow/{folder}" for folder in folders),
-        ],
-        check=False,
-        capture_output=True,
-    )
+    changed = git("diff", "--quiet", commit, "HEAD", "--", *(f"pipeflow/{folder}" for folder in folders))
     return None if changed.returncode == 0 else measured(name)

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from benchmarks.planner_tables import ROOT
-from benchmarks.report import Report
+from benchmarks.report import Report, between
 from pipeflow.tools.cli.command import main
 
 FITTED = "the same, four tensor ranks"
@@ -77,8 +77,8 @@ def run(rounds: int | None = None) -> Report:
 
 def publish(report: Report) -> None:
     """Writes the table of the guide."""
-    before, rest = GUIDE.read_text(encoding="utf-8").split(BEGIN)
-    GUIDE.write_text(before + BEGIN + docs_table(report.data["errors"]) + END + rest.split(END)[1], encoding="utf-8")
+    text = GUIDE.read_text(encoding="utf-8")
+    GUIDE.write_text(between(text, BEGIN, END, docs_table(report.data["errors"])), encoding="utf-8")
 
 
 def docs_table(errors: Mapping[str, float]) -> str:

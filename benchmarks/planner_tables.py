@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.measured_steps import MeasuredBytes, device_commands, memory_commands, memory_rows
+from benchmarks.report import between
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- written by: python -m benchmarks planner --save -->", "<!-- end -->"
@@ -92,11 +93,9 @@ def written(text: str) -> str:
 def write_tables(data: Mapping[str, Any]) -> None:
     """Writes them between the marks of the documents, and the errors of similar jobs."""
     for path, table in tables(data).items():
-        text = path.read_text(encoding="utf-8")
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        path.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+        path.write_text(between(path.read_text(encoding="utf-8"), BEGIN, END, f"\n{table}\n"), encoding="utf-8")
     text = SIMILAR.read_text(encoding="utf-8")
-    SIMILAR.write_text(text.split(MARK)[0] + MARK + similar_rows(data) + LAST + text.split(LAST)[1], encoding="utf-8")
+    SIMILAR.write_text(between(text, MARK, LAST, similar_rows(data)), encoding="utf-8")
 
 
 def _percent(share: float | None) -> str:

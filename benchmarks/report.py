@@ -62,6 +62,12 @@ class Report:
         return "\n".join(lines) + "\n"
 
 
+def between(text: str, begin: str, end: str, new: str) -> str:
+    """The text with `new` between two marks."""
+    before, rest = text.split(begin)
+    return before + begin + new + end + rest.split(end, 1)[1]
+
+
 def surroundings(load: float) -> dict[str, str]:
     """The hardware, the date and the versions that the figures belong to."""
     return {
@@ -85,11 +91,11 @@ def _processor() -> str:
 
 def _commit() -> str:
     """The commit that was measured; with a plus when the package had changes on top of it."""
-    head = _git("rev-parse", "--short", "HEAD")
-    clean = _git("diff", "--quiet", "HEAD", "--", "pipeflow").returncode == 0
+    head = git("rev-parse", "--short", "HEAD")
+    clean = git("diff", "--quiet", "HEAD", "--", "pipeflow").returncode == 0
     return head.stdout.strip() + ("" if clean else "+") if head.returncode == 0 else "no commit"
 
 
-def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
+def git(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = ["git", "-C", str(RESULTS.parent.parent), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -176,6 +176,8 @@ class _Steppings:
     models: WeakSet[nn.Module] = field(default_factory=WeakSet)
     stepped: WeakKeyDictionary[Optimizer, Stepped] = field(default_factory=WeakKeyDictionary)
     shared: WeakSet[Optimizer] = field(default_factory=WeakSet)  # replicas step others of the weights
+    divided: WeakKeyDictionary[nn.Module, set[nn.Parameter]] = field(default_factory=WeakKeyDictionary)
+    dividers: WeakSet[Optimizer] = field(default_factory=WeakSet)  # which step those that are divided
     found: WeakKeyDictionary[Optimizer, Stepping] = field(default_factory=WeakKeyDictionary)
 
     def of(self, optimizer: Optimizer) -> Stepping:
@@ -187,6 +189,12 @@ class _Steppings:
 
     def _find(self, optimizer: Optimizer, targets: list[int]) -> Stepping:
         context, stepped = context_if_launched(), self.stepped.get(optimizer, {})
+        divided = {id(parameter) for weights in self.divided.values() for parameter in weights}
+        if optimizer not in self.dividers and not divided.isdisjoint([*targets, *map(id, stepped)]):
+            raise UsageError(
+                f"{type(optimizer).__name__} steps parameters that a Zero has divided over data ranks, so this rank "
+                "has some of their gradients alone: step the Zero, or make a Zero of this optimizer"
+            )
         known: dict[int, Split | None] = {}
         for model in self.models:
             splits = splits_of(model)
@@ -254,6 +262,14 @@ def tell(optimizer: Optimizer, model: nn.Module, stepped: Stepped, *, is_shared:
     known.found.pop(optimizer, None)
 
 
+def divide(optimizer: Optimizer, model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    """Registers parameters of `model` of whose gradients each replica has some alone. No other optimizer steps them."""
+    known = _here()
+    known.divided.setdefault(model, set()).update(parameters)
+    known.dividers.add(optimizer)
+    known.found.clear()
+
+
 def stepping_of(optimizer: Optimizer) -> Stepping:
     """How an optimizer steps weights on this rank. It is tried when it is first asked for with these weights.
 
@@ -285,14 +301,6 @@ def _before_step(
         return None
     if innermost(optimizer) is not optimizer:
         return None  # the optimizer in it comes here, too
-    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for model in _here().models:
-        owners = getattr(getattr(model, "gradients", None), "owners", None)  # of a Pipeline
-        if owners is not None and optimizer not in owners.steppers and any(each in owners.of for each in stepped):
-            raise UsageError(
-                f"{type(optimizer).__name__} steps parameters that a Zero has divided over data ranks, so this rank "
-                "has some of their gradients alone: step the Zero, or make a Zero of this optimizer"
-            )
     stepping, context = stepping_of(optimizer), current_context()
     if stepping.is_elementwise or context.tensor_size == 1:
         return None

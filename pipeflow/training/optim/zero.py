@@ -15,6 +15,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.sharding import is_distributed
 from pipeflow.engine.runtime.gradients.step_end import share_row
 from pipeflow.engine.runtime.pipeline import Pipeline
+from pipeflow.engine.tensor.stepping import divide
 from pipeflow.training.optim.optimizer import Wrapper
 
 
@@ -57,7 +58,8 @@ class Zero(Wrapper):
         for parameter in self.parameters:
             if parameter not in self.stepped:
                 optimizer.state.pop(parameter, None)
-        model.gradients.owners.steppers.add(optimizer)
+        if self._group.size > 1:
+            divide(optimizer, model, self.parameters)
         self._buckets = [*model.gradients.owners.buckets(self.parameters)]
         self.share()
 

@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 from itertools import chain, count, groupby, zip_longest
 from operator import attrgetter, is_, methodcaller
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from pipeflow.core.errors import UsageError, numbers_of
 from pipeflow.core.placement import Placement
@@ -184,20 +182,18 @@ def in_buckets(parameters: Iterable[nn.Parameter]) -> Iterator[Bucket]:
         yield bucket
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False)
 class Owners:
     """The weights of a rank that single replicas own.
 
     Attributes:
         group: the replicas.
         of: the replica that owns each of these weights.
-        steppers: the optimizers that step those of this replica.
         are_averaged: whether the last step averaged gradients, which only owners have then.
     """
 
     group: Group
     of: dict[nn.Parameter, int] = field(default_factory=dict)
-    steppers: WeakSet[Optimizer] = field(default_factory=WeakSet)
     are_averaged: bool = False
 
     def buckets(self, parameters: Iterable[nn.Parameter]) -> Iterator[Bucket]:

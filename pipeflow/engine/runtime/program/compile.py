@@ -187,12 +187,12 @@ class Programs:
         step; hosts wait for hosts only. Between CPUs nobody needs to know. Of stages that were not cut from a planned
         module, shapes may follow from values, and nobody can know.
         """
-        transport, owners = self.context.transport, [stage.module for stage in self.stages.values()]
-        planned = all(isinstance(owner, ModuleStage) for owner in owners)
+        transport, modules = self.context.transport, [stage.module for stage in self.stages.values()]
+        planned = all(isinstance(module, ModuleStage) for module in modules)
         if transport.device.type == "cpu" or transport.size == 1 or not planned:
             return False
-        modes = [module.training for owner in owners for module in owner.modules()]
-        forms = [(each.requires_grad, each.dtype) for owner in owners for each in owner.parameters()]
+        modes = [each.training for module in modules for each in module.modules()]
+        forms = [(each.requires_grad, each.dtype) for module in modules for each in module.parameters()]
         look = hash((batch.look(), *modes, *forms, region and region.fast_dtype))
         compiled.steps += 1
         mine = compiled.steps if self.expectations.vary else compiled.alike.get(look, compiled.steps)
@@ -205,7 +205,8 @@ class Programs:
                 wire.metadata, wire.expected = metadata, expected
             compiled.first = first
             if len(compiled.seen) > ALIKE:
-                compiled.seen.pop(next(iter(compiled.seen)))
+                del compiled.seen[oldest := next(iter(compiled.seen))]
+                compiled.alike = {its: step for its, step in compiled.alike.items() if step != oldest}
         return first < compiled.steps
 
     def get(self, schedule: Schedule, mode: RunMode) -> Compiled:
