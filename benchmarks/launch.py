@@ -34,10 +34,25 @@ def run(rounds: int | None = None) -> Report:
     )
     columns = ["ranks", "rank 0 MB", "store", "control", "other", "growth", "busiest other MB", "growth", "launch s"]
     report = Report("launch", title, columns)
+    for lazy in (False, True):
+        _add(report, rounds, lazy=lazy)
+    report.notes.append("lazy: with TORCH_GLOO_LAZY_INIT=1; without it, torch's default group connects all ranks")
+    report.notes.append("target: a growth of at most 2.4, and less than 50 MB")
+    for name in ("1f1b", "zb-v", "dualpipe"):
+        for shapes in ("known", "learned"):
+            orders = connected(name, shapes)
+            many, rounds = max(map(len, orders)), len(rounds_of(orders))
+            report.notes.append(f"{name}, {len(orders)} ranks, shapes {shapes}: {many} communicators, {rounds} rounds")
+    return report
+
+
+def _add(report: Report, rounds: int, *, lazy: bool) -> None:
+    """A row for each number of ranks, and how far the last growth leads."""
+    label = ", lazy" * lazy
     before: tuple[float, float] | None = None
     factors = (0.0, 0.0)
     for ranks in RANKS:
-        found = [_measured(ranks) for _ in range(rounds)]
+        found = [_measured(ranks, lazy=lazy) for _ in range(rounds)]
         hosts = [each["host"] for each in found]
         host, busiest, seconds = (
             statistics.median(each)
@@ -49,20 +64,13 @@ def run(rounds: int | None = None) -> Report:
         factors = (0.0, 0.0) if before is None else (host / before[0], busiest / before[1])
         grown = [f"{factor:.2f}" if factor else "" for factor in factors]
         texts = [f"{host / 1e6:.3f}", *shares, grown[0], f"{busiest / 1e6:.3f}", grown[1], f"{seconds:.2f}"]
-        report.rows.append([str(ranks), *texts])
-        report.data[str(ranks)] = found
+        report.rows.append([f"{ranks}{label}", *texts])
+        report.data[f"{ranks}{label}"] = found
         before = host, busiest
     doublings = (FAR // RANKS[-1]).bit_length() - 1
     assert before is not None
     far = [f"{now * factor**doublings / 1e6:.3g} MB" for now, factor in zip(before, factors, strict=True)]
-    report.notes.append(f"with the last growth, {FAR} ranks: rank 0 {far[0]}, the busiest other {far[1]}")
-    report.notes.append("target: a growth of at most 2.4, and less than 50 MB")
-    for name in ("1f1b", "zb-v", "dualpipe"):
-        for shapes in ("known", "learned"):
-            orders = connected(name, shapes)
-            many, rounds = max(map(len, orders)), len(rounds_of(orders))
-            report.notes.append(f"{name}, {len(orders)} ranks, shapes {shapes}: {many} communicators, {rounds} rounds")
-    return report
+    report.notes.append(f"with the last growth, {FAR} ranks{label}: rank 0 {far[0]}, the busiest other {far[1]}")
 
 
 def connected(name: str, shapes: str) -> list[list[Any]]:
@@ -121,10 +129,10 @@ def total(found: dict[str, float]) -> float:
     return sum(found.values())
 
 
-def _measured(ranks: int) -> dict[str, Any]:
+def _measured(ranks: int, *, lazy: bool) -> dict[str, Any]:
     """Of rank 0, and of the rank among the others that moves most; the seconds of the slowest launch."""
     with tempfile.TemporaryDirectory() as folder:
-        options = {"folder": folder, "launch": {"timeout": 300.0}}
+        options = {"folder": folder, "lazy": lazy, "launch": {"timeout": 300.0}}
         results = run_ranks("launch:measure", ranks, options, deadline=500.0)
     of_steps = [each["bytes"]["step"] for each in results]
     return {
@@ -135,8 +143,10 @@ def _measured(ranks: int) -> dict[str, Any]:
     }
 
 
-def measure(folder: str) -> dict[str, Any]:
-    """On every rank: launches again, once all processes are there, and trains a step."""
+def measure(folder: str, lazy: bool) -> dict[str, Any]:
+    """On every rank: launches again, once all processes are there, and trains a step. If `lazy`, torch's own group
+    connects two ranks only when both use their connection.
+    """
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -153,6 +163,7 @@ def measure(folder: str) -> dict[str, Any]:
     while os.environ["RANK"] != "0" and not _is_served():
         time.sleep(0.01)
     known = set(_sockets())
+    os.environ["TORCH_GLOO_LAZY_INIT"] = str(int(lazy))
     start = time.monotonic()
     context = pipeflow.launch(timeout=300.0)
     seconds, moved = time.monotonic() - start, {"launch": _moved(known, context.world)}

@@ -89,7 +89,7 @@ class Placement:
         return self.paths[microbatch % len(self.paths)][stage]
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
-        """The ranks that hold a copy of `stage`, in ascending order: one, or two in bidirectional schedules."""
+        """The ranks that hold a copy of `stage`, in ascending order: at most one for each path."""
         return tuple(sorted({path[stage] for path in self.paths}))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

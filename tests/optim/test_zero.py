@@ -377,7 +377,7 @@ def step_another() -> tuple[list[str], str]:
     return [str(caught.value)], str(second.value)
 
 
-def step_masters() -> str:
+def step_masters_of_divided() -> str:
     """What masters of divided weights say, which are tensors of their own."""
     pipeline = blocks.build(torch.bfloat16)
     masters = MasterWeights(pipeline, sgd(pipeline))
@@ -388,7 +388,7 @@ def step_masters() -> str:
 
 
 def test_other_optimizers_and_gradients_of_divided_weights_are_refused() -> None:
-    for told in run_threads(step_masters, 2, data=2):
+    for told in run_threads(step_masters_of_divided, 2, data=2):
         assert "SGD steps parameters that a Zero has divided" in told
     for [first], second in run_threads(step_another, 2, data=2):
         assert "SGD steps parameters that a Zero has divided" in first

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pipeflow import Pipeline, execute_pipeline, make_schedule
@@ -41,6 +42,27 @@ def test_ranks_connect_with_those_that_they_talk_to() -> None:
     """With 6 ranks, a rank agrees with those 1, 2 and 4 further, and with those so many before it."""
     for rank, peers in run_processes(step, 6):
         assert peers == {(rank + distance) % 6 for distance in (1, 2, 4, 5)}
+
+
+def loop_of_torch() -> bool:
+    """The transfers of a pipeline written with torch: receives are posted first, a group is for each direction."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    down, up = dist.new_group(), dist.new_group()
+    works = [dist.irecv(torch.zeros(1), rank - 1, down)] if rank > 0 else []
+    works += (
+        [dist.irecv(torch.zeros(1), rank + 1, up), dist.isend(torch.ones(1), rank + 1, down)] if rank < last else []
+    )
+    works += [dist.isend(torch.ones(1), rank - 1, up)] if rank > 0 else []
+    for work in works:
+        assert work is not None
+        work.wait()
+    return True
+
+
+@pytest.mark.slow
+def test_torchs_own_transfers_start_without_their_peer() -> None:
+    """If torch's groups connected two ranks when both use their connection, ranks would wait in a circle here."""
+    assert all(run_processes(loop_of_torch, 8, deadline=30.0))
 
 
 class Counting(Coordinator):

@@ -274,7 +274,7 @@ def run_ragged(variant: tuple[str, int, int]) -> list[tuple[float, float, dict[s
             trained = execute_pipeline(iter([model.batch(samples, seed=seed)]), pipeline, broadcast_loss=True)
             assert evaluated.loss is not None
             assert trained.loss is not None
-            programs = len(pipeline.runner.programs)
+            programs = len(pipeline.runner.programs._kept)
             told.append((evaluated.loss.item(), trained.loss.item(), gradients_of(pipeline), programs))
     assert not {Tag.HEADER, Tag.METADATA, Tag.REDIRECTED}.intersection(tag for tag, _ in sent.tensors)
     return told

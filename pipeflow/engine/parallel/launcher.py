@@ -31,9 +31,9 @@ from pipeflow.engine.parallel.rendezvous import (
     did_not_come,
     find_each_other,
     missing,
-    prepare_gloo,
     reachable,
     resolve,
+    use_interface_of,
 )
 from pipeflow.engine.parallel.transport.distributed import DistributedTransport
 from pipeflow.engine.parallel.transport.local import Hub, LocalTransport
@@ -75,7 +75,7 @@ def launch(
             GPU if there is one, otherwise the CPU.
         group: a process group of torch.distributed. The world is then its ranks alone; other processes need not call.
 
-    On GPUs, this sets environment variables that CUDA, NCCL and torch read (docs/clusters.md lists them), so call it
+    This sets environment variables that gloo, CUDA, NCCL and torch read (docs/clusters.md lists them). On GPUs, call it
     before CUDA is used.
 
     Raises UsageError if the world size does not fit, if the device does not exist or is not supported, and if
@@ -146,7 +146,7 @@ def _initialize(
         group = _group_of_cpus(timeout, among)
         return then(_address_of_rank_0(rank, world_size, group, whole=among is None), group)
     store, address = find_each_other(rank, world_size, timeout)
-    prepare_gloo(address_towards(address))
+    use_interface_of(address_towards(address))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     patience, until = timedelta(seconds=timeout), time.monotonic() + timeout + grace_of(timeout)
 
@@ -175,7 +175,7 @@ def _group_of_cpus(timeout: float, among: dist.ProcessGroup | None) -> dist.Proc
     if has_cpu(among or default_group()):
         return among
     if named := os.environ.get("MASTER_ADDR"):
-        prepare_gloo(address_towards(resolve(named)))
+        use_interface_of(address_towards(resolve(named)))
     ranks = None if among is None else dist.get_process_group_ranks(among)
     group: dist.ProcessGroup = dist.new_group(
         ranks, timedelta(seconds=timeout), backend="gloo", use_local_synchronization=among is not None

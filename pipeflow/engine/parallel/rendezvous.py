@@ -51,14 +51,11 @@ def address_towards(address: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def prepare_gloo(address: str) -> None:
-    """Makes torch's own gloo groups use the network interface of `address`, unless GLOO_SOCKET_IFNAME is set, and
-    connect two ranks only when they use their connection, unless TORCH_GLOO_LAZY_INIT is set.
+def use_interface_of(address: str) -> None:
+    """Makes torch's own gloo groups use the network interface of `address`, unless GLOO_SOCKET_IFNAME is set.
 
-    By default they use the interface of the machine's name, which is 127.0.1.1 on many machines, and connect all ranks
-    with each other.
+    By default they use the interface of the machine's name, which is 127.0.1.1 on many machines.
     """
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     name = "lo" if is_loopback(address) and sys.platform == "linux" else _interface(address)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -56,7 +56,7 @@ class Pipeline(nn.Module):
     Args:
         chunks: this rank's module, or an nn.ModuleList of its modules, one per stage of
             `schedule.placement.stages_of(rank)`, in that order.
-        schedule: of the steps, the same on every rank; it is verified. A step may have another one of its placement.
+        schedule: the schedule, the same on every rank; it is verified. A call may run another one of its placement.
         criterion: `criterion(output, labels)` returns the mean loss of a microbatch, a scalar tensor. It is needed for
             training. The results of a loss module with `reduction="sum"` are added up over microbatches and replicas.
             If the criterion is a module, ranks with the last stage hold it as `criterion`, with its parameters.
@@ -79,7 +79,7 @@ class Pipeline(nn.Module):
         gradient_dtype: dtype in which gradients of narrower parameters are added up over microbatches and ranks.
             `.grad` keeps it, for MasterWeights. With fully_shard, set its MixedPrecisionPolicy instead.
         gradient_accumulation_fusion: whether linear layers add to weights' gradients while these are computed, as in
-            Megatron-LM: it is faster, and rounds in another way than torch, but in the same under every schedule.
+            Megatron-LM. This is faster. It rounds otherwise than torch, but alike under all schedules.
         cost: times of stages and links, in one unit. Receives are posted earlier by the latency of their link, into
             more buffers, so that no transfer waits for its receiver. By default links take no time.
         routes: pairs of stages (from, to) that are not neighbours. The first stage of a pair passes tensors to the
@@ -207,7 +207,7 @@ class Pipeline(nn.Module):
         r"""Makes a Pipeline from a whole module. Each stage runs the module's own forward.
 
         In a stage's forward, received tensors replace the calls of earlier stages, and it ends after its last block.
-        What it receives, sends and owns is found on fake tensors, once for each new shape of a microbatch.
+        A forward on fake tensors finds what it receives, sends and owns, once for each new shape of a microbatch.
 
         Args:
             module: the whole module, on the CPU or the meta device, the same on every rank. The Pipeline shares the

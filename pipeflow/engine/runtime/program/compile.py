@@ -141,9 +141,6 @@ class Programs:
         self._kept: list[Compiled] = []  # the most recently used one first
         self._sizes: list[int] = []  # samples of each microbatch of the last step
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def clear(self) -> None:
         """Drops all programs, because they hold channels of the transport."""
         self._kept.clear()
