@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipeflow import Pipeline, Schedule, Whole, execute_pipeline, make_schedule, with_optimizer_step
 from pipeflow.engine.parallel.context import current_context
-from pipeflow.engine.runtime.program.unused import Unused, is_marked, to_message
+from pipeflow.engine.runtime.program.slots import Unused, is_marked, to_message
 from pipeflow.optim import PipelinedOptimizer
 from pipeflow.testing import run_processes, run_threads
 from tests.runtime import kinds

@@ -14,8 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.deferral.products import Queue, run_products
 from pipeflow.engine.runtime.program.results import Results
-from pipeflow.engine.runtime.program.slots import Buffers, Slot, flatten, may_be_overwritten
-from pipeflow.engine.runtime.program.unused import Unused
+from pipeflow.engine.runtime.program.slots import Buffers, Slot, Unused, flatten, may_be_overwritten
 from pipeflow.engine.runtime.stage import Stage
 from pipeflow.engine.torch_private.autograd import run_backward
 from pipeflow.engine.torch_private.trees import tree_unflatten

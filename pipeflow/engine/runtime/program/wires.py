@@ -21,8 +21,17 @@ from pipeflow.core.dataflow import Content, Value
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.transport.plain import pack, unpack
 from pipeflow.engine.parallel.transport.protocol import Connection, Start, Tag, Transport, Work
-from pipeflow.engine.runtime.program.slots import Buffers, Form, Metadata, Promise, Slot
-from pipeflow.engine.runtime.program.unused import Unused, bears_mark, is_marked, to_message
+from pipeflow.engine.runtime.program.slots import (
+    Buffers,
+    Form,
+    Metadata,
+    Promise,
+    Slot,
+    Unused,
+    bears_mark,
+    is_marked,
+    to_message,
+)
 from pipeflow.engine.torch_private.trees import tree_flatten, tree_unflatten
 
 LOG = logging.getLogger("pipeflow")
@@ -32,8 +41,9 @@ LOG = logging.getLogger("pipeflow")
 # A receive is posted before it is known what comes, so both ends must expect the same. What they expect follows from
 # what both have seen. If something else comes, its receiver must hear of it, or would take it for what it expects.
 #
-# Between CPUs the message says so: it begins with a mark, a NaN whose bits no computation makes (`unused`), and what
-# came instead follows on other channels. So an activation with a number of floating point has no header.
+# Between CPUs the message says so: it begins with a mark, a NaN whose bits no computation makes, and what came instead
+# follows on other channels. So an activation with a number of floating point has no header, and a gradient that does
+# not exist is told with its message. A tensor that begins with these bits all the same gets another NaN.
 #
 # The host of a GPU would have to wait for such a message. There, ranks tell each other at the beginning of a step
 # whether it is like earlier ones (`Expectations.known`); then nothing else may come, and a sender that has something
