@@ -6,12 +6,14 @@ import json
 import random
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.analysis.order import Order
 from pipeflow.core.dataflow import Value, makes, needs
+from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Span, Timeline
 
@@ -114,6 +116,7 @@ def record(
                 own = numbers[action.stage, action.microbatch]
                 if (index, rank, place) not in lost:
                     events += _events(span, zero, free, own, None if name is None else name(action, ""), operators)
+                    events += _messages(span, zero, free, step.placement)
                 free = span.end
             zero += step.makespan * 1.5
         for replica in range(replicas):
@@ -133,15 +136,10 @@ def record(
 def _events(
     span: Span, zero: float, free: float, number: int, name: str | None, operators: bool
 ) -> list[dict[str, Any]]:
-    """The events of an action: a receive, the annotation from where the rank is free on, and its operators."""
-
-    def event(category: str, name: str, start: float, end: float, **args: object) -> dict[str, Any]:
-        times = {"ts": (zero + start) * 1e6, "dur": (end - start) * 1e6}
-        return {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": 1, **times, "args": args}
-
+    """The events of an action: the annotation from where the rank is free on, and its operators."""
+    event = partial(_event, zero)
     start, end, mid = span.start, span.end, (span.start + span.end) / 2
     found = [event("user_annotation", name, free if operators else start, end)] if name else []
-    found.append(event("cpu_op", "c10d::recv_", free, free + 1e-6))
     parts = [(start, mid), (mid, end)] if operators else []
     for place, (first, last) in enumerate(parts):
         if span.action.kind is Kind.F:
@@ -151,3 +149,22 @@ def _events(
             args = {"Sequence number": number + 1 - place, "Fwd thread id": 1}
             found.append(event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", first, last, **args))
     return found
+
+
+def _messages(span: Span, zero: float, free: float, placement: Placement) -> list[dict[str, Any]]:
+    """The receive before an action, from where the rank is free on, and the send after it, if other ranks are there."""
+    action, last = span.action, placement.num_stages - 1
+    path = placement.paths[action.microbatch % len(placement.paths)]
+    step = {Kind.F: 1, Kind.B: -1, Kind.I: -1}.get(action.kind, 0)
+    before, after = action.stage - step, action.stage + step
+    found = []
+    if step and 0 <= before <= last and path[before] != span.rank:
+        found.append(_event(zero, "cpu_op", "c10d::recv_", free, free + 1e-6))
+    if step and 0 <= after <= last and path[after] != span.rank:
+        found.append(_event(zero, "cpu_op", "c10d::send", span.end, span.end + 1e-6))
+    return found
+
+
+def _event(zero: float, category: str, name: str, start: float, end: float, **args: object) -> dict[str, Any]:
+    times = {"ts": (zero + start) * 1e6, "dur": (end - start) * 1e6}
+    return {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": 1, **times, "args": args}

@@ -31,7 +31,8 @@ from pipeflow.tools.explore.own_schedule import saving
 from pipeflow.tools.explore.state import State, custom_fields, texts_in
 from pipeflow.tools.explore.tour import reached
 from pipeflow.tools.explore.views import compare, model, plan, window
-from pipeflow.tools.traces.explanation import median_step, recorded_steps
+from pipeflow.tools.traces.explanation import recorded_steps
+from pipeflow.tools.traces.rebuild import median_step
 from pipeflow.tools.traces.files import read_text_of
 
 BUDGET = 2.0  # seconds

@@ -9,7 +9,7 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, filterfalse, groupby
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
@@ -108,6 +108,7 @@ def _of_torch(text: str) -> Iterator[Named]:
 
 
 STEP = "ProfilerStep#"  # beginning of the annotation of a step by torch's profiler
+UPDATE = "Optimizer.step"  # beginning of the annotation of an optimizer's step
 BETWEEN_STEPS = ("Optimizer.", STEP)  # beginnings of annotations of torch that belong to no action
 
 # Theory of operation
@@ -127,6 +128,7 @@ class RecordedAction:
         named: what its name says; a stage or microbatch that it does not say is None until it is found otherwise.
         start, end: seconds on the clock of the rank's machine.
         step: the step of the profiler in which its annotation or its first operator began; None where none is marked.
+        update: the number of an optimizer's steps that the rank had begun before.
         index: the number of its forward among those of its rank, where operators show it; else None.
     """
 
@@ -135,6 +137,7 @@ class RecordedAction:
     start: float
     end: float
     step: int | None = None
+    update: int = 0
     index: int | None = None
 
     @property
@@ -147,7 +150,7 @@ def recorded_actions(events: RankEvents, names: Names) -> list[RecordedAction]:
     """The actions of a rank in the order of their starts: those of annotated ranges or, where there are none, of
     operators whose backward was recorded.
     """
-    for each in (events.operators, events.backwards, events.messages):
+    for each in (events.operators, events.backwards):
         each.sort(key=attrgetter("start"))
     events.kernels.sort(key=lambda each: each[0])
     inside = _Inside(events)
@@ -165,6 +168,7 @@ class _Inside:
         self._has_parts = bool(events.kernels or events.operators or events.backwards)
         marks = ((each.start, each.name.removeprefix(STEP)) for each in events.ranges if each.name.startswith(STEP))
         self._marks = sorted((start, int(text)) for start, text in marks if text.isdecimal() and len(text) < 10)
+        self._updates = sorted(each.start for each in events.ranges if each.name.startswith(UPDATE))
         self._runs = forward_runs(events)
         self._forwards = [each for run in self._runs for each in run] or events.operators
 
@@ -177,7 +181,8 @@ class _Inside:
             else:  # it only waited, as the first stage does for a gradient that nothing before it needs
                 start, end = (event.end if self._has_parts else event.start), event.end
             place = bisect_right(self._marks, (event.start, sys.maxsize))
-            yield RecordedAction(kind, each, start, end, self._marks[place - 1][1] if place else None)
+            step, update = self._marks[place - 1][1] if place else None, bisect_right(self._updates, event.start)
+            yield RecordedAction(kind, each, start, end, step, update)
 
     def _kind(self, event: Event) -> Kind:
         """The kind of an action whose name does not say it: a backward is where nodes of autograd's graph ran."""
@@ -228,14 +233,22 @@ def _extent(events: Sequence[Event]) -> tuple[float, float]:
 
 
 def forward_runs(events: RankEvents) -> list[list[Event]]:
-    """The operators of each forward: those between two calls of communication, backwards or steps of an optimizer, if
-    one of them has a backward. What makes nothing for a backward has the number of the next operator that does, so a
-    run all of whose numbers come again is none.
+    """The operators of each forward: those between two sends, receives, backwards or steps of an optimizer, if one of
+    them has a backward. Operators inside of a backward compute a forward again, and are none. What makes nothing for a
+    backward has the number of the next operator that does, so a run all of whose numbers come again is none.
     """
     numbers = {each.number for each in events.backwards}
     ends = [each.end for each in events.ranges if each.name.startswith(BETWEEN_STEPS)]
-    borders = sorted([*ends, *(each.start for each in (*events.messages, *events.backwards))])
-    runs = [list(run) for _, run in groupby(events.operators, key=lambda each: bisect_right(borders, each.start))]
+    borders = sorted([*ends, *(each.start for each in (*events.transfers, *events.backwards))])
+    until = [*accumulate((each.end for each in events.backwards), max)]  # the end of the backwards begun so far
+    starts = [each.start for each in events.backwards]
+
+    def is_again(operator: Event) -> bool:
+        begun = bisect_right(starts, _middle(operator))
+        return begun > 0 and _middle(operator) < until[begun - 1]
+
+    first = filterfalse(is_again, events.operators)
+    runs = [list(run) for _, run in groupby(first, key=lambda each: bisect_right(borders, each.start))]
     last_with = {each.number: place for place, run in enumerate(runs) for each in run}
     return [
         run

@@ -66,7 +66,8 @@ class RankEvents:
         ranges: annotations, such as "PP:0F3".
         operators: operators of forwards on the host.
         backwards: nodes of autograd's graph on the host.
-        messages: calls on the host that send, receive or sum over ranks.
+        sends, receives: calls on the host that send to another rank, or receive from one.
+        collectives: such calls for several ranks, as sums.
         kernels: computations of a device, each with the time at which the host launched it.
         is_cut_off: whether the file ends before its end.
     """
@@ -79,6 +80,13 @@ class RankEvents:
     ranges: list[Event] = field(default_factory=list)
     operators: list[Event] = field(default_factory=list)
     backwards: list[Event] = field(default_factory=list)
-    messages: list[Event] = field(default_factory=list)
+    sends: list[Event] = field(default_factory=list)
+    receives: list[Event] = field(default_factory=list)
+    collectives: list[Event] = field(default_factory=list)
     kernels: list[tuple[float, Event]] = field(default_factory=list)
     is_cut_off: bool = False
+
+    @property
+    def transfers(self) -> list[Event]:
+        """The calls that send and receive."""
+        return [*self.sends, *self.receives]

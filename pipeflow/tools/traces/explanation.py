@@ -24,7 +24,7 @@ from pipeflow.schedules.registry import recognised
 from pipeflow.tools.traces.action_names import Names
 from pipeflow.tools.traces.events import RankEvents
 from pipeflow.tools.traces.files import Paths, read, trace_files
-from pipeflow.tools.traces.rebuild import HOW_TO, Rebuilt, rebuilt
+from pipeflow.tools.traces.rebuild import HOW_TO, Rebuilt, median_step, rebuilt
 from pipeflow.tools.traces.trace_findings import Finding, Idle, idle_times, what_stands_out
 
 ORDERS = 2_000_000  # actions in all orders that the search tries
@@ -150,11 +150,6 @@ def recorded_steps(files: Sequence[Timeline | Sequence[RankEvents]], names: str 
     if not files:
         raise UsageError(f"give the traces of a run: {HOW_TO}")
     return Rebuilt(timelines, []) if timelines else rebuilt(events, Names(names))
-
-
-def median_step(steps: Sequence[Timeline]) -> Timeline:
-    """The step of median length."""
-    return sorted(steps, key=lambda each: each.makespan)[(len(steps) - 1) // 2]
 
 
 def _explained(steps: Sequence[Timeline], notes: Sequence[str]) -> Explanation:

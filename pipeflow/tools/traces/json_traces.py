@@ -16,7 +16,8 @@ from pipeflow.tools.traces.events import Event, RankEvents, count, mapping, obje
 BACKWARD = "autograd::engine::evaluate_function: "
 DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 LAUNCHES = {"cuda_runtime", "cuda_driver"}
-CALL = "c10d::"  # beginning of the names of calls that send or receive
+CALL = "c10d::"  # beginning of the names of calls that exchange tensors
+SENDS, RECEIVES = "c10d::send", "c10d::recv"  # beginnings of those between two ranks
 TRANSFERS = ("nccl", "gloo:", "mpi:", "ucc:")  # beginnings of names of what these start, which runs beside the host
 
 
@@ -52,7 +53,8 @@ def collected(raw_events: Iterable[Mapping[str, Any]], source: str) -> RankEvent
         elif category in DEVICE:
             device.append((count(given.get("correlation")), event))
         elif name.startswith(CALL):
-            found.messages.append(event)
+            calls = {SENDS: found.sends, RECEIVES: found.receives}
+            next((own for start, own in calls.items() if name.startswith(start)), found.collectives).append(event)
         elif name.startswith(TRANSFERS):
             continue
         elif category == "cpu_op" and name.startswith(BACKWARD):
@@ -85,7 +87,7 @@ def _since(found: RankEvents, base: float) -> RankEvents:
     def moved(event: Event) -> Event:
         return event._replace(start=event.start + base, end=event.end + base)
 
-    for events in (found.ranges, found.operators, found.backwards, found.messages):
+    for events in (found.ranges, found.operators, found.backwards, found.sends, found.receives, found.collectives):
         events[:] = map(moved, events)
     found.kernels = [(launched + base, moved(event)) for launched, event in found.kernels]
     return found

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind
+from pipeflow.core.analysis.measured_step import executed_schedule, measured_costs
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.dataflow import Key, makers, needs
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.rows import placement_of
 from pipeflow.core.schedule import Schedule
+from pipeflow.core.soundness.verification import verify
 from pipeflow.core.timeline import Row, Span, Timeline
 from pipeflow.schedules.families import schedules_on
 from pipeflow.tools.traces.action_names import Named, Names, RecordedAction, recorded_actions
 from pipeflow.tools.traces.events import RankEvents
 
+NAME_THEM = "give --names, a regular expression with the groups kind, stage and microbatch"
 HOW_TO = "record a step with torch.profiler on every rank and export_chrome_trace, one file per rank"
 
 Recorded = Sequence[RecordedAction]  # of a rank
@@ -43,9 +48,41 @@ class Rebuilt(NamedTuple):
     notes: list[str]
 
 
+# Theory of operation
+#
+# Where names do not say all, a recording can be read in several ways: some ranks may be replicas of others, stages may
+# be in another order than ranks, a rank may have several of them. Each way is tried, the plainest first, and the first
+# one that nothing contradicts is told: its order must be one that can end, ranks must have sent what its stages
+# exchange, and replayed under its own costs it must take as long as it did. If all are contradicted, none is told.
+
+REPLAYED = 0.1  # by how much a replay may differ from what was recorded, as a share of it
+SAID = 3  # readings of which an error says why they are wrong
+
+
+class Reading(NamedTuple):
+    """A way to read a recording.
+
+    Attributes:
+        chain: places of the ranks that are read, in the order of their first stages.
+        schedule: the schedule that gives stages and microbatches; None: each rank has one stage.
+        steps: the actions of each step, by place in the chain.
+        damaged: the number of other steps, in which a rank has more or fewer actions.
+    """
+
+    chain: Sequence[int]
+    schedule: Schedule | None
+    steps: list[Step]
+    damaged: int
+
+    def __str__(self) -> str:
+        if self.schedule is not None:
+            return f"{self.schedule.name} with {self.schedule.placement.num_stages} stages"
+        return f"{len(self.chain)} stages on ranks {', '.join(map(str, self.chain))}"
+
+
 def rebuilt(ranks: Sequence[RankEvents], names: Names) -> Rebuilt:
     """The timelines of the steps that all ranks recorded whole. Raises UsageError where a rank is missing or shows no
-    action, with what can be told and how to record the rest.
+    action, with what can be told and how to record the rest, and where all ways to read the traces are contradicted.
     """
     ordered = _ordered(ranks)
     notes = [
@@ -57,19 +94,160 @@ def rebuilt(ranks: Sequence[RankEvents], names: Names) -> Rebuilt:
             raise UsageError(f"{events.source} shows no forward or backward: {_without_actions(events)}")
     ordered, actions = _one_replica(ordered, actions)
     _require_all(ordered, actions)
-    steps, damaged = steps_of(actions)
+    hosts, everyone = [each.host for each in ordered], range(len(ordered))
+    if _is_said(actions):
+        return _timelines(Reading(everyone, None, *steps_of(actions)), hosts, notes)
+    if not any(each.sends or each.receives for each in ordered) and any(each.collectives for each in ordered):
+        raise UsageError(f"no rank sends anything to another one, so these are no stages of a pipeline; {NAME_THEM}")
+    why: dict[str, None] = {}
+    for reading in _readings(actions):
+        try:
+            read = _timelines(reading, hosts, notes)
+            _require_consistent(reading, read.steps, ordered, actions)
+        except UsageError as error:
+            why[f"as {reading}: {error}"] = None
+        else:
+            return read
+    raise UsageError(f"what was recorded fits no pipeline ({'; '.join([*why][:SAID])}); {NAME_THEM}")
+
+
+def _is_said(actions: Sequence[Recorded]) -> bool:
+    """Whether names say all stages and microbatches."""
+    named = (each.named for own in actions for each in own)
+    return all(each.stage is not None and each.microbatch is not None for each in named)
+
+
+def _readings(actions: Sequence[Recorded]) -> Iterator[Reading]:
+    """The ways to read a recording, the plainest first. A step ends where its optimizer steps, if it does so once, or
+    else where a rank has run the backwards of all its forwards.
+    """
+    updated = any(each.update for own in actions for each in own) and not any(
+        each.step is not None for own in actions for each in own
+    )
+    for to_the_update in (True, False) if updated else (False,):
+        for chain in _chains(actions, to_the_update=to_the_update):
+            own = [_copies(actions[place], to_the_update=to_the_update) for place in chain]
+            steps, damaged = steps_of(own)
+            for schedule in _fitting(steps[0]) if steps else ():
+                yield Reading(chain, schedule, [_staged(step, schedule) for step in steps], damaged)
+
+
+def _copies(actions: Recorded, *, to_the_update: bool) -> Recorded:
+    return [replace(each, step=each.update if to_the_update else each.step) for each in actions]
+
+
+def _chains(actions: Sequence[Recorded], *, to_the_update: bool) -> Iterator[Sequence[int]]:
+    """The ranks of a pipeline, in the order of their stages: all in the order of their numbers, or of their first
+    forwards; or one of several pipelines whose ranks do the same at the same time.
+    """
+    many = len(actions)
+    yield range(many)
+    steps, _ = steps_of([_copies(own, to_the_update=to_the_update) for own in actions])
     if not steps:
-        raise UsageError(f"no step was recorded on all {len(ordered)} ranks at once: record the same steps on each")
-    if damaged:
-        notes.append(f"actions are missing in {damaged} other steps, which are left out: the recording lost events")
-    give_stages(steps)
+        return
+    step = steps[0]
+    in_turn = sorted(range(many), key=lambda place: min(each.start for each in step[place] if each.kind is Kind.F))
+    if in_turn != [*range(many)]:
+        yield in_turn
+    for stages in range(many // 2, 1, -1):
+        if many % stages == 0:
+            alike = many // stages
+            levels = [in_turn[first : first + alike] for first in range(0, many, alike)]
+            chain = [min(levels[0])]
+            for level in levels[1:]:
+                chain.append(min(level, key=lambda place: _lag(step[chain[-1]], step[place])))
+            yield chain
+
+
+def _lag(one: Part, other: Part) -> float:
+    """How long forwards of a rank begin after those of the rank before it, and backwards before: infinite if a value
+    would be used before it is made.
+    """
+    total = 0.0
+    for kind, maker, user in ((Kind.F, one, other), (Kind.B, other, one)):
+        made = {each.named.microbatch: each.end for each in maker if each.kind is kind}
+        waits = [each.start - made.get(each.named.microbatch, -math.inf) for each in user if each.kind is kind]
+        total += sum(waits) if min(waits, default=0.0) >= 0 else math.inf
+    return total
+
+
+def _timelines(reading: Reading, hosts: Sequence[str], notes: Sequence[str]) -> Rebuilt:
+    """The timelines of a reading. Raises UsageError if it has no step, or if a stage is on several ranks."""
+    chain, places = reading.chain, sorted(reading.chain)
+    if not reading.steps:
+        raise UsageError(f"no step was recorded on all {len(chain)} ranks at once: record the same steps on each")
+    said = [*notes]
+    if reading.damaged:
+        said.append(f"{reading.damaged} other steps are left out, in which ranks have more or fewer actions")
+    if alike := len(hosts) - len(chain):
+        said.append(f"ranks {', '.join(map(str, places))} are shown; {alike} others do the same in other pipelines")
+    order = sorted(range(len(chain)), key=chain.__getitem__)
+    steps = [[step[place] for place in order] for step in reading.steps]
     placement = placement_of([[each.action for each in own] for own in steps[0]])
     if placement is None:
         raise UsageError("the stages are on no fixed ranks: stages must have the same rank in every step")
-    shifts = offsets(steps, placement.num_stages, [each.host for each in ordered])
+    shifts = offsets(steps, placement.num_stages, [hosts[place] for place in places])
     if any(shifts):
-        notes.append("the clocks of the ranks differ, and were aligned by the values that pass between ranks")
-    return Rebuilt([_timeline(step, placement, shifts) for step in steps], notes)
+        said.append("the clocks of the ranks differ, and were aligned by the values that pass between ranks")
+    return Rebuilt([_timeline(step, placement, shifts) for step in steps], said)
+
+
+def median_step(steps: Sequence[Timeline]) -> Timeline:
+    """The step of median length."""
+    return sorted(steps, key=lambda each: each.makespan)[(len(steps) - 1) // 2]
+
+
+def _require_consistent(
+    reading: Reading, steps: Sequence[Timeline], ordered: Sequence[RankEvents], actions: Sequence[Recorded]
+) -> None:
+    """Raises UsageError if what was recorded contradicts a reading."""
+    median = median_step(steps)
+    schedule, step = executed_schedule(median), reading.steps[steps.index(median)]
+    if wrong := verify(schedule):
+        raise UsageError(str(wrong[0]))
+    own = [_messages(ordered[place], part, actions[place]) for place, part in zip(reading.chain, step, strict=True)]
+    if any(map(any, own)):
+        _require_messages(reading, own)
+    if not schedule.is_forward_only:
+        replayed = simulate(schedule, measured_costs(median)).makespan / median.makespan - 1
+        if abs(replayed) > REPLAYED:
+            raise UsageError(f"replayed under its own costs it takes {replayed:+.0%}")
+
+
+def _messages(events: RankEvents, part: Part, actions: Recorded) -> tuple[int, int]:
+    """How often a rank sent in a step, and received."""
+    first, last = part[0].start, part[-1].end
+    before = max((each.end for each in actions if each.end <= first), default=-math.inf)
+    after = min((each.start for each in actions if each.start >= last), default=math.inf)
+    sent = sum(first <= each.start < after for each in events.sends)
+    return sent, sum(before <= each.start < last for each in events.receives)
+
+
+def _require_messages(reading: Reading, messages: Sequence[tuple[int, int]]) -> None:
+    """Raises UsageError if ranks do not send and receive what passes between the stages of a reading. How many tensors
+    that is between two stages, nothing says.
+    """
+    chain, schedule = reading.chain, reading.schedule
+    forwards = sum(each.kind is Kind.F for each in reading.steps[0][0])
+    passed = returned = 0.0  # tensors per microbatch: forwards from the rank before, and backwards to it
+    for place, (sent, got) in enumerate(messages):
+        if schedule is None:
+            passed, returned = sent / forwards - returned, got / forwards - passed
+            is_last = place == len(chain) - 1
+            fits = passed == returned == 0 if is_last else passed >= 1 and passed % 1 == returned % 1 == 0 <= returned
+        else:
+            edges = [_edges(schedule.placement, rank) for rank in (0, place)]
+            fits = all(
+                count * edges[0] == first * edges[1] for count, first in zip((sent, got), messages[0], strict=True)
+            )
+        if not fits:
+            raise UsageError(f"rank {chain[place]} sent {sent} times and received {got} times")
+
+
+def _edges(placement: Placement, rank: int) -> int:
+    """How many neighbours of the stages of a rank are on other ranks."""
+    links = (link for path in placement.paths for link in pairwise(path) if link[0] != link[1])
+    return sum(rank in link for link in links)
 
 
 def _ordered(ranks: Sequence[RankEvents]) -> list[RankEvents]:
@@ -111,7 +289,7 @@ def _without_actions(events: RankEvents) -> str:
     names = (each.name for each in events.ranges if not each.name.startswith("aten::"))
     some = ", ".join(dict.fromkeys(names))[:200]
     named = f"; its annotations are {some}" if some else ""
-    return f"give --names, a regular expression with the groups kind, stage and microbatch{named}"
+    return f"{NAME_THEM}{named}"
 
 
 def _require_all(ranks: Sequence[RankEvents], actions: Sequence[Recorded]) -> None:
@@ -270,29 +448,33 @@ def _waiting(actions: Recorded) -> tuple[int, list[int]]:
     return most, sizes
 
 
-def give_stages(steps: Sequence[Step]) -> None:
-    """Gives each action its stage, if names do not say it. Usually that is its rank. If a named schedule of several
-    stages per rank, and none of one, has forwards and backwards in the order that was recorded, it gives the stages.
+def _staged(step: Step, schedule: Schedule | None) -> Step:
+    """The actions of a step with stages where names do not say them: their places in the chain of ranks, or those of
+    the schedule, which gives microbatches, too.
     """
-    nameless = [own for step in steps for own in step if any(each.named.stage is None for each in own)]
-    if not nameless:
-        return
-    fitting = _fitting(steps[0])
-    for step in steps:
-        for rank, own in enumerate(step):
-            actions = None if fitting is None else list(fitting.actions(rank))
-            for place, each in enumerate(own):
-                if actions is None:
-                    each.named = each.named._replace(stage=rank)
-                else:
-                    each.named = each.named._replace(stage=actions[place].stage, microbatch=actions[place].microbatch)
+    found = []
+    for place, own in enumerate(step):
+        row = [None] * len(own) if schedule is None else [*schedule.actions(place)]
+        pairs = zip(own, row, strict=True)
+        found.append([each if each.named.stage is not None else _named(each, action, place) for each, action in pairs])
+    return found
 
 
-def _fitting(step: Step) -> Schedule | None:
-    """The schedule of several stages per rank that a step shows, if it does."""
+def _named(recorded: RecordedAction, action: Action | None, place: int) -> RecordedAction:
+    named = recorded.named._replace(stage=place)
+    if action is not None:
+        named = named._replace(stage=action.stage, microbatch=action.microbatch)
+    return replace(recorded, named=named)
+
+
+def _fitting(step: Step) -> Iterator[Schedule | None]:
+    """The schedules that a step may show: None for one stage per rank, and named ones of several stages. Those come
+    first if they have a name and one stage does not.
+    """
     kinds = [[each.kind for each in own] for own in step]
-    forwards = kinds[0].count(Kind.F)
-    for chunks in (each for each in range(1, forwards + 1) if forwards % each == 0):
+    forwards, found = kinds[0].count(Kind.F), list[Schedule | None]()
+    is_said = all(each.named.stage is not None for own in step for each in own)
+    for chunks in () if is_said else (each for each in range(1, forwards + 1) if forwards % each == 0):
         placements = [Placement.looped(len(step), chunks)]
         if chunks == 2 and len(step) > 1:
             placements.append(Placement.vee(len(step)))
@@ -300,8 +482,8 @@ def _fitting(step: Step) -> Schedule | None:
             for schedule in schedules_on(placement, forwards // chunks):
                 rows = [list(schedule.actions(rank)) for rank in range(len(step))]
                 if [[each.kind for each in row] for row in rows] == kinds and all(map(_agrees, step, rows)):
-                    return schedule if chunks > 1 else None
-    return None
+                    found.append(schedule if chunks > 1 else None)
+    yield from dict.fromkeys([*found, None])
 
 
 def _agrees(own: Recorded, row: Sequence[Action]) -> bool:
