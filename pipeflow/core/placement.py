@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipeflow.core.errors import ScheduleError, UsageError, numbers_of, require_type
@@ -83,6 +83,15 @@ class Placement:
         model.
         """
         return self.num_stages / self.num_ranks
+
+    @property
+    def in_turn(self) -> tuple[int, ...]:
+        """The ranks in the order of their first stages."""
+        return tuple(dict.fromkeys(rank for path in self.paths for rank in path))
+
+    def with_ranks(self, ranks: Sequence[int]) -> Placement:
+        """The same placement with `ranks[r]` in the place of rank r."""
+        return Placement(tuple(tuple(ranks[rank] for rank in path) for path in self.paths))
 
     def rank_of(self, stage: int, microbatch: int = 0) -> int:
         """The rank that runs `stage` for `microbatch`."""

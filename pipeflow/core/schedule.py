@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -110,6 +110,11 @@ class Schedule(Shown):
             tuple(entry for entry in row if isinstance(entry, Pair) or entry.kind not in kinds) for row in self.rows
         )
         return replace(self, rows=tuple(rows))
+
+    def with_ranks(self, ranks: Sequence[int]) -> Schedule:
+        """The same schedule with `ranks[r]` in the place of rank r."""
+        rows = tuple(self.rows[ranks.index(rank)] for rank in range(len(self.rows)))
+        return replace(self, placement=self.placement.with_ranks(ranks), rows=rows)
 
     def first(self, microbatches: int) -> Schedule:
         """The same schedule for its first `microbatches` alone; the schedule itself if it has no more than that. If

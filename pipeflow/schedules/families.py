@@ -58,13 +58,14 @@ def keywords(function: Callable[..., Schedule]) -> tuple[str, ...]:
 
 def schedules_on(placement: Placement, microbatches: int) -> Iterator[Schedule]:
     """The schedules of all families with this placement, one of each name: with the chunks or waves of the placement,
-    and otherwise default options.
+    and otherwise default options. Ranks may be numbered in another order.
     """
+    ranks = placement.in_turn
     for make in FAMILIES.values():
         for options in sizes_on(make, placement):
             try:
-                if make(placement.num_ranks, 1, **options).placement == placement:
-                    yield make(placement.num_ranks, microbatches, **options)
+                if make(placement.num_ranks, 1, **options).placement.with_ranks(ranks) == placement:
+                    yield make(placement.num_ranks, microbatches, **options).with_ranks(ranks)
                     break
             except UsageError:  # it has no such size
                 continue

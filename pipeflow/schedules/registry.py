@@ -162,9 +162,11 @@ Options = dict[str, int]
 
 def recognised(schedule: Schedule) -> tuple[str, ...]:
     """The named schedules, with the options that they need, that have the rows of `schedule`: such as "1f1b" and
-    "interleaved-1f1b with chunks=1". Microbatches may be numbered in another order; reductions do not count. Each name
-    stands there at most once, without options if it needs none. Empty also for schedules that are very large.
+    "interleaved-1f1b with chunks=1". Ranks and microbatches may be numbered in another order; reductions do not count.
+    Each name stands there at most once, without options if it needs none. Empty also for schedules that are very large.
     """
+    turns = schedule.placement.in_turn
+    schedule = schedule.with_ranks([turns.index(rank) for rank in range(len(turns))])
     rows = _alike(schedule)
     large = schedule.placement.num_stages * schedule.num_microbatches > LARGEST
     return () if rows is None or large else _known(schedule.placement, schedule.num_microbatches).get(rows, ())

@@ -94,7 +94,9 @@ def _tables(arguments: argparse.Namespace, found: Explanation) -> Iterator[tuple
         yield arguments.csv, table(found.schedule)
     if arguments.best is not None:
         if found.best is None:
-            raise UsageError("--best needs a sound step of training: no other orders were tried")
+            raise UsageError(
+                "--best needs a sound step of training whose replay takes as long as it did: no other orders were tried"
+            )
         yield arguments.best, table(found.best.schedule)
 
 
@@ -106,8 +108,7 @@ def _timelines(found: Explanation) -> Iterator[tuple[str, Any]]:
 
 
 def _for_programs(found: Explanation) -> dict[str, Any]:
-    timeline, replanned = found.timeline, found.replanned
-    cost = found.cost
+    timeline, cost = found.timeline, found.cost
     return {
         "ranks": timeline.placement.num_ranks,
         "stages": timeline.placement.num_stages,
@@ -119,7 +120,7 @@ def _for_programs(found: Explanation) -> dict[str, Any]:
         "violations": list(map(str, found.violations)),
         "step_seconds": timeline.makespan,
         "steps": found.step_seconds,
-        "simulated_seconds": None if replanned is None else replanned.now.timeline.makespan,
+        "simulated_seconds": None if found.replay is None else found.replay.makespan,
         "bubble": timeline.makespan_bubble_ratio,
         "critical_path": [
             {"rank": span.rank, "action": str(span.action), "start": span.start, "end": span.end}
@@ -179,8 +180,8 @@ def _heading(found: Explanation, unit: Unit) -> Iterator[str]:
     if found.outliers:
         late = " and ".join(str(each + 1) for each in found.outliers)
         yield f"  much longer: recorded step {late} of {len(steps)}"
-    if found.replanned is not None:
-        replayed = found.replanned.now.timeline.makespan
+    if found.replay is not None:
+        replayed = found.replay.makespan
         apart = f"{replayed / timeline.makespan - 1:+.1%} of the measured step"
         yield f"replayed under its own costs: {unit.text(replayed)} ({apart})"
     busy = busy_times(timeline)
@@ -250,7 +251,9 @@ def _same_orders(found: Explanation) -> list[tuple[str, Candidate]]:
 def _gains(found: Explanation, unit: Unit) -> Iterator[Any]:
     if found.replanned is None:
         why = "its order is wrong" if found.violations else "it has no backwards"
-        yield f"No other order was tried for this step: {why}."
+        if found.replay is not None:
+            why = "the costs above do not describe it, since its replay takes much more or less time than it did"
+        yield from wrapped(f"No other order was tried for this step: {why}.")
         return
     now, same = found.replanned.now, _same_orders(found)
     rows = [

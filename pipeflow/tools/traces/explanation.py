@@ -24,7 +24,7 @@ from pipeflow.schedules.registry import recognised
 from pipeflow.tools.traces.action_names import Names
 from pipeflow.tools.traces.events import RankEvents
 from pipeflow.tools.traces.files import Paths, read, trace_files
-from pipeflow.tools.traces.rebuild import HOW_TO, Rebuilt, median_step, rebuilt
+from pipeflow.tools.traces.rebuild import HOW_TO, Rebuilt, is_alike, median_step, rebuilt, replay
 from pipeflow.tools.traces.trace_findings import Finding, Idle, idle_times, what_stands_out
 
 ORDERS = 2_000_000  # actions in all orders that the search tries
@@ -56,8 +56,9 @@ class Explanation:
         names: names of the schedules of the registry that have this order.
         nearest: the nearest of them if none has it; None if there is none on this placement.
         violations: what is wrong with the order.
-        cost: the costs that the step shows; None if the order is wrong.
-        replanned: the order that ran and others under these costs; None for a step without backwards, or a wrong order.
+        replay: the step, simulated under the costs that it shows; None for a step without backwards, or a wrong order.
+        replanned: the order that ran and others under these costs; None if there is no replay, or if it takes much more
+            or less time than the step, so that these costs do not describe it.
         recut: the order that ran, and the best one, if the same work were cut into equal stages, the most that another
             cut can give. Empty if they gain nothing by it, or `replanned` is None.
         idle: when and why each rank stood still.
@@ -71,6 +72,7 @@ class Explanation:
     names: tuple[str, ...]
     nearest: Nearest | None
     violations: tuple[Violation, ...]
+    replay: Timeline | None
     replanned: Replan | None
     recut: tuple[Candidate, ...]
     idle: tuple[Idle, ...]
@@ -79,7 +81,7 @@ class Explanation:
 
     @property
     def cost(self) -> CostModel | None:
-        """The costs that the step shows; None if its order is wrong or it has no backwards."""
+        """The costs that the step shows; None like `replanned`."""
         return None if self.replanned is None else self.replanned.cost
 
     @property
@@ -162,8 +164,9 @@ def _explained(steps: Sequence[Timeline], notes: Sequence[str]) -> Explanation:
     name = known[0] if known else "own order"
     timeline, schedule = replace(median, name=name), replace(schedule, name=name)
     wrong = verify(schedule)
+    played = None if wrong or schedule.is_forward_only else replay(median)
     found = None
-    if not wrong and not schedule.is_forward_only:
+    if played is not None and is_alike(played, median):
         many = sum(map(len, timeline.rows))
         found = replan(timeline, candidates=max(10, min(1000, ORDERS // many)))
     idle = idle_times(timeline)
@@ -174,6 +177,7 @@ def _explained(steps: Sequence[Timeline], notes: Sequence[str]) -> Explanation:
         known,
         nearest,
         tuple(wrong),
+        played,
         found,
         () if found is None else tuple(_recut(found)),
         tuple(idle),

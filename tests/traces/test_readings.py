@@ -1,0 +1,154 @@
+"""Recordings without names: one that can be read in several ways is told as what it is, or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeflow.core.errors import UsageError
+from pipeflow.core.schedule import Schedule
+from pipeflow.schedules import make_schedule
+from pipeflow.tools.traces.explanation import Explanation, explain
+from tests.traces.recording import Machine, ran, record
+
+Events = list[dict[str, Any]]
+BACKWARD = "autograd::engine"
+
+
+def rewrite(folder: Path, change: Callable[[int, Events], Events]) -> Path:
+    """Changes the events of each rank's trace."""
+    for path in sorted(folder.iterdir()):
+        whole = json.loads(path.read_text(encoding="utf-8"))
+        whole["traceEvents"] = change(whole["distributedInfo"]["rank"], whole["traceEvents"])
+        path.write_text(json.dumps(whole), encoding="utf-8")
+    return folder
+
+
+def recorded(folder: Path, schedule: Schedule, *, steps: int = 2, **options: Any) -> Path:
+    timelines = [ran(schedule, Machine(seed=seed)) for seed in range(steps)]
+    return record(folder, *timelines, name=None, **options)
+
+
+def rows_of(found: Explanation) -> tuple[str, ...]:
+    return tuple(found.schedule.to_csv().splitlines())
+
+
+def test_forwards_that_a_backward_computes_again_are_none(tmp_path: Path) -> None:
+    schedule = make_schedule("1f1b", ranks=4, microbatches=8)
+
+    def again(_: int, events: Events) -> Events:
+        """Each node of a backward runs an operator whose result has a number of its own, and a backward in it."""
+        added = []
+        for each in (each for each in events if each["name"].startswith(BACKWARD)):
+            inside = {"ts": each["ts"] + 0.1 * each["dur"], "dur": 0.2 * each["dur"]}
+            later = {"ts": each["ts"] + 0.5 * each["dur"], "dur": 0.2 * each["dur"]}
+            number = {"Sequence number": 10_000 + each["args"]["Sequence number"]}
+            added.append(each | inside | {"name": "aten::mm", "args": number | {"Fwd thread id": 0}})
+            added.append(each | later | {"args": number | {"Fwd thread id": 1}})
+        return events + added
+
+    found = explain([rewrite(recorded(tmp_path / "traces", schedule), again)])
+    assert rows_of(found) == tuple(schedule.to_csv().splitlines())
+
+
+def test_backwards_may_come_last_first(tmp_path: Path) -> None:
+    rows = [
+        [f"{stage}F{each}" for each in range(6)] + [f"{stage}B{each}" for each in range(5, -1, -1)]
+        for stage in range(3)
+    ]
+    schedule = Schedule.from_csv("\n".join(map(",".join, rows)))
+    found = explain([recorded(tmp_path / "traces", schedule)])
+    assert rows_of(found) == tuple(schedule.to_csv().splitlines())
+    assert found.schedule.placement.num_stages == 3
+
+
+@pytest.mark.parametrize("order", [(3, 2, 1, 0), (2, 0, 3, 1)])
+def test_stages_may_be_in_another_order_than_ranks(order: tuple[int, ...], tmp_path: Path) -> None:
+    schedule = make_schedule("1f1b", ranks=4, microbatches=8)
+    folder = recorded(tmp_path / "traces", schedule)
+    texts = [json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8")) for rank in range(4)]
+    for place, rank in enumerate(order):
+        texts[place]["distributedInfo"]["rank"] = rank
+        (folder / f"rank{rank}.json").write_text(json.dumps(texts[place]), encoding="utf-8")
+    found = explain([folder])
+    assert found.schedule.placement.paths == (order,)
+    assert found.names[0] == "1f1b"
+    assert found.notes == ()
+
+
+def test_of_several_pipelines_one_is_shown(tmp_path: Path) -> None:
+    schedule = make_schedule("1f1b", ranks=2, microbatches=8)
+    found = explain([recorded(tmp_path / "traces", schedule, replicas=2)])
+    assert rows_of(found) == tuple(schedule.to_csv().splitlines())
+    assert found.notes == ("ranks 0, 2 are shown; 2 others do the same in other pipelines",)
+
+
+def test_a_first_step_in_which_some_ranks_do_more_is_left_out(tmp_path: Path) -> None:
+    schedule = make_schedule("1f1b", ranks=4, microbatches=4)
+    steps = [ran(schedule, Machine(seed=seed)) for seed in range(3)]
+    folder = record(tmp_path / "traces", *steps, name=None)
+
+    def first_tries(rank: int, events: Events) -> Events:
+        """Ranks but the first run a forward and a backward more; each step ends with that of an optimizer."""
+        zero, added = 1e8, []
+        for step in steps:
+            zero += 1.4e6 * step.makespan
+            added.append({"ph": "X", "cat": "user_annotation", "name": "Optimizer.step#SGD.step", "ts": zero, "dur": 1})
+            zero += 0.1e6 * step.makespan
+        for place, name in enumerate(("aten::mm", f"{BACKWARD}::evaluate_function: MmBackward0")) if rank else ():
+            number, start = {"Sequence number": 5, "Fwd thread id": place}, 1e8 - 3000 + 1000 * place
+            added.append({"ph": "X", "cat": "cpu_op", "name": name, "args": number, "ts": start, "dur": 900})
+        return events + added
+
+    found = explain([rewrite(folder, first_tries)])
+    assert rows_of(found) == tuple(schedule.to_csv().splitlines())
+    assert [*found.step_seconds] == pytest.approx([each.makespan for each in steps[1:]], abs=1e-5)
+    assert found.notes == ("1 other steps are left out, in which ranks have more or fewer actions",)
+
+
+def without_sends(rank: int, events: Events) -> Events:
+    return [each for each in events if rank != 1 or each["name"] != "c10d::send"]
+
+
+def sums_alone(_: int, events: Events) -> Events:
+    """What a job without a pipeline does: ranks sum their gradients."""
+    kept = [each for each in events if not each["name"].startswith("c10d::")]
+    return [*kept, kept[-1] | {"cat": "cpu_op", "name": "c10d::allreduce_", "args": {}}]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            without_sends,
+            r"fits no pipeline \(as 3 stages on ranks 0, 1, 2: rank 1 sent 0 times and received 16 times.*--names",
+        ),
+        (sums_alone, "no rank sends anything to another one, so these are no stages of a pipeline; give --names"),
+    ],
+)
+def test_what_contradicts_itself_is_not_told(
+    change: Callable[[int, Events], Events], said: str, tmp_path: Path
+) -> None:
+    folder = recorded(tmp_path / "traces", make_schedule("1f1b", ranks=3, microbatches=8))
+    with pytest.raises(UsageError, match=said):
+        explain([rewrite(folder, change)])
+
+
+def test_a_step_that_its_replay_contradicts_gets_no_other_orders(tmp_path: Path) -> None:
+    """Names say what ran. A rank stands still for long once, which costs of actions do not say."""
+    schedule = make_schedule("1f1b", ranks=2, microbatches=4)
+    folder = record(tmp_path / "traces", ran(schedule))
+    late = sorted(each["ts"] for each in json.loads((folder / "rank0.json").read_text(encoding="utf-8"))["traceEvents"])
+
+    def pause(_: int, events: Events) -> Events:
+        return [each | {"ts": each["ts"] + 5e4 * (each["ts"] > late[len(late) // 2])} for each in events]
+
+    found = explain([rewrite(folder, pause)])
+    assert found.names[0] == "1f1b"
+    assert found.replay is not None
+    assert found.replanned is None
+    assert found.gains == ()
