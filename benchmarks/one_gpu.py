@@ -97,6 +97,7 @@ def run(rounds: int | None = None) -> Report:
         times, peaks = _measure(case, device, rounds)
         plans = {name: _plans(case, cluster, precision) for name, cluster in clusters.items()}
         _add(report, case, times, peaks, plans)
+    report.notes.append("x plain loop: the median over rounds of the ratio of two times of the same round")
     report.notes.append("plans: the planned step, and how far it is from the plain loop's median")
     report.notes.append("GiB: the most that torch's allocator gave out in a step; planned as with the data sheet")
     report.notes.append(f"target: pipeflow at most 1.02 x the plain loop; calibrated for {SECONDS} s")

@@ -33,6 +33,15 @@ def test_threads_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^ok +tied weights +[\d.]+ s +1 x 4 ranks, [\d.]+ ms\n1 of 1 checks passed", report, re.MULTILINE)
 
 
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_there_are_checks_for_any_number_of_ranks(ranks: int) -> None:
+    found = {each.name: each for each in machine_checks.checks(ranks)}
+    assert {"1f1b, headers", "tied weights", "a checkpoint"} <= found.keys()
+    assert all(ranks % (each.pipeline * each.tensor) == 0 for each in found.values())
+    replicas = {name for name, each in found.items() if each.pipeline * each.tensor < ranks}
+    assert ("2 replicas" in replicas) == (ranks % 2 == 0)
+
+
 def test_a_check_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     plain = TiedModel.plain_step
 

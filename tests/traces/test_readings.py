@@ -107,7 +107,7 @@ def test_a_first_step_in_which_some_ranks_do_more_is_left_out(tmp_path: Path) ->
     found = explain([rewrite(folder, first_tries)])
     assert rows_of(found) == tuple(schedule.to_csv().splitlines())
     assert [*found.step_seconds] == pytest.approx([each.makespan for each in steps[1:]], abs=1e-5)
-    assert found.notes == ("1 other steps are left out, in which ranks have more or fewer actions",)
+    assert found.notes == ("steps are left out in which a rank has more or fewer actions than in others: 1",)
 
 
 def without_sends(rank: int, events: Events) -> Events:

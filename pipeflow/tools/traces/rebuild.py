@@ -178,7 +178,7 @@ def _timelines(reading: Reading, hosts: Sequence[str], notes: Sequence[str]) -> 
         raise UsageError(f"no step was recorded on all {len(chain)} ranks at once: record the same steps on each")
     said = [*notes]
     if reading.damaged:
-        said.append(f"{reading.damaged} other steps are left out, in which ranks have more or fewer actions")
+        said.append(f"steps are left out in which a rank has more or fewer actions than in others: {reading.damaged}")
     if alike := len(hosts) - len(chain):
         said.append(f"ranks {', '.join(map(str, places))} are shown; {alike} others do the same in other pipelines")
     order = sorted(range(len(chain)), key=chain.__getitem__)
