@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from pipeflow import Pipeline, Schedule, execute_pipeline, lower
 from pipeflow.engine.parallel.context import current_context
@@ -78,16 +81,29 @@ def test_on_gloo_too() -> None:
 
 
 class Keeping(nn.Module):
-    """Keeps what it received, and gives the gradient of its output to a weight as it is."""
+    """Keeps what it received, as a tensor, its storage, or memory that another process may have, too; and gives the
+    gradient of its output to a weight as it is.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, 3, dtype=torch.float64))
-        self.kept: list[tuple[Tensor, Tensor]] = []
+        self.kept: list[tuple[Callable[[], Tensor], Tensor]] = []
 
     def forward(self, hidden: Tensor) -> Tensor:
-        self.kept.append((hidden.detach(), hidden.detach().clone()))
+        own, way = hidden.detach(), len(self.kept) % 3
+        if way == 0:
+            self.kept.append((lambda: own, own.clone()))
+        elif way == 1:
+            self.kept.append((partial(_of_storage, own.untyped_storage(), int(own.storage_offset())), own.clone()))
+        else:
+            passed = ForkingPickler.dumps(own)  # as a queue to another process does; it moves it into shared memory
+            self.kept.append((partial(pickle.loads, passed), own.clone()))
         return hidden + self.weight
+
+
+def _of_storage(storage: UntypedStorage, offset: int) -> Tensor:
+    return torch.empty(0, dtype=torch.float64).set_(storage, offset, torch.Size([1, 3]), (3, 1))
 
 
 class Freeing(nn.Module):
@@ -127,7 +143,7 @@ def run_keeping() -> dict[str, Any]:
         execute_pipeline(iter([(values, values)]), pipeline)
     assert len(stage.kept) == 20
     for kept, copy in stage.kept:
-        assert torch.equal(kept, copy)
+        assert torch.equal(kept(), copy)
     return {name.replace("chunks.0", str(rank)): each for name, each in gradients_of(pipeline).items()}
 
 

@@ -248,6 +248,31 @@ def test_a_layer_that_is_replaced_by_unlike_ones_is_refused() -> None:
         assert "values" in message
 
 
+def replace_on(*replicas: int) -> tuple[str, list[float]]:
+    """Some replicas replace the weights of a layer by equal ones. The step after the error, all have."""
+    pipeline = build(MODEL, schedule_of(("1f1b", 1, 1), 2))
+    layer = pipeline.chunks[0].get_submodule("layers.1.linear")
+    assert isinstance(layer, nn.Linear)
+    execute_pipeline(iter([MODEL.batch(4)]), pipeline)
+    rank = current_context().rank
+    if rank in replicas:
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+    told = refused(lambda: execute_pipeline(iter([MODEL.batch(4)]), pipeline))[0]
+    if rank not in replicas:
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+    pipeline.zero_grad()
+    execute_pipeline(iter([MODEL.batch(4)]), pipeline)
+    return told, plain(layer.weight.grad).flatten().tolist()
+
+
+def test_a_weight_that_some_replicas_replace_is_refused() -> None:
+    found = run_threads(replace_on, 3, 1, data=3)
+    for message, gradient in found:
+        assert "rank 1 is a replica of rank 0, but has 'chunks.0.layers.1.linear.weight'" in message
+        assert "replaced since the last step" in message
+        assert gradient == found[0][1]
+
+
 def convert_one_replica() -> str:
     pipeline = build(MODEL, schedule_of(("1f1b", 1, 1), 2))
     execute_pipeline(iter([MODEL.batch(4)]), pipeline)

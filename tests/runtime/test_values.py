@@ -124,6 +124,18 @@ class Late(nn.Module):
         return self.memory[:1]
 
 
+class Keeping(nn.Module):
+    """Returns its first output again and again, into which it writes the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output: Tensor | None = None
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.output = values + 1 if self.output is None else self.output.copy_(values + 1)
+        return self.output
+
+
 class Inferring(nn.Module):
     """Returns a tensor of inference mode, of which torch counts no versions."""
 
@@ -150,6 +162,7 @@ def test_what_a_stage_overwrites_later_arrives_as_it_was(ranks: int, last: bool)
     assert run_threads(run_overwriting, ranks, Counting, last)[-1].tolist() == [1, 2, 3, 4]
     assert (run_threads(run_overwriting, ranks, Static, last)[-1] == INPUTS.numpy()).all()
     assert run_threads(run_overwriting, ranks, Late, last)[-1].tolist() == [0, 2, 3, 4]
+    assert (run_threads(run_overwriting, ranks, Keeping, last)[-1] == INPUTS.numpy() + 1).all()
 
 
 @pytest.mark.parametrize("last", [False, True])

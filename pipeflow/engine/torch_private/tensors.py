@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from sys import getrefcount
 from threading import RLock
 from typing import Any
 
@@ -61,9 +62,17 @@ def storage_key(tensor: Tensor) -> int:
 
 def holders(tensor: Tensor) -> int:
     """The number of tensors and other objects that hold its memory, including itself. Nothing public counts them."""
-    storage = tensor.untyped_storage()
-    return _storage_uses(storage._cdata) - 1  # `storage` holds it, too
+    uses, references = _uses(tensor)
+    return 1 + uses - _ALONE[0] + references - _ALONE[1]
 
+
+def _uses(tensor: Tensor) -> tuple[int, int]:
+    """How many hold the memory of a tensor, and its storage's only object of Python."""
+    storage = tensor.untyped_storage()
+    return _storage_uses(storage._cdata), getrefcount(storage)
+
+
+_ALONE = _uses(torch.empty(0, device="cpu"))
 
 __all__ = [
     "GROUPED_MM",  # aten's operators, which have no other names

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
 from itertools import chain, zip_longest
@@ -33,7 +33,8 @@ from pipeflow.engine.torch_private.tensors import foreach_copy_
 
 class TensorProperties(NamedTuple):
     """The properties of a parameter or buffer. `name` is its name without torch.compile; `values` is a digest of its
-    values if these can no longer be made equal, else empty.
+    values if these can no longer be made equal, else empty. `is_new` if it was replaced since the last step, so that
+    its gradient is not in the sums of the others.
     """
 
     name: str
@@ -42,15 +43,17 @@ class TensorProperties(NamedTuple):
     requires_grad: bool
     is_meta: bool
     values: str = ""
+    is_new: bool = False
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor, *, values: bool = False) -> TensorProperties:
-        digest = _digest(tensor) if values and not tensor.is_meta else ""
-        return cls(plain_name(name), tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.is_meta, digest)
+    def of(cls, name: str, tensor: Tensor, *, values: bool, new: Container[Tensor]) -> TensorProperties:
+        digest, form = _digest(tensor) if values and not tensor.is_meta else "", (tuple(tensor.shape), tensor.dtype)
+        return cls(plain_name(name), *form, tensor.requires_grad, tensor.is_meta, digest, tensor in new)
 
     def __str__(self) -> str:
         told = [f"shape {self.shape}", str(self.dtype), f"requires_grad={self.requires_grad}"]
         told += ["on the meta device"] * self.is_meta + [f"values of digest {self.values}"] * bool(self.values)
+        told += ["replaced since the last step"] * self.is_new
         return f"{self.name!r}: {', '.join(told)}"
 
 
@@ -278,6 +281,7 @@ class Gradients:
         self._context = context
         self._dtype = dtype
         self.change = ParameterChange.NONE
+        self._new: Sums | None = None  # of parameters that were replaced since
         self.owners = Owners(context.data)
         self._agree()
 
@@ -419,7 +423,9 @@ class Gradients:
         return [stage for stage in self._stages if len(self._placement.ranks_of(stage)) > 1]
 
     def _compare(self, *, values: bool) -> None:
-        described = partial(TensorProperties.of, values=values)
+        described = partial(
+            TensorProperties.of, values=values, new=set() if self._new is None else self._new.parameters
+        )
         description = Description(
             [described(name, tensor) for name, tensor in named_tensors(self._model)],
             [described(name, tensor) for name, tensor in self._whole()],

@@ -85,8 +85,10 @@ class Buffers:
 
 
 def _is_free(buffer: Tensor) -> bool:
-    """Whether nothing else holds its memory, or has given it back to the system."""
-    return holders(buffer) == 1 and (buffer.data_ptr() != 0 or not buffer.numel())
+    """Whether nothing else holds its memory, in this process or another one, or has given it back to the system."""
+    if holders(buffer) > 1 or (buffer.device.type == "cpu" and buffer.is_shared()):
+        return False
+    return buffer.data_ptr() != 0 or not buffer.numel()
 
 
 class Promise(NamedTuple):
@@ -212,10 +214,9 @@ def _snapshot(tensor: Tensor) -> Tensor:
 
 def may_be_overwritten(tensor: Tensor, received: Buffers | None = None) -> bool:
     """Returns True if the tensor's memory may be overwritten after a stage has returned it, as in a static buffer. This
-    may happen if it was written in place before, or if it belongs to no graph and another object holds its memory, too,
-    but not if it is `received`.
+    may happen if it was written in place before, or if it belongs to no graph, since a module may hold it unseen, but
+    not if it is `received`.
     """
     if tensor.is_inference() or tensor._version:
         return True
-    is_shared = tensor.grad_fn is None and tensor.layout is torch.strided and holders(tensor) > 1
-    return is_shared and not (received is not None and received.have(tensor))
+    return tensor.grad_fn is None and not (received is not None and received.have(tensor))
