@@ -110,6 +110,29 @@ def test_a_first_step_in_which_some_ranks_do_more_is_left_out(tmp_path: Path) ->
     assert found.notes == ("steps are left out in which a rank has more or fewer actions than in others: 1",)
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_time_before_the_first_action_of_a_step_stands_out(named: bool, tmp_path: Path) -> None:
+    schedule = make_schedule("1f1b", ranks=2, microbatches=4)
+    folder = record(tmp_path / "traces", ran(schedule), marks=True)
+
+    def waits_for_data(_: int, events: Events) -> Events:
+        mark = next(each for each in events if each["name"].startswith("ProfilerStep"))
+        first = mark["ts"]
+        mark["ts"], mark["dur"] = first - 40_000, mark["dur"] + 40_000
+        name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+        return [*events, *([mark | {"name": name, "ts": first - 38_000, "dur": 30_000}] if named else [])]
+
+    found = explain([rewrite(folder, waits_for_data)])
+    before, after = found.outside
+    assert (before.rank, before.is_before) == (0, True)
+    assert before.seconds == pytest.approx(0.04, abs=1e-6)
+    assert not after.is_before
+    assert after.seconds == pytest.approx(0.4 * found.timeline.makespan, rel=1e-3)
+    assert (found.findings[0].kind, found.findings[0].where) == ("outside", 0)
+    said = "of it, enumerate(DataLoader) takes 75%" if named else "nothing names what runs then"
+    assert said in found.findings[0].text
+
+
 def without_sends(rank: int, events: Events) -> Events:
     return [each for each in events if rank != 1 or each["name"] != "c10d::send"]
 

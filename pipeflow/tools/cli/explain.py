@@ -127,6 +127,7 @@ def _for_programs(found: Explanation) -> dict[str, Any]:
             for span in found.critical_path
         ],
         "idle": [each._asdict() for each in found.idle],
+        "outside": [each._asdict() for each in found.outside],
         "findings": [each._asdict() for each in found.findings],
         "costs": None
         if cost is None
@@ -177,6 +178,9 @@ def _heading(found: Explanation, unit: Unit) -> Iterator[str]:
     steps = sorted(found.step_seconds)
     several = f", the median of {len(steps)}, from {unit.text(steps[0])} to {unit.text(steps[-1])}" * (len(steps) > 1)
     yield f"step: {unit.text(timeline.makespan)}{several}"
+    if found.outside:
+        whole = timeline.makespan + sum(each.seconds for each in found.outside)
+        yield f"  from its mark to the next one: {unit.text(whole)}"
     if found.outliers:
         late = " and ".join(str(each + 1) for each in found.outliers)
         yield f"  much longer: recorded step {late} of {len(steps)}"

@@ -283,8 +283,8 @@ def trace(fields: Mapping[str, str]) -> dict[str, Any]:
 
     Raises UsageError for traces that show no whole step on all ranks.
     """
-    steps, _ = recorded_steps([read_text_of(text, name) for name, text in texts_in(fields.get("files", "")).items()])
-    step = median_step(steps)
+    files = [read_text_of(text, name) for name, text in texts_in(fields.get("files", "")).items()]
+    step = median_step(recorded_steps(files).steps)
     names = recognised(executed_schedule(step))
     return {"timeline": replace(step, name=names[0] if names else "own order").to_json()}
 

@@ -160,14 +160,19 @@ def recorded_actions(events: RankEvents, names: Names) -> list[RecordedAction]:
     return sorted(found, key=attrgetter("start"))
 
 
+def marked_steps(events: RankEvents) -> dict[int, Event]:
+    """The steps that torch's profiler marks, by their numbers."""
+    marks = ((each.name.removeprefix(STEP), each) for each in events.ranges if each.name.startswith(STEP))
+    return {int(text): each for text, each in marks if text.isdecimal() and len(text) < 10}
+
+
 class _Inside:
     """Looks up what ran inside of a range."""
 
     def __init__(self, events: RankEvents) -> None:
         self._events = events
         self._has_parts = bool(events.kernels or events.operators or events.backwards)
-        marks = ((each.start, each.name.removeprefix(STEP)) for each in events.ranges if each.name.startswith(STEP))
-        self._marks = sorted((start, int(text)) for start, text in marks if text.isdecimal() and len(text) < 10)
+        self._marks = sorted((each.start, number) for number, each in marked_steps(events).items())
         self._updates = sorted(each.start for each in events.ranges if each.name.startswith(UPDATE))
         self._runs = forward_runs(events)
         self._forwards = [each for run in self._runs for each in run] or events.operators

@@ -24,7 +24,7 @@ from pipeflow.schedules.registry import recognised
 from pipeflow.tools.traces.action_names import Names
 from pipeflow.tools.traces.events import RankEvents
 from pipeflow.tools.traces.files import Paths, read, trace_files
-from pipeflow.tools.traces.rebuild import HOW_TO, Rebuilt, is_alike, median_step, rebuilt, replay
+from pipeflow.tools.traces.rebuild import HOW_TO, Outside, Rebuilt, is_alike, median_step, rebuilt, replay
 from pipeflow.tools.traces.trace_findings import Finding, Idle, idle_times, what_stands_out
 
 ORDERS = 2_000_000  # actions in all orders that the search tries
@@ -62,6 +62,7 @@ class Explanation:
         recut: the order that ran, and the best one, if the same work were cut into equal stages, the most that another
             cut can give. Empty if they gain nothing by it, or `replanned` is None.
         idle: when and why each rank stood still.
+        outside: the times of the step before its first action and after its last one, if torch's profiler marks steps.
         findings: what stands out, the most expensive first.
         notes: sentences on what was missing or mended in the traces.
     """
@@ -76,6 +77,7 @@ class Explanation:
     replanned: Replan | None
     recut: tuple[Candidate, ...]
     idle: tuple[Idle, ...]
+    outside: tuple[Outside, ...]
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
 
@@ -136,9 +138,9 @@ def explain(
     for number, path in enumerate(files):
         found.append(read(path))
         progress(READING * (number + 1) / len(files))
-    steps, notes = recorded_steps(found, names)
+    read_as = recorded_steps(found, names)
     progress(REBUILT)
-    return _explained(steps, notes)
+    return _explained(*read_as)
 
 
 def recorded_steps(files: Sequence[Timeline | Sequence[RankEvents]], names: str | None = None) -> Rebuilt:
@@ -154,8 +156,11 @@ def recorded_steps(files: Sequence[Timeline | Sequence[RankEvents]], names: str 
     return Rebuilt(timelines, []) if timelines else rebuilt(events, Names(names))
 
 
-def _explained(steps: Sequence[Timeline], notes: Sequence[str]) -> Explanation:
+def _explained(
+    steps: Sequence[Timeline], notes: Sequence[str], around: Sequence[Sequence[Outside]] = ()
+) -> Explanation:
     median = median_step(steps)
+    outside = around[steps.index(median)] if around else ()
     schedule = executed_schedule(median)
     known = recognised(schedule)
     nearest = None if known else _nearest(schedule)
@@ -181,7 +186,8 @@ def _explained(steps: Sequence[Timeline], notes: Sequence[str]) -> Explanation:
         found,
         () if found is None else tuple(_recut(found)),
         tuple(idle),
-        tuple(what_stands_out(timeline, idle)),
+        tuple(outside),
+        tuple(what_stands_out(timeline, idle, outside)),
         tuple(notes),
     )
 

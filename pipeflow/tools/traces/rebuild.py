@@ -24,7 +24,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.soundness.verification import verify
 from pipeflow.core.timeline import Row, Span, Timeline
 from pipeflow.schedules.families import schedules_on
-from pipeflow.tools.traces.action_names import Named, Names, RecordedAction, recorded_actions
+from pipeflow.tools.traces.action_names import STEP, Named, Names, RecordedAction, marked_steps, recorded_actions
 from pipeflow.tools.traces.events import RankEvents
 
 NAME_THEM = "give --names, a regular expression with the groups kind, stage and microbatch"
@@ -42,10 +42,28 @@ class Rebuilt(NamedTuple):
     Attributes:
         steps: a timeline per step, in seconds from the start of the step.
         notes: sentences on what was missing or mended.
+        outside: the times of each step outside of its actions; empty where the profiler marks no steps.
     """
 
     steps: list[Timeline]
     notes: list[str]
+    outside: Sequence[Sequence[Outside]] = ()
+
+
+class Outside(NamedTuple):
+    """The time of a step before its first action, or after its last one.
+
+    Attributes:
+        rank: the rank that runs this action.
+        is_before: whether it is before the first action.
+        seconds: its length.
+        named: the seconds that annotations take of it, by name, the longest first.
+    """
+
+    rank: int
+    is_before: bool
+    seconds: float
+    named: Mapping[str, float]
 
 
 # Theory of operation
@@ -94,15 +112,14 @@ def rebuilt(ranks: Sequence[RankEvents], names: Names) -> Rebuilt:
             raise UsageError(f"{events.source} shows no forward or backward: {_without_actions(events)}")
     ordered, actions = _one_replica(ordered, actions)
     _require_all(ordered, actions)
-    hosts, everyone = [each.host for each in ordered], range(len(ordered))
     if _is_said(actions):
-        return _timelines(Reading(everyone, None, *steps_of(actions)), hosts, notes)
+        return _timelines(Reading(range(len(ordered)), None, *steps_of(actions)), ordered, notes)
     if not any(each.sends or each.receives for each in ordered) and any(each.collectives for each in ordered):
         raise UsageError(f"no rank sends anything to another one, so these are no stages of a pipeline; {NAME_THEM}")
     why: dict[str, None] = {}
     for reading in _readings(actions):
         try:
-            read = _timelines(reading, hosts, notes)
+            read = _timelines(reading, ordered, notes)
             _require_consistent(reading, read.steps, ordered, actions)
         except UsageError as error:
             why[f"as {reading}: {error}"] = None
@@ -171,7 +188,7 @@ def _lag(one: Part, other: Part) -> float:
     return total
 
 
-def _timelines(reading: Reading, hosts: Sequence[str], notes: Sequence[str]) -> Rebuilt:
+def _timelines(reading: Reading, ordered: Sequence[RankEvents], notes: Sequence[str]) -> Rebuilt:
     """The timelines of a reading. Raises UsageError if it has no step, or if a stage is on several ranks."""
     chain, places = reading.chain, sorted(reading.chain)
     if not reading.steps:
@@ -179,17 +196,43 @@ def _timelines(reading: Reading, hosts: Sequence[str], notes: Sequence[str]) -> 
     said = [*notes]
     if reading.damaged:
         said.append(f"steps are left out in which a rank has more or fewer actions than in others: {reading.damaged}")
-    if alike := len(hosts) - len(chain):
+    if alike := len(ordered) - len(chain):
         said.append(f"ranks {', '.join(map(str, places))} are shown; {alike} others do the same in other pipelines")
     order = sorted(range(len(chain)), key=chain.__getitem__)
     steps = [[step[place] for place in order] for step in reading.steps]
     placement = placement_of([[each.action for each in own] for own in steps[0]])
     if placement is None:
         raise UsageError("the stages are on no fixed ranks: stages must have the same rank in every step")
-    shifts = offsets(steps, placement.num_stages, [hosts[place] for place in places])
+    events = [ordered[place] for place in places]
+    shifts = offsets(steps, placement.num_stages, [each.host for each in events])
     if any(shifts):
         said.append("the clocks of the ranks differ, and were aligned by the values that pass between ranks")
-    return Rebuilt([_timeline(step, placement, shifts) for step in steps], said)
+    outside = [_outside(step, shifts, events) for step in steps]
+    return Rebuilt([_timeline(step, placement, shifts) for step in steps], said, outside)
+
+
+def _outside(step: Step, shifts: Sequence[float], events: Sequence[RankEvents]) -> list[Outside]:
+    """The times of a step outside of its actions, if the profiler marks it."""
+    begins = min(range(len(step)), key=lambda rank: step[rank][0].start + shifts[rank])
+    ends = max(range(len(step)), key=lambda rank: max(each.end for each in step[rank]) + shifts[rank])
+    found = []
+    for rank, is_before in ((begins, True), (ends, False)):
+        mark = marked_steps(events[rank]).get(step[rank][0].step or 0)
+        if mark is not None:
+            last = max(each.end for each in step[rank])
+            start, end = (mark.start, step[rank][0].start) if is_before else (last, mark.end)
+            found.append(Outside(rank, is_before, max(end - start, 0.0), _named_between(events[rank], start, end)))
+    return found
+
+
+def _named_between(events: RankEvents, start: float, end: float) -> dict[str, float]:
+    """The seconds that outermost annotations within a time take of it, by name."""
+    times: defaultdict[str, float] = defaultdict(float)
+    for each in sorted(events.ranges, key=lambda each: (each.start, -each.end)):
+        if start <= each.start and each.end <= end and not each.name.startswith((STEP, "aten::")):
+            times[each.name.partition("#")[0]] += each.end - each.start
+            start = each.end
+    return dict(sorted(times.items(), key=lambda item: -item[1]))
 
 
 def median_step(steps: Sequence[Timeline]) -> Timeline:

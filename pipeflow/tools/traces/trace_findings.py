@@ -14,6 +14,7 @@ from pipeflow.core.action import Kind
 from pipeflow.core.analysis.idle_time import LATE, Cause, causes, chain, lower_quartile, transfer_times
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.timeline import Span, Timeline
+from pipeflow.tools.traces.rebuild import Outside
 
 SLOW_STAGE = 1.15  # times the median stage
 LATE_ACTION = 1.5  # times the usual time of the action's kind and stage
@@ -165,7 +166,7 @@ class Finding(NamedTuple):
     """Something that makes the step longer.
 
     Attributes:
-        kind: "slow stage", "slow link", "straggler" or "host stall".
+        kind: "slow stage", "slow link", "straggler", "host stall" or "outside" of the step's actions.
         where: the stage, the link as (from, to), or the rank.
         seconds: the time that it costs on its rank or link in the step.
         text: the finding in words.
@@ -177,12 +178,26 @@ class Finding(NamedTuple):
     text: str
 
 
-def what_stands_out(timeline: Timeline, idle: Sequence[Idle]) -> list[Finding]:
+def what_stands_out(timeline: Timeline, idle: Sequence[Idle], outside: Sequence[Outside]) -> list[Finding]:
     """The causes of lost time, the most expensive first. Those that cost less than 2 % of the step are left out."""
     usual = Usual(timeline)
     found = [*_stragglers(timeline, usual), *_slow_stages(timeline, usual), *_slow_links(idle), *_host_stalls(idle)]
+    found += map(_outside, outside)
     least = LEAST * timeline.makespan
     return sorted((each for each in found if each.seconds > least), key=lambda each: -each.seconds)
+
+
+def _outside(each: Outside) -> Finding:
+    when = "before the first action of" if each.is_before else "after the last action of"
+    named = [
+        f"{name} takes {seconds / each.seconds:.0%}"
+        for name, seconds in each.named.items()
+        if seconds > LEAST * each.seconds
+    ]
+    what = (
+        f"of it, {' and '.join(named)}" if named else "nothing names what runs then: use torch.profiler.record_function"
+    )
+    return Finding("outside", each.rank, each.seconds, f"{when} the step, on rank {each.rank}; {what}")
 
 
 def _slow_stages(timeline: Timeline, usual: Usual) -> Iterator[Finding]:
