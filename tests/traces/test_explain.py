@@ -277,6 +277,15 @@ def test_a_planted_fault_is_named_first(seed: int, tmp_path: Path) -> None:
     assert (found[0].kind, found[0].where) == (kind, where), found
 
 
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "zb-v"])
+def test_a_rank_all_of_whose_stages_are_slow_is_one_finding(name: str, tmp_path: Path) -> None:
+    schedule = make_schedule(name, ranks=4, microbatches=8)
+    slow = dict.fromkeys(schedule.placement.stages_of(1), 1.5)
+    [found] = explain([record(tmp_path / "traces", ran(schedule, Machine(slow=slow)))]).findings
+    assert (found.kind, found.where) == ("slow rank", 1)
+    assert found.text.endswith("times as long as the median rank, on all of its stages")
+
+
 def test_a_step_without_a_fault_has_no_finding(tmp_path: Path) -> None:
     timeline = ran(make_schedule("1f1b", ranks=4, microbatches=8))
     assert explain([record(tmp_path / "traces", timeline)]).findings == ()

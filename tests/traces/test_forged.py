@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import zlib
 from collections.abc import Iterator
@@ -107,9 +108,38 @@ def test_what_is_nested_without_end_is_cut_off(tmp_path: Path) -> None:
         explain([tmp_path])
 
 
-def test_a_small_file_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "LARGEST", 1 << 20)
+@pytest.mark.parametrize("fills", [b" ", b"0", b'{"ph": 1},'])
+def test_a_small_file_does_not_fill_the_memory(fills: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "FREE", 1 << 20)
+    monkeypatch.setattr(files, "PART", 1 << 16)
     packer = zlib.compressobj(wbits=31)
-    (tmp_path / "rank0.json.gz").write_bytes(packer.compress(b"[" + b" " * (2 << 20)) + packer.flush())
-    with pytest.raises(PipeflowError, match="when it is unpacked: record fewer steps"):
+    (tmp_path / "rank0.json.gz").write_bytes(packer.compress(b"[" + fills * (2 << 20)) + packer.flush())
+    with pytest.raises(PipeflowError, match=r"rank0.json.gz: unpacked, this has more than 1 MiB: record fewer steps"):
         explain([tmp_path])
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rank0.json")
+    for path in (tmp_path, tmp_path / "rank0.json"):
+        with pytest.raises(PipeflowError, match=r"rank0.json: this is no file: give a trace, or a folder of traces"):
+            explain([path])
+
+
+def test_events_without_a_time_are_counted(tmp_path: Path) -> None:
+    folder = record(tmp_path / "traces", ran(make_schedule("1f1b", ranks=2, microbatches=4)))
+    whole = json.loads((folder / "rank1.json").read_text(encoding="utf-8"))
+    some = whole["traceEvents"][0]
+    for odd in ({"ts": float("nan")}, {"dur": -5}, {"ts": "soon"}):
+        whole["traceEvents"].append(some | odd)
+    (folder / "rank1.json").write_text(json.dumps(whole), encoding="utf-8")
+    found = explain([folder])
+    assert found.notes == ("events are left out that have no time, or end before they start: 3",)
+    assert found.names[0] == "1f1b"
+
+
+def test_of_a_file_that_ends_in_its_only_step_no_order_is_told(tmp_path: Path) -> None:
+    folder = record(tmp_path / "traces", ran(make_schedule("1f1b", ranks=2, microbatches=4)))
+    path = folder / "rank1.json"
+    path.write_text(path.read_text(encoding="utf-8")[: path.stat().st_size // 2], encoding="utf-8")
+    with pytest.raises(PipeflowError, match=r"rank1.json is cut off, and no step is whole before its end: record"):
+        explain([folder])

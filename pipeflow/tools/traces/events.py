@@ -70,6 +70,7 @@ class RankEvents:
         collectives: such calls for several ranks, as sums.
         kernels: computations of a device, each with the time at which the host launched it.
         is_cut_off: whether the file ends before its end.
+        timeless: the number of events that were left out, since they have no time, or end before they start.
     """
 
     source: str
@@ -85,6 +86,7 @@ class RankEvents:
     collectives: list[Event] = field(default_factory=list)
     kernels: list[tuple[float, Event]] = field(default_factory=list)
     is_cut_off: bool = False
+    timeless: int = 0
 
     @property
     def transfers(self) -> list[Event]:

@@ -20,6 +20,7 @@ from pipeflow.tools.traces.nsight import read_nsight
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 ENDINGS = (".json", ".json.gz", ".jsonl", ".sqlite", ".et")
 LARGEST = 2**32  # bytes of a file that was compressed, so that a small file cannot fill the memory
+MOST, FREE, PART = 50, 2**26, 2**24  # times its size that a file has unpacked, beyond so many bytes; bytes at once
 _RANK = re.compile(r"rank[-_=]?(\d+)|(?<!\d)(\d+)(?=\D*$)", re.IGNORECASE)
 
 
@@ -34,6 +35,9 @@ def trace_files(paths: Paths) -> list[Path]:
         if not inside:
             raise UsageError(f"{path}: there are no traces in this folder, which end in {' or '.join(ENDINGS)}")
         found += inside
+    for path in found:
+        if path.exists() and not path.is_file():  # to read a pipe may never end
+            raise UsageError(f"{path}: this is no file: give a trace, or a folder of traces")
     return found
 
 
@@ -84,18 +88,20 @@ def _bytes(path: Path) -> bytes:
 def _text(path: Path) -> str:
     if path.suffix != ".gz":
         return read_text(path)
-    packed, parts, left = _bytes(path), [], LARGEST
+    packed, whole = _bytes(path), bytearray()
+    most = min(LARGEST, max(MOST * len(packed), FREE))
     while packed:
         reader = zlib.decompressobj(wbits=31)  # of a file that is cut off, it gives what is there
-        try:
-            parts.append(reader.decompress(packed, left))
-        except zlib.error as error:
-            raise UsageError(f"{path}: this is not gzip: {error}") from None
-        left -= len(parts[-1])
-        if left <= 0:
-            raise UsageError(f"{path}: this has more than {LARGEST >> 30} GiB when it is unpacked: record fewer steps")
+        while packed and not reader.eof:
+            try:
+                whole += reader.decompress(packed, PART)
+            except zlib.error as error:
+                raise UsageError(f"{path}: this is not gzip: {error}") from None
+            packed = reader.unconsumed_tail
+            if len(whole) > most:
+                raise UsageError(f"{path}: unpacked, this has more than {most >> 20} MiB: record fewer steps")
         packed = reader.unused_data
-    return b"".join(parts).decode(errors="replace")
+    return whole.decode(errors="replace")
 
 
 def _rank_in(name: str) -> int | None:

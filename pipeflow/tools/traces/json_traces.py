@@ -6,6 +6,7 @@ and a microbatch. Must not contain: what annotations mean.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -44,7 +45,10 @@ def collected(raw_events: Iterable[Mapping[str, Any]], source: str) -> RankEvent
     device: list[tuple[object, Event]] = []
     for raw in raw_events:
         start, lasted = seconds(raw.get("ts"), 1e-6), seconds(raw.get("dur", 0), 1e-6)
-        if raw.get("ph") != "X" or start is None or lasted is None:
+        if raw.get("ph") != "X":
+            continue
+        if start is None or lasted is None or lasted < 0:
+            found.timeless += 1
             continue
         category, name, given = text(raw.get("cat")), text(raw.get("name")), mapping(raw.get("args"))
         event = Event(name, start, start + lasted, count(given.get("Sequence number")))
@@ -93,6 +97,9 @@ def _since(found: RankEvents, base: float) -> RankEvents:
     return found
 
 
+_BETWEEN = re.compile(r"[ \n\r\t,]*")
+
+
 class _Reader:
     """Reads one event after the other, so that a large file needs little memory beside its text."""
 
@@ -108,8 +115,7 @@ class _Reader:
         decode = json.JSONDecoder().raw_decode
         whole, place = self._text, self._start + 1
         while True:
-            while whole[place : place + 1] in (" ", "\n", "\r", "\t", ","):
-                place += 1
+            place = _BETWEEN.match(whole, place).end()  # type: ignore[union-attr]  # it matches everywhere
             if whole[place : place + 1] == "]":
                 self._tail = whole[place + 1 :]
                 return

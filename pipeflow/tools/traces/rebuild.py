@@ -106,6 +106,8 @@ def rebuilt(ranks: Sequence[RankEvents], names: Names) -> Rebuilt:
     notes = [
         f"{each.source} is cut off: what comes after its end is not counted" for each in ordered if each.is_cut_off
     ]
+    if timeless := sum(each.timeless for each in ordered):
+        notes.append(f"events are left out that have no time, or end before they start: {timeless}")
     actions: list[Recorded] = [recorded_actions(each, names) for each in ordered]
     for events, found in zip(ordered, actions, strict=True):
         if not found:
@@ -113,7 +115,11 @@ def rebuilt(ranks: Sequence[RankEvents], names: Names) -> Rebuilt:
     ordered, actions = _one_replica(ordered, actions)
     _require_all(ordered, actions)
     if _is_said(actions):
-        return _timelines(Reading(range(len(ordered)), None, *steps_of(actions)), ordered, notes)
+        said = _timelines(Reading(range(len(ordered)), None, *steps_of(actions)), ordered, notes)
+        cut_off = [each.source for each in ordered if each.is_cut_off]
+        if cut_off and verify(executed_schedule(median_step(said.steps))):
+            raise UsageError(f"{cut_off[0]} is cut off, and no step is whole before its end: record the steps again")
+        return said
     if not any(each.sends or each.receives for each in ordered) and any(each.collectives for each in ordered):
         raise UsageError(f"no rank sends anything to another one, so these are no stages of a pipeline; {NAME_THEM}")
     why: dict[str, None] = {}
@@ -352,7 +358,7 @@ def _require_all(ranks: Sequence[RankEvents], actions: Sequence[Recorded]) -> No
         return
     told = []
     for events, found in zip(ranks, actions, strict=True):
-        busy, length = sum(each.end - each.start for each in found), found[-1].end - found[0].start
+        busy, length = sum(span.end - span.start for span in _row(found, 0, 0.0)), found[-1].end - found[0].start
         told.append(f"rank {events.rank} runs {len(found)} actions and computes {busy / length:.0%} of {length:.4g} s")
     of = f" of {whole}" if whole else ""
     raise UsageError(

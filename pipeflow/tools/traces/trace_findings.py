@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 from pipeflow.core.action import Kind
@@ -160,13 +160,15 @@ class _Waits:
 
 SLOW_LINK = 2.0  # times the median wait of other links
 LEAST = 0.02  # of the step: less is not worth a line
+SMALL = 0.1  # of the most expensive finding: less may be noise
+ALIKE = 1.15  # times the factor of another stage
 
 
 class Finding(NamedTuple):
     """Something that makes the step longer.
 
     Attributes:
-        kind: "slow stage", "slow link", "straggler", "host stall" or "outside" of the step's actions.
+        kind: "slow stage", "slow rank", "slow link", "straggler", "host stall" or "outside" of the step's actions.
         where: the stage, the link as (from, to), or the rank.
         seconds: the time that it costs on its rank or link in the step.
         text: the finding in words.
@@ -179,11 +181,13 @@ class Finding(NamedTuple):
 
 
 def what_stands_out(timeline: Timeline, idle: Sequence[Idle], outside: Sequence[Outside]) -> list[Finding]:
-    """The causes of lost time, the most expensive first. Those that cost less than 2 % of the step are left out."""
+    """The causes of lost time, the most expensive first. Those that cost less than 2 % of the step are left out, and
+    those that cost less than a tenth of the most expensive one.
+    """
     usual = Usual(timeline)
     found = [*_stragglers(timeline, usual), *_slow_stages(timeline, usual), *_slow_links(idle), *_host_stalls(idle)]
     found += map(_outside, outside)
-    least = LEAST * timeline.makespan
+    least = max(LEAST * timeline.makespan, SMALL * max((each.seconds for each in found), default=0.0))
     return sorted((each for each in found if each.seconds > least), key=lambda each: -each.seconds)
 
 
@@ -201,9 +205,18 @@ def _outside(each: Outside) -> Finding:
 
 
 def _slow_stages(timeline: Timeline, usual: Usual) -> Iterator[Finding]:
-    for stage, (seconds, ratio) in usual.slow_stages.items():
-        rank = " and ".join(map(str, timeline.placement.ranks_of(stage)))
-        text = f"stage {stage} (rank {rank}) computes {ratio:.2f} times as long as the median stage"
+    """Stages that take longer than others, and ranks on which all of several stages do by the same factor."""
+    slow = dict(usual.slow_stages)
+    for rank in range(timeline.placement.num_ranks):
+        own = timeline.placement.stages_of(rank)
+        ratios = [slow[stage][1] for stage in own if stage in slow]
+        if len(own) == len(ratios) > 1 and max(ratios) <= ALIKE * min(ratios):
+            seconds = sum(slow.pop(stage)[0] for stage in own)
+            text = f"rank {rank} computes {fmean(ratios):.2f} times as long as the median rank, on all of its stages"
+            yield Finding("slow rank", rank, seconds, text)
+    for stage, (seconds, ratio) in slow.items():
+        ranks = " and ".join(map(str, timeline.placement.ranks_of(stage)))
+        text = f"stage {stage} (rank {ranks}) computes {ratio:.2f} times as long as the median stage"
         yield Finding("slow stage", stage, seconds, text)
 
 
