@@ -33,7 +33,9 @@ from pipeflow.checking.two_runs import TwoRuns
 
 
 def batches(both: TwoRuns, step: int) -> Iterator[Difference]:
-    """Batches whose samples are not the same, in any order."""
+    """Batches whose samples are not the same, in any order. What ranks are given of which the reference has nothing at
+    all, such as positions that the plain model makes itself, is no batch, if others have all that the reference has.
+    """
     for place in range(MOST_TENSORS):
         mine, theirs = (
             [(rank, event) for rank, event in run.events(step, "batch") if event["place"] == place] for run in both.runs
@@ -45,7 +47,9 @@ def batches(both: TwoRuns, step: int) -> Iterator[Difference]:
             continue
         both.compared["batches"] += 1
         apart = unmatched(rows, others, both.rounding.given or limits.SKETCH)
-        if apart.reference or apart.candidate:
+        wrong, readers = {*apart.candidate}, _ranks(others, sorted({*range(len(others.values))} - {*apart.candidate}))
+        is_read = not readers.isdisjoint(_ranks(others, apart.candidate))
+        if apart.reference or (wrong and is_read):
             ranks = _ranks(others, apart.candidate) or {rank for rank, _ in theirs}
             lacking = not apart.candidate and len(others.values) < len(rows.values)
             yield both.difference(step, "batch", "", ranks, apart.error, limits.SKETCH, lacking=lacking)

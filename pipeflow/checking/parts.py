@@ -97,7 +97,8 @@ def _plain_part(name: str, tensor: Tensor) -> Part:
         return _distributed(name, tensor)
     if hasattr(tensor, "ds_id") or hasattr(tensor, "_hp_mapping"):
         return _of_deepspeed(name, tensor)
-    if getattr(tensor, "tensor_model_parallel", False) and getattr(tensor, "partition_dim", -1) >= 0:
+    is_divided = getattr(tensor, "tensor_model_parallel", False) and getattr(tensor, "partition_dim", -1) >= 0
+    if is_divided and "megatron.core.parallel_state" in sys.modules:  # else an engine's own, that says no rank
         return _of_megatron(name, tensor)
     return _whole(name, tensor)
 
@@ -123,11 +124,7 @@ def _distributed(name: str, tensor: Any) -> Part:
 
 def _of_megatron(name: str, tensor: Any) -> Part:
     """A parameter with Megatron-LM's attributes: an even part along `partition_dim`."""
-    state: Any = sys.modules.get("megatron.core.parallel_state")
-    if state is None:
-        raise UsageError(
-            "a parameter has Megatron-LM's tensor_model_parallel, but megatron.core is not loaded: pass parts"
-        )
+    state: Any = sys.modules["megatron.core.parallel_state"]
     dim, shape = tensor.partition_dim, list(tensor.shape)
     offset = [0] * len(shape)
     offset[dim] = state.get_tensor_model_parallel_rank() * shape[dim]

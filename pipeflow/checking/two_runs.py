@@ -187,11 +187,11 @@ class TwoRuns:
                 f"{len(met)} tensors, and the candidate's {theirs} have no like; pass names to record if only names "
                 "differ"
             )
-        if lacking:
-            self.notes.append(f"the candidate has no {_listed(lacking)}")
-        if unmatched:
-            self.notes.append(f"the reference has no {_listed(unmatched)}")
-        if shapes := [name for name in unmatched if name in self.reference.first]:
+        shapes = [name for name in unmatched if name in self.reference.first]
+        for which, names in (("candidate", lacking), ("reference", unmatched)):
+            if own := [name for name in names if name not in shapes]:
+                self.notes.append(f"the {which} has no {_listed(own)}")
+        if shapes:
             self.notes.append(f"{_listed(shapes)} have other shapes: pass parts to record if ranks have parts of them")
 
     @cached_property

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # as everybody calls it
-from torch import nn
+from torch import Tensor, nn
 
 from pipeflow.checking import check, record
-from tests.checking.jobs import GPT, batches
+from pipeflow.testing import run_processes
+from tests.checking.jobs import GPT, WIDTH, WORDS, batches
 
 STEPS = 2
 
@@ -85,3 +87,73 @@ def _norm_of(folder: Path) -> float:
     from pipeflow.checking.runs import load
 
     return next(float(event["value"]) for _, event in load(folder).events(0, "norm"))
+
+
+class First(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+
+    def forward(self, words: Tensor) -> Tensor:
+        found: Tensor = self.embed(words)
+        return found
+
+
+class Second(nn.Module):
+    """Takes positions beside what the first one returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        found: Tensor = self.head(hidden + self.places(positions))
+        return found
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = First(), Second()
+
+    def forward(self, words: Tensor) -> Tensor:
+        found: Tensor = self.second(self.first(words), torch.arange(words.shape[1]).expand(words.shape))
+        return found
+
+
+def in_two_stages(folder: Path, factor: float) -> None:
+    """A pipeline by hand. The loss of the last stage is multiplied by a factor."""
+    whole, rank, words = Both(), dist.get_rank(), batches(1)[0][0]
+    stage = nn.ModuleDict({"second": whole.second} if rank else {"first": whole.first})
+    optimizer = torch.optim.SGD(stage.parameters(), 0.1)
+    with record(folder, stage):
+        if rank == 0:
+            hidden = stage["first"](words)
+            dist.send(hidden.detach(), 1)
+            gradient = torch.empty_like(hidden)
+            dist.recv(gradient, 1)
+            hidden.backward(gradient)
+        else:
+            hidden = torch.empty(*words.shape, WIDTH)
+            dist.recv(hidden, 0)
+            logits = stage["second"](hidden.requires_grad_(), torch.arange(words.shape[1]).expand(words.shape))
+            (logits.square().mean() * factor).backward()
+            assert hidden.grad is not None
+            dist.send(hidden.grad, 0)
+        optimizer.step()
+
+
+@pytest.mark.slow
+def test_positions_that_the_plain_model_makes_itself_are_no_batch(tmp_path: Path) -> None:
+    model, words = Both(), batches(1)[0][0]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with record(tmp_path / "plain", model):
+        model(words).square().mean().backward()
+        optimizer.step()
+    for factor in (1.0, 2.0):
+        run_processes(in_two_stages, 2, tmp_path / f"stages-{factor}", factor)
+        found = check(tmp_path / "plain", tmp_path / f"stages-{factor}")
+        assert found.alike == (factor == 1.0)
+        if found.first is not None:
+            assert found.first.what in ("loss", "gradient")

@@ -16,7 +16,18 @@ from tests.traces.recording import Machine, ran, record
 
 KEYS = {
     *("ranks", "stages", "microbatches", "schedule", "nearest", "placement", "violations", "step_seconds", "steps"),
-    *("simulated_seconds", "bubble", "idle", "findings", "costs", "gains", "critical_path", "names", "notes"),
+    *(
+        "simulated_seconds",
+        "bubble",
+        "idle",
+        "findings",
+        "costs",
+        "gains",
+        "critical_path",
+        "names",
+        "notes",
+        "outside",
+    ),
 }
 
 
