@@ -141,34 +141,38 @@ def _is_said(actions: Sequence[Recorded]) -> bool:
 
 
 def _readings(actions: Sequence[Recorded]) -> Iterator[Reading]:
-    """The ways to read a recording, the plainest first. A step ends where its optimizer steps, if it does so once, or
-    else where a rank has run the backwards of all its forwards.
+    """The ways to read a recording, the plainest first. Where the profiler marks no steps, a step ends where the
+    optimizer steps, or else where a rank has run the backwards of all its forwards. Raises UsageError if there is no
+    step in any way.
     """
-    updated = any(each.update for own in actions for each in own) and not any(
-        each.step is not None for own in actions for each in own
-    )
-    for to_the_update in (True, False) if updated else (False,):
-        for chain in _chains(actions, to_the_update=to_the_update):
-            own = [_copies(actions[place], to_the_update=to_the_update) for place in chain]
-            steps, damaged = steps_of(own)
-            for schedule in _fitting(steps[0]) if steps else ():
+    everyone = [each for own in actions for each in own]
+    updated = any(each.update for each in everyone) and all(each.step is None for each in everyone)
+    errors, is_any = list[UsageError](), False
+    for by_updates in (True, False) if updated else (False,):
+        marked = [[replace(each, step=each.update) for each in own] for own in actions] if by_updates else actions
+        for chain in _chains(marked):
+            try:
+                steps, damaged = steps_of([list(map(replace, marked[place])) for place in chain])
+            except UsageError as error:
+                errors.append(error)
+                continue
+            for schedule in _fitting(steps[0]) if steps else (None,):
+                is_any = True
                 yield Reading(chain, schedule, [_staged(step, schedule) for step in steps], damaged)
+    if errors and not is_any:
+        raise errors[0]
 
 
-def _copies(actions: Recorded, *, to_the_update: bool) -> Recorded:
-    return [replace(each, step=each.update if to_the_update else each.step) for each in actions]
-
-
-def _chains(actions: Sequence[Recorded], *, to_the_update: bool) -> Iterator[Sequence[int]]:
+def _chains(actions: Sequence[Recorded]) -> Iterator[Sequence[int]]:
     """The ranks of a pipeline, in the order of their stages: all in the order of their numbers, or of their first
     forwards; or one of several pipelines whose ranks do the same at the same time.
     """
     many = len(actions)
     yield range(many)
-    steps, _ = steps_of([_copies(own, to_the_update=to_the_update) for own in actions])
-    if not steps:
+    try:
+        [step, *_], _ = steps_of([list(map(replace, own)) for own in actions])
+    except (UsageError, ValueError):  # there is none
         return
-    step = steps[0]
     in_turn = sorted(range(many), key=lambda place: min(each.start for each in step[place] if each.kind is Kind.F))
     if in_turn != [*range(many)]:
         yield in_turn
@@ -223,7 +227,8 @@ def _outside(step: Step, shifts: Sequence[float], events: Sequence[RankEvents]) 
     ends = max(range(len(step)), key=lambda rank: max(each.end for each in step[rank]) + shifts[rank])
     found = []
     for rank, is_before in ((begins, True), (ends, False)):
-        mark = marked_steps(events[rank]).get(step[rank][0].step or 0)
+        number = step[rank][0].step
+        mark = None if number is None else marked_steps(events[rank]).get(number)
         if mark is not None:
             last = max(each.end for each in step[rank])
             start, end = (mark.start, step[rank][0].start) if is_before else (last, mark.end)
@@ -268,8 +273,7 @@ def _require_consistent(
     if any(map(any, own)):
         _require_messages(reading, own)
     if not schedule.is_forward_only and not is_alike(played := replay(median), median):
-        apart = played.makespan / median.makespan - 1
-        raise UsageError(f"under its own costs it would take {apart:+.0%} of the time that it took")
+        raise UsageError(f"its replay differs from it by {played.makespan / median.makespan - 1:+.0%}")
 
 
 def _messages(events: RankEvents, part: Part, actions: Recorded) -> tuple[int, int]:
