@@ -113,15 +113,19 @@ def rebuilt(ranks: Sequence[RankEvents], names: Names) -> Rebuilt:
         if not found:
             raise UsageError(f"{events.source} shows no forward or backward: {_without_actions(events)}")
     ordered, actions = _one_replica(ordered, actions)
+    is_said = _is_said(actions)
+    if not is_said and any(each.collectives for each in ordered) and not any(each.transfers for each in ordered):
+        raise UsageError(
+            "no rank sends anything to another one: a job without a pipeline has no schedule to explain. If it has "
+            f"one, {NAME_THEM}"
+        )
     _require_all(ordered, actions)
-    if _is_said(actions):
+    if is_said:
         said = _timelines(Reading(range(len(ordered)), None, *steps_of(actions)), ordered, notes)
         cut_off = [each.source for each in ordered if each.is_cut_off]
         if cut_off and verify(executed_schedule(median_step(said.steps))):
             raise UsageError(f"{cut_off[0]} is cut off, and no step is whole before its end: record the steps again")
         return said
-    if not any(each.sends or each.receives for each in ordered) and any(each.collectives for each in ordered):
-        raise UsageError(f"no rank sends anything to another one, so these are no stages of a pipeline; {NAME_THEM}")
     why: dict[str, None] = {}
     for reading in _readings(actions):
         try:
