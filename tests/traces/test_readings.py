@@ -152,7 +152,7 @@ def sums_alone(_: int, events: Events) -> Events:
         ),
         (
             sums_alone,
-            "no rank sends anything to another one: a job without a pipeline has no schedule to explain. If .* give --names",
+            "a job without a pipeline has no schedule to explain. If it has one, give --names",
         ),
     ],
 )
