@@ -7,6 +7,7 @@ Stages sleep, in forwards and in both halves of backwards, so that cores are not
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import tempfile
@@ -35,7 +36,18 @@ CASES = {
     "ScheduleDualPipeV": 2,
 }
 """torch's schedules, each with its number of stages per rank."""
-COLUMNS = ["schedule", "ranks", "rebuilt", "step ms", "replayed", "best order", "promised", "gained", "off by"]
+COLUMNS = [
+    "schedule",
+    "ranks",
+    "rebuilt",
+    "without names",
+    "step ms",
+    "replayed",
+    "best order",
+    "promised",
+    "gained",
+    "off by",
+]
 
 
 def run(rounds: int | None = None) -> Report:
@@ -49,6 +61,7 @@ def run(rounds: int | None = None) -> Report:
                 found = run_ranks("explain:measure", ranks, options, deadline=180 + 4 * rounds)
             report.rows.append(_row(name, ranks, found))
             report.data["seconds"][f"{name} on {ranks}"] = [each["times"] for each in found]
+    report.notes.append("without names: the same trace without its annotations is rebuilt, or refused, but never NO")
     report.notes.append("target: rebuilt action for action; replayed within 3 % of the step; off by at most 5 % of it")
     return report
 
@@ -65,6 +78,7 @@ def _row(name: str, ranks: int, found: list[dict[str, Any]]) -> list[str]:
         name,
         str(ranks),
         "yes" if told["rebuilt"] == rows else "NO",
+        "refused" if told["nameless"] is None else "yes" if told["nameless"] == rows else "NO",
         f"{1e3 * told['measured']:.1f}",
         f"{told['replayed'] / told['measured'] - 1:+.1%}",
         told["best"],
@@ -165,6 +179,21 @@ def record(run: TorchRun, folder: Path) -> None:
             recorder.step()
 
 
+def nameless(folder: Path) -> list[str] | None:
+    """The order that traces show without their annotations; None if it is refused."""
+    import pipeflow
+
+    with tempfile.TemporaryDirectory() as bare:
+        for path in folder.glob("*.json"):
+            whole = json.loads(path.read_text(encoding="utf-8"))
+            whole["traceEvents"] = [each for each in whole["traceEvents"] if not each.get("name", "").startswith("PP:")]
+            Path(bare, path.name).write_text(json.dumps(whole), encoding="utf-8")
+        try:
+            return pipeflow.explain([bare]).schedule.to_csv().splitlines()
+        except pipeflow.UsageError:
+            return None
+
+
 def measure(name: str, chunks: int, rounds: int, folder: str) -> dict[str, Any]:
     """On every rank: records a schedule of torch, explains it on rank 0, and takes the times of both orders."""
     import pipeflow
@@ -187,6 +216,7 @@ def measure(name: str, chunks: int, rounds: int, folder: str) -> dict[str, Any]:
         table.write_text(found.best.schedule.to_csv(), encoding="utf-8")
         told = {
             "rebuilt": found.schedule.to_csv().splitlines(),
+            "nameless": nameless(Path(folder)),
             "measured": found.timeline.makespan,
             "replayed": found.replanned.now.timeline.makespan,
             "best": found.best.schedule.name,
