@@ -11,7 +11,7 @@ import pytest
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
-from pipeflow.schedules import make_schedule
+from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.tools.traces.explanation import Explanation, explain
 from tests.traces.recording import Machine, ran, record
 
@@ -53,6 +53,27 @@ def test_forwards_that_a_backward_computes_again_are_none(tmp_path: Path) -> Non
 
     found = explain([rewrite(recorded(tmp_path / "traces", schedule), again)])
     assert rows_of(found) == tuple(schedule.to_csv().splitlines())
+
+
+NEED_NAMES = {"v-half", "v-min", "chimera", "hanayo", "dualpipe", "zb-auto", "naive"}
+"""Schedules of which operators and messages do not show which stage and microbatch an action is of."""
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_is_told_without_names_as_it_ran_or_not_at_all(name: str, tmp_path: Path) -> None:
+    schedule = make_schedule(name, ranks=4, microbatches=8).without_pairs()
+    folder = recorded(tmp_path / "traces", schedule)
+    if name == "naive":  # nothing says where its steps end
+        found = explain([folder])
+        assert found.schedule.num_microbatches == 1
+        assert found.notes[0].startswith("nothing marks steps, so each microbatch is taken for one")
+        return
+    try:
+        told = rows_of(explain([folder]))
+    except UsageError:
+        assert name in NEED_NAMES
+    else:
+        assert told == tuple(schedule.to_csv().splitlines())
 
 
 def test_backwards_may_come_last_first(tmp_path: Path) -> None:

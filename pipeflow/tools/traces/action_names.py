@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import sys
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, filterfalse, groupby
@@ -214,19 +215,58 @@ class _Inside:
         return [kernel for _, kernel in kernels[places]]
 
     def unannotated(self) -> Iterator[RecordedAction]:
-        """The actions that operators show: runs of operators, and the backwards that have the same numbers."""
-        owner = {each.number: index for index, run in enumerate(self._runs) for each in run}
-        parts: dict[int, list[Event]] = {}
-        last: int | None = None
-        for each in self._events.backwards:  # what has no operator, as sums into gradients, belongs to the one before
-            last = owner.get(each.number, last)
-            if last is not None:
-                parts.setdefault(last, []).append(each)
-        for index, run in enumerate(self._runs):
-            for kind, own in ((Kind.F, run), (Kind.B, parts.get(index, []))):
-                for action in self.actions(Event("", *_extent(own)), [Named(kind)]) if own else ():
-                    action.index = index
-                    yield action
+        """The actions that operators show: runs of operators, and the backwards that have the same numbers. A backward
+        that comes to the same nodes twice is one in halves. A run whose backwards share no node is that of several
+        stages.
+        """
+        passes, index = self._passes(), 0
+        for place, run in enumerate(self._runs):
+            alike = list[list[list[Event]]]()  # backwards of the same stage
+            for each in passes.get(place, []):
+                same = next((found for found in alike if _numbers(found[0]) & _numbers(each)), None)
+                alike.append([each]) if same is None else same.append(each)
+            alike.sort(key=lambda found: min(_numbers(found[0])))
+            firsts = [min(_numbers(found[0])) for found in alike][1:]
+            for part, found in zip(_split(run, firsts), alike or [[]], strict=True):
+                kinds = [Kind.B] if len(found) == 1 else [Kind.I] + [Kind.W] * (len(found) - 1)
+                for kind, own in ((Kind.F, part), *zip(kinds, found, strict=False)):
+                    for action in self.actions(Event("", *_extent(own)), [Named(kind)]):
+                        action.index = index
+                        yield action
+                index += 1
+
+    def _passes(self) -> dict[int, list[list[Event]]]:
+        """The nodes of each backward, by the run of its forward. A backward ends where another forward or backward
+        begins, and before a node that it had already.
+        """
+        owner = {each.number: place for place, run in enumerate(self._runs) for each in run}
+        starts = [run[0].start for run in self._runs]
+        found: dict[int, list[list[Event]]] = defaultdict(list)
+        last: tuple[int, int] | None = None
+        seen: set[int | None] = set()
+        for each in self._events.backwards:
+            if each.number in owner:
+                turn = owner[each.number], bisect_right(starts, each.start)
+                if turn != last or each.number in seen:
+                    found[turn[0]].append([])
+                    seen = set()
+                seen.add(each.number)
+                last = turn
+            if last is not None:  # what has no operator, as sums into gradients, belongs to the one before
+                found[last[0]][-1].append(each)
+        return found
+
+
+def _numbers(events: Sequence[Event]) -> set[int]:
+    return {each.number for each in events if each.number is not None}
+
+
+def _split(run: Sequence[Event], firsts: Sequence[int]) -> list[list[Event]]:
+    """The operators of a run, divided before these numbers."""
+    parts: list[list[Event]] = [[] for _ in range(len(firsts) + 1)]
+    for each in run:
+        parts[bisect_right(firsts, each.number or 0)].append(each)
+    return parts
 
 
 def _middle(event: Event) -> float:

@@ -74,6 +74,7 @@ class Outside(NamedTuple):
 # exchange, and replayed under its own costs it must take as long as it did. If all are contradicted, none is told.
 
 REPLAYED = 0.1  # by how much a replay may differ from what was recorded, as a share of it
+CLOSE = 1e-6  # seconds by which times of one moment may differ
 SAID = 3  # readings of which an error says why they are wrong
 
 
@@ -177,7 +178,10 @@ def _chains(actions: Sequence[Recorded]) -> Iterator[Sequence[int]]:
         [step, *_], _ = steps_of([list(map(replace, own)) for own in actions])
     except (UsageError, ValueError):  # there is none
         return
-    in_turn = sorted(range(many), key=lambda place: min(each.start for each in step[place] if each.kind is Kind.F))
+    in_turn = sorted(
+        range(many),
+        key=lambda place: min((each.start for each in step[place] if each.kind is Kind.F), default=math.inf),
+    )
     if in_turn != [*range(many)]:
         yield in_turn
     for stages in range(many // 2, 1, -1):
@@ -210,6 +214,9 @@ def _timelines(reading: Reading, ordered: Sequence[RankEvents], notes: Sequence[
     said = [*notes]
     if reading.damaged:
         said.append(f"steps are left out in which a rank has more or fewer actions than in others: {reading.damaged}")
+    whole = [each for step in reading.steps for own in step for each in own]
+    if len(steps := reading.steps) > 1 and all(not each.named.microbatch and each.step is None for each in whole):
+        said.append(f"nothing marks steps, so each microbatch is taken for one, of which there are {len(steps)}")
     if alike := len(ordered) - len(chain):
         said.append(f"ranks {', '.join(map(str, places))} are shown; {alike} others do the same in other pipelines")
     order = sorted(range(len(chain)), key=chain.__getitem__)
@@ -286,7 +293,7 @@ def _messages(events: RankEvents, part: Part, actions: Recorded) -> tuple[int, i
     before = max((each.end for each in actions if each.end <= first), default=-math.inf)
     after = min((each.start for each in actions if each.start >= last), default=math.inf)
     sent = sum(first <= each.start < after for each in events.sends)
-    return sent, sum(before <= each.start < last for each in events.receives)
+    return sent, sum(before <= each.start + CLOSE < last for each in events.receives)
 
 
 def _require_messages(reading: Reading, messages: Sequence[tuple[int, int]]) -> None:
