@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pipeflow.core.action import Kind
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules import SCHEDULES, make_schedule
@@ -74,6 +75,43 @@ def test_a_schedule_is_told_without_names_as_it_ran_or_not_at_all(name: str, tmp
         assert name in NEED_NAMES
     else:
         assert told == tuple(schedule.to_csv().splitlines())
+
+
+def test_a_first_stage_may_leave_a_whole_backward_to_its_second_half(tmp_path: Path) -> None:
+    schedule = make_schedule("zb-v", ranks=2, microbatches=8)
+    timeline = ran(schedule, Machine(seed=0))
+    first = {1e8 + 1e6 * span.start for span in timeline if (span.action.kind, span.action.stage) == (Kind.I, 0)}
+
+    def without_first_halves(_: int, events: Events) -> Events:
+        return [each for each in events if not (is_backward(each) and is_in(each, first))]
+
+    def is_in(event: dict[str, Any], starts: set[float]) -> bool:
+        return any(start - 1 < event["ts"] < start + 450 for start in starts)
+
+    folder = record(tmp_path / "traces", timeline, name=None)
+    found = explain([rewrite(folder, lambda rank, events: without_first_halves(rank, events) if rank == 0 else events)])
+    assert rows_of(found) == tuple(schedule.to_csv().splitlines())
+
+
+def is_backward(event: dict[str, Any]) -> bool:
+    return str(event["name"]).startswith(BACKWARD)
+
+
+def test_what_is_done_before_a_wait_is_no_part_of_a_forward(tmp_path: Path) -> None:
+    schedule = make_schedule("1f1b", ranks=2, microbatches=4)
+    timeline = ran(schedule)
+
+    def adds(rank: int, events: Events) -> Events:
+        """Before it waits, rank 1 adds to gradients. What makes no node has the number of the next that does."""
+        mine = [each for each in events if each["name"] == "aten::mm" and rank]
+        starts = sorted(each["ts"] for each in mine)[::2]
+        early = [each | {"ts": each["ts"] - 20, "dur": 1} for each in mine if each["ts"] in starts]
+        return events + early
+
+    found = explain([rewrite(record(tmp_path / "traces", timeline, name=None), adds)])
+    assert [span.start for span in found.timeline.rows[1]] == pytest.approx(
+        [span.start for span in timeline.rows[1]], abs=1e-6
+    )
 
 
 def test_backwards_may_come_last_first(tmp_path: Path) -> None:

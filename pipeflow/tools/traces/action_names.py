@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, filterfalse, groupby
+from itertools import accumulate, filterfalse, groupby, pairwise
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
@@ -296,7 +296,21 @@ def forward_runs(events: RankEvents) -> list[list[Event]]:
     runs = [list(run) for _, run in groupby(first, key=lambda each: bisect_right(borders, each.start))]
     last_with = {each.number: place for place, run in enumerate(runs) for each in run}
     return [
-        run
+        _begun(run)
         for place, run in enumerate(runs)
         if any(each.number in numbers and last_with[each.number] == place for each in run)
     ]
+
+
+def _begun(run: list[Event]) -> list[Event]:
+    """A run from where it goes on after a wait: what is before, makes nothing for a backward and takes less time than
+    the wait, is of what ran before.
+    """
+    first, busy = 0, 0.0
+    for place, (each, later) in enumerate(pairwise(run)):
+        if each.number != later.number:
+            break
+        busy += each.end - each.start
+        if later.start - each.end > busy:
+            first = place + 1
+    return run[first:]

@@ -525,27 +525,44 @@ def _staged(step: Step, schedule: Schedule | None) -> Step:
     """The actions of a step with stages where names do not say them: their places in the chain of ranks, or those of
     the schedule, which gives microbatches, too.
     """
-    found = []
-    for place, own in enumerate(step):
-        row = [None] * len(own) if schedule is None else [*schedule.actions(place)]
-        pairs = zip(own, row, strict=True)
-        found.append([each if each.named.stage is not None else _named(each, action, place) for each, action in pairs])
+    if schedule is None:
+        return [
+            [
+                each
+                if each.named.stage is not None
+                else _named(each, Action(each.kind, place, each.named.microbatch or 0))
+                for each in own
+            ]
+            for place, own in enumerate(step)
+        ]
+    return [_as_in(own, [*schedule.actions(place)]) for place, own in enumerate(step)]
+
+
+def _as_in(own: Recorded, row: Sequence[Action]) -> Part:
+    """The actions of a rank, of which `_shown` chose those that are recorded, as those of a row; the others take no
+    time, when the next one begins.
+    """
+    found, left = Part(), [*own]
+    chosen = {*(_shown(own, row) or row)}
+    for action in row:
+        if action in chosen:
+            found.append(_named(left.pop(0), action))
+        else:
+            moment = left[0].start if left else found[-1].end
+            found.append(replace(_named(own[0], action), start=moment, end=moment))
     return found
 
 
-def _named(recorded: RecordedAction, action: Action | None, place: int) -> RecordedAction:
-    named = recorded.named._replace(stage=place)
-    if action is not None:
-        named = named._replace(stage=action.stage, microbatch=action.microbatch)
-    return replace(recorded, named=named)
+def _named(recorded: RecordedAction, action: Action) -> RecordedAction:
+    named = recorded.named._replace(kind=action.kind, stage=action.stage, microbatch=action.microbatch)
+    return replace(recorded, kind=action.kind, named=named)
 
 
 def _fitting(step: Step) -> Iterator[Schedule | None]:
     """The schedules that a step may show: None for one stage per rank, and named ones of several stages. Those come
     first if they have a name and one stage does not.
     """
-    kinds = [[each.kind for each in own] for own in step]
-    forwards, found = kinds[0].count(Kind.F), list[Schedule | None]()
+    forwards, found = sum(each.kind is Kind.F for each in step[0]), list[Schedule | None]()
     is_said = all(each.named.stage is not None for own in step for each in own)
     for chunks in () if is_said else (each for each in range(1, forwards + 1) if forwards % each == 0):
         placements = [Placement.looped(len(step), chunks)]
@@ -554,9 +571,24 @@ def _fitting(step: Step) -> Iterator[Schedule | None]:
         for placement in placements:
             for schedule in schedules_on(placement, forwards // chunks):
                 rows = [list(schedule.actions(rank)) for rank in range(len(step))]
-                if [[each.kind for each in row] for row in rows] == kinds and all(map(_agrees, step, rows)):
-                    found.append(schedule if chunks > 1 else None)
+                if all(_shown(own, row) is not None for own, row in zip(step, rows, strict=True)):
+                    is_plain = chunks == 1 and [*map(len, rows)] == [*map(len, step)]
+                    found.append(None if is_plain else schedule)
     yield from dict.fromkeys([*found, None])
+
+
+def _shown(own: Recorded, row: Sequence[Action]) -> list[Action] | None:
+    """The actions of a row that a rank recorded, if it shows this row: all of them, or those without the halves I of
+    the first stage, which some engines leave to W. None if it shows another row.
+    """
+    some = [each for each in row if (each.kind, each.stage) != (Kind.I, 0)]
+    for actions in (row, some):
+        kinds = [
+            Kind.B if (actions is some) and each.kind is Kind.W and not each.stage else each.kind for each in actions
+        ]
+        if [each.kind for each in own] == kinds and _agrees(own, actions):
+            return [*actions]
+    return None
 
 
 def _agrees(own: Recorded, row: Sequence[Action]) -> bool:
