@@ -176,6 +176,7 @@ def _under_one_group(look: Callable[[], bool]) -> bool:
 
 def _knows_groups() -> bool:
     group = distributed.default_group()
+    distributed.set_timeout(torch.distributed.constants.default_pg_timeout, group)
     return group in distributed.group_names() and distributed.has_cpu(group)
 
 
@@ -321,6 +322,7 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "distributed.default_group": lambda: _under_one_group(_knows_groups),
     "distributed.group_names": lambda: _under_one_group(_knows_groups),
     "distributed.has_cpu": lambda: _under_one_group(_knows_groups),
+    "distributed.set_timeout": lambda: _under_one_group(_knows_groups),
     "distributed.StorageInfo": lambda: distributed.StorageInfo("a.distcp", 1, 2).length == 2,
     "distributed.compute_local_shape_and_global_offset": lambda: _under_one_group(_one_block),
     "distributed.drop_gradients": lambda: _under_one_group(_drops_gradients),

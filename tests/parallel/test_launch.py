@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from pipeflow import Pipeline, UsageError, launch, make_schedule
 from pipeflow.engine.parallel.context import current_context, is_launched
 from pipeflow.engine.parallel.layout import Coordinates, WorldLayout
 from pipeflow.testing import run_processes
+from pipeflow.testing.ranks import free_port
 
 SIZES = st.integers(1, 5)
 
@@ -88,3 +92,41 @@ def serve_again(folder: str) -> list[bool]:
 @pytest.mark.exhaustive
 def test_a_store_may_be_served_again_on_its_port(tmp_path: Path) -> None:
     assert run_processes(serve_again, 2, str(tmp_path)) == [[True] * 2] * 2
+
+
+LEAVING = """
+import os
+from pipeflow import PipelineError, launch
+from pipeflow.engine.parallel.rendezvous import find_each_other
+if os.environ["RANK"] == "1":
+    find_each_other(1, 3, 30.0)
+    os._exit(0)
+try:
+    launch(timeout=3)
+except PipelineError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_between_the_rendezvous_and_torchs_group_is_named() -> None:
+    """torch's group holds the interpreter while it connects, so its own timeout must be that of launch."""
+    shared = os.environ | {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LEAVING],
+            env=shared | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        told = [each.communicate(timeout=60)[0] for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    assert told[1] == ""
+    for text in (told[0], told[2]):
+        assert "rank 1 failed: it did not join within 3 s of launch" in text

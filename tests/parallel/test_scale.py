@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -64,25 +63,6 @@ def loop_of_torch() -> bool:
 def test_torchs_own_transfers_start_without_their_peer() -> None:
     """If torch's groups connected two ranks when both use their connection, ranks would wait in a circle here."""
     assert all(run_processes(loop_of_torch, 8, deadline=30.0))
-
-
-PATIENCE = 5.0  # of `launch`, seconds
-
-
-def late_send() -> float:
-    """Rank 1 sends later than `launch` would wait for a rank."""
-    value = torch.full((1,), float(dist.get_rank()))
-    if dist.get_rank() == 1:
-        time.sleep(PATIENCE + 1)
-        dist.send(value, 0)
-    else:
-        dist.recv(value, 1)
-    return float(value)
-
-
-@pytest.mark.slow
-def test_torchs_own_transfers_wait_as_long_as_torchs() -> None:
-    assert run_processes(late_send, 2, timeout=PATIENCE) == [1.0, 1.0]
 
 
 class Counting(Coordinator):

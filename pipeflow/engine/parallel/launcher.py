@@ -38,12 +38,12 @@ from pipeflow.engine.parallel.rendezvous import (
 from pipeflow.engine.parallel.transport.distributed import DistributedTransport
 from pipeflow.engine.parallel.transport.local import Hub, LocalTransport
 from pipeflow.engine.parallel.transport.protocol import Transport
-from pipeflow.engine.torch_private.distributed import default_group, has_cpu
+from pipeflow.engine.torch_private.distributed import default_group, has_cpu, set_timeout
 
 T = TypeVar("T")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SHORT = 256  # bytes of what the ranks tell each other here
-_OF_TORCH = timedelta(minutes=30)  # torch's default for its own groups, and gloo's transfers keep the first one
+_OF_TORCH = timedelta(minutes=30)  # torch's default for the collectives of its own groups
 
 
 def launch(
@@ -148,10 +148,10 @@ def _initialize(
     store, address = find_each_other(rank, world_size, timeout)
     use_interface_of(address_towards(address))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    until = time.monotonic() + timeout + grace_of(timeout)
+    patience, until = timedelta(seconds=timeout), time.monotonic() + timeout + grace_of(timeout)
 
     def meet() -> T:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_OF_TORCH)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
         result = then(address, None)  # no rank passes this before all have reached it
         come(store, rank)
         return result
@@ -162,6 +162,7 @@ def _initialize(
         if absent := missing(store, rank, world_size, until):
             raise did_not_come(absent, timeout) from None
         raise PipelineError(Failure(rank, f"it found all ranks, but could not connect to them: {error!r}")) from None
+    set_timeout(_OF_TORCH)
     atexit.register(_leave)
     return result
 

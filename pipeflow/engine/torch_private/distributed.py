@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,12 @@ with needed():
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
     from torch.distributed.distributed_c10d import _get_default_group as default_group
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    set_timeout: Callable[..., None] = (
+        torch.distributed.set_timeout
+        if hasattr(torch.distributed, "set_timeout")  # since torch 2.14
+        else torch.distributed.distributed_c10d._set_pg_timeout
+    )
 
 
 def group_names() -> dict[torch.distributed.ProcessGroup, str]:
@@ -40,4 +47,5 @@ __all__ = [
     "drop_gradients",
     "group_names",
     "has_cpu",
+    "set_timeout",  # of a group that exists; torch.distributed.set_timeout since torch 2.14
 ]
