@@ -33,8 +33,8 @@ from pipeflow.checking.two_runs import TwoRuns
 
 
 def batches(both: TwoRuns, step: int) -> Iterator[Difference]:
-    """Batches whose samples are not the same, in any order. What ranks are given of which the reference has nothing at
-    all, such as positions that the plain model makes itself, is no batch, if others have all that the reference has.
+    """Batches whose samples are not the same, in any order. What another stage is given, such as positions that the
+    plain model makes itself, is no batch, if the reference has nothing of it and the readers have all that it has.
     """
     for place in range(MOST_TENSORS):
         mine, theirs = (
@@ -47,10 +47,11 @@ def batches(both: TwoRuns, step: int) -> Iterator[Difference]:
             continue
         both.compared["batches"] += 1
         apart = unmatched(rows, others, both.rounding.given or limits.SKETCH)
-        wrong, readers = {*apart.candidate}, _ranks(others, sorted({*range(len(others.values))} - {*apart.candidate}))
-        is_read = not readers.isdisjoint(_ranks(others, apart.candidate))
-        if apart.reference or (wrong and is_read):
-            ranks = _ranks(others, apart.candidate) or {rank for rank, _ in theirs}
+        ranks = _ranks(others, apart.candidate)
+        readers = _ranks(others, [index for index in range(len(others.values)) if index not in apart.candidate])
+        stages = [both.held[rank] for rank in readers]
+        if apart.reference or any(rank in readers or both.held[rank] in stages for rank in ranks):
+            ranks = ranks or {rank for rank, _ in theirs}
             lacking = not apart.candidate and len(others.values) < len(rows.values)
             yield both.difference(step, "batch", "", ranks, apart.error, limits.SKETCH, lacking=lacking)
 

@@ -31,6 +31,7 @@ def loop(folder: Path, *, clip: float = 0.0, scaled: bool = False, fault: str = 
             optimizer.zero_grad()
             count = (labels[step] != -100).sum() * (0.25 if fault == "factor" else 1)
             pairs = [*zip(words[step].chunk(4), labels[step].chunk(4), strict=True)]
+            pairs += [(words[step][:2].flip(1), labels[step][:2])] if fault == "more" else []
             for given, wanted in pairs[:-1] if fault == "left out" else pairs:
                 loss = F.cross_entropy(model(given).flatten(0, 1), wanted.flatten(), reduction="sum") / count
                 scaler.scale(loss).backward()
@@ -68,6 +69,12 @@ def test_faults_of_loops(tmp_path: Path, fault: str, step: int, what: str, cause
     assert result.cause is not None
     assert (result.first.step, result.first.what, result.cause.name) == (step, what, cause), result
     assert said in result.cause.evidence
+
+
+def test_samples_that_the_reference_has_not_are_another_batch(tmp_path: Path) -> None:
+    first = check(loop(tmp_path / "plain"), loop(tmp_path / "more", fault="more")).first
+    assert first is not None
+    assert (first.step, first.what) == (0, "batch")
 
 
 def test_a_factor_that_clipping_hides(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
 from pipeflow.schedules.families import schedules_on
@@ -326,6 +327,18 @@ def fitting(name: str, size: Size) -> Size:
             if THEORY[name].holds(fits := size._replace(ranks=ranks, microbatches=microbatches)):
                 return fits
     raise AssertionError
+
+
+@pytest.mark.parametrize("placement", [Placement.linear(4), Placement.looped(4, 2), Placement.vee(4)], ids=str)
+def test_schedules_are_found_for_ranks_in_any_order(placement: Placement) -> None:
+    turn = (2, 0, 3, 1)
+    usual = {each.name: each for each in schedules_on(placement, 5)}
+    other = {each.name: each for each in schedules_on(placement.with_ranks(turn), 5)}
+    assert usual.keys() == other.keys()
+    for name, schedule in other.items():
+        assert schedule.placement == placement.with_ranks(turn)
+        for rank, its in enumerate(turn):
+            assert schedule.rows[its] == usual[name].rows[rank]
 
 
 def test_a_naive_pipeline_uses_one_rank_at_a_time() -> None:

@@ -202,9 +202,22 @@ def sums_alone(_: int, events: Events) -> Events:
     return [*kept, kept[-1] | {"cat": "cpu_op", "name": "c10d::allreduce_", "args": {}}]
 
 
+def earlier(rank: int, events: Events) -> Events:
+    """Rank 1 runs all of its actions before what they need is made, on the same machine."""
+    return [each | {"ts": each["ts"] - 3_000 * (rank == 1)} for each in events]
+
+
+def pausing(_: int, events: Events) -> Events:
+    """All ranks stand still in the middle of the first step."""
+    starts = sorted(each["ts"] for each in events)
+    return [each | {"ts": each["ts"] + 5e4 * (each["ts"] > starts[len(starts) // 4])} for each in events]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (pausing, r"as 3 stages on ranks 0, 1, 2: its replay differs from it by .\d+%"),
+        (earlier, "rank 1 would use a value before rank 0 makes it, by the clock of one machine"),
         (
             without_sends,
             r"fits no pipeline \(as 3 stages on ranks 0, 1, 2: rank 1 sent 0 times and received 16 times.*--names",
@@ -218,7 +231,7 @@ def sums_alone(_: int, events: Events) -> Events:
 def test_what_contradicts_itself_is_not_told(
     change: Callable[[int, Events], Events], said: str, tmp_path: Path
 ) -> None:
-    folder = recorded(tmp_path / "traces", make_schedule("1f1b", ranks=3, microbatches=8))
+    folder = recorded(tmp_path / "traces", make_schedule("1f1b", ranks=3, microbatches=8), steps=1)
     with pytest.raises(UsageError, match=said):
         explain([rewrite(folder, change)])
 

@@ -33,7 +33,7 @@ from pipeflow.tools.explore.tour import reached
 from pipeflow.tools.explore.views import compare, model, plan, window
 from pipeflow.tools.traces.explanation import recorded_steps
 from pipeflow.tools.traces.files import read_text_of
-from pipeflow.tools.traces.rebuild import median_step
+from pipeflow.tools.traces.readings import median_step
 
 BUDGET = 2.0  # seconds
 LARGEST_SEARCHED = 2048  # stages times microbatches, so that a search can try some orders

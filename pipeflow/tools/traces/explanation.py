@@ -24,7 +24,8 @@ from pipeflow.schedules.registry import recognised
 from pipeflow.tools.traces.action_names import Names
 from pipeflow.tools.traces.events import RankEvents
 from pipeflow.tools.traces.files import Paths, read, trace_files
-from pipeflow.tools.traces.rebuild import HOW_TO, Outside, Rebuilt, is_alike, median_step, rebuilt, replay
+from pipeflow.tools.traces.readings import is_alike, median_step, replay
+from pipeflow.tools.traces.rebuild import HOW_TO, Outside, Rebuilt, rebuilt
 from pipeflow.tools.traces.trace_findings import Finding, Idle, idle_times, what_stands_out
 
 ORDERS = 2_000_000  # actions in all orders that the search tries

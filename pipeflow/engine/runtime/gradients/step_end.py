@@ -47,8 +47,9 @@ class TensorProperties(NamedTuple):
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, *, values: bool, new: Container[Tensor]) -> TensorProperties:
-        digest, form = _digest(tensor) if values and not tensor.is_meta else "", (tuple(tensor.shape), tensor.dtype)
-        return cls(plain_name(name), *form, tensor.requires_grad, tensor.is_meta, digest, tensor in new)
+        digest = _digest(tensor) if values and not tensor.is_meta else ""
+        shape, is_new = tuple(tensor.shape), tensor in new
+        return cls(plain_name(name), shape, tensor.dtype, tensor.requires_grad, tensor.is_meta, digest, is_new)
 
     def __str__(self) -> str:
         told = [f"shape {self.shape}", str(self.dtype), f"requires_grad={self.requires_grad}"]
