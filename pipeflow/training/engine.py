@@ -269,8 +269,14 @@ class Engine:
             return False
         outputs = self._outputs
         self.forget_batches()
-        self.grad_norm = clip_grad_norm_(self.model, self.clip_grad_norm) if self.clip_grad_norm else None
-        error = self._check_finite(outputs)
+        scales = isinstance(self.optimizer, MasterWeights) and self.optimizer.scaler is not None
+        measures = scales or self.clip_grad_norm > 0
+        norm = clip_grad_norm_(self.model, self.clip_grad_norm or math.inf) if measures else None
+        self.grad_norm = norm if self.clip_grad_norm else None
+        error = self._check_finite(outputs, norm)
+        overflows = scales and isinstance(error, NonFiniteGradientError)
+        if overflows:  # the optimizer skips the step
+            error = None
         if error is not None and self.non_finite == "stop":
             self.optimizer.zero_grad()
             raise error
@@ -282,17 +288,17 @@ class Engine:
             self.optimizer.zero_grad()
             return False
         self.optimizer.step()
-        is_taken = not (isinstance(self.optimizer, Wrapper) and self.optimizer.step_was_skipped)
+        is_taken = not overflows
+        if self.non_finite == "ignore" and isinstance(self.optimizer, Wrapper):
+            is_taken = not self.optimizer.step_was_skipped
         if is_taken and self.scheduler is not None:
             self.scheduler.step()
         return is_taken
 
-    def _check_finite(self, outputs: Sequence[Output]) -> NonFiniteError | None:
+    def _check_finite(self, outputs: Sequence[Output], norm: Tensor | None) -> NonFiniteError | None:
         self._read_loss = None
         if self.non_finite == "ignore":
             return None
-        scales = isinstance(self.optimizer, MasterWeights) and self.optimizer.scaler is not None
-        norm = None if scales else self.grad_norm
         self._read_loss, error = check_finite(outputs, norm, self.steps, self.model.context)
         return error
 

@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 DEVICE = torch.device("cuda", 0)
@@ -290,7 +291,15 @@ def pretended() -> Iterator[None]:
     here = patch(
         "pipeflow.engine.runtime.pipeline.place", lambda module, _: moved(module)
     )  # Module.to keeps CPU parameters
-    with patch.multiple(torch.cuda, _lazy_init=lambda: None, **fakes), here:
+    group = Optimizer._group_tensors_by_device_and_dtype
+
+    def grouped(tensors: list[list[Tensor]], *options: bool) -> dict[Any, Any]:
+        """Fused optimizers move numbers to the device of their tensors, which torch's C++ code names."""
+        there = isinstance(tensors[0][0], OnDevice)
+        return {(DEVICE if there else on, dtype): each for (on, dtype), each in group(tensors, *options).items()}
+
+    optimizers = patch.object(Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(grouped))
+    with patch.multiple(torch.cuda, _lazy_init=lambda: None, **fakes), here, optimizers:
         yield
     _LATE.clear()
 

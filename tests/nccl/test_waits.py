@@ -18,7 +18,7 @@ from pipeflow import Pipeline, execute_pipeline, make_schedule
 from pipeflow.adapters.libraries import transformers_library
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.huggingface import Trainer as HuggingFaceTrainer
-from pipeflow.optim import MasterWeights, Zero
+from pipeflow.optim import LossScaler, MasterWeights, Zero, clip_grad_norm_
 from pipeflow.testing.models import WIDTH, WORDS, Layer, Words
 from pipeflow.training import Engine, Trainer
 from tests.covering import some
@@ -51,11 +51,13 @@ def batch() -> dict[str, Tensor]:
 
 def steps(schedule: str, kind: str, non_finite: Any) -> None:
     """Some steps, of which the log has the last one."""
-    dtype = torch.bfloat16 if kind == "masters" else torch.float32
+    dtype = {"masters": torch.bfloat16, "scaled": torch.float16}.get(kind, torch.float32)
     model = Pipeline.from_module(Language(dtype), make_schedule(schedule, ranks=2, microbatches=4), batch())
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     if kind == "masters":
         optimizer = MasterWeights(model, Zero(model, optimizer))
+    if kind == "scaled":
+        optimizer = MasterWeights(model, torch.optim.AdamW(model.parameters(), fused=True), scaler=LossScaler())
     engine = Engine(model, optimizer, clip_grad_norm=1.0, non_finite=non_finite)
     recorder = current_context().world
     assert isinstance(recorder, Recorder)
@@ -78,7 +80,7 @@ def waits(schedule: str, kind: str, non_finite: str) -> Counter[str]:
 
 @pytest.mark.some(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["engine", "masters", "trainer"])
+@pytest.mark.parametrize("kind", ["engine", "masters", "scaled", "trainer"])
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
 def test_the_host_waits_for_its_device_only_to_see_whether_the_numbers_are_finite(schedule: str, kind: str) -> None:
     """Once, for the losses of all batches and the gradient's norm together. A Trainer knows the loss from there."""
@@ -94,6 +96,31 @@ def test_the_host_waits_for_its_device_only_to_see_whether_the_numbers_are_finit
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
 def test_the_host_never_waits_for_its_device_where_nobody_asks_for_a_number(schedule: str, kind: str) -> None:
     assert not waits(schedule, kind, "ignore")
+
+
+def scaled_steps() -> None:
+    """Steps of a loop of one's own with a loss scale. The log has those after the first two."""
+    model = Pipeline.from_module(Language(torch.float16), make_schedule("1f1b", ranks=2, microbatches=4), batch())
+    plain = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    optimizer = MasterWeights(model, plain, scaler=LossScaler(initial_scale=256.0, growth_interval=1))
+    recorder: Any = current_context().world
+    for step in range(4):
+        if step == 2:
+            recorder.log.clear()
+        optimizer.zero_grad()
+        execute_pipeline(iter([batch()]), model)
+        clip_grad_norm_(model, 1.0)
+        optimizer.step()
+    log = list(recorder.log)
+    assert optimizer.scaler is not None
+    assert optimizer.scaler.scale == 256.0 * 2**4
+    recorder.log[:] = log
+
+
+@pytest.mark.slow
+def test_a_loss_scale_waits_for_nothing_where_the_optimizer_is_fused() -> None:
+    for log in recorded(scaled_steps, 2):
+        assert [each.why for each in log if isinstance(each, Synchronize)] == []
 
 
 def steps_with_kinds(use: str) -> None:

@@ -119,11 +119,12 @@ def test_masters_track_float32(dtype: torch.dtype) -> None:
         assert 5 * distance(found, wanted) < distance(lost, wanted)
 
 
-def overflow(bad: int, clip: bool) -> list[tuple[int, float, bool]]:
+def overflow(bad: int, clip: bool, fused: bool) -> list[tuple[int, float, bool]]:
     """Three steps; in the second a gradient of one rank overflows. Per step: skipped so far, scale, whether moved."""
     pipeline = blocks.build(torch.float16)
     scaler = LossScaler(initial_scale=256.0, hysteresis=1)
-    optimizer = MasterWeights(pipeline, adamw(pipeline), scaler=scaler)
+    plain = AdamW(pipeline.parameters(), lr=0.01, weight_decay=0.1, fused=fused)  # without fused, in Python
+    optimizer = MasterWeights(pipeline, plain, scaler=scaler)
     told = []
     for step in range(3):
         optimizer.zero_grad()
@@ -143,10 +144,12 @@ def overflow(bad: int, clip: bool) -> list[tuple[int, float, bool]]:
 
 
 @pytest.mark.some(1)
-@pytest.mark.parametrize(("bad", "clip"), [(0, False), (3, True), (6, False), (7, True)])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(bad: int, clip: bool) -> None:
+@pytest.mark.parametrize(
+    ("bad", "clip", "fused"), [(0, False, False), (3, True, True), (6, False, True), (7, True, False)]
+)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(bad: int, clip: bool, fused: bool) -> None:
     expected = [(0, 256.0, True), (1, 128.0, False), (1, 128.0, True)]
-    assert run_threads(overflow, 8, bad, clip, tensor=2, data=2) == [expected] * 8
+    assert run_threads(overflow, 8, bad, clip, fused, tensor=2, data=2) == [expected] * 8
 
 
 def tied(dtype: torch.dtype) -> tuple[list[torch.Tensor], float]:

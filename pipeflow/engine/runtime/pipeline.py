@@ -88,7 +88,8 @@ class Pipeline(nn.Module):
             that order: of the previous stage, then of each route. Stages made by `from_module` have their own routes.
 
     Attributes:
-        loss_scale: factor of the gradients of a step, which keeps gradients in half precision from underflowing.
+        loss_scale: factor of the gradients of a step, which keeps gradients in half precision from underflowing; a
+            number, or a float64 scalar of which no number is read.
         clippings: clipping factors for optimizers that scale the gradients themselves.
         cut: the plan of `from_module`: what each stage receives, sends and owns. None for other Pipelines.
 
@@ -133,7 +134,7 @@ class Pipeline(nn.Module):
         self.schedule = schedule
         self.alarm = context.alarm
         self.autocast = autocast
-        self.loss_scale = 1.0
+        self.loss_scale: float | Tensor = 1.0
         self.clippings: WeakSet[Clipping] = WeakSet()
         self.cut: CutPlan | None = None
         self.names_in_module: frozenset[str] = frozenset()  # of the state dict of the module that `from_module` cut

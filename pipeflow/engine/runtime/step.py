@@ -126,7 +126,7 @@ class Runner:
         self._pace.forget()
         self.confirmation.forget()
 
-    def step(self, data_iter: Iterator[object], call: StepCall, loss_scale: float) -> Output:
+    def step(self, data_iter: Iterator[object], call: StepCall, loss_scale: float | Tensor) -> Output:
         """Runs one step; all ranks call it together. Raises UsageError if a step is already running, and the errors of
         `execute_pipeline`.
         """
@@ -171,7 +171,7 @@ class Runner:
         finally:
             self._runs = False
 
-    def _step(self, data_iter: Iterator[object], call: StepCall, loss_scale: float) -> Output:
+    def _step(self, data_iter: Iterator[object], call: StepCall, loss_scale: float | Tensor) -> Output:
         if call.training and self.criterion is None:
             raise UsageError(
                 "training needs a loss: give the Pipeline a criterion (or give from_module an example with labels, "

@@ -32,6 +32,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_conv_forward": "the convolution with another weight",
         "_reversed_padding_repeated_twice": "the padding as torch.nn.functional.pad takes it",
     },
+    "torch.optim.AdamW": {"_step_supports_amp_scaling": "whether its kernels skip a step where `found_inf` is 1"},
     "torch.optim.lr_scheduler.LRScheduler": {"_opt_called": "set on an optimizer that has made a step"},
     "torch.nn.utils.clip_grad": {"_clip_grads_with_norm_": "what all functions that clip by norm call"},
     "torch._dynamo.eval_frame.OptimizedModule": {"_orig_mod": "the module that torch.compile has wrapped"},

@@ -27,13 +27,16 @@ class Wrapper(Optimizer):
         model: the model whose parameters are stepped.
         inner: the wrapped optimizer.
         parameters: all parameters that `inner` was made for.
-        step_was_skipped: True if the last `step` changed nothing because a gradient overflowed; a learning-rate
-            scheduler should not step then.
         stepped: for each parameter that this rank steps, the tensor that the innermost optimizer steps: the parameter
             itself, or its master. Nested wrappers share one dict.
     """
 
-    step_was_skipped = False
+    @property
+    def step_was_skipped(self) -> bool:
+        """True if the last `step` changed nothing because a gradient overflowed; a learning-rate scheduler should not
+        step then.
+        """
+        return False
 
     def __init__(self, model: nn.Module, inner: Optimizer) -> None:
         require_parameters_of(model, inner)

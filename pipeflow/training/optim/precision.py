@@ -37,9 +37,6 @@ class LossScaler:
             overflow.
         min_scale, max_scale: bounds of the scale.
 
-    Attributes:
-        scale: the current factor of the loss.
-
     Raises UsageError for numbers out of range.
     """
 
@@ -65,33 +62,46 @@ class LossScaler:
             raise UsageError(
                 f"growth_interval and hysteresis must be at least 1, got {growth_interval} and {hysteresis}"
             )
-        self.scale = initial_scale
         self._growth = (growth_factor, growth_interval, max_scale)
         self._backoff = (backoff_factor, hysteresis, min_scale)
-        self._clean = 0  # consecutive steps without overflow
-        self._patience = hysteresis
+        self._now = _counters(initial_scale, 0, hysteresis)  # scale; steps without overflow; overflows until it shrinks
 
-    def update(self, *, overflow: bool) -> None:
-        """Updates the scale after a step. All ranks call it with the same argument."""
-        if overflow:
-            factor, _, smallest = self._backoff
-            self._clean, self._patience = 0, max(0, self._patience - 1)
-            if self._patience == 0:
-                self.scale = max(smallest, self.scale * factor)
-            return
-        factor, interval, largest = self._growth
-        self._clean += 1
-        if self._clean == interval:
-            self._clean, self._patience = 0, self._backoff[1]
-            self.scale = min(largest, self.scale * factor)
+    @property
+    def scale(self) -> float:
+        """The current factor of the loss. On a GPU the host waits for it if `update` got a tensor there."""
+        return float(self._now[0])
+
+    def update(self, *, overflow: bool | Tensor) -> None:
+        """Updates the scale after a step, on the device of `overflow` if this is a tensor. All ranks call it with the
+        same argument.
+        """
+        overflow = torch.as_tensor(overflow)
+        self._now = self._now.to(overflow.device, non_blocking=True)
+        scale, clean, patience = self._now.unbind()
+        (growth, interval, largest), (backoff, hysteresis, smallest) = self._growth, self._backoff
+        grows, fewer = clean + 1 == interval, (patience - 1).clamp(min=0)
+        smaller = torch.where(fewer == 0, (scale * backoff).clamp(min=smallest), scale)
+        larger = torch.where(grows, (scale * growth).clamp(max=largest), scale)
+        counted, patient = torch.where(grows, 0.0, clean + 1), torch.where(grows, float(hysteresis), patience)
+        bad, good = torch.stack([smaller, torch.zeros_like(clean), fewer]), torch.stack([larger, counted, patient])
+        self._now = torch.where(overflow, bad, good)
+
+    def factor(self) -> Tensor:
+        """`scale` where it is: a float64 scalar, for which the host does not wait."""
+        return self._now[0]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the scale and its counters."""
-        return {"scale": self.scale, "clean": self._clean, "patience": self._patience}
+        scale, clean, patience = self._now.tolist()
+        return {"scale": scale, "clean": int(clean), "patience": int(patience)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the state that `state_dict` returned."""
-        self.scale, self._clean, self._patience = (state_dict[key] for key in ("scale", "clean", "patience"))
+        self._now = _counters(*(state_dict[key] for key in ("scale", "clean", "patience")))
+
+
+def _counters(*numbers: float) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 
 LOG = logging.getLogger("pipeflow")
@@ -114,9 +124,8 @@ class MasterWeights(Wrapper):
         optimizer: an optimizer of its parameters, or a Zero of one.
         scaler: loss scaler; needed for float16, in which small gradients would become zero.
 
-    Attributes:
-        skipped: number of skipped steps. For the last step see `step_was_skipped`:
-            `if not optimizer.step_was_skipped: scheduler.step()`.
+    torch's fused optimizers (`fused=True`) skip the step in their kernels. With them, the host does not wait for a GPU
+    until somebody reads `skipped`, `step_was_skipped` or `scaler.scale`.
 
     Raises UsageError if `optimizer` steps other parameters.
     """
@@ -126,13 +135,25 @@ class MasterWeights(Wrapper):
     def __init__(self, model: Pipeline, optimizer: Optimizer, *, scaler: LossScaler | None = None) -> None:
         super().__init__(model, optimizer)
         self.scaler = scaler
-        self.skipped = 0
+        self._overflow, self._skipped = torch.zeros(2, dtype=torch.int64, device="cpu")
         self._clipping = Clipping(self.parameters)
         model.clippings.add(self._clipping)
         self._versions: dict[nn.Parameter, int] = {}
         self._put_masters()
         self._note_versions()
         self._tell_scale()
+
+    @property
+    def skipped(self) -> int:
+        """Number of skipped steps."""
+        return int(self._skipped)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """True if the last `step` changed nothing because a gradient overflowed:
+        `if not optimizer.step_was_skipped: scheduler.step()`.
+        """
+        return bool(self._overflow)
 
     def _put_masters(self) -> None:
         plain, states = innermost(self), {}
@@ -157,14 +178,20 @@ class MasterWeights(Wrapper):
         if self.scaler is None:
             self._step(factor)
             return
-        overflow = not (grad_norm(self.model) if norm is None else norm).isfinite()
-        self.step_was_skipped = overflow
-        if overflow:
-            self.skipped += 1
-            if self.model.context.rank == 0:
-                LOG.info("gradients overflowed at loss scale %g: the step is skipped", self.scaler.scale)
-        else:
+        overflow = ~(grad_norm(self.model) if norm is None else norm).isfinite()
+        plain = innermost(self)
+        if getattr(plain, "_step_supports_amp_scaling", False):
+            plain.found_inf = overflow.float()  # type: ignore[attr-defined]
+            try:
+                self._step(factor)
+            finally:
+                del plain.found_inf  # type: ignore[attr-defined]
+        elif not overflow:
             self._step(factor)
+        elif self.model.context.rank == 0:
+            LOG.info("gradients overflowed at loss scale %g: the step is skipped", self.scaler.scale)
+        self._overflow = overflow
+        self._skipped = self._skipped + overflow
         self.scaler.update(overflow=overflow)
         self._tell_scale()
 
@@ -212,7 +239,7 @@ class MasterWeights(Wrapper):
 
     def _tell_scale(self) -> None:
         if self.scaler is not None:
-            self.model.loss_scale = self.scaler.scale
+            self.model.loss_scale = self.scaler.factor()
 
 
 Mode = Literal["parameters", "autocast"]

@@ -62,7 +62,7 @@ class Results:
         self.settle: Callable[[object, int], None] | None = None  # finds the weights once there is an output
         self.whole: WholeLoss | None = None  # if the loss is that of the whole batch
         self.starts: dict[int, list[Tensor]] = {}  # gradients of terms with different weights, by microbatch
-        self.gradient_scale = 1.0  # factor of the loss's gradient
+        self.gradient_scale: float | Tensor = 1.0  # factor of the loss's gradient
         self.keep_outputs: bool | Callable[[Any], object] = False
         self.sizes: list[int] = []  # of the microbatches, if outputs must have them along dim 0
         self.losses: list[Tensor | None] = [None] * self.microbatches
@@ -120,10 +120,11 @@ class Results:
         loss, weight = self.losses[microbatch], self.weights.parts[microbatch]
         assert loss is not None
         if self.weights.scaling is not None:
-            return [each * (weight * self.gradient_scale) for each in self.starts[microbatch]]
+            return [_times(each, weight * self.gradient_scale) for each in self.starts[microbatch]]
         if not weight:
             return self.zeros.get(microbatch, [])
-        return [torch.full_like(loss, weight * self.gradient_scale)]
+        factor = weight * self.gradient_scale
+        return [_times(torch.ones_like(loss), factor) if isinstance(factor, Tensor) else torch.full_like(loss, factor)]
 
     def loss(self) -> Tensor | None:
         """The batch's mean loss, a scalar tensor, summed in microbatch order under any schedule; or None."""
@@ -153,6 +154,11 @@ def _wide(loss: Tensor) -> Tensor:
 
 
 _WIDE = (torch.float32, torch.float64)
+
+
+def _times(gradient: Tensor, factor: float | Tensor) -> Tensor:
+    """The product, in the type of the gradient even if the factor is a float64 scalar."""
+    return (gradient * factor).to(gradient.dtype)
 
 
 class WholeLoss:
@@ -192,12 +198,12 @@ class WholeLoss:
             loss.backward()
         return edges, loss.detach()
 
-    def gradients(self, microbatch: int, scale: float) -> list[Tensor]:
+    def gradients(self, microbatch: int, scale: float | Tensor) -> list[Tensor]:
         """The gradients of the output of a microbatch."""
         leaves, _ = tree_flatten(self._outputs[microbatch])
         self._outputs[microbatch] = None
         wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad * scale for leaf in wanted]
+        return [torch.zeros_like(leaf) if leaf.grad is None else _times(leaf.grad, scale) for leaf in wanted]
 
 
 def require_whole_loss(context: Context, criterion: Callable[..., Any] | None) -> None:
