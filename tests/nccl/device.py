@@ -293,7 +293,7 @@ def pretended() -> Iterator[None]:
     )  # Module.to keeps CPU parameters
     group = Optimizer._group_tensors_by_device_and_dtype
 
-    def grouped(tensors: list[list[Tensor]], *options: bool) -> dict[Any, Any]:
+    def grouped(tensors: list[list[Tensor | None]], *options: bool) -> dict[Any, Any]:
         """Fused optimizers move numbers to the device of their tensors, which torch's C++ code names."""
         there = isinstance(tensors[0][0], OnDevice)
         return {(DEVICE if there else on, dtype): each for (on, dtype), each in group(tensors, *options).items()}

@@ -139,7 +139,7 @@ def overflow(bad: int, clip: bool, fused: bool) -> list[tuple[int, float, bool]]
         assert optimizer.step_was_skipped == (step == 1)
         same = [torch.equal(*pair) for pair in zip(before, pipeline.parameters(), strict=True)]
         same += [torch.equal(*pair) for pair in zip(masters, optimizer.stepped.values(), strict=True)]
-        told.append((optimizer.skipped, pipeline.loss_scale, not all(same)))
+        told.append((optimizer.skipped, float(pipeline.loss_scale), not all(same)))
     return told
 
 
@@ -188,7 +188,7 @@ def under_autocast(dtype: torch.dtype | None) -> tuple[dict[str, Any], float, fl
         optimizer.step()
     weights = {name: value.detach() for name, value in pipeline.named_parameters()}
     assert {value.dtype for value in weights.values()} == {torch.float32}
-    return weights, norm.item(), pipeline.loss_scale
+    return weights, norm.item(), float(pipeline.loss_scale)
 
 
 @HALVES

@@ -88,8 +88,7 @@ class Pipeline(nn.Module):
             that order: of the previous stage, then of each route. Stages made by `from_module` have their own routes.
 
     Attributes:
-        loss_scale: factor of the gradients of a step, which keeps gradients in half precision from underflowing; a
-            number, or a float64 scalar of which no number is read.
+        loss_scale: factor of gradients, so that none underflows in half precision; a number or a scalar tensor.
         clippings: clipping factors for optimizers that scale the gradients themselves.
         cut: the plan of `from_module`: what each stage receives, sends and owns. None for other Pipelines.
 

@@ -181,11 +181,11 @@ class MasterWeights(Wrapper):
         overflow = ~(grad_norm(self.model) if norm is None else norm).isfinite()
         plain = innermost(self)
         if getattr(plain, "_step_supports_amp_scaling", False):
-            plain.found_inf = overflow.float()  # type: ignore[attr-defined]
+            plain.found_inf = overflow.float()  # type: ignore[attr-defined]  # torch reads it from there
             try:
                 self._step(factor)
             finally:
-                del plain.found_inf  # type: ignore[attr-defined]
+                del plain.found_inf  # type: ignore[attr-defined]  # as above
         elif not overflow:
             self._step(factor)
         elif self.model.context.rank == 0:
