@@ -11,6 +11,7 @@ from pipeflow.core.analysis.lowering import lower as lower
 from pipeflow.core.analysis.measured_step import measured_costs as measured_costs
 from pipeflow.core.analysis.order import dependency_graph as dependency_graph
 from pipeflow.core.analysis.other_engines import deepspeed_schedule as deepspeed_schedule
+from pipeflow.core.analysis.other_engines import deepspeed_seconds as deepspeed_seconds
 from pipeflow.core.analysis.simulation import simulate as simulate
 from pipeflow.core.cost import CostModel as CostModel
 from pipeflow.core.cost import Link as Link

@@ -14,6 +14,7 @@ from typing import Any
 
 from pipeflow.core.action import Action, Entry, Kind, actions_of
 from pipeflow.core.analysis.simulation import simulate
+from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import PASSING, Content, Stream, makes, stream_of
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
@@ -116,6 +117,13 @@ Instruction = tuple[str, int | None]  # its name, and its buffer
 Step = list[Instruction]
 Event = tuple[float, int, int, Step]  # when, what comes first at the same time, rank, instructions without buffers
 
+KINDS = {"ForwardPass": Kind.F, "BackwardPass": Kind.B}
+ENDS = {  # of a transfer: the instruction of the peer, and the way to it
+    "SendActivation": ("RecvActivation", 1),
+    "RecvActivation": ("SendActivation", -1),
+    "SendGrad": ("RecvGrad", -1),
+    "RecvGrad": ("SendGrad", 1),
+}
 LAST: Step = [("ReduceTiedGrads", None), ("ReduceGrads", None), ("OptimizerStep", None)]
 
 # Theory of operation
@@ -162,6 +170,35 @@ def deepspeed_schedule(schedule: Schedule, module: Any) -> type:
             return max(2, 1 + max(found, default=0))
 
     return OrderedSchedule
+
+
+def deepspeed_seconds(schedule: Schedule, cost: CostModel) -> float:
+    """The length of a step in which DeepSpeed executes the order of `deepspeed_schedule`, in the unit of `cost`. Sends
+    and receives block there: a rank waits until its peer comes to the same transfer. `simulate` computes while values
+    are on their way, so it may promise more than DeepSpeed can reach.
+
+    Raises like `deepspeed_schedule`, and UsageError for costs of fewer stages.
+    """
+    steps = deepspeed_steps(schedule)
+    rows = [[name for step in rank for name, _ in step if name in (*KINDS, *ENDS)] for rank in steps]
+    places, times, going = [0] * len(rows), [0.0] * len(rows), [*range(len(rows))]
+    while going:  # ranks that may go on
+        rank = going.pop()
+        while places[rank] < len(rows[rank]):
+            name = rows[rank][places[rank]]
+            if name in KINDS:
+                times[rank] += cost.duration(KINDS[name], rank)
+            else:
+                other, way = ENDS[name]
+                peer = rank + way
+                if rows[peer][places[peer]] != other:
+                    break
+                ends = (rank, peer) if name.startswith("Send") else (peer, rank)
+                times[rank] = times[peer] = max(times[rank], times[peer]) + cost.transfer(min(ends), *ends)
+                places[peer] += 1
+                going.append(peer)
+            places[rank] += 1
+    return max(times)
 
 
 def deepspeed_steps(schedule: Schedule) -> list[list[Step]]:
