@@ -18,10 +18,12 @@ from pipeflow.core.text import number, percent
 from pipeflow.draw import Table
 from pipeflow.draw.captions import Unit
 from pipeflow.planning.replanning import Candidate
+from pipeflow.tools.cli.jobs import job_for_programs, job_lines
 from pipeflow.tools.cli.options import UNITS, Commands, add_units
 from pipeflow.tools.cli.outputs import doing, files_named, show, wrapped, write, write_drawings
 from pipeflow.tools.cli.requests import refuse
 from pipeflow.tools.traces.explanation import NOTABLE, Explanation, explain
+from pipeflow.tools.traces.jobs import Job
 from pipeflow.tools.traces.trace_findings import KINDS
 
 FILES = ("html", "svg")
@@ -72,6 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
         refuse(arguments, UNITS, "for JSON and tables: the times of JSON are in seconds")
     with doing("explaining the traces") as progress:
         found = explain(arguments.traces, names=arguments.names, progress=progress)
+    if isinstance(found, Job):
+        return _run_job(arguments, found)
     tables = dict(_tables(arguments, found))
     write(tables)
     unit, factor = arguments.unit, arguments.factor
@@ -84,6 +88,17 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(_for_programs(found)))
     elif not paths and not tables:
         show(*_lines(found, Unit.of([found.timeline], unit, factor)))
+    return 0
+
+
+def _run_job(arguments: argparse.Namespace, found: Job) -> int:
+    """Prints a job without a pipeline."""
+    refuse(arguments, ("csv", "best", *FILES), "for a job without a pipeline, which has no schedule")
+    unit, factor = arguments.unit, arguments.factor
+    if arguments.json:
+        print(json.dumps(job_for_programs(found)))
+    else:
+        show(*job_lines(found, Unit(unit, factor) if factor != 1 else Unit.readable(found.seconds, unit)))
     return 0
 
 

@@ -38,6 +38,11 @@ def objects(holder: object, key: str) -> list[dict[str, Any]]:
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
 
+def is_exchange(name: str) -> bool:
+    """Whether a kernel of this name exchanges tensors between ranks: those of NCCL and RCCL."""
+    return name.startswith(("nccl", "rccl"))
+
+
 class Event(NamedTuple):
     """Something that ran for a while.
 
@@ -53,6 +58,22 @@ class Event(NamedTuple):
     number: int | None = None
 
 
+class Exchange(NamedTuple):
+    """What a device runs to exchange tensors between ranks.
+
+    Attributes:
+        event: when it ran, and its name.
+        launched: when the host launched it; the same as its start where nothing says it.
+        called: the collective as the host called it, such as "_allgather_base"; "" if nothing says it.
+        group: the ranks that take part, as text, or the name of their group; "" if nothing says them.
+    """
+
+    event: Event
+    launched: float
+    called: str = ""
+    group: str = ""
+
+
 @dataclass
 class RankEvents:
     """The events of one rank.
@@ -63,12 +84,20 @@ class RankEvents:
         ranks: number of ranks of the job; None if the file does not say it.
         host: name of the machine; "" if the file does not say it.
         pipeline: the ranks of its pipeline, in order; empty if the file does not say them.
+        group: the ranks of its group of processes, as text, if the file says that it has only one; else "".
         ranges: annotations, such as "PP:0F3".
         operators: operators of forwards on the host.
         backwards: nodes of autograd's graph on the host.
         sends, receives: calls on the host that send to another rank, or receive from one.
         collectives: such calls for several ranks, as sums.
         kernels: computations of a device, each with the time at which the host launched it.
+        copies: those of them that copy or fill memory.
+        exchanges: what a device runs to exchange tensors with other ranks.
+        started: what calls on the host start to exchange tensors, as "nccl:all_reduce" or "gloo:all_reduce".
+        work: all operators on the host but those of communication, also those that have no backward.
+        annotations: annotations that are no operators, as far as the file tells them apart.
+        launches: the number of calls on the host that launch something on a device.
+        devices: the numbers of the devices.
         is_cut_off: whether the file ends before its end.
         timeless: the number of events that were left out, since they have no time, or end before they start.
     """
@@ -78,6 +107,7 @@ class RankEvents:
     ranks: int | None = None
     host: str = ""
     pipeline: tuple[int, ...] = ()
+    group: str = ""
     ranges: list[Event] = field(default_factory=list)
     operators: list[Event] = field(default_factory=list)
     backwards: list[Event] = field(default_factory=list)
@@ -85,6 +115,13 @@ class RankEvents:
     receives: list[Event] = field(default_factory=list)
     collectives: list[Event] = field(default_factory=list)
     kernels: list[tuple[float, Event]] = field(default_factory=list)
+    copies: list[tuple[float, Event]] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
+    started: list[Event] = field(default_factory=list)
+    work: list[Event] = field(default_factory=list)
+    annotations: list[Event] = field(default_factory=list)
+    launches: int = 0
+    devices: set[int | None] = field(default_factory=set)
     is_cut_off: bool = False
     timeless: int = 0
 

@@ -24,13 +24,13 @@ from pipeflow.schedules.registry import recognised
 from pipeflow.tools.traces.action_names import Names
 from pipeflow.tools.traces.events import RankEvents
 from pipeflow.tools.traces.files import Paths, read, trace_files
+from pipeflow.tools.traces.jobs import OUTLIER, Job, job_of
 from pipeflow.tools.traces.readings import is_alike, median_step, replay
-from pipeflow.tools.traces.rebuild import HOW_TO, Outside, Rebuilt, rebuilt
+from pipeflow.tools.traces.rebuild import HOW_TO, NoPipelineError, Outside, Rebuilt, rebuilt
 from pipeflow.tools.traces.trace_findings import Finding, Idle, idle_times, what_stands_out
 
 ORDERS = 2_000_000  # actions in all orders that the search tries
 NOTABLE = 0.01  # of a step: what gains less is not worth another order
-OUTLIER = 1.2  # times the median step
 READING, REBUILT = 0.5, 0.7  # shares of the work after which files are read, and steps rebuilt
 
 
@@ -119,8 +119,9 @@ def explain(
     *,
     names: str | None = None,
     progress: Callable[[float], None] = lambda share: None,
-) -> Explanation:
-    """Explains a step of training from what a profiler recorded of it.
+) -> Explanation | Job:
+    """Explains a step of training from what a profiler recorded of it: of a pipeline as an `Explanation`, of a job
+    without one, such as FSDP, DDP or a single device, as a `Job`.
 
     Args:
         paths: a folder of files with a trace of one rank each, or these files: Chrome traces of torch.profiler, also
@@ -139,7 +140,10 @@ def explain(
     for number, path in enumerate(files):
         found.append(read(path))
         progress(READING * (number + 1) / len(files))
-    read_as = recorded_steps(found, names)
+    try:
+        read_as = recorded_steps(found, names)
+    except NoPipelineError as error:
+        return job_of(error.ranks, error.notes)
     progress(REBUILT)
     return _explained(*read_as)
 

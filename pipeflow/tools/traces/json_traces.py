@@ -12,14 +12,33 @@ from contextlib import suppress
 from typing import Any
 
 from pipeflow.core.errors import UsageError
-from pipeflow.tools.traces.events import Event, RankEvents, count, mapping, objects, seconds, text
+from pipeflow.tools.traces.events import (
+    Event,
+    Exchange,
+    RankEvents,
+    count,
+    is_exchange,
+    mapping,
+    objects,
+    seconds,
+    text,
+)
 
 BACKWARD = "autograd::engine::evaluate_function: "
 DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+BEFORE = {  # categories as torch wrote them before 1.12
+    "Kernel": "kernel",
+    "Memcpy": "gpu_memcpy",
+    "Memset": "gpu_memset",
+    "Runtime": "cuda_runtime",
+    "Operator": "cpu_op",
+}
 LAUNCHES = {"cuda_runtime", "cuda_driver"}
 CALL = "c10d::"  # beginning of the names of calls that exchange tensors
 SENDS, RECEIVES = "c10d::send", "c10d::recv"  # beginnings of those between two ranks
 TRANSFERS = ("nccl", "gloo:", "mpi:", "ucc:")  # beginnings of names of what these start, which runs beside the host
+ANNOTATIONS = ("user_annotation", "")  # categories of annotations
+WORK = re.compile(r"(?!_?c10d|autograd::|torch::autograd::)\w+::")  # names of operators that compute, as "aten::mm"
 
 
 def read_chrome(whole: str, source: str) -> RankEvents:
@@ -32,6 +51,8 @@ def read_chrome(whole: str, source: str) -> RankEvents:
     group = mapping(head.get("distributedInfo"))
     found.rank, found.ranks = count(group.get("rank")), count(group.get("world_size"))
     found.pipeline = _pipeline(group, found.rank)
+    if len(groups := objects(group, "pg_config")) == 1:
+        found.group = str(groups[0].get("ranks") or "")
     found.host = text(head.get("host_name"))
     found.is_cut_off = reader.is_cut_off
     base = seconds(head.get("baseTimeNanoseconds"), 1e-9)
@@ -42,7 +63,7 @@ def collected(raw_events: Iterable[Mapping[str, Any]], source: str) -> RankEvent
     """The events of one rank, sorted into kinds. Events that have no time are left out."""
     found = RankEvents(source)
     launches: dict[object, float] = {}
-    device: list[tuple[object, Event]] = []
+    device: list[tuple[str, Event, Mapping[str, Any]]] = []
     for raw in raw_events:
         start, lasted = seconds(raw.get("ts"), 1e-6), seconds(raw.get("dur", 0), 1e-6)
         if raw.get("ph") != "X":
@@ -51,25 +72,36 @@ def collected(raw_events: Iterable[Mapping[str, Any]], source: str) -> RankEvent
             found.timeless += 1
             continue
         category, name, given = text(raw.get("cat")), text(raw.get("name")), mapping(raw.get("args"))
+        category = BEFORE.get(category, category)
         event = Event(name, start, start + lasted, count(given.get("Sequence number")))
         if category in LAUNCHES:
             launches[count(given.get("correlation"))] = start
         elif category in DEVICE:
-            device.append((count(given.get("correlation")), event))
+            device.append((category, event, given))
         elif name.startswith(CALL):
             calls = {SENDS: found.sends, RECEIVES: found.receives}
             next((own for start, own in calls.items() if name.startswith(start)), found.collectives).append(event)
         elif name.startswith(TRANSFERS):
-            continue
+            found.started += [event] * (category != "gpu_user_annotation")
         elif category == "cpu_op" and name.startswith(BACKWARD):
             found.backwards.append(event)
         elif category == "cpu_op" and event.number is not None:
             found.operators += [event] * (not given.get("Fwd thread id"))
         elif category != "gpu_user_annotation":
             found.ranges.append(event)
-    found.kernels = [
-        (launches.get(number, event.start), event) for number, event in device if not event.name.startswith("nccl")
-    ]
+            found.annotations += [event] * (category in ANNOTATIONS and not WORK.match(name))
+        if category in ("cpu_op", "") and WORK.match(name):
+            found.work.append(event)
+    found.launches = len(launches)
+    for category, event, given in device:
+        launched = launches.get(count(given.get("correlation")), event.start)
+        found.devices.add(count(given.get("device")))
+        if is_exchange(event.name):
+            called, group = (text(given.get(key)) for key in ("Collective name", "Process Group Ranks"))
+            found.exchanges.append(Exchange(event, launched, called, group or text(given.get("Process Group Name"))))
+        else:
+            found.kernels.append((launched, event))
+            found.copies += [(launched, event)] * (category != "kernel")
     return found
 
 
@@ -93,7 +125,13 @@ def _since(found: RankEvents, base: float) -> RankEvents:
 
     for events in (found.ranges, found.operators, found.backwards, found.sends, found.receives, found.collectives):
         events[:] = map(moved, events)
-    found.kernels = [(launched + base, moved(event)) for launched, event in found.kernels]
+    for others in (found.started, found.work, found.annotations):
+        others[:] = map(moved, others)
+    for launched_events in (found.kernels, found.copies):
+        launched_events[:] = [(launched + base, moved(event)) for launched, event in launched_events]
+    found.exchanges = [
+        each._replace(event=moved(each.event), launched=each.launched + base) for each in found.exchanges
+    ]
     return found
 
 

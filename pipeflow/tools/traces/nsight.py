@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.files import unreadable
-from pipeflow.tools.traces.events import Event, RankEvents, seconds
+from pipeflow.tools.traces.events import Event, Exchange, RankEvents, is_exchange, seconds
 
 PROCESS = 1 << 24  # Nsight's numbers of threads are those of their processes times this, and more
 RANGES = """
@@ -26,8 +26,19 @@ KERNELS = """
     JOIN CUPTI_ACTIVITY_KIND_RUNTIME r ON r.correlationId = k.correlationId {same}
     LEFT JOIN StringIds s ON s.id = k.shortName
 """
+COPIES = """
+    SELECT 'Memcpy', k.start, k.end, {process}, r.start
+    FROM CUPTI_ACTIVITY_KIND_MEMCPY k
+    JOIN CUPTI_ACTIVITY_KIND_RUNTIME r ON r.correlationId = k.correlationId {same}
+"""
 SECOND = 1e-9  # times are in nanoseconds
-TABLES = ("NVTX_EVENTS", "StringIds", "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME")
+TABLES = (
+    "NVTX_EVENTS",
+    "StringIds",
+    "CUPTI_ACTIVITY_KIND_KERNEL",
+    "CUPTI_ACTIVITY_KIND_MEMCPY",
+    "CUPTI_ACTIVITY_KIND_RUNTIME",
+)
 AT_ONCE = 100_000  # instructions of SQLite between two looks at how many there were
 LEAST, PER_BYTE = 1_000_000, 8  # instructions that reading may take; that of an export takes about one per byte
 
@@ -45,13 +56,18 @@ def read_nsight(path: Path) -> list[RankEvents]:
         process = _process(connection, "NVTX_EVENTS", "e.globalTid")
         for number, event, _ in _events(connection, RANGES.format(process=process)):
             found[number].ranges.append(event)
-        if {"CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME"} <= tables:
+            found[number].annotations.append(event)
+        for table, query in (("CUPTI_ACTIVITY_KIND_KERNEL", KERNELS), ("CUPTI_ACTIVITY_KIND_MEMCPY", COPIES)):
+            if not {table, "CUPTI_ACTIVITY_KIND_RUNTIME"} <= tables:
+                continue
             process = _process(connection, "CUPTI_ACTIVITY_KIND_RUNTIME", "r.globalTid")
-            other = _process(connection, "CUPTI_ACTIVITY_KIND_KERNEL", "k.globalPid")
+            other = _process(connection, table, "k.globalPid")
             same = "" if "0" in (process, other) else f"AND {process} = {other}"
-            for number, event, launched in _events(connection, KERNELS.format(process=process, same=same)):
-                if not event.name.startswith("nccl"):
-                    found[number].kernels.append((launched, event))
+            for number, event, launched in _events(connection, query.format(process=process, same=same)):
+                if is_exchange(event.name):
+                    found[number].exchanges.append(Exchange(event, launched))
+                else:
+                    (found[number].kernels if query is KERNELS else found[number].copies).append((launched, event))
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
         if bound.is_reached:
             raise UsageError(f"{path}: its tables have far more rows together than its size has room for") from None

@@ -18,6 +18,7 @@ from pipeflow.core.soundness.verification import verify
 from pipeflow.core.timeline import Row, Span, Timeline
 from pipeflow.tools.traces.action_names import STEP, Named, Names, marked_steps, recorded_actions
 from pipeflow.tools.traces.events import RankEvents
+from pipeflow.tools.traces.rank_times import computes, sends
 from pipeflow.tools.traces.readings import Reading, median_step, readings_of, require_consistent
 from pipeflow.tools.traces.steps import Recorded, Step, offsets, steps_of
 
@@ -56,6 +57,19 @@ class Outside(NamedTuple):
     named: Mapping[str, float]
 
 
+class NoPipelineError(UsageError):
+    """What was recorded shows no pipeline.
+
+    Attributes:
+        ranks: what was recorded, in the order of ranks.
+        notes: sentences on what is missing.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[RankEvents], notes: Sequence[str]) -> None:
+        super().__init__(message)
+        self.ranks, self.notes = ranks, notes
+
+
 def rebuilt(ranks: Sequence[RankEvents], names: Names) -> Rebuilt:
     """The timelines of the steps that all ranks recorded whole. Raises UsageError where a rank is missing or shows no
     action, with what can be told and how to record the rest, and where all ways to read the traces are contradicted.
@@ -67,16 +81,13 @@ def rebuilt(ranks: Sequence[RankEvents], names: Names) -> Rebuilt:
     if timeless := sum(each.timeless for each in ordered):
         notes.append(f"events are left out that have no time, or end before they start: {timeless}")
     actions: list[Recorded] = [recorded_actions(each, names) for each in ordered]
+    _require_pipeline(ordered, actions, names, notes)
+    ordered, actions = _one_pipeline(ordered, actions)
     for events, found in zip(ordered, actions, strict=True):
         if not found:
             raise UsageError(f"{events.source} shows no forward or backward: {_without_actions(events)}")
     ordered, actions = _one_replica(ordered, actions)
     is_said = _is_said(actions)
-    if not is_said and any(each.collectives for each in ordered) and not any(each.transfers for each in ordered):
-        raise UsageError(
-            "no rank sends anything to another one: a job without a pipeline has no schedule to explain. If it has "
-            f"one, {NAME_THEM}"
-        )
     _require_all(ordered, actions)
     if is_said:
         said = _timelines(Reading(range(len(ordered)), None, *steps_of(actions)), ordered, notes)
@@ -94,6 +105,23 @@ def rebuilt(ranks: Sequence[RankEvents], names: Names) -> Rebuilt:
         else:
             return read
     raise UsageError(f"what was recorded fits no pipeline ({'; '.join([*why][:SAID])}); {NAME_THEM}")
+
+
+def _require_pipeline(
+    ordered: Sequence[RankEvents], actions: Sequence[Recorded], names: Names, notes: Sequence[str]
+) -> None:
+    """Raises NoPipelineError for ranks that compute, send nothing to a single other rank, and of which no annotation
+    names an action. Annotations that say no stage, such as "forward_step", are those of a pipeline if there are several
+    ranks, and nothing shows how these communicate.
+    """
+    is_named = any(each.index is None for own in actions for each in own)
+    is_said = is_named and _is_said(actions)
+    is_alone = len(ordered) == 1 or any(each.collectives for each in ordered)
+    is_pipeline = any(len(each.pipeline) > 1 or sends(each) for each in ordered)
+    if is_pipeline or names.is_own or is_said or (is_named and not is_alone) or not all(map(computes, ordered)):
+        return
+    why = "no rank sends anything to another one: a job without a pipeline has no schedule to explain"
+    raise NoPipelineError(f"{why}. If it has one, {NAME_THEM}", ordered, notes)
 
 
 def _is_said(actions: Sequence[Recorded]) -> bool:
@@ -164,12 +192,17 @@ def _ordered(ranks: Sequence[RankEvents]) -> list[RankEvents]:
     if twice := sorted({rank for rank in known if known.count(rank) > 1}):
         files = ", ".join(each.source for each in ranks if each.rank == twice[0])
         raise UsageError(f"rank {twice[0]} is in several files ({files}): give the files of one run")
-    ordered = sorted(ranks, key=lambda each: each.rank or 0)
-    if pipeline := ordered[0].pipeline:  # replicas and tensor ranks do the same: the first pipeline stands for all
-        places = {rank: place for place, rank in enumerate(pipeline)}
-        own = [each for each in ordered if each.rank in places]
-        return [replace(each, rank=places[each.rank or 0], ranks=len(pipeline)) for each in own]
-    return ordered
+    return sorted(ranks, key=lambda each: each.rank or 0)
+
+
+def _one_pipeline(ranks: list[RankEvents], actions: list[Recorded]) -> tuple[list[RankEvents], list[Recorded]]:
+    """The ranks of the first pipeline, if files say which these are: replicas and tensor ranks do the same."""
+    if not (pipeline := ranks[0].pipeline):
+        return ranks, actions
+    places = {rank: place for place, rank in enumerate(pipeline)}
+    own = [(each, found) for each, found in zip(ranks, actions, strict=True) if each.rank in places]
+    kept = [replace(each, rank=places[each.rank or 0], ranks=len(pipeline)) for each, _ in own]
+    return kept, [found for _, found in own]
 
 
 def _one_replica(ranks: list[RankEvents], actions: list[Recorded]) -> tuple[list[RankEvents], list[Recorded]]:
