@@ -192,9 +192,10 @@ def nameless(folder: Path) -> list[str] | None:
             whole["traceEvents"] = [each for each in whole["traceEvents"] if not each.get("name", "").startswith("PP:")]
             Path(bare, path.name).write_text(json.dumps(whole), encoding="utf-8")
         try:
-            return pipeflow.explain([bare]).schedule.to_csv().splitlines()
+            found = pipeflow.explain([bare])
         except pipeflow.UsageError:
             return None
+    return found.schedule.to_csv().splitlines() if isinstance(found, pipeflow.Explanation) else None
 
 
 def measure(name: str, chunks: int, rounds: int, folder: str) -> dict[str, Any]:
@@ -214,6 +215,7 @@ def measure(name: str, chunks: int, rounds: int, folder: str) -> dict[str, Any]:
     table = Path(folder, "best.csv")
     if rank == 0:
         found = pipeflow.explain([folder])
+        assert isinstance(found, pipeflow.Explanation)
         assert found.replanned is not None
         assert found.best is not None
         table.write_text(found.best.schedule.to_csv(), encoding="utf-8")

@@ -83,6 +83,7 @@ from pipeflow.schedules.orders.offloading import with_offload as with_offload
 from pipeflow.schedules.orders.search import Found as Found
 from pipeflow.tools.traces.explanation import Explanation as Explanation
 from pipeflow.tools.traces.explanation import explain as explain
+from pipeflow.tools.traces.jobs import Job as Job
 from pipeflow.training.build import build_stages as build_stages
 from pipeflow.training.build import measure_layers as measure_layers
 from pipeflow.training.checkpoint.load import Loaded as Loaded

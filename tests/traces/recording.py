@@ -16,6 +16,16 @@ from pipeflow.core.dataflow import Value, makes, needs
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Span, Timeline
+from pipeflow.tools.traces import explanation
+from pipeflow.tools.traces.explanation import Explanation
+
+
+def explain(paths: Any, *, names: str | None = None) -> Explanation:
+    """Explains traces of a pipeline."""
+    found = explanation.explain(paths, names=names)
+    assert isinstance(found, Explanation)
+    return found
+
 
 TIMES = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 

@@ -14,8 +14,7 @@ import pytest
 from pipeflow.core.errors import UsageError
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import make_schedule
-from pipeflow.tools.traces.explanation import explain
-from tests.traces.recording import Machine, ran, record
+from tests.traces.recording import Machine, explain, ran, record
 
 TIMELINE = ran(make_schedule("1f1b", ranks=4, microbatches=6), Machine(slow={1: 1.5}))
 

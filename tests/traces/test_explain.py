@@ -17,8 +17,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import SCHEDULES, make_schedule
-from pipeflow.tools.traces.explanation import explain
-from tests.traces.recording import Machine, of_torch, ran, record
+from tests.traces.recording import Machine, explain, of_torch, ran, record
 
 ONE_STAGE = ["gpipe", "1f1b", "eager-1f1b"]
 WORDS = {Kind.F: "fwd", Kind.B: "bwd"}

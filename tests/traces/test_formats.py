@@ -14,8 +14,7 @@ from pipeflow.core.action import Kind
 from pipeflow.core.errors import UsageError
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import make_schedule
-from pipeflow.tools.traces.explanation import explain
-from tests.traces.recording import Machine, ran
+from tests.traces.recording import Machine, explain, ran
 
 NANO = 1e9
 TIMELINE = ran(make_schedule("1f1b", ranks=4, microbatches=6), Machine(slow={1: 1.5}))

@@ -10,8 +10,7 @@ import pytest
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.errors import UsageError
 from pipeflow.schedules import make_schedule
-from pipeflow.tools.traces.explanation import explain
-from tests.traces.recording import Machine, of_torch, ran, record
+from tests.traces.recording import Machine, explain, of_torch, ran, record
 from tests.traces.test_explain import of_megatron, rows_of
 
 ORDERS = [

@@ -46,7 +46,8 @@ def job_for_programs(found: Job) -> dict[str, Any]:
 def job_lines(found: Job, unit: Unit) -> Iterator[Any]:
     """The lines that tell a job."""
     many = len(found.ranks)
-    yield f"no pipeline: {many} {'rank' if many == 1 else 'ranks'}, and none sends to a single other one"
+    who = "1 rank, which sends to no" if many == 1 else f"{many} ranks, none of which sends to a"
+    yield f"no pipeline shows: {who} single other one"
     steps = sorted(found.step_seconds)
     several = f", the median of {len(steps)}, from {unit.text(steps[0])} to {unit.text(steps[-1])}" * (len(steps) > 1)
     yield from wrapped(f"{FROM[found.by]}: {unit.text(found.seconds)}{several}")

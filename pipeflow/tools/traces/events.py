@@ -96,7 +96,8 @@ class RankEvents:
         started: what calls on the host start to exchange tensors, as "nccl:all_reduce" or "gloo:all_reduce".
         work: all operators on the host but those of communication, also those that have no backward.
         annotations: annotations that are no operators, as far as the file tells them apart.
-        launches: the number of calls on the host that launch something on a device.
+        calls: calls on the host that launch something on a device or wait for one, if they take long.
+        launches: the number of all these calls.
         devices: the numbers of the devices.
         is_cut_off: whether the file ends before its end.
         timeless: the number of events that were left out, since they have no time, or end before they start.
@@ -120,6 +121,7 @@ class RankEvents:
     started: list[Event] = field(default_factory=list)
     work: list[Event] = field(default_factory=list)
     annotations: list[Event] = field(default_factory=list)
+    calls: list[Event] = field(default_factory=list)
     launches: int = 0
     devices: set[int | None] = field(default_factory=set)
     is_cut_off: bool = False

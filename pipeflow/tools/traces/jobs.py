@@ -4,9 +4,8 @@ divided, and how it is printed.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from pipeflow.core.errors import UsageError
@@ -24,7 +23,7 @@ from pipeflow.tools.traces.rank_times import (
 from pipeflow.tools.traces.trace_findings import LEAST, SMALL, Finding
 
 OUTLIER = 1.2  # times the median step
-MOST = 0.5  # share of a wait that a difference between two ranks must have to be its reason
+MOST = 0.5  # share of a time that is most of it
 TO_DO = {
     "all-gather": "gather earlier, while what is before computes (prefetch), or shard over fewer ranks",
     "reduce-scatter": "start it as soon as gradients are there, or accumulate gradients over more batches",
@@ -77,6 +76,8 @@ def job_of(ranks: Sequence[RankEvents], notes: Sequence[str]) -> Job:
     sent = [exchanges_of(each) for each in ranks]
     waits = waits_of(ranks, sent, windows)
     numbers = [each.rank or 0 for each in ranks]
+    if len(ranks) == 1 and not ranks[0].ranks:  # a number in the name of its only file is none of a rank
+        ranks, numbers = [replace(ranks[0], rank=0)], [0]
     times = [times_of(*own, numbers) for own in zip(ranks, sent, waits, windows, strict=True)]
     found = [*_own(times, ranks), *_last_ranks(times)]
     least = max(LEAST * lengths[step], SMALL * max((each.seconds for each in found), default=0.0))
@@ -109,28 +110,26 @@ def _unknown(
 
 def _own(times: Sequence[RankTimes], ranks: Sequence[RankEvents]) -> Iterator[Finding]:
     """What each kind of lost time costs on the rank on which it costs most."""
-    costs: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
-    for place, each in enumerate(times):
-        for (kind, cause), seconds in each.parts.items():
-            if kind not in ("computes", "waiting"):
-                costs[kind, cause].append((seconds, place))
-    for (kind, cause), found in costs.items():
-        seconds, place = max(found)
-        text = _text(kind, cause, times[place], ranks[place])
-        where = f", on rank {times[place].rank}" if len(times) > 1 else ""
-        yield Finding(kind, times[place].rank, seconds, text.format(where=where))
+    kinds = dict.fromkeys(kind for each in times for kind, _ in each.parts)
+    for kind in (each for each in kinds if each not in ("computes", "waiting")):
+        worst = max(range(len(times)), key=lambda place: times[place].part(kind))
+        own = times[worst]
+        where = f" on rank {own.rank}" if len(times) > 1 else ""
+        yield Finding(kind, own.rank, own.part(kind), _text(kind, own, ranks[worst]).format(where=where))
 
 
-def _text(kind: str, cause: str, own: RankTimes, events: RankEvents) -> str:
+def _text(kind: str, own: RankTimes, events: RankEvents) -> str:
+    """What costs time{where}, and what can be done."""
     what = "the device" if own.on_device else "the host"
     if kind in (*COLLECTIVES, OTHER):
         [each] = [each for each in own.communications if each.kind == kind]
-        share = each.hidden / each.seconds
-        to_do = f"; {TO_DO[kind]}" if kind in TO_DO else ""
-        return f"communication ({kind}) that nothing hides{{where}}: {share:.0%} of its time is hidden{to_do}"
+        hidden = f"{each.hidden / each.seconds:.0%} of its time is hidden"
+        return f"{kind} that no computation hides{{where}}; {hidden}; {TO_DO.get(kind, TO_DO[OTHER])}"
     if kind == "data loading":
         is_alone = any(each.name.startswith(LOADER) and "_SingleProcess" in each.name for each in events.ranges)
-        to_do = "it runs in the process itself: set num_workers" if is_alone else "more workers or a longer prefetch"
+        to_do = (
+            "it runs in the process itself: set num_workers" if is_alone else "try more workers or a longer prefetch"
+        )
         return f"{what} waits for the data loader{{where}}; {to_do}"
     if kind == "optimizer":
         return "the optimizer runs{where}" + "; fused=True launches fewer kernels" * own.on_device
@@ -139,21 +138,29 @@ def _text(kind: str, cause: str, own: RankTimes, events: RankEvents) -> str:
             "memory is copied while nothing computes{where}; pinned memory and non_blocking=True let both run at once"
         )
     if kind == "launch":
-        return f"{own.pieces[kind]} times, {what} has not begun what was launched{{where}}"
+        return f"{own.pieces[kind]} times, the device has not yet begun what was launched{{where}}"
     if kind == "host" and own.on_device:
         return (
-            f"{own.pieces[kind]} short pauses in which the host launches too slowly{{where}}; larger batches, "
-            "torch.compile or CUDA graphs launch less"
+            f"{own.pieces[kind]} short pauses until the host launches more{{where}}; larger batches, torch.compile or "
+            "CUDA graphs need fewer launches"
         )
     if kind == "host":
-        return f"{own.pieces[kind]} short pauses between operators{{where}}; larger batches or torch.compile have fewer"
+        return f"{own.pieces[kind]} short pauses between operators{{where}}; larger batches or torch.compile need fewer"
     if kind == "idle":
         return "nothing runs on the device{where}"
-    name = cause.replace("{", "{{").replace("}", "}}")
-    idle = "nothing runs on the device" if own.on_device else "no operator runs"
-    if cause:
-        return f"{idle} while the host is in {name!r}{{where}}"
-    return f"{idle} in long pauses, and nothing names what the host does{{where}}: use torch.profiler.record_function"
+    return f"{'the device is idle' if own.on_device else 'no operator runs'} in long pauses{{where}}{_named(own)}"
+
+
+def _named(own: RankTimes) -> str:
+    """What the host does in the long pauses of a rank, the longest first."""
+    whole = own.part("pauses")
+    causes = sorted(((time, cause) for (kind, cause), time in own.parts.items() if kind == "pauses"), reverse=True)
+    told = [f"{cause!r} {time / whole:.0%}" for time, cause in causes if cause and time > SMALL * whole]
+    names = f"; of them, the host is in {', '.join(told)}" if told else ""
+    unnamed = own.parts.get(("pauses", ""), 0.0)
+    if unnamed > MOST * whole:
+        names += "; nothing names what it does then: use torch.profiler.record_function"
+    return names.replace("{", "{{").replace("}", "}}")
 
 
 def _last_ranks(times: Sequence[RankTimes]) -> Iterator[Finding]:

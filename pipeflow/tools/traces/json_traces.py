@@ -37,6 +37,7 @@ LAUNCHES = {"cuda_runtime", "cuda_driver"}
 CALL = "c10d::"  # beginning of the names of calls that exchange tensors
 SENDS, RECEIVES = "c10d::send", "c10d::recv"  # beginnings of those between two ranks
 TRANSFERS = ("nccl", "gloo:", "mpi:", "ucc:")  # beginnings of names of what these start, which runs beside the host
+LONG = 1e-4  # seconds that a call of a device takes if it waits
 ANNOTATIONS = ("user_annotation", "")  # categories of annotations
 WORK = re.compile(r"(?!_?c10d|autograd::|torch::autograd::)\w+::")  # names of operators that compute, as "aten::mm"
 
@@ -63,7 +64,7 @@ def collected(raw_events: Iterable[Mapping[str, Any]], source: str) -> RankEvent
     """The events of one rank, sorted into kinds. Events that have no time are left out."""
     found = RankEvents(source)
     launches: dict[object, float] = {}
-    device: list[tuple[str, Event, Mapping[str, Any]]] = []
+    device: list[tuple[str, Event, dict[str, Any]]] = []
     for raw in raw_events:
         start, lasted = seconds(raw.get("ts"), 1e-6), seconds(raw.get("dur", 0), 1e-6)
         if raw.get("ph") != "X":
@@ -76,6 +77,7 @@ def collected(raw_events: Iterable[Mapping[str, Any]], source: str) -> RankEvent
         event = Event(name, start, start + lasted, count(given.get("Sequence number")))
         if category in LAUNCHES:
             launches[count(given.get("correlation"))] = start
+            found.calls += [event] * (lasted > LONG)
         elif category in DEVICE:
             device.append((category, event, given))
         elif name.startswith(CALL):
@@ -125,7 +127,7 @@ def _since(found: RankEvents, base: float) -> RankEvents:
 
     for events in (found.ranges, found.operators, found.backwards, found.sends, found.receives, found.collectives):
         events[:] = map(moved, events)
-    for others in (found.started, found.work, found.annotations):
+    for others in (found.started, found.work, found.annotations, found.calls):
         others[:] = map(moved, others)
     for launched_events in (found.kernels, found.copies):
         launched_events[:] = [(launched + base, moved(event)) for launched, event in launched_events]

@@ -130,13 +130,15 @@ def exchanges_of(events: RankEvents) -> list[tuple[str, Exchange]]:
     hosts = sorted([*events.started, *calls, *events.transfers], key=attrgetter("start"))
     starts = [each.start for each in hosts]
 
+    is_together = hosts and all(kind_of(each.name) != "send/receive" for each in hosts)
+
     def kind(each: Exchange) -> str:
         found = kind_of(each.called or each.event.name)
         if each.called or found not in ("send/receive", OTHER):
             return found
-        place = bisect_right(starts, each.launched)  # kernels of all-to-all are named after their sends
+        place = bisect_right(starts, each.launched)  # NCCL names kernels of several collectives after sends
         around = (host for host in hosts[max(place - 3, 0) : place][::-1] if each.launched <= host.end)
-        return next((kind_of(host.name) for host in around), found)
+        return next((kind_of(host.name) for host in around), OTHER if is_together else found)
 
     return [(kind(each), each) for each in events.exchanges]
 
@@ -147,8 +149,8 @@ def sends(events: RankEvents) -> bool:
 
 
 def computes(events: RankEvents) -> bool:
-    """Whether something is there that computes."""
-    return bool(events.kernels or events.work)
+    """Whether something is there that a device or the host worked on."""
+    return bool(events.kernels or events.exchanges or events.work)
 
 
 def steps_of_job(ranks: Sequence[RankEvents]) -> Steps:
@@ -275,7 +277,11 @@ def times_of(
         pieces, free = _taken(free, _disjoint(each for each in layer if each.start < end and each.end > start))
         found += pieces
     is_known = not on_device or any(launched < event.start for launched, event in device)
-    found += _idle(free, _innermost(events, start, end)) if is_known else [Piece(*each, "idle") for each in free]
+    found += (
+        _idle(free, _innermost(events, start, end, on_device=on_device))
+        if is_known
+        else [Piece(*each, "idle") for each in free]
+    )
     parts, pauses = defaultdict[tuple[str, str], float](float), defaultdict[str, int](int)
     for piece in found:
         parts[piece.kind, piece.cause] += piece.end - piece.start
@@ -333,8 +339,10 @@ def _taken(
     return taken, left
 
 
-def _innermost(events: RankEvents, start: float, end: float) -> list[Piece]:
-    """The annotations of a step, at each moment the one that began last."""
+def _innermost(events: RankEvents, start: float, end: float, *, on_device: bool) -> list[Piece]:
+    """What the host does in a step, at each moment what began last: annotations, calls that wait, and of a device's
+    host, long operators.
+    """
     found, begun, moment = list[Piece](), list[Event](), start
 
     def until(time: float) -> None:
@@ -343,7 +351,9 @@ def _innermost(events: RankEvents, start: float, end: float) -> list[Piece]:
             found.append(Piece(moment, time, "pauses", begun[-1].name.partition("#")[0]))
         moment = max(moment, time)
 
-    named = (each for each in (*events.annotations, *events.collectives) if each.end > start and each.start < end)
+    some = [*events.annotations, *events.collectives, *events.calls]
+    some += [each for each in events.work if on_device and each.end - each.start >= SHORT]
+    named = (each for each in some if each.end > start and each.start < end)
     for each in sorted(named, key=lambda each: (each.start, -each.end)):
         if not each.name.startswith((STEP, "nccl", "gloo:")):
             while begun and begun[-1].end <= each.start:
