@@ -409,8 +409,8 @@ def test_the_trace_of_the_guide_is_explained_as_shown(
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").symlink_to(ROOT / "docs")
-    first, second, _ = blocks(EXPLAINING, "console")
-    require_shown(capsys, commands(first))
+    first, second, job, _ = blocks(EXPLAINING, "console")
+    require_shown(capsys, [*commands(first), *commands(job)])
     listed = [command for command, _ in commands(second)]
     for command in listed:
         out(capsys, *shlex.split(command)[1:])

@@ -11,6 +11,7 @@ from pipeflow import (
     MODELS,
     Cluster,
     CostModel,
+    Explanation,
     Setup,
     UsageError,
     Wanted,
@@ -33,7 +34,9 @@ MEMORY: list[Callable[[object], Schedule]] = [
 
 
 def test_one_alone_is_a_list_of_one() -> None:
-    assert explain(str(TRACES)).names == explain(TRACES).names == explain([TRACES]).names == ("1f1b",)
+    for traces in (str(TRACES), TRACES, [TRACES]):
+        assert isinstance(found := explain(traces), Explanation)
+        assert found.names == ("1f1b",)
     wanted = Wanted(MODELS["gpt2-small"], Cluster.of("h100-80gb"), 4, 8, schedules="1f1b")  # type: ignore[arg-type]
     assert wanted.schedules == ("1f1b",)
     setup = Setup(recompute_modules="mlp", cuda_graphs=["attn"])  # type: ignore[arg-type]

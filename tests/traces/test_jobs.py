@@ -61,7 +61,7 @@ def written(folder: Path, *ranks: list[Raw], **info: Any) -> Path:
     return folder
 
 
-def milliseconds(times: RankTimes) -> dict[tuple[str, str], float]:
+def milliseconds(times: RankTimes) -> dict[tuple[str, str], Any]:
     return {key: pytest.approx(1e3 * seconds, abs=1e-4) for key, seconds in times.parts.items()}
 
 
@@ -117,8 +117,8 @@ def test_the_rank_that_comes_last_is_told_without_a_common_clock(tmp_path: Path)
     assert late["all-gather", ""] == 5
     assert not any(kind == "waiting" for kind, _ in late)
     assert found.findings[0].seconds == pytest.approx(0.025)
-    said = "the other ranks wait for rank 1, which comes last to collectives: it computes 3.78 times as long as they do"
-    assert found.findings[0].text == said
+    why = "which comes last to 1 of its 1 collectives: it computes 3.78 times as long as they do"
+    assert found.findings[0].text == f"the other ranks wait for rank 1, {why}"
     assert not found.notes
 
 
@@ -249,7 +249,8 @@ def test_the_median_step_is_told_and_longer_ones_are_named(tmp_path: Path) -> No
     events = [note(f"ProfilerStep#{number}", start, end - 1) for number, (start, end) in enumerate(marks)]
     found = explained(tmp_path, [*events, event("cpu_op", "aten::mm", 0, 60)])
     assert [1e3 * each for each in found.step_seconds] == pytest.approx([10, 15, 11, 10, 10], abs=1e-4)
-    assert (found.by, found.outliers, 1e3 * found.seconds) == ("mark", (1,), pytest.approx(10, abs=1e-4))
+    assert (found.by, found.outliers) == ("mark", (1,))
+    assert 1e3 * found.seconds == pytest.approx(10, abs=1e-4)
 
 
 def test_without_marks_steps_are_those_of_the_first_optimizer(tmp_path: Path) -> None:
@@ -262,7 +263,8 @@ def test_without_marks_steps_are_those_of_the_first_optimizer(tmp_path: Path) ->
 
 def test_what_nothing_divides_is_the_recording(tmp_path: Path) -> None:
     found = explained(tmp_path, [event("cpu_op", "aten::mm", 3, 60), note("read", 60, 80)])
-    assert (found.by, 1e3 * found.seconds) == ("recording", pytest.approx(77, abs=1e-4))
+    assert found.by == "recording"
+    assert 1e3 * found.seconds == pytest.approx(77, abs=1e-4)
     assert found.notes[0].startswith("nothing divides the recording into steps")
 
 
@@ -314,9 +316,8 @@ def test_exports_of_nsight_systems_with_copies(tmp_path: Path) -> None:
         run("INSERT INTO NVTX_EVENTS VALUES (0, 50000000, NULL, 3)")
         run("CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, correlationId INTEGER)")
         run("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (0, 1), (1, 2), (2, 3)")
-        run(
-            "CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER, end INTEGER, correlationId INTEGER, shortName INTEGER)"
-        )
+        columns = "start INTEGER, end INTEGER, correlationId INTEGER"
+        run(f"CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL ({columns}, shortName INTEGER)")
         run("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (0, 10000000, 1, 1), (8000000, 20000000, 2, 2)")
         run(f"CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY ({columns})")
         run("INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (20000000, 26000000, 3)")
@@ -333,9 +334,7 @@ def test_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert shown.startswith(
         "no pipeline shows: 2 ranks, none of which sends to a single other one\nstep, from its mark"
     )
-    assert "0           9           5       25     0.5      10    50" in " ".join(shown.split("\n")).replace(
-        "  0 ", "0 "
-    )
+    assert ["0", "9", "5", "25", "0.5", "10.5", "50"] in [line.split() for line in shown.splitlines()]
     read = json.loads(out(capsys, "explain", tmp_path, "--json"))
     assert (read["pipeline"], read["step_seconds"]) == (False, pytest.approx(0.05))
     for each in read["ranks"]:

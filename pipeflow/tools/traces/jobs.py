@@ -4,7 +4,7 @@ divided, and how it is printed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -15,6 +15,7 @@ from pipeflow.tools.traces.rank_times import (
     LOADER,
     OTHER,
     RankTimes,
+    Wait,
     exchanges_of,
     steps_of_job,
     times_of,
@@ -29,7 +30,7 @@ TO_DO = {
     "reduce-scatter": "start it as soon as gradients are there, or accumulate gradients over more batches",
     "all-reduce": "of gradients, smaller buckets start earlier, and accumulation over more batches makes them rarer",
     "all-to-all": "compute on another part of the batch meanwhile, or exchange less",
-    "broadcast": "what does not change need not be sent again",
+    "broadcast": "what the others wait for the rank that sends is in it",
     OTHER: "start it earlier, while something else computes",
 }
 
@@ -79,7 +80,7 @@ def job_of(ranks: Sequence[RankEvents], notes: Sequence[str]) -> Job:
     if len(ranks) == 1 and not ranks[0].ranks:  # a number in the name of its only file is none of a rank
         ranks, numbers = [replace(ranks[0], rank=0)], [0]
     times = [times_of(*own, numbers) for own in zip(ranks, sent, waits, windows, strict=True)]
-    found = [*_own(times, ranks), *_last_ranks(times)]
+    found = [*_own(times, ranks), *_last_ranks(times, waits)]
     least = max(LEAST * lengths[step], SMALL * max((each.seconds for each in found), default=0.0))
     findings = sorted((each for each in found if each.seconds > least), key=lambda each: -each.seconds)
     said = [*notes, *_unknown(ranks, times, steps.by, is_waiting_known=any(waits))]
@@ -124,7 +125,8 @@ def _text(kind: str, own: RankTimes, events: RankEvents) -> str:
     if kind in (*COLLECTIVES, OTHER):
         [each] = [each for each in own.communications if each.kind == kind]
         hidden = f"{each.hidden / each.seconds:.0%} of its time is hidden"
-        return f"{kind} that no computation hides{{where}}; {hidden}; {TO_DO.get(kind, TO_DO[OTHER])}"
+        name = "communication of an unknown kind" if kind == OTHER else kind
+        return f"{name} that no computation hides{{where}}; {hidden}; {TO_DO.get(kind, TO_DO[OTHER])}"
     if kind == "data loading":
         is_alone = any(each.name.startswith(LOADER) and "_SingleProcess" in each.name for each in events.ranges)
         to_do = (
@@ -159,19 +161,20 @@ def _named(own: RankTimes) -> str:
     names = f"; of them, the host is in {', '.join(told)}" if told else ""
     unnamed = own.parts.get(("pauses", ""), 0.0)
     if unnamed > MOST * whole:
-        names += "; nothing names what it does then: use torch.profiler.record_function"
+        names += "; nothing names what the host does then: use torch.profiler.record_function"
     return names.replace("{", "{{").replace("}", "}}")
 
 
-def _last_ranks(times: Sequence[RankTimes]) -> Iterator[Finding]:
+def _last_ranks(times: Sequence[RankTimes], waits: Sequence[Mapping[int, Wait]]) -> Iterator[Finding]:
     """The ranks for which others wait in collectives, and what they do meanwhile."""
-    for last in times:
+    for place, last in enumerate(times):
         others = [each for each in times if each is not last]
         waited = [each.parts.get(("waiting", f"rank {last.rank}"), 0.0) for each in others]
         if any(waited):
-            seconds = fmean(waited)
-            text = f"the other ranks wait for rank {last.rank}, which comes last to collectives"
-            yield Finding("last rank", last.rank, seconds, text + _reason(last, others, seconds))
+            seconds, often = fmean(waited), sum(each.last == place for each in waits[place].values())
+            count = f"comes last to {often} of its {len(waits[place])} collectives"
+            text = f"the other ranks wait for rank {last.rank}, which {count}{_reason(last, others, seconds)}"
+            yield Finding("last rank", last.rank, seconds, text)
 
 
 def _reason(last: RankTimes, others: Sequence[RankTimes], waited: float) -> str:
@@ -191,5 +194,5 @@ def _reason(last: RankTimes, others: Sequence[RankTimes], waited: float) -> str:
         "data loading": "waits for its data loader",
         "copies": "copies memory",
     }.get(kind, f"stands still{f' in {cause!r}' if cause else ''}")
-    factor = f" {last.parts[kind, cause] / usual:.2f} times as long as they do" if usual else ", and they do not"
+    factor = f" {last.parts[kind, cause] / usual:.3g} times as long as they do" if usual else ", and they do not"
     return f": it {words}{factor}"
