@@ -53,10 +53,10 @@ def explained(folder: Path, *ranks: list[Raw], **info: Any) -> Job:
     return found
 
 
-def written(folder: Path, *ranks: list[Raw], **info: Any) -> Path:
+def written(folder: Path, *ranks: list[Raw], base: int = 0, **info: Any) -> Path:
     for rank, events in enumerate(ranks):
         group = {"rank": rank, "world_size": len(ranks)} | info
-        whole = {"distributedInfo": group, "host_name": "one", "traceEvents": events}
+        whole = {"distributedInfo": group, "baseTimeNanoseconds": base, "traceEvents": events}
         (folder / f"rank{rank}.json").write_text(json.dumps(whole), encoding="utf-8")
     return folder
 
@@ -147,6 +147,24 @@ def test_ranks_with_unlike_numbers_of_collectives_are_not_compared(tmp_path: Pat
     assert not any(each.part("waiting") for each in found.ranks)
 
 
+def test_only_collectives_of_the_step_are_matched(tmp_path: Path) -> None:
+    before = kernel("ncclDevKernel_AllGather", -9, -5, -10, **{"Process Group Ranks": "[0, 1]"})
+    found = explained(tmp_path, [*before, *step_of_rank(10, 30)], step_of_rank(35, 5))
+    assert found.ranks[0].part("waiting") == pytest.approx(0.025)
+
+
+def test_a_rank_that_does_nothing_longer_comes_last_for_no_reason_that_is_told(tmp_path: Path) -> None:
+    """Rank 1 is late once, and rank 0 the other time, as much as all parts of both are equal."""
+    again = {"Process Group Ranks": "[0, 1]"}
+    second = [kernel("ncclDevKernel_AllGather", start, 45, 3, **again) for start in (40, 43.5)]
+    found = explained(tmp_path, [*step_of_rank(10, 30), *second[1]], [*step_of_rank(10, 26), *second[0]])
+    texts = [each.text for each in found.findings if each.kind == "last rank"]
+    assert texts == [
+        "the other ranks wait for rank 1, which comes last to 1 of its 2 collectives",
+        "the other ranks wait for rank 0, which comes last to 1 of its 2 collectives",
+    ]
+
+
 def test_of_one_rank_nothing_is_guessed(tmp_path: Path) -> None:
     found = explained(tmp_path, step_of_rank(10, 30), world_size=2)
     assert found.ranks[0].part("all-gather") == pytest.approx(0.03)
@@ -185,9 +203,47 @@ def test_operators_of_the_host_compute_where_no_device_is(tmp_path: Path) -> Non
 
 
 def test_waiting_on_the_host_is_told_if_there_is_one_group(tmp_path: Path) -> None:
-    shorter = [each | {"dur": 4e3, "ts": each["ts"] + 14e3} if "gloo" in each["name"] else each for each in host_step()]
+    shorter = [each | {"dur": 4e3, "ts": each["ts"] + 9e3} if "gloo" in each["name"] else each for each in host_step()]
     found = explained(tmp_path, host_step(), shorter, pg_config=[{"pg_name": "0", "ranks": [0, 1]}])
     assert found.ranks[0].parts["waiting", "rank 1"] == pytest.approx(0.006)  # of 16 ms, 10 are hidden
+
+
+def test_operators_of_a_data_loader_are_data_loading(tmp_path: Path) -> None:
+    found = explained(tmp_path, [note(LOADER, 0, 10), *(event("cpu_op", "aten::mm", at, at + 6) for at in (2, 10))])
+    assert milliseconds(found.ranks[0]) == {("data loading", ""): 10, ("computes", ""): 6}
+
+
+def test_kernels_that_overlap_count_once(tmp_path: Path) -> None:
+    found = explained(tmp_path, [*kernel("gemm", 0, 10, -5), *kernel("gemm", 5, 15, -4), note("all", -5, 15)])
+    assert milliseconds(found.ranks[0]) == {("launch", ""): 5, ("computes", ""): 15}
+
+
+def test_a_pause_is_named_by_what_began_last(tmp_path: Path) -> None:
+    events = [
+        *kernel("gemm", 0, 10, -1),
+        note("outer", 10, 40),
+        note("inner", 15, 20),
+        event("cuda_runtime", "cudaMalloc", 25, 30, correlation=5),
+        event("cpu_op", "c10d::barrier", 32, 36),
+    ]
+    parts = milliseconds(explained(tmp_path, events).ranks[0])
+    pauses = {cause: seconds for (kind, cause), seconds in parts.items() if kind == "pauses"}
+    assert pauses == {"outer": 5 + 5 + 2 + 4, "inner": 5, "cudaMalloc": 5, "c10d::barrier": 4}
+
+
+def test_times_count_from_the_base_of_a_file(tmp_path: Path) -> None:
+    events = [
+        note("ProfilerStep#0", 0, 40),
+        *kernel("gemm", 5, 10, 4),
+        *kernel("gpu_memcpy:Memcpy", 10, 20, 6),
+        *kernel("ncclKernel_SendRecv", 20, 30, 7),
+        note("nccl:all_to_all", 6.9, 7.1),
+        note("read", 30, 40),
+        event("cuda_runtime", "cudaMalloc", 0, 2, correlation=5),
+    ]
+    found = [milliseconds(explained(tmp_path, events, base=base).ranks[0]) for base in (0, 10**15)]
+    assert found[0] == found[1]
+    assert ("all-to-all", "") in found[0]
 
 
 @pytest.mark.parametrize(
@@ -231,6 +287,20 @@ def test_a_pipeline_whose_sends_are_lost_stays_one_if_names_say_it(tmp_path: Pat
     (folder / "rank0.json").write_text(json.dumps(whole), encoding="utf-8")
     with pytest.raises(UsageError, match="1 of 2 ranks were recorded"):
         explain([folder])
+
+
+def test_names_of_actions_on_several_ranks_are_those_of_a_pipeline(tmp_path: Path) -> None:
+    """Whatever these ranks sent, it was not recorded."""
+    ranks = [[note("forward_step", 0, 10), event("cpu_op", "aten::mm", 0, 10, **{"Sequence number": 1})]] * 2
+    with pytest.raises(UsageError, match="no step is there from its first forward to its last backward"):
+        explain([written(tmp_path, *ranks)])
+
+
+def test_a_number_in_the_name_of_an_only_file_is_no_rank(tmp_path: Path) -> None:
+    events = json.dumps({"traceEvents": [event("cpu_op", "aten::mm", 0, 10)]})
+    (tmp_path / "host_4711.json").write_text(events, encoding="utf-8")
+    assert isinstance(found := explain([tmp_path]), Job)
+    assert found.ranks[0].rank == 0
 
 
 def test_ranks_that_only_sum_are_no_pipeline(tmp_path: Path) -> None:
@@ -299,7 +369,7 @@ def test_data_loading_says_where_it_runs(tmp_path: Path) -> None:
     loads = note(LOADER, 10, 40)
     alone = explained(tmp_path, [event("cpu_op", "aten::mm", 0, 10), loads])
     assert (
-        alone.findings[0].text == "the host waits for the data loader; it runs in the process itself: set num_workers"
+        alone.findings[0].text == "the data loader runs and nothing else; it is in the process itself: set num_workers"
     )
     several = loads | {"name": LOADER.replace("Single", "MultiProcessing")}
     found = explained(tmp_path, [event("cpu_op", "aten::mm", 0, 10), several])

@@ -25,13 +25,26 @@ from pipeflow.tools.traces.trace_findings import LEAST, SMALL, Finding
 
 OUTLIER = 1.2  # times the median step
 MOST = 0.5  # share of a time that is most of it
-TO_DO = {
-    "all-gather": "gather earlier, while what is before computes (prefetch), or shard over fewer ranks",
-    "reduce-scatter": "start it as soon as gradients are there, or accumulate gradients over more batches",
-    "all-reduce": "of gradients, smaller buckets start earlier, and accumulation over more batches makes them rarer",
-    "all-to-all": "compute on another part of the batch meanwhile, or exchange less",
-    "broadcast": "what the others wait for the rank that sends is in it",
-    OTHER: "start it earlier, while something else computes",
+HIDDEN = "that no computation hides{where}; {hidden:.0%} of its time is hidden"
+SAID = {  # what costs time, and what can be done, by its kind and what was recorded
+    "all-gather": f"all-gather {HIDDEN}; gather earlier, beside what is computed before (prefetch), or shard less",
+    "reduce-scatter": f"reduce-scatter {HIDDEN}; start it as soon as gradients are there, or accumulate more batches",
+    "all-reduce": f"all-reduce {HIDDEN}; of gradients, smaller buckets start earlier, and accumulation makes it rarer",
+    "all-to-all": f"all-to-all {HIDDEN}; compute on another part of the batch meanwhile, or exchange less",
+    "broadcast": f"broadcast {HIDDEN}; what the others wait for the rank that sends is in it",
+    OTHER: f"communication of an unknown kind {HIDDEN}; start it earlier, while something computes",
+    "data loading, alone": "the data loader runs and nothing else{where}; it is in the process itself: set num_workers",
+    "data loading, several": "the data loader runs and nothing else{where}; try more workers or a longer prefetch",
+    "optimizer, device": "the optimizer runs{where}; fused=True launches fewer kernels",
+    "optimizer, operators": "the optimizer runs{where}",
+    "copies": "memory is copied while nothing computes{where}; pinned memory and non_blocking=True let both run",
+    "launch": "{pieces} times, the device has not yet begun what was launched{where}",
+    "host, device": "{pieces} short pauses until the host launches more{where}; larger batches, torch.compile or CUDA "
+    "graphs need fewer launches",
+    "host, operators": "{pieces} short pauses between operators{where}; larger batches or torch.compile need fewer",
+    "pauses, device": "the device is idle in long pauses{where}{pauses}",
+    "pauses, operators": "no operator runs in long pauses{where}{pauses}",
+    "idle": "nothing runs on the device{where}",
 }
 
 
@@ -40,7 +53,7 @@ class Job:
     """A step of a job without a pipeline.
 
     Attributes:
-        by: what divides the recording into steps, as in `Steps`.
+        by: what divides the recording into steps, "mark", "update" or "recording", as in `steps_of_job`.
         step_seconds: the length of every step, on the rank that takes longest.
         step: the index of the one of median length.
         ranks: the times of each rank in this step.
@@ -68,10 +81,10 @@ class Job:
 
 def job_of(ranks: Sequence[RankEvents], notes: Sequence[str]) -> Job:
     """The median step of a job, on the ranks that were recorded. Raises UsageError if it has no length."""
-    steps = steps_of_job(ranks)
-    lengths = [max(end - start for start, end in each) for each in steps.windows]
+    by, steps = steps_of_job(ranks)
+    lengths = [max(end - start for start, end in each) for each in steps]
     step = sorted(range(len(lengths)), key=lambda index: lengths[index])[(len(lengths) - 1) // 2]
-    windows = steps.windows[step]
+    windows = steps[step]
     if min(end - start for start, end in windows) <= 0:
         raise UsageError(f"{ranks[0].source}: its step takes no time: record at least one whole step")
     sent = [exchanges_of(each) for each in ranks]
@@ -83,8 +96,8 @@ def job_of(ranks: Sequence[RankEvents], notes: Sequence[str]) -> Job:
     found = [*_own(times, ranks), *_last_ranks(times, waits)]
     least = max(LEAST * lengths[step], SMALL * max((each.seconds for each in found), default=0.0))
     findings = sorted((each for each in found if each.seconds > least), key=lambda each: -each.seconds)
-    said = [*notes, *_unknown(ranks, times, steps.by, is_waiting_known=any(waits))]
-    return Job(steps.by, tuple(lengths), step, tuple(times), tuple(findings), tuple(said))
+    said = [*notes, *_unknown(ranks, times, by, is_waiting_known=any(waits))]
+    return Job(by, tuple(lengths), step, tuple(times), tuple(findings), tuple(said))
 
 
 def _unknown(
@@ -113,44 +126,18 @@ def _own(times: Sequence[RankTimes], ranks: Sequence[RankEvents]) -> Iterator[Fi
     """What each kind of lost time costs on the rank on which it costs most."""
     kinds = dict.fromkeys(kind for each in times for kind, _ in each.parts)
     for kind in (each for each in kinds if each not in ("computes", "waiting")):
-        worst = max(range(len(times)), key=lambda place: times[place].part(kind))
+        seconds, worst = max((each.part(kind), place) for place, each in enumerate(times))
         own = times[worst]
-        where = f" on rank {own.rank}" if len(times) > 1 else ""
-        yield Finding(kind, own.rank, own.part(kind), _text(kind, own, ranks[worst]).format(where=where))
-
-
-def _text(kind: str, own: RankTimes, events: RankEvents) -> str:
-    """What costs time{where}, and what can be done."""
-    what = "the device" if own.on_device else "the host"
-    if kind in (*COLLECTIVES, OTHER):
-        [each] = [each for each in own.communications if each.kind == kind]
-        hidden = f"{each.hidden / each.seconds:.0%} of its time is hidden"
-        name = "communication of an unknown kind" if kind == OTHER else kind
-        return f"{name} that no computation hides{{where}}; {hidden}; {TO_DO.get(kind, TO_DO[OTHER])}"
-    if kind == "data loading":
-        is_alone = any(each.name.startswith(LOADER) and "_SingleProcess" in each.name for each in events.ranges)
-        to_do = (
-            "it runs in the process itself: set num_workers" if is_alone else "try more workers or a longer prefetch"
-        )
-        return f"{what} waits for the data loader{{where}}; {to_do}"
-    if kind == "optimizer":
-        return "the optimizer runs{where}" + "; fused=True launches fewer kernels" * own.on_device
-    if kind == "copies":
-        return (
-            "memory is copied while nothing computes{where}; pinned memory and non_blocking=True let both run at once"
-        )
-    if kind == "launch":
-        return f"{own.pieces[kind]} times, the device has not yet begun what was launched{{where}}"
-    if kind == "host" and own.on_device:
-        return (
-            f"{own.pieces[kind]} short pauses until the host launches more{{where}}; larger batches, torch.compile or "
-            "CUDA graphs need fewer launches"
-        )
-    if kind == "host":
-        return f"{own.pieces[kind]} short pauses between operators{{where}}; larger batches or torch.compile need fewer"
-    if kind == "idle":
-        return "nothing runs on the device{where}"
-    return f"{'the device is idle' if own.on_device else 'no operator runs'} in long pauses{{where}}{_named(own)}"
+        words = {
+            "where": f" on rank {own.rank}" * (len(times) > 1),
+            "pieces": own.pieces.get(kind, 0),
+            "hidden": next((each.hidden / each.seconds for each in own.communications if each.kind == kind), 0.0),
+            "pauses": _named(own),
+        }
+        alone = any(each.name.startswith(LOADER) and "_SingleProcess" in each.name for each in ranks[worst].ranges)
+        key = f"{kind}, {'alone' if alone else 'several'}" if kind == "data loading" else kind
+        text = SAID.get(key) or SAID[f"{kind}, {'device' if own.on_device else 'operators'}"]
+        yield Finding(kind, own.rank, seconds, text.format(**words))
 
 
 def _named(own: RankTimes) -> str:
@@ -162,7 +149,7 @@ def _named(own: RankTimes) -> str:
     unnamed = own.parts.get(("pauses", ""), 0.0)
     if unnamed > MOST * whole:
         names += "; nothing names what the host does then: use torch.profiler.record_function"
-    return names.replace("{", "{{").replace("}", "}}")
+    return names
 
 
 def _last_ranks(times: Sequence[RankTimes], waits: Sequence[Mapping[int, Wait]]) -> Iterator[Finding]:

@@ -44,6 +44,8 @@ AT_ONCE, MOMENT = 0.1, 5e-5  # how far apart ranks end one collective: share of 
 # operators on the host. A collective ends on all ranks at once, so it takes least time on the rank that comes last.
 # What it takes longer on another rank, that one waited. This needs no common clock.
 
+Window = tuple[float, float]  # start and end, in seconds on the clock of a rank's machine
+
 
 class Piece(NamedTuple):
     """A time of one part.
@@ -101,19 +103,6 @@ class RankTimes:
         return sum(seconds for (each, _), seconds in self.parts.items() if each == kind)
 
 
-class Steps(NamedTuple):
-    """The steps of a job.
-
-    Attributes:
-        by: "mark" of the profiler to the next one, "update" by the optimizer to the next one, or "recording": it is not
-            divided into steps.
-        windows: per step, the start and the end on each rank.
-    """
-
-    by: str
-    windows: list[list[tuple[float, float]]]
-
-
 def kind_of(name: str) -> str:
     """The kind of collective that a name says."""
     plain = name.lower().replace("_", "")
@@ -153,20 +142,21 @@ def computes(events: RankEvents) -> bool:
     return bool(events.kernels or events.exchanges or events.work)
 
 
-def steps_of_job(ranks: Sequence[RankEvents]) -> Steps:
-    """The steps that all ranks recorded: from one mark of torch's profiler to the next one; where it marks none, from
-    the end of one step of the optimizer to the next one; or else one that is the whole recording.
+def steps_of_job(ranks: Sequence[RankEvents]) -> tuple[str, list[list[Window]]]:
+    """The steps that all ranks recorded, each with its time on each rank: from one "mark" of torch's profiler to the
+    next one; where it marks none, from the end of one "update" by the optimizer to the next one; or else one, which is
+    the "recording".
     """
     marks = [marked_steps(each) for each in ranks]
     if common := sorted(set(marks[0]).intersection(*marks)):
-        return Steps("mark", [[_marked(own, number) for own in marks] for number in common])
+        return ("mark", [[_marked(own, number) for own in marks] for number in common])
     ends = [_updates(each) for each in ranks]
     if len(ends[0]) > 1 and len({*map(len, ends)}) == 1:
-        return Steps("update", [[(own[at], own[at + 1]) for own in ends] for at in range(len(ends[0]) - 1)])
-    return Steps("recording", [[_extent(each) for each in ranks]])
+        return ("update", [[(own[at], own[at + 1]) for own in ends] for at in range(len(ends[0]) - 1)])
+    return ("recording", [[_extent(each) for each in ranks]])
 
 
-def _marked(marks: dict[int, Event], number: int) -> tuple[float, float]:
+def _marked(marks: dict[int, Event], number: int) -> Window:
     last = marks[number].end
     return marks[number].start, marks[number + 1].start if number + 1 in marks else last
 
@@ -177,7 +167,7 @@ def _updates(events: RankEvents) -> list[float]:
     return [each.end for each in found if each.name == found[0].name]
 
 
-def _extent(events: RankEvents) -> tuple[float, float]:
+def _extent(events: RankEvents) -> Window:
     device = [event for _, event in (*events.kernels, *events.copies)] + [each.event for each in events.exchanges]
     found = [*device, *events.work, *events.annotations, *events.started]
     return min(each.start for each in found), max(each.end for each in found)
@@ -193,9 +183,7 @@ class Wait(NamedTuple):
 Sent = Sequence[tuple[str, Exchange]]  # of a rank
 
 
-def waits_of(
-    ranks: Sequence[RankEvents], sent: Sequence[Sent], windows: Sequence[tuple[float, float]]
-) -> list[dict[int, Wait]]:
+def waits_of(ranks: Sequence[RankEvents], sent: Sequence[Sent], windows: Sequence[Window]) -> list[dict[int, Wait]]:
     """Per rank, how long it waited in collectives that begin in a step, by their places in `sent`. Collectives of a
     group are matched in their order, if all ranks have equally many. Where no file says who takes part in them, those
     of all ranks must end at once.
@@ -231,9 +219,7 @@ def _end_at_once(events: Iterable[Event]) -> bool:
     return max(ends) - min(ends) <= AT_ONCE * longest + MOMENT
 
 
-def times_of(
-    events: RankEvents, sent: Sent, waits: dict[int, Wait], window: tuple[float, float], ranks: Sequence[int]
-) -> RankTimes:
+def times_of(events: RankEvents, sent: Sent, waits: dict[int, Wait], window: Window, ranks: Sequence[int]) -> RankTimes:
     """Divides a step of a rank. Raises UsageError if the parts do not sum up to the step."""
     start, end = window
     on_device = bool(events.kernels or events.exchanges)
@@ -292,7 +278,7 @@ def times_of(
     return RankTimes(events.rank or 0, on_device, end - start, dict(parts), communications, dict(pauses))
 
 
-def _communications(sent: Sent, work: list[Piece], window: tuple[float, float]) -> Iterator[Communication]:
+def _communications(sent: Sent, work: list[Piece], window: Window) -> Iterator[Communication]:
     for kind in dict.fromkeys(kind for kind, _ in sent):
         own = [Piece(each.event.start, each.event.end, kind) for other, each in sent if other == kind]
         calls = sum(window[0] <= each.start < window[1] for each in own)
@@ -316,11 +302,9 @@ def _disjoint(pieces: Iterable[Piece]) -> list[Piece]:
     return [each for each in found if each.end > each.start]
 
 
-def _taken(
-    free: Sequence[tuple[float, float]], pieces: Sequence[Piece]
-) -> tuple[list[Piece], list[tuple[float, float]]]:
+def _taken(free: Sequence[Window], pieces: Sequence[Piece]) -> tuple[list[Piece], list[Window]]:
     """What disjoint pieces take of times that are free, and what is left of these."""
-    taken, left = list[Piece](), list[tuple[float, float]]()
+    taken, left = list[Piece](), list[Window]()
     place = 0
     for start, end in free:
         while place < len(pieces) and pieces[place].end <= start:
@@ -367,7 +351,7 @@ def _innermost(events: RankEvents, start: float, end: float, *, on_device: bool)
     return found
 
 
-def _idle(free: Sequence[tuple[float, float]], named: Sequence[Piece]) -> Iterator[Piece]:
+def _idle(free: Sequence[Window], named: Sequence[Piece]) -> Iterator[Piece]:
     """The times in which nothing runs: short ones between launches, and pauses, by what the host does then."""
     yield from (Piece(*each, "host") for each in free if each[1] - each[0] < SHORT)
     taken, left = _taken([each for each in free if each[1] - each[0] >= SHORT], named)
