@@ -204,8 +204,10 @@ def test_operators_of_the_host_compute_where_no_device_is(tmp_path: Path) -> Non
 
 def test_waiting_on_the_host_is_told_if_there_is_one_group(tmp_path: Path) -> None:
     shorter = [each | {"dur": 4e3, "ts": each["ts"] + 9e3} if "gloo" in each["name"] else each for each in host_step()]
-    found = explained(tmp_path, host_step(), shorter, pg_config=[{"pg_name": "0", "ranks": [0, 1]}])
+    groups = [{"pg_name": "0", "ranks": [0, 1]}, {"pg_name": "1", "ranks": [0, 1]}]
+    found = explained(tmp_path, host_step(), shorter, pg_config=groups[:1])
     assert found.ranks[0].parts["waiting", "rank 1"] == pytest.approx(0.006)  # of 16 ms, 10 are hidden
+    assert not explained(tmp_path, host_step(), shorter, pg_config=groups).ranks[0].part("waiting")
 
 
 def test_operators_of_a_data_loader_are_data_loading(tmp_path: Path) -> None:
@@ -255,9 +257,10 @@ def test_what_a_kernel_exchanges_is_what_the_host_called(named: str, kind: str, 
     assert explained(tmp_path, events).ranks[0].communications[0].kind == kind
 
 
-@pytest.mark.parametrize("named", ["nccl:send 0->1", ""])
-def test_what_may_send_to_another_rank_is_no_job(named: str, tmp_path: Path) -> None:
-    events = [*kernel("gemm", 0, 5, -1), *kernel("ncclKernel_SendRecv_RING", 5, 8, 4)]
+@pytest.mark.parametrize(("named", "called"), [("nccl:send 0->1", ""), ("", ""), ("", "coalesced"), ("", "recv")])
+def test_what_may_send_to_another_rank_is_no_job(named: str, called: str, tmp_path: Path) -> None:
+    given = {"Collective name": called} if called else {}
+    events = [*kernel("gemm", 0, 5, -1), *kernel("ncclKernel_SendRecv_RING", 5, 8, 4, **given)]
     events += [note(named, 3.9, 4.1)] * bool(named)
     with pytest.raises(UsageError, match="shows no forward or backward"):
         explain([written(tmp_path, events)])
@@ -363,6 +366,10 @@ def test_long_pauses_are_told_with_what_names_them(tmp_path: Path) -> None:
     work = [event("cpu_op", "aten::mm", start, start + 5) for start in (0, 85)]
     found = explained(tmp_path, [note("ProfilerStep#0", 0, 90), *work, note("save {x}", 5, 75)])
     assert found.findings[0].text == "no operator runs in long pauses; of them, the host is in 'save {x}' 88%"
+    found = explained(tmp_path, [note("ProfilerStep#0", 0, 90), *work, note("save", 5, 25)])
+    nothing = "nothing names what the host does then: use torch.profiler.record_function"
+    said = f"no operator runs in long pauses; of them, the host is in 'save' 25%; {nothing}"
+    assert found.findings[0].text == said
 
 
 def test_data_loading_says_where_it_runs(tmp_path: Path) -> None:

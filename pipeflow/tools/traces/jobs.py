@@ -35,9 +35,9 @@ SAID = {  # what costs time, and what can be done, by its kind and what was reco
     OTHER: f"communication of an unknown kind {HIDDEN}; start it earlier, while something computes",
     "data loading, alone": "the data loader runs and nothing else{where}; it is in the process itself: set num_workers",
     "data loading, several": "the data loader runs and nothing else{where}; try more workers or a longer prefetch",
-    "optimizer, device": "the optimizer runs{where}; fused=True launches fewer kernels",
+    "optimizer, device": "the optimizer runs{where}, in {pieces} pieces; fused=True needs fewer if it is not set",
     "optimizer, operators": "the optimizer runs{where}",
-    "copies": "memory is copied while nothing computes{where}; pinned memory and non_blocking=True let both run",
+    "copies": "memory is copied while nothing computes{where}; from pinned memory, non_blocking=True copies meanwhile",
     "launch": "{pieces} times, the device has not yet begun what was launched{where}",
     "host, device": "{pieces} short pauses until the host launches more{where}; larger batches, torch.compile or CUDA "
     "graphs need fewer launches",

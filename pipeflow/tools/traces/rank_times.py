@@ -118,12 +118,12 @@ def exchanges_of(events: RankEvents) -> list[tuple[str, Exchange]]:
         return [(kind_of(call.name), Exchange(run, run.start)) for call, run in zip(names, runs, strict=True)]
     hosts = sorted([*events.started, *calls, *events.transfers], key=attrgetter("start"))
     starts = [each.start for each in hosts]
-
     is_together = hosts and all(kind_of(each.name) != "send/receive" for each in hosts)
 
     def kind(each: Exchange) -> str:
-        found = kind_of(each.called or each.event.name)
-        if each.called or found not in ("send/receive", OTHER):
+        if (called := kind_of(each.called)) != OTHER:
+            return called
+        if (found := kind_of(each.event.name)) not in ("send/receive", OTHER):
             return found
         place = bisect_right(starts, each.launched)  # NCCL names kernels of several collectives after sends
         around = (host for host in hosts[max(place - 3, 0) : place][::-1] if each.launched <= host.end)
@@ -223,11 +223,13 @@ def times_of(events: RankEvents, sent: Sent, waits: dict[int, Wait], window: Win
     """Divides a step of a rank. Raises UsageError if the parts do not sum up to the step."""
     start, end = window
     on_device = bool(events.kernels or events.exchanges)
-    loads, updates = (
-        _disjoint(Piece(each.start, each.end, kind) for each in events.ranges if each.name.startswith(beginning))
-        for kind, beginning in (("data loading", LOADER), ("optimizer", UPDATE))
+    inside = ((LOADER, "data loading"), (UPDATE, "optimizer"))
+    known = _disjoint(
+        Piece(each.start, each.end, kind)
+        for beginning, kind in inside
+        for each in events.ranges
+        if each.name.startswith(beginning)
     )
-    known = _disjoint([*loads, *updates])
     begins = [each.start for each in known]
 
     def kind_at(moment: float) -> str:
@@ -251,7 +253,6 @@ def times_of(events: RankEvents, sent: Sent, waits: dict[int, Wait], window: Win
         exchanged.append(Piece(begun, each.event.end, kind))
     device = [*events.kernels, *copies, *((each.launched, each.event) for _, each in sent)]
     layers = [
-        *([] if on_device else [loads]),
         work,
         exchanged,
         [Piece(event.start, event.end, "copies") for _, event in copies],

@@ -168,7 +168,8 @@ class Finding(NamedTuple):
     """Something that makes the step longer.
 
     Attributes:
-        kind: "slow stage", "slow rank", "slow link", "straggler", "host stall" or "outside" of the step's actions.
+        kind: "slow stage", "slow rank", "slow link", "straggler", "host stall" or "outside" of the step's actions; of a
+            job without a pipeline, a part of its step or "last rank".
         where: the stage, the link as (from, to), or the rank.
         seconds: the time that it costs on its rank or link in the step.
         text: the finding in words.
