@@ -19,6 +19,8 @@ from pipeflow.tools.traces import explanation, files
 from tests.traces.recording import explain, ran, record
 from tests.traces.test_chakra import TIMELINE, written
 from tests.traces.test_formats import nsight, otlp
+from tests.traces.test_jobs import step_of_rank
+from tests.traces.test_jobs import written as written_job
 
 ODD: list[Any] = [
     *(None, True, -1, 0, 2**70, 1e308, float("nan"), float("inf"), "", "3", "\x1b[2J", "PP:0F0", "PP:9F99"),
@@ -55,6 +57,9 @@ def files_of(folder: Path, kind: str) -> None:
     match kind:
         case "chrome":
             record(folder, ran(make_schedule("1f1b", ranks=2, microbatches=3)), groups=True, marks=True)
+        case "job":
+            folder.mkdir()
+            written_job(folder, *(step_of_rank(computes, 41 - computes) for computes in (10, 36)))
         case "chakra":
             written(folder, ran(make_schedule("1f1b", ranks=2, microbatches=3)), device=True)
         case "otlp":
@@ -63,7 +68,7 @@ def files_of(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.slow  # a second each
-@pytest.mark.parametrize("kind", ["chrome", "chakra", "otlp"])
+@pytest.mark.parametrize("kind", ["chrome", "job", "chakra", "otlp"])
 def test_values_that_nobody_expects(kind: str, tmp_path: Path) -> None:
     files_of(tmp_path / "traces", kind)
     path = min((tmp_path / "traces").iterdir())
