@@ -4,11 +4,12 @@ divided, and how it is printed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
 from pipeflow.core.errors import UsageError
+from pipeflow.core.text import listed
 from pipeflow.tools.traces.events import RankEvents
 from pipeflow.tools.traces.rank_times import (
     COLLECTIVES,
@@ -96,13 +97,17 @@ def job_of(ranks: Sequence[RankEvents], notes: Sequence[str]) -> Job:
     found = [*_own(times, ranks), *_last_ranks(times, waits)]
     least = max(LEAST * lengths[step], SMALL * max((each.seconds for each in found), default=0.0))
     findings = sorted((each for each in found if each.seconds > least), key=lambda each: -each.seconds)
-    said = [*notes, *_unknown(ranks, times, by, is_waiting_known=any(waits))]
+    alone = [
+        kind
+        for own, known, (start, end) in zip(sent, waits, windows, strict=True)
+        for index, (kind, each) in enumerate(own)
+        if index not in known and start <= each.launched < end
+    ]
+    said = [*notes, *_unknown(ranks, times, by, dict.fromkeys(alone))]
     return Job(by, tuple(lengths), step, tuple(times), tuple(findings), tuple(said))
 
 
-def _unknown(
-    ranks: Sequence[RankEvents], times: Sequence[RankTimes], by: str, *, is_waiting_known: bool
-) -> Iterator[str]:
+def _unknown(ranks: Sequence[RankEvents], times: Sequence[RankTimes], by: str, alone: Iterable[str]) -> Iterator[str]:
     """What the traces do not say."""
     whole = max(each.ranks or 0 for each in ranks)
     if by == "recording":
@@ -111,9 +116,9 @@ def _unknown(
         yield "the profiler marks no steps, so a step is from the end of one optimizer step to the end of the next one"
     if len(ranks) < whole:
         yield f"{len(ranks)} of {whole} ranks were recorded: what others wait for is not known"
-    if any(each.communications for each in times) and not is_waiting_known:
-        what = "of one rank alone" if len(ranks) == 1 else "since the collectives of the ranks cannot be matched"
-        yield f"waiting for other ranks and transfer cannot be told apart {what}: both count as communication"
+    if kinds := listed(list(alone)):
+        why = "one rank alone does not show it" if len(ranks) == 1 else "nothing shows which rank came last"
+        yield f"waiting for other ranks is counted as communication in {kinds}: {why}"
     if any(len(each.devices) > 1 for each in ranks):
         yield "a rank has several devices: it computes where at least one of them does"
     if any(each.launches and not own.on_device for each, own in zip(ranks, times, strict=True)):
