@@ -73,7 +73,9 @@ def prose(document: Source) -> Iterator[tuple[int, str]]:
 
     Leaves out tables, headings and blocks other than notes. A link is its text, and code, or a list of it, is one word.
     """
-    lines = BLOCK.sub(lambda block: block[3] if block[2] else "\n" * block[0].count("\n"), document.text)
+    lines = BLOCK.sub(
+        lambda block: block[3] if block[2] not in (None, "{toctree}") else "\n" * block[0].count("\n"), document.text
+    )
     text = NO_PROSE.sub("", lines)
     for found in PARAGRAPH.finditer(text):
         plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`(?:,\s+`[^`]*`)*", "code", found[0]))
