@@ -77,7 +77,7 @@ FAULTS = (
     Fault("fsdp", "plain", "not zeroed", (("gradient", "head"),), ("stale",)),
     Fault("hand", "plain", "stage not zeroed", (("gradient", "layers.0.feed.down"),), ("stale",)),
     Fault("pipe", "plain", "detached residual", (("gradient", "layers.0.feed.down"),), ("detached",)),
-    Fault("ddp", "plain", "detached keys", (("gradient", f"{ATTENTION}.k"),), ("detached",)),
+    Fault("tensor", "plain", "detached keys", (("gradient", f"{ATTENTION}.k"),), ("detached",)),
 )
 
 
