@@ -5,13 +5,14 @@ some elements.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 from pipeflow.checking.files import Array
-from pipeflow.checking.limits import FAR, NEAR, TINY
+from pipeflow.checking.limits import FAR, NEAR, SAME_ROWS, TINY
 from pipeflow.checking.runs import Called, joined, tail_of, unmatched
 
 DTYPES = "casts, autocast, and the dtype in which sums are kept"  # what to look at where an error is that of a dtype
@@ -44,11 +45,14 @@ def fit(others: Array, values: Array) -> Fit:
 
 
 def named(factor: float, sizes: Mapping[str, float]) -> str | None:
-    """The count, or product of two, that a factor equals, or one over it; None if there is none."""
+    """The count, or product or ratio of two, that a factor equals, or one over it; None if there is none."""
     for name, size in _candidates(sizes):
         for value, words in ((size, f"the number of {name}"), (1.0 / size, f"one over the number of {name}")):
             if abs(factor / value - 1.0) < NEAR:
                 return words
+    for (name, size), (other, more) in permutations(sizes.items(), 2):
+        if abs(factor * more / size - 1.0) < SAME_ROWS:
+            return f"the number of {name} over that of {other}"
     return None
 
 

@@ -111,9 +111,37 @@ class Gradients:
             return None
         return f"{self.name} is one weight with several uses, and the candidate has no gradient for it"
 
+    @explains("detached", "whether this value shall have no gradient")
+    def _detached(self) -> Evidence:
+        """A module that detaches a value, as the reference does not, whose wrong gradients are all before its end."""
+        mine, theirs = (
+            {
+                run.ranks[rank].module(event["module"]): event["where"]
+                for rank, event in run.events(self.step, "detached")
+            }
+            for run in self.both.runs
+        )
+        order = self.both.rounding.order
+        for module in theirs.keys() - mine.keys():
+            last = order.get(module, -1)
+            if all(order.get(owner(each.parameter), -1) <= last for each in self.wrong):
+                return f"the code of {module or 'the whole model'} detaches a value ({theirs[module]}), as the reference does not"
+        return None
+
     @explains("unknown", "whether the loss reaches this module")
     def _absent(self) -> Evidence:
         return None if self.name in self.theirs else f"{self.name} has no gradient in the candidate"
+
+    @explains("norm", "the order of the all-reduce and of clipping: a norm is that of gradients that are added up")
+    def _clipped_early(self) -> Evidence:
+        """Gradients that differ between ranks when they are clipped, and are equal when the optimizer steps."""
+        whole, after = self.theirs[self.name], self.both.candidate.tensors(self.step, "gradient").get(self.name)
+        if self.kind != "unclipped" or after is None or after.spread > limits.SKETCH * after.norm:
+            return None
+        if whole.spread <= max(self.first.allowed, limits.CLEAR) * self.mine[self.name].norm:
+            return None
+        ranks = ", ".join(map(str, whole.ranks))
+        return f"ranks {ranks} clip gradients of {self.name} that differ between them, and are equal after it"
 
     @explains("missing_reduction", "the all-reduce of this gradient over {self.group}")
     def _copies(self) -> Evidence:

@@ -11,7 +11,7 @@ from math import inf, sqrt
 
 import numpy as np
 
-from pipeflow.checking.files import Array, Blocks, Info
+from pipeflow.checking.files import INPUT, INSIDE, Array, Blocks, Info
 from pipeflow.checking.findings import Difference
 from pipeflow.checking.limits import FLOAT32, SAFETY, SAME_START, SKETCH, TINY, Rounding, unit
 from pipeflow.checking.runs import Called, RecordedRun, joined, norm, owner, rounding_of, tail_of, unmatched
@@ -127,7 +127,9 @@ def measure(rounding: Rounding, reference: RecordedRun, exact: RecordedRun) -> N
         raise UsageError(f"{exact.folder} is no finer than {reference.folder}: record it with a model of more bits")
     for key, calls in mine.items():
         rows, finer = joined(calls, tail_of(calls[0][1])), joined(theirs[key], tail_of(calls[0][1]))
-        if rows is not None and finer is not None and rows.size and len(rows.values) == len(finer.values):
+        if key[0] not in rounding.outputs or rows is None or finer is None or not rows.size:
+            continue
+        if len(rows.values) == len(finer.values):
             error = SAFETY * unmatched(rows, finer, inf).error + SKETCH
             rounding.outputs[key[0]] = min(rounding.outputs[key[0]], error)
     errors = {name: norm(whole.sketch - others[name].sketch) for name, whole in gradients.items()}
@@ -155,6 +157,7 @@ class TwoRuns:
         lacking: names of tensors of the reference that the candidate lacks.
         notes: what could not be compared, in sentences.
         compared: how many outputs, gradients and so on were compared.
+        alike: the steps and names of outputs, functions and inputs that were compared, and are alike.
 
     Raises UsageError if the runs are of different models or numbers of steps.
     """
@@ -170,6 +173,7 @@ class TwoRuns:
         _require_same_steps(reference, candidate)
         self.notes: list[str] = []
         self.compared: defaultdict[str, int] = defaultdict(int)
+        self.alike: set[tuple[int, str]] = set()
         self._match_names()
         self.rounding: Rounding = rounding_of(reference, tolerance)
         if exact is not None:
@@ -226,20 +230,45 @@ class TwoRuns:
         return max((stage for (rank, _), stage in self.stages.items() if rank in ranks), default=None)
 
     def difference(
-        self, step: int, what: str, name: str, ranks: Iterable[int], error: float, allowed: float, **more: bool
+        self,
+        step: int,
+        what: str,
+        name: str,
+        ranks: Iterable[int],
+        error: float,
+        allowed: float,
+        *,
+        partial: bool = False,
+        lacking: bool = False,
     ) -> Difference:
-        """The difference of a module or a parameter, or of neither, if `name` is empty."""
+        """The difference of a module, a function or input within it, or a parameter; or of none, if `name` is empty."""
         places = tuple(sorted({*ranks}))
-        module, parameter = (owner(name), name) if what in ("weight", "gradient", "update") else (name, "")
-        if parameter and name not in self.reference.parameters:
+        is_of_parameter = what in ("weight", "gradient", "optimizer", "update")
+        module, parameter = (owner(name), name) if is_of_parameter else (name.removesuffix(f"{INSIDE}{INPUT}"), "")
+        if INSIDE in name:
+            what = "function" if module == name else "input"
+        if parameter and name not in self.reference.parameters and what != "optimizer":
             what = "buffer"
         stage = self.stage_of(places, name)
-        return Difference(step, what, module, parameter, stage, places, error, allowed, **more)
+        return Difference(step, what, module, parameter, stage, places, error, allowed, partial, lacking)
 
     @cached_property
     def held(self) -> dict[int, set[str]]:
         """For each rank of the candidate, the names of the tensors of which it has a part."""
         return {rank.rank: {*rank.names.values()} for rank in self.candidate.ranks}
+
+    def inputs(self, step: int, calls: Sequence[Called]) -> str:
+        """What is known of the inputs of the candidate's module or function, in words."""
+        return "its inputs are right" if self.are_inputs_alike(step, calls) else "its inputs were not all compared"
+
+    def are_inputs_alike(self, step: int, calls: Sequence[Called]) -> bool:
+        """Whether all inputs of the candidate's module or function were compared, and are alike."""
+        are_alike = self.compared["batches"] > 0  # for those that get nothing else
+        for rank, event in calls:
+            for each in event.get("inputs", [""]):
+                module, inside, function = each.partition(INSIDE)
+                are_alike &= (step, self.candidate.ranks[rank].module(module) + inside + function) in self.alike
+        return are_alike
 
     def is_whole(self, module: str, calls: Sequence[Called]) -> bool:
         """Whether the ranks of these calls have all of a module, and not a stage of it, or some of its experts."""
@@ -274,7 +303,9 @@ class TwoRuns:
             found[f"ranks that share a tensor ({count})"] = count
         for count in {len(whole.copies) // max(1, whole.kinds) for whole in after}:
             found[f"replicas ({count})"] = count
-        found["valid tokens"] = sum(event["valid"] for _, event in self.reference.events(step, "labels"))
+        labels = [event for _, event in self.reference.events(step, "labels")]
+        found["valid tokens"] = sum(event["valid"] for event in labels)
+        found["all tokens"] = sum(event["numbers"].get("labels", 0) for event in labels)
         batches = [event for _, event in self.reference.events(step, "batch")]
         if batches:
             place = batches[-1]["place"]
