@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from math import isnan, log
+from math import log
 from pathlib import Path
 
 from pipeflow.checking import limits
@@ -284,9 +284,7 @@ def _other_rule(both: TwoRuns, first: Difference) -> Cause | None:
         if (told := other_rule(mine[0], each)) is not None:
             number, wanted, value = told
             what, look = RULE.get(number, (number, "the arguments of the optimizer and of its groups of parameters"))
-            is_lost = isnan(value)
-            have = "is not there" if is_lost else f"is {value:.6g}"
-            evidence = f"{what} of {name} {have} on rank {each[0]}, and {wanted:.6g} in the reference"
+            evidence = f"{what} of {name} is {value:.6g} on rank {each[0]}, and {wanted:.6g} in the reference"
             return Cause("optimizer", f"the gradients are right, and {evidence}", look)
     return None
 

@@ -202,7 +202,7 @@ def given_scalars(both: TwoRuns, step: int, module: str) -> Iterator[Difference]
 
 
 def returned_scalars(both: TwoRuns, step: int) -> Iterator[Difference]:
-    """Numbers that modules return, as losses: no way of adding up those of microbatches and ranks gives the right one."""
+    """Numbers that modules return, if no way of adding up those of microbatches and ranks gives the right one."""
     mine, theirs = (_scalars(run, step, "returned") for run in both.runs)
     for key in [each for each in mine if each in theirs]:
         both.compared["scalars"] += 1

@@ -125,7 +125,8 @@ class Gradients:
         for module in theirs.keys() - mine.keys():
             last = order.get(module, -1)
             if all(order.get(owner(each.parameter), -1) <= last for each in self.wrong):
-                return f"the code of {module or 'the whole model'} detaches a value ({theirs[module]}), as the reference does not"
+                code = f"the code of {module or 'the whole model'} ({theirs[module]})"
+                return f"{code} detaches a value, as the reference does not"
         return None
 
     @explains("unknown", "whether the loss reaches this module")

@@ -218,7 +218,8 @@ class Outputs:
     @explains("sharding", "how parts are gathered: along which dimension, and in which order of ranks")
     def _elsewhere(self) -> Evidence:
         """Rows with the right values at other places."""
-        if self.rows is None or self.others is None or self.first.error < COARSE:
+        is_divided = self.first.what == "output" or self.both.has_parts_of_rows(self.step)
+        if self.rows is None or self.others is None or self.first.error < COARSE or not is_divided:
             return None
         mine, theirs = (np.sort(each.values[:, 8]) for each in (self.rows, self.others))
         many = len(theirs) // len(mine)

@@ -278,6 +278,11 @@ class TwoRuns:
             return False
         return all(inside <= self.held[rank] for rank, _ in calls)
 
+    def has_parts_of_rows(self, step: int) -> bool:
+        """Whether ranks of the candidate have parts of rows of outputs, such as some tokens or heads."""
+        mine, theirs = (run.outputs(step) for run in self.runs)
+        return any({*map(_tail, theirs[key])} != {*map(_tail, calls)} for key, calls in mine.items() if key in theirs)
+
     def places(self, module: str) -> dict[int, Blocks]:
         """For each rank of the candidate, the part that it holds of a module's weight."""
         return {
@@ -321,6 +326,10 @@ def _require_same_steps(reference: RecordedRun, candidate: RecordedRun) -> None:
         )
     if not reference.num_steps:
         raise UsageError(f"{reference.folder} has no step: call the optimizer within the with block of record")
+
+
+def _tail(called: Called) -> tuple[int, ...]:
+    return tail_of(called[1])
 
 
 def _listed(names: Sequence[str]) -> str:
