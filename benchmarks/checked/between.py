@@ -324,7 +324,7 @@ def _by_hand(trained: Any, made: Any, kind: Kind, fault: str, tokens: list[Tenso
 
 
 def _by_torch(trained: Any, made: Any, kind: Kind, fault: str, tokens: list[Tensor]) -> Backward:
-    """torch's 1F1B."""
+    """Torch's 1F1B."""
 
     def loss(output: Any, wanted: Tensor) -> Tensor:
         return loss_of(output, wanted, tokens[0], kind, fault, 1 / PARTS) * PARTS

@@ -86,7 +86,7 @@ def outputs(both: TwoRuns, step: int) -> Iterator[Difference]:
             continue
         name, inside, _ = key[0].partition(INSIDE)
         found = output(both, step, key, events, theirs[key])
-        if found is None and (step, key[0]) in both.alike:
+        if found is None and (step, key[0]) in both.alike and not key[0].endswith(INPUT):
             after = key[0]
         if inside:
             if found is not None:

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from pipeflow.checking import limits
-from pipeflow.checking.files import Array
+from pipeflow.checking.files import INSIDE, Array
 from pipeflow.checking.findings import Cause, Difference, Evidence, explains
 from pipeflow.checking.fits import DTYPES, Fit, as_times, fit, listed, named, root_named, spread_of
 from pipeflow.checking.runs import WholeTensor, norm, owner
@@ -291,7 +291,7 @@ class Gradients:
         many = {key: sum(len(event["rows"]) for _, event in events) for key, events in outputs.items()}
         block = owner(owner(self.name))
         for (module, place), events in outputs.items():
-            if not module.startswith(block) or many[module, place] != 2 * min(many.values()):
+            if not module.startswith(block) or INSIDE in module or many[module, place] != 2 * min(many.values()):
                 continue
             for rank in sorted({rank for rank, _ in events}):
                 rows = np.concatenate([event["rows"][:, :8] for own, event in events if own == rank])
