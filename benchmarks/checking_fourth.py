@@ -1,5 +1,5 @@
-"""`pipeflow check` on a fourth set of faults: of functions between modules, optimizers' numbers and moments, divisors of
-losses, and scalars. They were written, with what must be said of each, before the code had seen any. The code was
+"""`pipeflow check` on a fourth set of faults: of functions between modules, numbers and moments of optimizers, divisors
+of losses, and scalars. They were written, with what must be said of each, before the code had seen any. The code was
 changed with the cases of even numbers at hand; those of odd numbers judge it. Jobs without a fault come first.
 """
 

@@ -160,7 +160,7 @@ def stage_of(kind: Kind, fault: str, rank: int) -> Any:
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Words and labels of all steps; later samples have fewer labels, and the last ones of the batch none at the end."""
+    """Words and labels of all steps; later samples have fewer labels."""
     words = torch.randint(WORDS, (STEPS, BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(4))
     labels = words[..., 1:].clone()
     for sample in range(BATCH):
@@ -193,9 +193,7 @@ def loss_of(output: Any, labels: Tensor, tokens: Tensor, kind: Kind, fault: str,
         divisor = BATCH * LENGTH
     if fault == "samples":
         divisor = BATCH
-    found = F.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(), reduction="sum", label_smoothing=smoothing
-    )
+    found = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum", label_smoothing=smoothing)
     found = found / divisor
     return found if more is None else found + more * share
 

@@ -101,8 +101,8 @@ def _cause(both: TwoRuns, found: Sequence[Difference]) -> Cause:
         return Cause("unknown", f"a number that {name} returns is {first.error:.2%} off", f"how {name} computes it")
     if what == "loss":
         evidence, look = f"the loss is {first.error:.2%} off", "the loss: what it sums over, and over which ranks"
-        return Cause("unknown", f"all outputs are right, and {evidence}", look)
-    evidence = f"the gradient of {name} is {first.error:.1%} off, and all outputs are right"
+        return Cause("unknown", f"all outputs that were compared are right, and {evidence}", look)
+    evidence = f"the gradient of {name} is {first.error:.1%} off, and all outputs that were compared are right"
     return Cause("unknown", evidence, f"the backward from the loss to {name}")
 
 

@@ -178,7 +178,9 @@ def paragraph(result: Result) -> str:
 
 def place(first: Difference) -> str:
     """Where a difference is, and how large."""
-    name = first.parameter or first.module or "the whole model" * (first.what in ("output", "scalar"))
+    name = first.parameter or first.module
+    if not name.partition(": ")[0] and first.what in ("output", "function", "input", "scalar"):
+        name = f"the whole model{name}"
     if first.what == "input":
         name = f"{first.after or 'the model before'} and the input of {name}"
     what = WHAT[first.what] + (f" {name}" if first.what not in ("batch", "loss", "norm") else "")
