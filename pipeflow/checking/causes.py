@@ -18,7 +18,7 @@ from pipeflow.checking.gradient_causes import MEANS, NORM, Gradients
 from pipeflow.checking.output_causes import Outputs
 from pipeflow.checking.runs import RecordedRun, load, norm
 from pipeflow.checking.two_runs import TwoRuns
-from pipeflow.checking.updates import keys_of_moments, other_rule, rules
+from pipeflow.checking.updates import apart_in_size, keys_of_moments, other_rule, rules
 
 
 def check(
@@ -294,7 +294,7 @@ def _of_moments(both: TwoRuns, first: Difference) -> Cause:
     name, look = first.parameter, "what a checkpoint has of the optimizer, and what is loaded into which rank"
     for key in keys_of_moments(both.reference, first.step):
         mine, theirs = (run.tensors(first.step, "moment", key).get(name) for run in both.runs)
-        if mine is None or theirs is None or mine.apart(theirs) <= limits.OF_MOMENTS * mine.norm:
+        if mine is None or theirs is None or apart_in_size(mine, theirs) <= limits.OF_MOMENTS:
             continue
         zeros = [copy.rank for copy in theirs.copies if not copy.square]
         how = (

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pipeflow.checking.calls import Calls, named_modules
 from pipeflow.checking.files import FORMAT, file_of, files_of, is_recording, line_of
 from pipeflow.checking.parts import Part, Parts, parts_of
-from pipeflow.checking.sketches import norm_squared, sketch
+from pipeflow.checking.sketches import PROBES, norm_squared, sketch
 from pipeflow.checking.watching import (
     backwards_seen,
     clipping_seen,
@@ -273,7 +273,7 @@ class Recording:
             self._tensor(when, part, part.tensor)
 
     def _tensor(self, kind: str, part: Part, values: Tensor, **more: object) -> None:
-        found = _sketched(part, values)
+        found = _sketched(part, values, only_norm=kind == "moment" and self.step > 0)
         if found is not None:
             told: dict[str, object] = {"name": part.name, "dtype": str(values.dtype), **more}
             if kind not in ("after", "moment") and fnmatchcase(part.name, self._whole):
@@ -376,12 +376,13 @@ class Recording:
         self._events.clear()
 
 
-def _sketched(part: Part, values: Tensor) -> Tensor | None:
-    """The sketch of a part's values with its squared norm; None if the rank has nothing of it."""
+def _sketched(part: Part, values: Tensor, only_norm: bool = False) -> Tensor | None:
+    """The sketch of a part's values, or zeros, with its squared norm; None if the rank has nothing of it."""
     blocks = part.cut(values)
     if not blocks:
         return None
-    found = torch.stack([sketch(block) for block in blocks]).sum(0)
+    zeros = torch.zeros(PROBES, dtype=torch.float64, device=blocks[0].values.device)
+    found = zeros if only_norm else torch.stack([sketch(block) for block in blocks]).sum(0)
     norm = torch.stack([norm_squared(block.values) for block in blocks]).sum()
     return torch.cat([found, norm[None]])
 

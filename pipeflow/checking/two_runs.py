@@ -281,7 +281,8 @@ class TwoRuns:
     def has_parts_of_rows(self, step: int) -> bool:
         """Whether ranks of the candidate have parts of rows of outputs, such as some tokens or heads."""
         mine, theirs = (run.outputs(step) for run in self.runs)
-        return any({*map(_tail, theirs[key])} != {*map(_tail, calls)} for key, calls in mine.items() if key in theirs)
+        layers = [key for key in mine if key in theirs and self.reference.types.get(key[0], {}).get("leaf")]
+        return any({*map(_tail, theirs[key])} != {*map(_tail, mine[key])} for key in layers)
 
     def places(self, module: str) -> dict[int, Blocks]:
         """For each rank of the candidate, the part that it holds of a module's weight."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from math import inf, prod, sqrt
 
 from pipeflow.checking import limits
-from pipeflow.checking.files import Array
+from pipeflow.checking.files import Array, Blocks
 from pipeflow.checking.findings import Difference
 from pipeflow.checking.fits import fit
 from pipeflow.checking.runs import RecordedRun, WholeTensor, norm
@@ -58,6 +58,17 @@ def keys_of_moments(run: RecordedRun, step: int) -> list[str]:
     return [*dict.fromkeys(event["key"] for _, event in run.events(step, "moment"))]
 
 
+def apart_in_size(whole: WholeTensor, other: WholeTensor) -> float:
+    """How far moments are apart, relative to the reference's: by their sketches, of which later steps have none, by
+    their norms, or the norms of copies of one part.
+    """
+    sizes: dict[Blocks, list[float]] = {}
+    for copy in other.copies:
+        sizes.setdefault(copy.blocks, []).append(sqrt(copy.square))
+    uneven = max(1.0 - min(each) / max(each) if max(each) else 0.0 for each in sizes.values())
+    return max(whole.apart(other) / whole.norm, abs(other.norm / whole.norm - 1.0), uneven)
+
+
 def _moments(both: TwoRuns, step: int, key: str) -> Iterator[Difference]:
     """Moments that are far off: the gradients that make them up are compared, but for those before the recording."""
     mine, theirs = (run.tensors(step, "moment", key) for run in both.runs)
@@ -70,8 +81,8 @@ def _moments(both: TwoRuns, step: int, key: str) -> Iterator[Difference]:
         terms = 0.0 if gradient is None else both.rounding.gradient() * max(gradient.norm, sizes.get(name, 0.0))
         is_noise = gradient is not None and terms > limits.OF_MOMENTS * gradient.norm
         both.compared["moments"] += 1
-        error = whole.apart(other) / whole.norm
-        if not error <= limits.OF_MOMENTS and (not is_noise or not other.norm):
+        error = apart_in_size(whole, other)
+        if not error <= (1.0 - limits.CLEAR if is_noise else limits.OF_MOMENTS):
             yield both.difference(step, "optimizer", name, other.ranks, error, limits.OF_MOMENTS)
 
 
