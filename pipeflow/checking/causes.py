@@ -11,7 +11,7 @@ from math import log
 from pathlib import Path
 
 from pipeflow.checking import limits
-from pipeflow.checking.differences import disagreeing, first_differences, given_values, ways
+from pipeflow.checking.differences import disagreeing, first_differences, other_scalars, ways
 from pipeflow.checking.findings import Cause, Difference, Result, explained
 from pipeflow.checking.fits import DTYPES, as_times, fit, root_named, spread_of, wrong_elements, wrong_entries
 from pipeflow.checking.gradient_causes import MEANS, NORM, Gradients
@@ -98,7 +98,10 @@ def _cause(both: TwoRuns, found: Sequence[Difference]) -> Cause:
     if cause is not None:
         return cause
     if what == "scalar":
-        return Cause("unknown", f"a number that {name} returns is {first.error:.2%} off", f"how {name} computes it")
+        owner_name = name or "the whole model"
+        return Cause(
+            "unknown", f"a number that {owner_name} returns is {first.error:.2%} off", f"how {owner_name} computes it"
+        )
     if what == "loss":
         evidence, look = f"the loss is {first.error:.2%} off", "the loss: what it sums over, and over which ranks"
         return Cause("unknown", f"all outputs that were compared are right, and {evidence}", look)
@@ -109,24 +112,23 @@ def _cause(both: TwoRuns, found: Sequence[Difference]) -> Cause:
 def _of_output(first: Difference, inputs: str) -> Cause:
     """What is said of an output without a known cause."""
     if first.what == "input":
-        what = f"what {first.module} is given is {first.error:.1%} off" + f"; {first.after} is right" * bool(
-            first.after
-        )
+        before = f"; {first.after} is right" if first.after else ""
+        what = f"what {first.module} is given is {first.error:.1%} off{before}"
         return Cause("unknown", what, f"the code before {first.module}: scales, masks, positions, sums")
     what = f"the output of {first.module} is {first.error:.1%} off; {inputs}"
     return Cause("unknown", what, f"the forward of {first.module}, and what its parallel form does otherwise")
 
 
 def _of_scalar(both: TwoRuns, first: Difference) -> Cause | None:
-    """The cause of a number that a module is given, or returns as a multiple of a count."""
-    name = first.module or "the whole model"
-    given = [{value for each in run.values() for value in each} for run in given_values(both, first)]
-    if given[1] - given[0]:
-        wrong, wanted = (", ".join(f"{value:.6g}" for value in sorted(each)[:4]) for each in reversed(given))
-        return Cause(
-            "formula", f"{name} is given {wrong} in the candidate, and {wanted} in the reference", "its caller"
-        )
-    return None
+    """The cause of a number that a module is given, or of one that it returns, such as its loss; None if the gradients
+    must say more.
+    """
+    for (module, _), values in other_scalars(both, first.step).items():
+        if module == first.module:
+            wanted, wrong = (", ".join(f"{value:.6g}" for value in each[:4]) for each in values[:2])
+            what = f"{module or 'the whole model'} is given {wrong} in the candidate, and {wanted} in the reference"
+            return Cause("formula", what, "what its caller computes or passes")
+    return _of_loss(both, first)
 
 
 def _of_norm(both: TwoRuns, first: Difference) -> Cause:

@@ -192,13 +192,24 @@ def _ranks_disagree(both: TwoRuns, theirs: Sequence[Called], places: dict[int, B
 
 def given_scalars(both: TwoRuns, step: int, module: str) -> Iterator[Difference]:
     """Numbers that a module is given, if the reference has none like them: only a wrong output makes them count."""
+    for (name, _), (known, told, ranks) in other_scalars(both, step).items():
+        if name == module:
+            error = max(min(abs(value - each) / max(abs(each), limits.TINY) for each in known) for value in told)
+            yield both.difference(step, "scalar", module, ranks, error, both.rounding.output(module))
+
+
+def other_scalars(both: TwoRuns, step: int) -> dict[Key, tuple[list[float], list[float], list[int]]]:
+    """For modules and places of arguments, the numbers of the reference, those of the candidate that are unlike them,
+    and the candidate's ranks.
+    """
     mine, theirs = (_scalars(run, step, "given") for run in both.runs)
-    for key in theirs.keys() & mine.keys():
-        known = {value for values in mine[key].values() for value in values}
-        for value in {value for values in theirs[key].values() for value in values} if key[0] == module else ():
-            error = min(abs(value - each) / max(abs(each), limits.TINY) for each in known)
-            if error > (allowed := both.rounding.output(module)):
-                yield both.difference(step, "scalar", module, theirs[key], error, allowed)
+    found = {}
+    for key in [each for each in mine if each in theirs]:
+        known, told = (sorted({value for values in run[key].values() for value in values}) for run in (mine, theirs))
+        allowed = both.rounding.output(key[0])
+        if other := [value for value in told if all(abs(value - each) > allowed * abs(each) for each in known)]:
+            found[key] = known, other, [*theirs[key]]
+    return found
 
 
 def returned_scalars(both: TwoRuns, step: int) -> Iterator[Difference]:
@@ -209,17 +220,6 @@ def returned_scalars(both: TwoRuns, step: int) -> Iterator[Difference]:
         error, allowed = nearest(mine[key], theirs[key]), both.rounding.output(key[0]) + limits.LOSS
         if not error <= allowed:
             yield both.difference(step, "scalar", key[0], theirs[key], error, allowed)
-
-
-def given_values(both: TwoRuns, first: Difference) -> Sequence[dict[int, list[float]]]:
-    """The numbers that a module is given in both runs, by rank, where they differ; {} if they do not."""
-    mine, theirs = (_scalars(run, first.step, "given") for run in both.runs)
-    for key in [key for key in mine if key[0] == first.module and key in theirs]:
-        if {value for each in theirs[key].values() for value in each} - {
-            x for each in mine[key].values() for x in each
-        }:
-            return mine[key], theirs[key]
-    return {}, {}
 
 
 def _scalars(run: RecordedRun, step: int, way: str) -> dict[Key, dict[int, list[float]]]:

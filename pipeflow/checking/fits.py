@@ -46,6 +46,10 @@ def fit(others: Array, values: Array) -> Fit:
 
 def named(factor: float, sizes: Mapping[str, float]) -> str | None:
     """The count, or product or ratio of two, that a factor equals, or one over it; None if there is none."""
+    for inverse, words in ((False, "the number of"), (True, "one over the number of")):
+        same = [name for name, size in sizes.items() if abs((factor * size if inverse else factor / size) - 1.0) < NEAR]
+        if same:
+            return f"{words} {' or of '.join(same)}"
     for name, size in _candidates(sizes):
         for value, words in ((size, f"the number of {name}"), (1.0 / size, f"one over the number of {name}")):
             if abs(factor / value - 1.0) < NEAR:
@@ -57,7 +61,6 @@ def named(factor: float, sizes: Mapping[str, float]) -> str | None:
 
 
 def _candidates(sizes: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    yield from sizes.items()
     listed = [*sizes.items()]
     for index, (name, size) in enumerate(listed):
         yield from ((f"{name} times that of {other}", size * more) for other, more in listed[index:] if "(" not in name)

@@ -51,7 +51,7 @@ class Gradients:
         self.both, self.wrong = both, [each for each in found if each.what == "gradient"]
         self.first = self.wrong[0]
         self.name, self.step, self.sizes = self.first.parameter, self.first.step, both.counts(self.first.step)
-        self.of_loss = max((each.error for each in found if each.what == "loss"), default=0.0)
+        self.of_loss = max((each.error for each in found if each.what in ("loss", "scalar")), default=0.0)
         self.kind = "unclipped" if self._differs("unclipped") else "gradient"
         self.mine, self.theirs = (run.tensors(self.step, self.kind) for run in both.runs)
         self.names = [each.parameter for each in self.wrong if each.parameter in self.theirs]
