@@ -24,8 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipeflow.checking.files import INPUT, MOST_ROWS, MOST_TENSORS
 from pipeflow.checking.parts import Part
-from pipeflow.checking.samples import Note, watch_gradient
-from pipeflow.checking.sketches import row_sketches
+from pipeflow.checking.sketches import exact, row_sketches, signs
 from pipeflow.engine.parallel.sharding import own_values
 from pipeflow.engine.runtime.original import unwrapped_name
 from pipeflow.engine.torch_private.autograd import backward_id
@@ -38,6 +37,9 @@ OTHERS = {"softmax", "log_softmax", "layer_norm", "rms_norm", "group_norm", "lin
 FUNCTIONS = PRODUCTS | ACTIVATIONS | MASKS | OTHERS
 TORCH = str(Path(torch.__file__).parent)
 LIBRARY = {__file__, "<frozen runpy>"}
+
+
+Note = Callable[..., None]
 
 
 class LocalRange(NamedTuple):
@@ -103,7 +105,7 @@ class Call:
     inputs: list[str] = field(default_factory=list)
 
 
-class Calls:
+class Calls(TorchFunctionMode):
     """Hooks on all modules while the context lasts, and on torch's functions within them.
 
     Args:
@@ -126,12 +128,12 @@ class Calls:
         samples: bool,
         whole: str,
     ) -> None:
+        super().__init__()
         self._models, self._names, self._whole = models, names, whole
         self._note, self._began, self._samples = note, began, samples
         self._by_tensor = {id(part.tensor): part for part in reversed(parts)}
         self._handles: list[Any] = []
         self._stack: list[Call] = []
-        self._functions = _Functions(self)
         self._origins: dict[int, Origin] = {}
         self._is_busy = False  # noting, whose own functions are none of the job's
         self._outer = {id(root) for model in models for root in _roots(model)}
@@ -153,11 +155,11 @@ class Calls:
             runs = [_places(own.get("weight"), dim) for dim in (0, 1)]
             after = partial(self._after, name, runs, own)
             self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
-        self._functions.__enter__()  # type: ignore[no-untyped-call]  # torch's
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
         return self
 
     def __exit__(self, *told: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self._functions.__exit__(*told)  # type: ignore[no-untyped-call]  # torch's
+        super().__exit__(*told)  # type: ignore[no-untyped-call]  # torch's
         for handle in self._handles:
             handle.remove()
 
@@ -284,53 +286,35 @@ class Calls:
         told |= {"dtype": str(values.dtype), "shape": list(own.shape), "begin": [0] * (own.dim() - 1), "known": False}
         self._note("output", told, rows=_rows(own, (0,) * (own.dim() - 1)), **arrays)
 
-    def function(self, function: Callable[..., Any], name: str, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Calls a function, whose result is noted if it is within a module that is no layer of torch's."""
-        call = self._stack[-1]
-        if self._is_busy or _is_left_out() or not call.is_own:
-            return function(*given, **named)
-        if name == "detach":
-            if isinstance(given[0], Tensor) and given[0].requires_grad:
-                self._note("detached", {"module": call.name, "where": where()})
-            return function(*given, **named)
-        call.counts[name] += 1
-        label, spot = f"{name} #{call.counts[name]}", where()
-        leaves = tree_leaves((given, named))
-        with self._noting():
-            if name in PRODUCTS:
-                inputs = self._inputs(call.name, f"{label}: {INPUT}", leaves)
-            else:
-                inputs = [self._origin(each, "") for each in leaves if _is_floating(each)]
-        result = function(*given, **named)
-        with self._noting():
-            if _is_floating(result):
-                self._origin(result, f"{call.name}: {label}")
-                masks = [each for each in leaves if isinstance(each, Tensor) and each.dtype == torch.bool]
-                told: dict[str, object] = {"module": call.name, "function": label, "where": spot, "place": 0}
-                told |= {"call": self._counts[call.name], "arguments": _arguments(given, named)}
-                told["inputs"] = inputs
-                marks = {"marks": own_values(masks[0]).float().mean()} if masks and masks[0].numel() else {}
-                finite = result.nan_to_num(nan, 0.0, 0.0) if name in MASKS else result
-                self._values(told, finite, **marks)
-        return result
-
-
-class _Functions(TorchFunctionMode):
-    """Hands calls of some of torch's functions within modules to `Calls`."""
-
-    def __init__(self, calls: Calls) -> None:
-        super().__init__()
-        self._calls = calls
-
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.compiler.is_compiling() or not self._calls._stack:
-            return func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "").strip("_")
-        if name not in FUNCTIONS and name != "detach":
-            return func(*args, **(kwargs or {}))
-        return self._calls.function(func, name, args, kwargs or {})
+        """Calls a function of torch, whose result is noted if it is within a module that is no layer of torch's."""
+        given, named = args, kwargs or {}
+        if torch.compiler.is_compiling() or self._is_busy or not self._stack:
+            return func(*given, **named)
+        call, name = self._stack[-1], getattr(func, "__name__", "").strip("_")
+        if name == "detach" and given and given[0].requires_grad and not _is_left_out():
+            self._note("detached", {"module": call.name, "where": where()})
+        if name not in FUNCTIONS or not call.is_own or _is_left_out():
+            return func(*given, **named)
+        call.counts[name] += 1
+        label, leaves = f"{name} #{call.counts[name]}", tree_leaves((given, named))
+        told: dict[str, object] = {"module": call.name, "function": label, "where": where(), "place": 0}
+        told |= {"call": self._counts[call.name], "arguments": _arguments(given, named)}
+        with self._noting():
+            if name in PRODUCTS:
+                told["inputs"] = self._inputs(call.name, f"{label}: {INPUT}", leaves)
+            else:
+                told["inputs"] = [self._origin(each, "") for each in leaves if _is_floating(each)]
+        result = func(*given, **named)
+        if _is_floating(result):
+            with self._noting():
+                self._origin(result, f"{call.name}: {label}")
+                masks = [own_values(each) for each in leaves if isinstance(each, Tensor) and each.dtype == torch.bool]
+                marks = {"marks": masks[0].float().mean()} if masks and masks[0].numel() else {}
+                self._values(told, result.nan_to_num(nan, 0.0, 0.0) if name in MASKS else result, **marks)
+        return result
 
 
 def _arguments(given: Sequence[object], named: dict[str, object]) -> dict[str, object]:
@@ -382,3 +366,68 @@ def _places(part: Part | None, dim: int) -> list[LocalRange] | None:
         found.append(LocalRange(start, shape[dim], offset[dim]))
         start += shape[dim]
     return found
+
+
+def watch_gradient(note: Note, own: dict[str, Part], inputs: Tensor, output: Tensor, microbatch: int) -> None:
+    """Notes, when the gradient of a layer's output comes, how much each sample adds to the gradients of its weight and
+    bias, and how large the terms are that these gradients sum up, which bounds their rounding.
+    """
+    weight = own.get("weight")
+    factor = None
+    with torch.no_grad():
+        if weight is not None and len(weight.shape) == 2:
+            factor = _factor(own_values(inputs), weight.shape, output)
+
+    def arrived(gradient: Tensor) -> None:
+        with torch.no_grad():
+            _note_samples(note, own, factor, exact(own_values(gradient)), microbatch)
+
+    output.register_hook(arrived)
+
+
+class _Factor(NamedTuple):
+    """What multiplies the gradient of an output in that of the weight, for each sample and token.
+
+    Attributes:
+        sketch: [rows, tokens, PROBES], over one dimension of the weight.
+        sizes: its squared norm, [rows, tokens].
+        dim: the weight's other dimension, that of the output.
+    """
+
+    sketch: Tensor
+    sizes: Tensor
+    dim: int
+
+
+def _factor(inputs: Tensor, shape: Sequence[int], output: Tensor) -> _Factor | None:
+    """The factor of an embedding or a linear layer whose weight has this shape; None for other layers."""
+    if not inputs.is_floating_point() and output.shape[:-1] == inputs.shape and output.shape[-1] == shape[1]:
+        rows = inputs.reshape(len(inputs), -1)
+        table = signs(0, 0, shape[0], torch.float32, inputs.device)
+        return _Factor(table[rows], torch.ones_like(rows, dtype=torch.float32), 1)
+    if inputs.is_floating_point() and inputs.dim() > 1 and (inputs.shape[-1], output.shape[-1]) == (shape[1], shape[0]):
+        values = exact(inputs).reshape(len(inputs), -1, shape[1])
+        sketch = values @ signs(1, 0, shape[1], values.dtype, values.device)
+        return _Factor(sketch, _squares(values), 0)
+    return None
+
+
+def _squares(rows: Tensor) -> Tensor:
+    """The squared norms along the last dimension."""
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
+    return norms.square()
+
+
+def _note_samples(note: Note, own: dict[str, Part], factor: _Factor | None, gradient: Tensor, microbatch: int) -> None:
+    rows = gradient.reshape(len(gradient), -1, gradient.shape[-1]) if gradient.dim() > 1 else gradient.reshape(1, 1, -1)
+    sizes = _squares(rows)
+    for key, part in own.items():
+        told = {"name": part.name, "microbatch": microbatch}
+        if key == "weight" and factor is not None and factor.sizes.shape == sizes.shape:
+            theirs = rows @ signs(factor.dim, 0, rows.shape[-1], rows.dtype, rows.device)
+            note("samples", told, rows=(theirs * factor.sketch).sum(1), mass=(sizes * factor.sizes).sum())
+        elif key == "bias" and part.shape == (rows.shape[-1],):
+            theirs = rows.sum(1) @ signs(0, 0, rows.shape[-1], rows.dtype, rows.device)
+            note("samples", told, rows=theirs, mass=sizes.sum())
+        else:
+            note("mass", told, mass=sizes.sum())

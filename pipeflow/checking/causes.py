@@ -98,10 +98,8 @@ def _cause(both: TwoRuns, found: Sequence[Difference]) -> Cause:
     if cause is not None:
         return cause
     if what == "scalar":
-        owner_name = name or "the whole model"
-        return Cause(
-            "unknown", f"a number that {owner_name} returns is {first.error:.2%} off", f"how {owner_name} computes it"
-        )
+        whose = name or "the whole model"
+        return Cause("unknown", f"a number that {whose} returns is {first.error:.2%} off", f"how {whose} computes it")
     if what == "loss":
         evidence, look = f"the loss is {first.error:.2%} off", "the loss: what it sums over, and over which ranks"
         return Cause("unknown", f"all outputs that were compared are right, and {evidence}", look)
@@ -299,8 +297,6 @@ def _of_moments(both: TwoRuns, first: Difference) -> Cause:
         if mine is None or theirs is None or apart_in_size(mine, theirs) <= limits.OF_MOMENTS:
             continue
         zeros = [copy.rank for copy in theirs.copies if not copy.square]
-        how = (
-            f"zero on rank{'s' * (len(zeros) > 1)} {', '.join(map(str, zeros))}" if zeros else f"{first.error:.0%} off"
-        )
+        how = f"zero on ranks {', '.join(map(str, zeros))}" if zeros else f"{first.error:.0%} off"
         return Cause("optimizer", f"the gradients so far are right, and the optimizer's {key} of {name} is {how}", look)
     return Cause("optimizer", f"what the optimizer keeps of {name} is {first.error:.0%} off", look)

@@ -155,6 +155,7 @@ KINDS: dict[str, dict[str, Any]] = {  # the fields that an event must have, and 
     "moment": {"key": str, **_TENSOR},
     "stepped": {"random": str},
 }
+OPTIONAL = {"function": str, "where": str, "inputs": list, "arguments": dict, "marks": np.ndarray}
 WIDTH = 9  # numbers of a sketch and the squared norm
 NUMBERS = ("value", "valid", "mass")  # fields that are written as arrays, of which the first entry is meant
 
@@ -245,12 +246,9 @@ def _check(path: Path, event: Event, tensors: Mapping[str, Info]) -> None:
     rules = [*event.get("rules", {}).values(), event.get("numbers", {})]
     if not all(map(_is_rule, rules)):
         misread(path, event, "has other things than numbers by name")
-    if not all(isinstance(event.get(name, ""), str) for name in ("function", "where")):
-        misread(path, event, "has no function or place in the code")
-    inputs = event.get("inputs", [])
-    if not isinstance(event.get("arguments", {}), dict) or not isinstance(inputs, list):
-        misread(path, event, "has no arguments by name, or no inputs")
-    if not all(isinstance(each, str) for each in inputs):
+    if any(name in event and not isinstance(event[name], wanted) for name, wanted in OPTIONAL.items()):
+        misread(path, event, "has a field of another kind")
+    if not all(isinstance(each, str) for each in event.get("inputs", ())):
         misread(path, event, "has inputs without a name")
     if any(name in event and not np.size(event[name]) for name in (*NUMBERS, "marks")):
         misread(path, event, "has no number")

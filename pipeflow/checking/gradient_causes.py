@@ -113,20 +113,19 @@ class Gradients:
 
     @explains("detached", "whether this value shall have no gradient")
     def _detached(self) -> Evidence:
-        """A module that detaches a value, as the reference does not, whose wrong gradients are all before its end."""
+        """A module that detaches a value, as the reference does not: from within it on, all gradients are wrong."""
         mine, theirs = (
-            {
-                run.ranks[rank].module(event["module"]): event["where"]
-                for rank, event in run.events(self.step, "detached")
-            }
+            {run.ranks[rank].module(each["module"]): each["where"] for rank, each in run.events(self.step, "detached")}
             for run in self.both.runs
         )
         order = self.both.rounding.order
+        places = {order.get(owner(name), -1) for name in self.mine}
+        last = max(order.get(owner(each.parameter), -1) for each in self.wrong)
         for module in theirs.keys() - mine.keys():
-            last = order.get(module, -1)
-            if all(order.get(owner(each.parameter), -1) <= last for each in self.wrong):
-                code = f"the code of {module or 'the whole model'} ({theirs[module]})"
-                return f"{code} detaches a value, as the reference does not"
+            inside = [place for name, place in order.items() if f"{name}.".startswith(f"{module}.")] or [-1]
+            first, end = min(inside), max(inside)
+            if last <= end < max(places) and not any(last < place < first for place in places):
+                return f"the code of {module} ({theirs[module]}) detaches a value, as the reference does not"
         return None
 
     @explains("unknown", "whether the loss reaches this module")

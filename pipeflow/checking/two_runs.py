@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from math import inf, sqrt
+from typing import Any
 
 import numpy as np
 
@@ -121,7 +122,9 @@ def measure(rounding: Rounding, reference: RecordedRun, exact: RecordedRun) -> N
     """
     mine, theirs = (run.outputs(0) for run in (reference, exact))
     gradients, others = (run.tensors(0, "gradient") for run in (reference, exact))
-    if mine.keys() != theirs.keys() or gradients.keys() != others.keys():
+    if {key for key in mine if INSIDE not in key[0]} != {
+        key for key in theirs if INSIDE not in key[0]
+    } or gradients.keys() != others.keys():
         raise UsageError(f"{exact.folder} is a run of another model than {reference.folder}: record the same job")
     if not _coarsest(exact) < _coarsest(reference):
         raise UsageError(f"{exact.folder} is no finer than {reference.folder}: record it with a model of more bits")
@@ -230,16 +233,7 @@ class TwoRuns:
         return max((stage for (rank, _), stage in self.stages.items() if rank in ranks), default=None)
 
     def difference(
-        self,
-        step: int,
-        what: str,
-        name: str,
-        ranks: Iterable[int],
-        error: float,
-        allowed: float,
-        *,
-        partial: bool = False,
-        lacking: bool = False,
+        self, step: int, what: str, name: str, ranks: Iterable[int], error: float, allowed: float, **more: Any
     ) -> Difference:
         """The difference of a module, a function or input within it, or a parameter; or of none, if `name` is empty."""
         places = tuple(sorted({*ranks}))
@@ -250,16 +244,12 @@ class TwoRuns:
         if parameter and name not in self.reference.parameters and what != "optimizer":
             what = "buffer"
         stage = self.stage_of(places, name)
-        return Difference(step, what, module, parameter, stage, places, error, allowed, partial, lacking)
+        return Difference(step, what, module, parameter, stage, places, error, allowed, **more)
 
     @cached_property
     def held(self) -> dict[int, set[str]]:
         """For each rank of the candidate, the names of the tensors of which it has a part."""
         return {rank.rank: {*rank.names.values()} for rank in self.candidate.ranks}
-
-    def inputs(self, step: int, calls: Sequence[Called]) -> str:
-        """What is known of the inputs of the candidate's module or function, in words."""
-        return "its inputs are right" if self.are_inputs_alike(step, calls) else "its inputs were not all compared"
 
     def are_inputs_alike(self, step: int, calls: Sequence[Called]) -> bool:
         """Whether all inputs of the candidate's module or function were compared, and are alike."""
@@ -279,10 +269,13 @@ class TwoRuns:
         return all(inside <= self.held[rank] for rank, _ in calls)
 
     def has_parts_of_rows(self, step: int) -> bool:
-        """Whether ranks of the candidate have parts of rows of outputs, such as some tokens or heads."""
-        mine, theirs = (run.outputs(step) for run in self.runs)
-        layers = [key for key in mine if key in theirs and self.reference.types.get(key[0], {}).get("leaf")]
-        return any({*map(_tail, theirs[key])} != {*map(_tail, mine[key])} for key in layers)
+        """Whether ranks of the candidate have parts of rows of a layer's outputs, such as some tokens or heads."""
+        mine, theirs = (
+            {(key, tail_of(event)) for key, calls in run.outputs(step).items() for _, event in calls}
+            for run in self.runs
+        )
+        known = {key for key, _ in mine if self.reference.types.get(key[0], {}).get("leaf")}
+        return any(key in known and (key, tail) not in mine for key, tail in theirs)
 
     def places(self, module: str) -> dict[int, Blocks]:
         """For each rank of the candidate, the part that it holds of a module's weight."""
@@ -327,10 +320,6 @@ def _require_same_steps(reference: RecordedRun, candidate: RecordedRun) -> None:
         )
     if not reference.num_steps:
         raise UsageError(f"{reference.folder} has no step: call the optimizer within the with block of record")
-
-
-def _tail(called: Called) -> tuple[int, ...]:
-    return tail_of(called[1])
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -74,15 +74,15 @@ def _moments(both: TwoRuns, step: int, key: str) -> Iterator[Difference]:
     mine, theirs = (run.tensors(step, "moment", key) for run in both.runs)
     gradients = both.reference.tensors(step - 1, "gradient") if step else {}
     sizes = both.reference.masses(step - 1) if step else {}
+    total = sqrt(sum(whole.square for whole in gradients.values()))
     for name, whole in mine.items():
         if (other := theirs.get(name)) is None or not other.covered or not whole.norm:
             continue
-        gradient = gradients.get(name)
-        terms = 0.0 if gradient is None else both.rounding.gradient() * max(gradient.norm, sizes.get(name, 0.0))
-        is_noise = gradient is not None and terms > limits.OF_MOMENTS * gradient.norm
+        gradient, terms = gradients.get(name), max(sizes.get(name, 0.0), limits.NO_GRADIENT * total)
+        is_noise = gradient is not None and both.rounding.gradient() * terms > limits.OF_MOMENTS * gradient.norm
         both.compared["moments"] += 1
         error = apart_in_size(whole, other)
-        if not error <= (1.0 - limits.CLEAR if is_noise else limits.OF_MOMENTS):
+        if not error <= limits.OF_MOMENTS and (not is_noise or not other.norm):
             yield both.difference(step, "optimizer", name, other.ranks, error, limits.OF_MOMENTS)
 
 
