@@ -90,6 +90,9 @@ def _cause(both: TwoRuns, found: Sequence[Difference]) -> Cause:
         return _of_update(both, first)
     if what == "optimizer":
         return _other_rule(both, first) or _of_moments(both, first)
+    if what == "input" and not first.where:
+        evidence = f"{name} is given the output of {first.after} in the candidate, and another value in the reference"
+        return Cause("formula", evidence, f"what the code before {name} computes")
     if what in ("output", "function", "input"):
         outputs = Outputs(both, first)
         return explained(outputs) or _of_output(first, outputs.inputs)

@@ -32,6 +32,8 @@ from pipeflow.checking.runs import (
 from pipeflow.checking.two_runs import TwoRuns
 from pipeflow.checking.updates import optimizers, updates
 
+Outputs = Mapping[Key, Sequence[Called]]
+
 
 def batches(both: TwoRuns, step: int) -> Iterator[Difference]:
     """Batches whose samples are not the same, in any order. What another stage is given, such as positions that the
@@ -102,6 +104,7 @@ def outputs(both: TwoRuns, step: int) -> Iterator[Difference]:
                 if partial is not None and _ranks_disagree(both, theirs[key], both.places(partial.module)):
                     yield partial
                 yield from (each for _, each in waiting)
+                yield from _given_otherwise(both, step, name, mine, theirs)
                 yield from given_scalars(both, step, name)
                 partial, waiting = None, []
                 yield found
@@ -110,7 +113,20 @@ def outputs(both: TwoRuns, step: int) -> Iterator[Difference]:
         waiting = [(None if owner == name else owner, each) for owner, each in waiting]
 
 
-def _as_often(name: str, mine: Mapping[Key, Sequence[Called]], theirs: Mapping[Key, Sequence[Called]]) -> bool:
+def _given_otherwise(both: TwoRuns, step: int, name: str, mine: Outputs, theirs: Outputs) -> Iterator[Difference]:
+    """A module that is given a right output, but not the one that the reference gives it."""
+    pairs = zip(both.inputs(mine[name, 0], both.reference), both.inputs(theirs[name, 0], both.candidate), strict=False)
+    for one, other in pairs:
+        if one != other and (step, other) in both.alike and (one, 0) in mine and (other, 0) in theirs:
+            found = output(both, step, (one, 0), mine[one, 0], theirs[other, 0])
+            if found is not None:
+                told = both.difference(
+                    step, "output", f"{name}{INSIDE}{INPUT}", found.ranks, found.error, found.allowed
+                )
+                yield replace(told, after=other)
+
+
+def _as_often(name: str, mine: Outputs, theirs: Outputs) -> bool:
     """Whether both runs call a function of a module equally often: otherwise they compute in other ways."""
     name, number, _ = name.partition("#")
     if not number:

@@ -51,7 +51,7 @@ class Gradients:
         self.both, self.wrong = both, [each for each in found if each.what == "gradient"]
         self.first = self.wrong[0]
         self.name, self.step, self.sizes = self.first.parameter, self.first.step, both.counts(self.first.step)
-        self.of_loss = max((each.error for each in found if each.what in ("loss", "scalar")), default=0.0)
+        self.differs_in_loss = any(each.what in ("loss", "scalar") for each in found)
         self.kind = "unclipped" if self._differs("unclipped") else "gradient"
         self.mine, self.theirs = (run.tensors(self.step, self.kind) for run in both.runs)
         self.names = [each.parameter for each in self.wrong if each.parameter in self.theirs]
@@ -306,7 +306,7 @@ class Gradients:
         if theirs.unit > self.mine[self.name].unit:
             dtypes = ", ".join({copy.dtype.removeprefix("torch.") for copy in theirs.copies})
             return f"the gradient of {self.name} is kept in {dtypes}, and {self.first.error:.1%} off"
-        if self.first.error < limits.LESS_PRECISE and self.of_loss < limits.LOSS_LESS_PRECISE:
+        if self.first.error < limits.LESS_PRECISE and not self.differs_in_loss:
             return f"the gradient of {self.name} is {self.first.error:.2%} off, as if a dtype of fewer bits was used"
         return None
 

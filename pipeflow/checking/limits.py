@@ -49,7 +49,6 @@ UNEVEN = 0.03  # by how much the weights of samples differ that count differentl
 
 # When fewer bits may be the cause of an error.
 LESS_PRECISE = 0.08  # of a gradient: errors below it may come from a dtype of 8 bits
-LOSS_LESS_PRECISE = 0.02  # the same for a loss, whose errors are averaged
 COARSE = 0.03  # the same for an output
 COARSE_UPDATE = 0.3  # the same for the change of a weight, which is small beside the weight that is rounded
 

@@ -38,8 +38,8 @@ class Outputs:
         self.mine, self.theirs = mine[self.key], theirs[self.key]
         self.tail = max((tuple(event["shape"][1:]) for _, event in self.mine), key=prod)
         self.rows, self.others = joined(self.mine, self.tail), joined(self.theirs, self.tail)
-        are_alike = both.are_inputs_alike(self.step, self.theirs)
-        self.inputs = "its inputs are right" if are_alike else "its inputs were not all compared"
+        self.are_inputs_alike = both.are_inputs_alike(self.step, self.mine, self.theirs)
+        self.inputs = "its inputs are right" if self.are_inputs_alike else "its inputs were not all compared"
 
     @cached_property
     def apart(self) -> Unmatched | None:
@@ -229,7 +229,7 @@ class Outputs:
     def _used_before(self) -> Evidence:
         """A layer that was right in the step before, with the same inputs and weights."""
         has_weights = any(owner(name) == self.name for name in self.both.reference.first)
-        if not self.step or not has_weights or not self.both.are_inputs_alike(self.step, self.theirs):
+        if not self.step or not has_weights or not self.are_inputs_alike:
             return None
         return (
             f"{self.name} has the right weights and inputs, was right in step {self.step - 1}, and is "
@@ -240,7 +240,7 @@ class Outputs:
     def _of_right_inputs(self) -> Evidence:
         """A function of whole rows."""
         is_whole = {tuple(event["shape"][1:]) for _, event in self.theirs} == {self.tail}
-        if self.first.what != "function" or not is_whole or not self.both.are_inputs_alike(self.step, self.theirs):
+        if self.first.what != "function" or not is_whole or not self.are_inputs_alike:
             return None
         return f"the inputs of {self.name} are right, and its result is {self.first.error:.1%} off"
 

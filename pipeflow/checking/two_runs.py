@@ -120,19 +120,17 @@ def measure(rounding: Rounding, reference: RecordedRun, exact: RecordedRun) -> N
 
     Raises UsageError if the exact run is of another model, or no finer.
     """
-    mine, theirs = (run.outputs(0) for run in (reference, exact))
+    mine, theirs = (
+        {key: calls for key, calls in run.outputs(0).items() if INSIDE not in key[0]} for run in (reference, exact)
+    )
     gradients, others = (run.tensors(0, "gradient") for run in (reference, exact))
-    if {key for key in mine if INSIDE not in key[0]} != {
-        key for key in theirs if INSIDE not in key[0]
-    } or gradients.keys() != others.keys():
+    if mine.keys() != theirs.keys() or gradients.keys() != others.keys():
         raise UsageError(f"{exact.folder} is a run of another model than {reference.folder}: record the same job")
     if not _coarsest(exact) < _coarsest(reference):
         raise UsageError(f"{exact.folder} is no finer than {reference.folder}: record it with a model of more bits")
     for key, calls in mine.items():
         rows, finer = joined(calls, tail_of(calls[0][1])), joined(theirs[key], tail_of(calls[0][1]))
-        if key[0] not in rounding.outputs or rows is None or finer is None or not rows.size:
-            continue
-        if len(rows.values) == len(finer.values):
+        if rows is not None and finer is not None and rows.size and len(rows.values) == len(finer.values):
             error = SAFETY * unmatched(rows, finer, inf).error + SKETCH
             rounding.outputs[key[0]] = min(rounding.outputs[key[0]], error)
     errors = {name: norm(whole.sketch - others[name].sketch) for name, whole in gradients.items()}
@@ -251,14 +249,17 @@ class TwoRuns:
         """For each rank of the candidate, the names of the tensors of which it has a part."""
         return {rank.rank: {*rank.names.values()} for rank in self.candidate.ranks}
 
-    def are_inputs_alike(self, step: int, calls: Sequence[Called]) -> bool:
-        """Whether all inputs of the candidate's module or function were compared, and are alike."""
-        are_alike = self.compared["batches"] > 0  # for those that get nothing else
-        for rank, event in calls:
-            for each in event.get("inputs", [""]):
-                module, inside, function = each.partition(INSIDE)
-                are_alike &= (step, self.candidate.ranks[rank].module(module) + inside + function) in self.alike
-        return are_alike
+    def inputs(self, calls: Sequence[Called], run: RecordedRun) -> list[str]:
+        """As what the inputs of a module or function were noted, with the names of the reference; "": as nothing."""
+        rank, event = calls[0]
+        named = (each.partition(INSIDE) for each in event.get("inputs", [""]))
+        return [run.ranks[rank].module(module) + inside + function for module, inside, function in named]
+
+    def are_inputs_alike(self, step: int, mine: Sequence[Called], theirs: Sequence[Called]) -> bool:
+        """Whether all floating inputs of a module or function were compared, and are alike."""
+        inputs = self.inputs(theirs, self.candidate)
+        are_alike = all((step, each) in self.alike for each in inputs)
+        return are_alike and inputs == self.inputs(mine, self.reference) and self.compared["batches"] > 0
 
     def is_whole(self, module: str, calls: Sequence[Called]) -> bool:
         """Whether the ranks of these calls have all of a module, and not a stage of it, or some of its experts."""
