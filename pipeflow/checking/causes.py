@@ -158,7 +158,7 @@ def _of_update(both: TwoRuns, first: Difference) -> Cause:
     if decay.error < limits.CLEAR:
         what = f"the step takes {-decay.factor:.3g} times the weight itself off {name} more than it must"
         return Cause("optimizer", what, "weight decay: its size, and the groups of parameters that have it")
-    factor = times.factor if times.error < limits.CLEAR else norm(moved) / norm(change)
+    factor = times.factor if times.error < limits.CLEAR else norm(moved) / max(norm(change), limits.TINY)
     what = f"the gradients are right, and the step changes {name} by {as_times(factor)} as much"
     if times.error < limits.CLEAR:
         return Cause("optimizer", what, "the learning rate, and who steps its schedule", round(factor, 6))

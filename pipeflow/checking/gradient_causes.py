@@ -118,8 +118,8 @@ class Gradients:
             {run.ranks[rank].module(each["module"]): each["where"] for rank, each in run.events(self.step, "detached")}
             for run in self.both.runs
         )
-        order = self.both.rounding.order
-        places = {order.get(owner(name), -1) for name in self.mine}
+        order, types = self.both.rounding.order, self.both.reference.types
+        places = {order.get(owner(name), -1) for name in self.mine if types.get(owner(name), {}).get("leaf")}
         last = max(order.get(owner(each.parameter), -1) for each in self.wrong)
         for module in theirs.keys() - mine.keys():
             inside = [place for name, place in order.items() if f"{name}.".startswith(f"{module}.")] or [-1]

@@ -194,7 +194,7 @@ class Outputs:
     @explains("scale", "on which ranks the bias is added: before or after the sum over ranks")
     def _added(self) -> Evidence:
         """Rows that are off by one and the same: a bias that is added several times, or never."""
-        if not self.pairs or f"{self.name}.bias" not in self.both.reference.first:
+        if len(self.pairs) < 2 or f"{self.name}.bias" not in self.both.reference.first:
             return None
         apart = np.array([row - mine for mine, row in self.pairs])
         common = np.median(apart, axis=0)

@@ -82,7 +82,7 @@ def _moments(both: TwoRuns, step: int, key: str) -> Iterator[Difference]:
         is_noise = gradient is not None and both.rounding.gradient() * terms > limits.OF_MOMENTS * gradient.norm
         both.compared["moments"] += 1
         error = apart_in_size(whole, other)
-        if not error <= limits.OF_MOMENTS and (not is_noise or not other.norm):
+        if not error <= limits.OF_MOMENTS and not is_noise:
             yield both.difference(step, "optimizer", name, other.ranks, error, limits.OF_MOMENTS)
 
 
@@ -140,9 +140,9 @@ def _allowed_of_update(
         return both.rounding.given * norm(change) + rounded
     if name not in both.reference.parameters:
         return both.rounding.whole * max(norm(change), whole.norm) + rounded
-    if gradient is None or not gradient.norm:
+    if gradient is None:
         return rounded
-    noise = 2.0 * sqrt(both.rounding.gradient() * max(terms, gradient.norm) / gradient.norm)
+    noise = 2.0 * sqrt(both.rounding.gradient() * max(terms, gradient.norm) / max(gradient.norm, limits.TINY))
     if noise > limits.LARGEST:
         return inf
     is_vector = all(len(shape) == 1 for copy in whole.copies for _, shape in copy.blocks)
