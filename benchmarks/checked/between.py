@@ -122,7 +122,7 @@ class Net(nn.Module):
         self.layers: Any = nn.ModuleDict({str(index): Layer(kind) for index in range(LAYERS)})
         self.norm: Any = nn.LayerNorm(WIDTH, 3e-2 if fault == "eps of the last norm" else 1e-5)
         self.head: Any = nn.Linear(WIDTH, WORDS)
-        last = self.layers[str(LAYERS - 1)]
+        last: Any = self.layers[str(LAYERS - 1)]
         last._fault = last.attention._fault = last.feed._fault = fault
         if fault == "eps of a norm":
             last.norm1.eps = 3e-3
@@ -174,7 +174,7 @@ def optimizer_of(made: nn.Module, kind: Kind, fault: str) -> torch.optim.Optimiz
     if kind.rule == "sgd":
         return torch.optim.SGD(parameters, 1e-2, 0.8 if fault == "other momentum" else 0.9)
     vectors = 0.1 if fault == "decayed vectors" else 0.0
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [each for each in parameters if each.dim() > 1]},
         {"params": [each for each in parameters if each.dim() < 2], "weight_decay": vectors},
     ]
@@ -193,7 +193,9 @@ def loss_of(output: Any, labels: Tensor, tokens: Tensor, kind: Kind, fault: str,
         divisor = BATCH * LENGTH
     if fault == "samples":
         divisor = BATCH
-    found = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum", label_smoothing=smoothing)
+    found: Tensor = F.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), reduction="sum", label_smoothing=smoothing
+    )
     found = found / divisor
     return found if more is None else found + more * share
 

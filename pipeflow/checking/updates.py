@@ -140,9 +140,9 @@ def _allowed_of_update(
         return both.rounding.given * norm(change) + rounded
     if name not in both.reference.parameters:
         return both.rounding.whole * max(norm(change), whole.norm) + rounded
-    if gradient is None:
+    if gradient is None or not gradient.norm:
         return rounded
-    noise = 2.0 * sqrt(both.rounding.gradient() * max(terms, gradient.norm) / max(gradient.norm, limits.TINY))
+    noise = 2.0 * sqrt(both.rounding.gradient() * max(terms, gradient.norm) / gradient.norm)
     if noise > limits.LARGEST:
         return inf
     is_vector = all(len(shape) == 1 for copy in whole.copies for _, shape in copy.blocks)

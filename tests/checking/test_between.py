@@ -1,4 +1,4 @@
-"""What modules compute between their submodules, what optimizers keep, and numbers that modules are given and return."""
+"""What modules compute between submodules, what optimizers keep, and numbers that modules are given and return."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ IGNORED = -100
 
 
 class Block(nn.Module):
-    """Attention, and a layer whose activation is a function; `shift` has no gradient but noise."""
+    """Attention, whose keys have a bias without a gradient but noise, and a layer whose activation is a function."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()
         self._fault = fault
-        self.norm, self.shift = nn.LayerNorm(WIDTH), nn.Parameter(torch.zeros(1))
+        self.norm = nn.LayerNorm(WIDTH)
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.mean = torch.zeros(())
 
     def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self._fault != "rewritten":
-            return F.scaled_dot_product_attention(q, k, v, is_causal=self._fault != "no mask")
+            found: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=self._fault != "no mask")
+            return found
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
         scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
-        return scores.softmax(-1) @ v
+        found = torch.matmul(scores.softmax(-1), v)
+        return found
 
     def forward(self, values: Tensor) -> Tensor:
-        normed = self.norm(values + self.shift)
+        normed = self.norm(values)
         q, k, v = (each(normed).unflatten(-1, (2, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
         kept = values.detach() if self._fault == "detached" else values
         if self._fault in ("logged", "logged and scaled"):
