@@ -236,14 +236,6 @@ class Outputs:
             f"{self.first.error:.2%} off now, after its weights changed"
         )
 
-    @explains("formula", FORMULA)
-    def _of_right_inputs(self) -> Evidence:
-        """A function of whole rows."""
-        is_whole = {tuple(event["shape"][1:]) for _, event in self.theirs} == {self.tail}
-        if self.first.what != "function" or not is_whole or not self.are_inputs_alike:
-            return None
-        return f"the inputs of {self.name} are right, and its result is {self.first.error:.1%} off"
-
     @explains("precision", DTYPES)
     def _coarse_values(self) -> Evidence:
         if self.first.error >= COARSE or self.others is None:

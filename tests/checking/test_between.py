@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # as everybody calls it
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 
 from benchmarks import checking_fourth
 from pipeflow.checking import Result, check, record
+from pipeflow.checking.runs import PartRecord, WholeTensor
+from pipeflow.checking.updates import apart_in_size
 
 WIDTH, WORDS, STEPS = 16, 20, 2
 IGNORED = -100
@@ -29,6 +33,11 @@ class Block(nn.Module):
         self.mean = torch.zeros(())
 
     def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self._fault == "twice the values":
+            return F.scaled_dot_product_attention(q, k, 2.0 * v, is_causal=True) / 2.0
+        if self._fault == "half, and each head":
+            heads = zip(q.split(1, 1), k.split(1, 1), v.split(1, 1), strict=True)
+            return torch.cat([F.scaled_dot_product_attention(*each, is_causal=True) for each in heads], 1)
         if self._fault != "rewritten":
             found: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=self._fault != "no mask")
             return found
@@ -44,13 +53,15 @@ class Block(nn.Module):
         if self._fault in ("logged", "logged and scaled"):
             self.mean = values.detach().mean()
         mixed = self.mixed(q, k, v).transpose(1, 2).flatten(2)
-        values = self.o(mixed) + kept * (0.5 if self._fault == "half" else 1.0)
+        values = self.o(mixed) + kept * (0.5 if self._fault.startswith("half") else 1.0)
         found: Tensor = self.down(self.activated(self.up(values)))
         return values + found
 
     def activated(self, values: Tensor) -> Tensor:
         if self._fault == "another activation":
             return F.gelu(values) * 1.0
+        if self._fault == "in place":
+            return F.silu(values).mul_(3.0)
         return F.silu(values) if self._fault == "not doubled" else F.silu(values) * 2.0
 
 
@@ -61,7 +72,8 @@ class Net(nn.Module):
         super().__init__()
         self._fault = fault
         self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.blocks = nn.ModuleList(Block(fault if index == 1 else "") for index in range(3))
+        first, _, last = fault.partition(" then ")
+        self.blocks = nn.ModuleList(Block(each) for each in ("", first, last))
         self.last = nn.Linear(WORDS, WORDS)
 
     def forward(self, words: Tensor, heat: float) -> tuple[Tensor, Tensor]:
@@ -117,7 +129,7 @@ def told(result: Result) -> tuple[str, str, str]:
     return result.first.what, result.first.module, result.cause.name
 
 
-@pytest.mark.parametrize(("fault", "microbatches"), [("", 4), ("rewritten", 2), ("logged", 1)])
+@pytest.mark.parametrize(("fault", "microbatches"), [("", 4), ("rewritten", 2), ("logged", 1), ("twice the values", 1)])
 def test_what_is_alike(plain: Path, tmp_path: Path, fault: str, microbatches: int) -> None:
     """Moments that are noise, another way to compute attention, infinite scores, and a value kept for a log."""
     result = check(plain, job(tmp_path, fault, microbatches))
@@ -131,6 +143,9 @@ SDPA = "blocks.1: scaled_dot_product_attention #1"
 FAULTS = [  # what is first to differ, where, why, and what is said
     ("no mask", ("function", SDPA, "formula"), "is_causal is False in the candidate, and True in the reference"),
     ("half", ("input", "blocks.1.up", "unknown"), "blocks.1.o is right"),
+    ("twice the values then half", ("input", "blocks.2.up", "unknown"), "blocks.2.o is right"),
+    ("half, and each head", ("input", "blocks.1.up", "unknown"), "blocks.1.o is right"),
+    ("in place", ("input", "blocks.1.down", "scale"), "are 1.5 times the reference's"),
     ("another activation", ("input", "blocks.1.down", "formula"), "calls gelu in the candidate, and silu in the ref"),
     ("not doubled", ("input", "blocks.1.down", "formula"), "is given the output of blocks.1: silu #1 in the candidate"),
     ("constant", ("output", "last", "unknown"), "its inputs were not all compared"),
@@ -164,6 +179,15 @@ def test_the_code_is_named(plain: Path, tmp_path: Path) -> None:
     assert first is not None
     assert first.after == "blocks.1.o"
     assert first.where.startswith("test_between.py:")
+
+
+def test_one_copy_of_many_that_is_lost() -> None:
+    part = ((0,), (4,))
+    copies = [PartRecord(rank, "", (part,), np.zeros(8), 1.0, "torch.float32") for rank in range(8)]
+    whole = WholeTensor.of(copies, (4,))
+    lost = WholeTensor.of([replace(copies[0], square=0.0), *copies[1:]], (4,))
+    assert apart_in_size(whole, whole) == 0.0
+    assert apart_in_size(whole, lost) == 1.0
 
 
 @pytest.mark.slow
