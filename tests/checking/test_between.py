@@ -35,16 +35,14 @@ class Block(nn.Module):
     def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self._fault == "twice the values":
             return F.scaled_dot_product_attention(q, k, 2.0 * v, is_causal=True) / 2.0
-        if self._fault == "half, and each head":
-            heads = zip(q.split(1, 1), k.split(1, 1), v.split(1, 1), strict=True)
-            return torch.cat([F.scaled_dot_product_attention(*each, is_causal=True) for each in heads], 1)
+        if self._fault == "half, and called twice":
+            F.scaled_dot_product_attention(q, k, 0.0 * v, is_causal=True)
         if self._fault != "rewritten":
             found: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=self._fault != "no mask")
             return found
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
         scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
-        found = torch.matmul(scores.softmax(-1), v)
-        return found
+        return torch.matmul(scores.softmax(-1), v)
 
     def forward(self, values: Tensor) -> Tensor:
         normed = self.norm(values)
@@ -144,7 +142,7 @@ FAULTS = [  # what is first to differ, where, why, and what is said
     ("no mask", ("function", SDPA, "formula"), "is_causal is False in the candidate, and True in the reference"),
     ("half", ("input", "blocks.1.up", "unknown"), "blocks.1.o is right"),
     ("twice the values then half", ("input", "blocks.2.up", "unknown"), "blocks.2.o is right"),
-    ("half, and each head", ("input", "blocks.1.up", "unknown"), "blocks.1.o is right"),
+    ("half, and called twice", ("input", "blocks.1.up", "unknown"), "blocks.1.o is right"),
     ("in place", ("input", "blocks.1.down", "scale"), "are 1.5 times the reference's"),
     ("another activation", ("input", "blocks.1.down", "formula"), "calls gelu in the candidate, and silu in the ref"),
     ("not doubled", ("input", "blocks.1.down", "formula"), "is given the output of blocks.1: silu #1 in the candidate"),
