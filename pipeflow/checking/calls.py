@@ -28,6 +28,7 @@ from pipeflow.checking.sketches import exact, row_sketches, signs
 from pipeflow.engine.parallel.sharding import own_values
 from pipeflow.engine.runtime.original import unwrapped_name
 from pipeflow.engine.torch_private.autograd import backward_id
+from pipeflow.engine.torch_private.modes import FakeTensor
 from pipeflow.engine.torch_private.trees import tree_leaves
 
 PRODUCTS = {"scaled_dot_product_attention", "matmul", "bmm", "baddbmm", "einsum"}  # their inputs are noted, too
@@ -167,13 +168,13 @@ class Calls(TorchFunctionMode):
         if id(module) in self._outer:
             self._stack.clear()  # an engine may have left the last call early
         self._stack.append(Call(name, not type(module).__module__.startswith("torch.")))
+        depth = len(self._stack)
+        given = tree_leaves((arguments, named))
         if _is_left_out():
             return
-        depth = len(self._stack)
         is_batch = depth == 1 or (depth == 2 and id(module) in self._wrapped and not self._has_batch)
         if is_batch and backward_id() < 0:  # a backward computes activations again
             self._began()
-        given = tree_leaves((arguments, named))
         with self._noting():
             if is_batch and backward_id() < 0:
                 self._batch([each for each in given if isinstance(each, Tensor)])
@@ -254,7 +255,7 @@ class Calls(TorchFunctionMode):
             told = {"module": name, "way": way, "place": place}
             if isinstance(each, int | float) and not isinstance(each, bool):
                 self._note("scalar", told | {"value": each})
-            elif isinstance(each, Tensor) and not each.dim():
+            elif isinstance(each, Tensor) and not each.dim() and not isinstance(each, FakeTensor):
                 self._note("scalar", told, value=own_values(each).detach())
 
     def _origin(self, tensor: Tensor, name: str) -> str:
@@ -328,8 +329,13 @@ def _arguments(given: Sequence[object], named: dict[str, object]) -> dict[str, o
 
 
 def _is_floating(value: object) -> TypeGuard[Tensor]:
-    """Whether a value is a tensor of floating numbers with a dimension."""
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
+    """Whether a value is a tensor of floating numbers with a dimension; not one that only has a shape."""
+    return (
+        isinstance(value, Tensor)
+        and not isinstance(value, FakeTensor)
+        and value.is_floating_point()
+        and value.dim() > 0
+    )
 
 
 def where() -> str:
