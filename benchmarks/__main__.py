@@ -52,6 +52,7 @@ TIMED = {
     "checking": ("checking",),
     "checking_second": ("checking",),
     "checking_third": ("checking",),
+    "checking_fourth": ("checking",),
     "checking_examples": ("checking",),
     "checking_large": ("checking",),
     "checking_clean": ("checking",),

@@ -1,9 +1,9 @@
 """Checking: a plain run and a parallel run of one training job, recorded and compared. `record` needs torch, `check`
 does not. The modules, in the order of the work:
 
-- what a rank writes down: `sketches`, `parts`, `watching`, `recorder`
+- what a rank writes down: `sketches`, `parts`, `calls`, `watching`, `recorder`
 - both runs of a script: `scripts`, `scripted`
-- recordings against each other: `files`, `runs`, `two_runs`, `differences`; `limits` has every threshold
+- recordings against each other: `files`, `runs`, `two_runs`, `differences`, `updates`; `limits` has every threshold
 - which fault explains the first difference: `fits`, `causes`, `output_causes`, `gradient_causes`
 - what is told: `findings`
 """
