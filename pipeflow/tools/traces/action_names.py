@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import sys
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, filterfalse, groupby, pairwise
@@ -151,14 +151,28 @@ def recorded_actions(events: RankEvents, names: Names) -> list[RecordedAction]:
     """The actions of a rank in the order of their starts: those of annotated ranges or, where there are none, of
     operators whose backward was recorded.
     """
-    for each in (events.operators, events.backwards):
-        each.sort(key=attrgetter("start"))
+    events.operators.sort(key=attrgetter("start"))
+    events.backwards[:] = _outermost(events.backwards)
     events.kernels.sort(key=lambda each: each[0])
     inside = _Inside(events)
     found = [each for event in events.ranges for each in inside.actions(event, names.read(event.name))]
     if not found and not names.is_own:
         found = list(inside.unannotated())
-    return sorted(found, key=attrgetter("start"))
+    found.sort(key=attrgetter("start"))
+    if any(each.named.microbatch is None and each.index is None for each in found):
+        inside.find_forwards(found)
+    return found
+
+
+def _outermost(nodes: Sequence[Event]) -> list[Event]:
+    """The nodes in the order of their starts, without those inside of others: a node that computes its forward again
+    may run the backward of that.
+    """
+    found: list[Event] = []
+    for each in sorted(nodes, key=lambda each: (each.start, -each.end)):
+        if not found or each.end > found[-1].end:
+            found.append(each)
+    return found
 
 
 def marked_steps(events: RankEvents) -> dict[int, Event]:
@@ -213,6 +227,29 @@ class _Inside:
         kernels = self._events.kernels
         places = slice(*(bisect_left(kernels, time, key=itemgetter(0)) for time in (first, last)))
         return [kernel for _, kernel in kernels[places]]
+
+    def find_forwards(self, actions: Sequence[RecordedAction]) -> None:
+        """Finds the forward of each backward by autograd's numbers, where names do not say the microbatches: of all of
+        them, or else of none.
+        """
+        forwards = [each for each in actions if each.kind is Kind.F]
+        owner = {  # what makes no node has the number of the next operator that does, so the last one is the owner
+            part.number: index
+            for index, each in enumerate(forwards)
+            for part in self._on_host(Event("", each.start, each.end), Kind.F)
+        }
+        found = {id(each): index for index, each in enumerate(forwards)}
+        taken: set[tuple[Kind, int]] = set()
+        for each in actions:
+            if each.kind is not Kind.F:
+                parts = self._on_host(Event("", each.start, each.end), Kind.B)
+                indices = Counter(owner[part.number] for part in parts if part.number in owner).most_common(1)
+                if not indices or (each.kind, indices[0][0]) in taken:
+                    return
+                found[id(each)] = indices[0][0]
+                taken.add((each.kind, indices[0][0]))
+        for each in actions:
+            each.index = found[id(each)]
 
     def unannotated(self) -> Iterator[RecordedAction]:
         """The actions that operators show: runs of operators, and the backwards that have the same numbers. A backward

@@ -81,7 +81,8 @@ def readings_of(actions: Sequence[Recorded]) -> Iterator[Reading]:
 
 def _chains(actions: Sequence[Recorded]) -> Iterator[Sequence[int]]:
     """The ranks of a pipeline, in the order of their stages: all in the order of their numbers, or of their first
-    forwards; or one of several pipelines whose ranks do the same at the same time.
+    forwards; or one of several pipelines whose ranks do the same at the same time, in the order of their numbers, or
+    each with the rank whose values it can have used at once.
     """
     many = len(actions)
     yield range(many)
@@ -98,8 +99,9 @@ def _chains(actions: Sequence[Recorded]) -> Iterator[Sequence[int]]:
     for stages in range(many // 2, 1, -1):
         if many % stages == 0:
             alike = many // stages
-            levels = [in_turn[first : first + alike] for first in range(0, many, alike)]
-            chain = [min(levels[0])]
+            levels = [sorted(in_turn[first : first + alike]) for first in range(0, many, alike)]
+            yield [level[0] for level in levels]
+            chain = levels[0][:1]
             for level in levels[1:]:
                 chain.append(min(level, key=lambda place: _lag(step[chain[-1]], step[place])))
             yield chain
@@ -212,11 +214,27 @@ def is_alike(played: Timeline, step: Timeline) -> bool:
     return abs(played.makespan - step.makespan) <= REPLAYED * step.makespan
 
 
+def replayed_steps(steps: Sequence[Timeline]) -> list[int]:
+    """The places of the steps to explain: all of them or, if the median one takes much more or less time than its
+    replay, those that do not, if these are at least half of them.
+    """
+
+    def is_replayed(step: Timeline) -> bool:
+        schedule = executed_schedule(step)
+        return not verify(schedule) and (schedule.is_forward_only or is_alike(replay(step), step))
+
+    everyone = [*range(len(steps))]
+    if len(steps) == 1 or is_replayed(median_step(steps)):
+        return everyone
+    some = [place for place in everyone if is_replayed(steps[place])]
+    return some if 2 * len(some) >= len(steps) else everyone
+
+
 def require_consistent(
     reading: Reading, steps: Sequence[Timeline], ordered: Sequence[RankEvents], actions: Sequence[Recorded]
 ) -> None:
     """Raises UsageError if what was recorded contradicts a reading."""
-    median = median_step(steps)
+    median = median_step([steps[place] for place in replayed_steps(steps)])
     schedule, step = executed_schedule(median), reading.steps[steps.index(median)]
     if wrong := verify(schedule):
         raise UsageError(str(wrong[0]))

@@ -18,10 +18,19 @@ from pipeflow.core.soundness.verification import verify
 from pipeflow.core.timeline import Row, Span, Timeline
 from pipeflow.tools.traces.action_names import STEP, Named, Names, marked_steps, recorded_actions
 from pipeflow.tools.traces.events import RankEvents
-from pipeflow.tools.traces.readings import Reading, median_step, readings_of, require_consistent
+from pipeflow.tools.traces.readings import (
+    Reading,
+    median_step,
+    readings_of,
+    replayed_steps,
+    require_consistent,
+)
 from pipeflow.tools.traces.steps import Recorded, Step, offsets, steps_of
 
-NAME_THEM = "give --names, a regular expression with the groups kind, stage and microbatch"
+NAME_THEM = (
+    "name the actions with torch.profiler.record_function, and give --names, a regular expression with the groups kind, "
+    "stage and microbatch"
+)
 HOW_TO = "record a step with torch.profiler on every rank and export_chrome_trace, one file per rank"
 SAID = 3  # readings of which an error says why they are wrong
 
@@ -83,7 +92,7 @@ def rebuilt(ranks: Sequence[RankEvents], names: Names) -> Rebuilt:
         cut_off = [each.source for each in ordered if each.is_cut_off]
         if cut_off and verify(executed_schedule(median_step(said.steps))):
             raise UsageError(f"{cut_off[0]} is cut off, and no step is whole before its end: record the steps again")
-        return said
+        return _replayed(said)
     why: dict[str, None] = {}
     for reading in readings_of(actions):
         try:
@@ -92,8 +101,18 @@ def rebuilt(ranks: Sequence[RankEvents], names: Names) -> Rebuilt:
         except UsageError as error:
             why[f"as {reading}: {error}"] = None
         else:
-            return read
+            return _replayed(read)
     raise UsageError(f"what was recorded fits no pipeline ({'; '.join([*why][:SAID])}); {NAME_THEM}")
+
+
+def _replayed(read: Rebuilt) -> Rebuilt:
+    """The steps to explain: where some differ much from their replay, the others."""
+    places = replayed_steps(read.steps)
+    if not (left := len(read.steps) - len(places)):
+        return read
+    note = f"steps are left out that take much more or less time than their replay: {left}"
+    steps, outside = ([some[place] for place in places] for some in (read.steps, read.outside))
+    return Rebuilt(steps, [*read.notes, note], outside)
 
 
 def _is_said(actions: Sequence[Recorded]) -> bool:
