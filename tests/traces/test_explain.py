@@ -102,7 +102,7 @@ def test_annotations_of_others_are_read_by_a_pattern(tmp_path: Path) -> None:
         ran(schedule),
         name=lambda action, _: f"my {WORDS[action.kind]} of part {action.stage}, batch {action.microbatch}",
     )
-    with pytest.raises(UsageError, match=r"no forward or backward: give --names, .* its annotations are my fwd of"):
+    with pytest.raises(UsageError, match=r"no forward or backward: name the actions with .*, and give --names, .* its annotations are my fwd of"):
         explain([record(tmp_path / "bare", ran(schedule), name=lambda *_: "my fwd of", operators=False)])
     pattern = r"(?P<kind>fwd|bwd) of part (?P<stage>\d+), batch (?P<microbatch>\d+)"
     assert rows_of(explain([folder], names=pattern).schedule) == rows_of(schedule)

@@ -166,7 +166,7 @@ def test_a_first_step_in_which_some_ranks_do_more_is_left_out(tmp_path: Path) ->
     found = explain([rewrite(folder, first_tries)])
     assert rows_of(found) == tuple(schedule.to_csv().splitlines())
     assert [*found.step_seconds] == pytest.approx([each.makespan for each in steps[1:]], abs=1e-5)
-    assert found.notes == ("steps are left out in which a rank has more or fewer actions than in others: 1",)
+    assert found.notes == ("steps are left out in which a rank has other actions or another order: 1",)
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -224,7 +224,7 @@ def pausing(_: int, events: Events) -> Events:
         ),
         (
             sums_alone,
-            "a job without a pipeline has no schedule to explain. If it has one, give --names",
+            "a job without a pipeline has no schedule to explain. If it has one, name the actions",
         ),
     ],
 )

@@ -148,29 +148,32 @@ class RecordedAction:
 
 
 def recorded_actions(events: RankEvents, names: Names) -> list[RecordedAction]:
-    """The actions of a rank in the order of their starts: those of annotated ranges or, where there are none, of
-    operators whose backward was recorded.
+    """The actions of a rank in the order of their starts: those of annotated ranges or, where these name no backward
+    that ran, of operators whose backward was recorded. Raises UsageError where a pattern was given that does so.
     """
     events.operators.sort(key=attrgetter("start"))
     events.backwards[:] = _outermost(events.backwards)
     events.kernels.sort(key=lambda each: each[0])
     inside = _Inside(events)
-    found = [each for event in events.ranges for each in inside.actions(event, names.read(event.name))]
-    if not found and not names.is_own:
-        found = list(inside.unannotated())
+    ranges = _outermost([event for event in events.ranges if names.read(event.name)])
+    found = [each for event in ranges for each in inside.actions(event, names.read(event.name))]
+    if all(each.kind is Kind.F for each in found) and (events.backwards or not found):
+        if found and names.is_own:
+            raise UsageError(f"{events.source}: --names finds no backward, although some ran: let it find these, too")
+        found = [] if names.is_own else list(inside.unannotated())
     found.sort(key=attrgetter("start"))
     if any(each.named.microbatch is None and each.index is None for each in found):
         inside.find_forwards(found)
     return found
 
 
-def _outermost(nodes: Sequence[Event]) -> list[Event]:
-    """The nodes in the order of their starts, without those inside of others: a node that computes its forward again
-    may run the backward of that.
+def _outermost(events: Sequence[Event]) -> list[Event]:
+    """The events in the order of their starts, without those inside of others, such as a backward inside of a node
+    that computes its forward again, or an action that is named twice.
     """
     found: list[Event] = []
-    for each in sorted(nodes, key=lambda each: (each.start, -each.end)):
-        if not found or each.end > found[-1].end:
+    for each in sorted(events, key=lambda each: (each.start, -each.end)):
+        if not found or each.end > found[-1].end or each.start >= found[-1].end:
             found.append(each)
     return found
 

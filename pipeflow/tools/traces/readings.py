@@ -42,7 +42,7 @@ class Reading(NamedTuple):
         chain: places of the ranks that are read, in the order of their first stages.
         schedule: the schedule that gives stages and microbatches; None: each rank has one stage.
         steps: the actions of each step, by place in the chain.
-        damaged: the number of other steps, in which a rank has more or fewer actions.
+        damaged: the number of other steps, in which a rank has other actions, or another order.
     """
 
     chain: Sequence[int]

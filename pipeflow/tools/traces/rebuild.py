@@ -128,7 +128,7 @@ def _timelines(reading: Reading, ordered: Sequence[RankEvents], notes: Sequence[
         raise UsageError(f"no step was recorded on all {len(chain)} ranks at once: record the same steps on each")
     said = [*notes]
     if reading.damaged:
-        said.append(f"steps are left out in which a rank has more or fewer actions than in others: {reading.damaged}")
+        said.append(f"steps are left out in which a rank has other actions or another order: {reading.damaged}")
     whole = [each for step in reading.steps for own in step for each in own]
     if len(steps := reading.steps) > 1 and all(not each.named.microbatch and each.step is None for each in whole):
         said.append(f"nothing marks steps, so each microbatch is taken for one, of which there are {len(steps)}")
@@ -193,7 +193,7 @@ def _ordered(ranks: Sequence[RankEvents]) -> list[RankEvents]:
 
 def _one_replica(ranks: list[RankEvents], actions: list[Recorded]) -> tuple[list[RankEvents], list[Recorded]]:
     """The first of all ranks that run the same stages for the same microbatches, if names say them: the others are
-    replicas or tensor ranks.
+    replicas or tensor ranks. Raises UsageError if that leaves one rank, although ranks send to each other.
     """
     first: dict[frozenset[Named], int] = {}
     for place, found in enumerate(actions):
@@ -201,6 +201,11 @@ def _one_replica(ranks: list[RankEvents], actions: list[Recorded]) -> tuple[list
     is_said = all(each.named.stage is not None and each.named.microbatch is not None for own in actions for each in own)
     if len(first) == len(ranks) or not is_said:
         return ranks, actions
+    if len(first) == 1 and any(each.transfers for each in ranks):
+        raise UsageError(
+            "names say the same stages on every rank, but ranks send to each other: name stages by their numbers in the "
+            "whole model, or leave the group stage out of --names"
+        )
     kept = [replace(ranks[place], rank=number, ranks=len(first)) for number, place in enumerate(first.values())]
     return kept, [actions[place] for place in first.values()]
 
