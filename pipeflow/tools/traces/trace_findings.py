@@ -326,7 +326,7 @@ def _slow_links(timeline: Timeline, idle: Sequence[Idle]) -> Iterator[Finding]:
     for link, times in waits.items():
         others = [time for other, time in transfers.items() if other != link]
         usual = max(median(others or [0.0]), SHORTEST * timeline.makespan)
-        if transfers[link] > SLOW_LINK * usual:
+        if transfers.get(link, 0.0) > SLOW_LINK * usual:
             text = f"values from rank {link[0]} to rank {link[1]} arrive late: {len(times)} waits"
             yield Finding("slow link", link, sum(times) - usual * len(times), text)
 
