@@ -49,7 +49,11 @@ def read(path: Path) -> Timeline | list[RankEvents]:
         return _with_rank(read_nsight(path), path.name)
     if path.suffix == ".et":
         return _with_rank([read_chakra(_bytes(path), os.fspath(path))], path.name)
-    return read_text_of(_text(path), os.fspath(path))
+    whole, is_cut_off = _text(path)
+    found = read_text_of(whole, os.fspath(path))
+    if is_cut_off and not isinstance(found, Timeline):
+        found = [replace(each, is_cut_off=True) for each in found]
+    return found
 
 
 def read_text_of(text: str, source: str) -> Timeline | list[RankEvents]:
@@ -85,10 +89,11 @@ def _bytes(path: Path) -> bytes:
         raise unreadable(path, error) from None
 
 
-def _text(path: Path) -> str:
+def _text(path: Path) -> tuple[str, bool]:
+    """The text of a file, and whether it was compressed and is cut off."""
     if path.suffix != ".gz":
-        return read_text(path)
-    packed, whole = _bytes(path), bytearray()
+        return read_text(path), False
+    packed, whole, is_cut_off = _bytes(path), bytearray(), False
     most = min(LARGEST, max(MOST * len(packed), FREE))
     while packed:
         reader = zlib.decompressobj(wbits=31)  # of a file that is cut off, it gives what is there
@@ -100,8 +105,8 @@ def _text(path: Path) -> str:
             packed = reader.unconsumed_tail
             if len(whole) > most:
                 raise UsageError(f"{path}: unpacked, this has more than {most >> 20} MiB: record fewer steps")
-        packed = reader.unused_data
-    return whole.decode(errors="replace")
+        packed, is_cut_off = reader.unused_data, not reader.eof
+    return whole.decode(errors="replace"), is_cut_off
 
 
 def _rank_in(name: str) -> int | None:

@@ -5,22 +5,21 @@ how actions are divided into steps.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind
-from pipeflow.core.analysis.idle_time import transfer_times
+from pipeflow.core.analysis.idle_time import LATE, lower_quartile
 from pipeflow.core.analysis.measured_step import executed_schedule, measured_costs
-from pipeflow.core.analysis.order import Order
 from pipeflow.core.analysis.simulation import simulate
-from pipeflow.core.dataflow import Value, makes, needs
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.soundness.verification import verify
-from pipeflow.core.timeline import Timeline
+from pipeflow.core.timeline import Span, Timeline
 from pipeflow.schedules.families import schedules_on
 from pipeflow.tools.traces.action_names import RecordedAction
 from pipeflow.tools.traces.events import RankEvents
@@ -217,25 +216,6 @@ def is_alike(played: Timeline, step: Timeline) -> bool:
     return abs(played.makespan - step.makespan) <= REPLAYED * step.makespan
 
 
-def _length_in_own_times(step: Timeline) -> float:
-    """The seconds that a sound step takes if each of its actions takes the time that it took, and each value the usual
-    time of its link: a late action, which costs of stages do not say, is in it.
-    """
-    lengths = {each.action: each.end - each.start for each in step}
-    usual, stages = transfer_times(step), step.placement.num_stages
-    made: dict[Value, tuple[float, int]] = {}
-    free = [0.0] * len(step.rows)
-    for turn in Order(executed_schedule(step)):
-        rank, start = turn.rank, free[turn.rank]
-        for value in (value for action in turn.actions for value in needs(action, stages)):
-            end, maker = made[value]
-            start = max(start, end + usual.get((maker, rank), 0.0) * (maker != rank))
-        free[rank] = start + sum(lengths[action] for action in turn.actions)
-        for action in turn.actions:
-            made |= dict.fromkeys(makes(action, stages), (free[rank], rank))
-    return max(free)
-
-
 def replayed_steps(steps: Sequence[Timeline]) -> list[int]:
     """The places of the steps to explain: all of them or, if the median one takes much more or less time than its
     replay, those that do not, if these are at least half of them.
@@ -270,10 +250,25 @@ def require_consistent(
     own = [_messages(ordered[place], part, actions[place]) for place, part in zip(reading.chain, step, strict=True)]
     if any(map(any, own)):
         _require_messages(reading, own)
-    played, own_times = replay(median), _length_in_own_times(median)
-    is_explained = is_alike(played, median) or abs(own_times - median.makespan) <= REPLAYED * median.makespan
-    if not schedule.is_forward_only and not is_explained:
-        raise UsageError(f"its replay differs from it by {played.makespan / median.makespan - 1:+.0%}")
+    if not schedule.is_forward_only and not is_alike(played := replay(median), median):
+        raise UsageError(f"its replay differs from it by {played.makespan / median.makespan - 1:+.0%}{_latest(median)}")
+
+
+def _latest(step: Timeline) -> str:
+    """The action that took longest for its kind and stage, in words; "" if it took little longer than others."""
+    times: defaultdict[tuple[Kind, int], list[Span]] = defaultdict(list)
+    for each in step:
+        times[each.action.kind, each.action.stage].append(each)
+    found = [
+        ((each.end - each.start) / usual, each)
+        for own in times.values()
+        if (usual := lower_quartile([each.end - each.start for each in own]))
+        for each in own
+    ]
+    ratio, latest = max(found, key=lambda each: each[0], default=(0.0, None))
+    if latest is None or ratio <= LATE:
+        return ""
+    return f", and {latest.action} on rank {latest.rank} took {ratio:.1f} times as long as is usual for its stage"
 
 
 def _messages(events: RankEvents, part: Part, actions: Recorded) -> tuple[int, int]:

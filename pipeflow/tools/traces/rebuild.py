@@ -71,14 +71,17 @@ def rebuilt(ranks: Sequence[RankEvents], names: Names) -> Rebuilt:
     """
     ordered = _ordered(ranks)
     notes = [
-        f"{each.source} is cut off: what comes after its end is not counted" for each in ordered if each.is_cut_off
+        f"{each.source} is cut off: the step in which it ends is not counted" for each in ordered if each.is_cut_off
     ]
     if timeless := sum(each.timeless for each in ordered):
         notes.append(f"events are left out that have no time, or end before they start: {timeless}")
     actions: list[Recorded] = [recorded_actions(each, names) for each in ordered]
     for events, found in zip(ordered, actions, strict=True):
+        if events.is_cut_off:  # the last action may have gone on: without it, its step is not whole
+            del found[-1:]
         if not found:
-            raise UsageError(f"{events.source} shows no forward or backward: {_without_actions(events)}")
+            what = "no forward or backward" + " before it is cut off" * events.is_cut_off
+            raise UsageError(f"{events.source} shows {what}: {_without_actions(events)}")
     ordered, actions = _one_replica(ordered, actions)
     is_said = _is_said(actions)
     if not is_said and any(each.collectives for each in ordered) and not any(each.transfers for each in ordered):
@@ -87,9 +90,9 @@ def rebuilt(ranks: Sequence[RankEvents], names: Names) -> Rebuilt:
             f"one, {NAME_THEM}"
         )
     _require_all(ordered, actions)
+    cut_off = [each.source for each in ordered if each.is_cut_off]
     if is_said:
         said = _timelines(Reading(range(len(ordered)), None, *steps_of(actions)), ordered, notes)
-        cut_off = [each.source for each in ordered if each.is_cut_off]
         if cut_off and verify(executed_schedule(median_step(said.steps))):
             raise UsageError(f"{cut_off[0]} is cut off, and no step is whole before its end: record the steps again")
         return _replayed(said)
@@ -102,7 +105,10 @@ def rebuilt(ranks: Sequence[RankEvents], names: Names) -> Rebuilt:
             why[f"as {reading}: {error}"] = None
         else:
             return _replayed(read)
-    raise UsageError(f"what was recorded fits no pipeline ({'; '.join([*why][:SAID])}); {NAME_THEM}")
+    what, then = "what was recorded", NAME_THEM
+    if cut_off:
+        what, then = f"{cut_off[0]} is cut off, and what was recorded before", "record the steps again"
+    raise UsageError(f"{what} fits no pipeline ({'; '.join([*why][:SAID])}); {then}")
 
 
 def _replayed(read: Rebuilt) -> Rebuilt:
@@ -212,7 +218,9 @@ def _one_replica(ranks: list[RankEvents], actions: list[Recorded]) -> tuple[list
 
 def _without_actions(events: RankEvents) -> str:
     if not events.ranges and not events.operators and not events.kernels:
-        return f"it has no annotation and no operator; {HOW_TO}"
+        return f"it has no annotation and no operator; {HOW_TO}; or {NAME_THEM}"
+    if events.is_cut_off:
+        return "record the steps again"
     names = (each.name for each in events.ranges if not each.name.startswith("aten::"))
     some = ", ".join(dict.fromkeys(names))[:200]
     named = f"; its annotations are {some}" if some else ""
