@@ -5,13 +5,16 @@ contain: steps, and stages that no name says.
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, filterfalse, groupby, pairwise
+from itertools import accumulate, filterfalse, groupby, islice, pairwise
 from operator import attrgetter, itemgetter
+from threading import current_thread, main_thread
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind, Pair, actions_of, parse_entry
@@ -38,6 +41,10 @@ KNOWN = [
     r"(?:megatron\.core\.pipeline_parallel\.schedules\.)?(?P<kind>forward|backward)[-_](?:step|compute|pass)",
     r"(?:_exec_)?(?P<kind>Forward|Backward)(?:Pass|_pass)(?:\(.*\))?",
 ]
+
+
+PATIENCE = 10.0  # seconds for the names of a rank
+MOST = 2**18  # actions of all ranks: more take too long to explain
 
 
 class Named(NamedTuple):
@@ -69,13 +76,33 @@ class Names:
     def __init__(self, pattern: str | None = None) -> None:
         try:
             self._patterns = [re.compile(each) for each in ([pattern] if pattern else KNOWN)]
-        except re.error as error:
-            raise UsageError(f"--names {pattern!r} is not a regular expression: {error}") from None
+        except (re.error, RecursionError, OverflowError) as error:
+            raise UsageError(f"--names {pattern[:80]!r} is not a regular expression: {error}") from None
         self.is_own = pattern is not None
         if pattern and not {"kind", "stage", "microbatch"} & set(self._patterns[0].groupindex):
             raise UsageError(
                 f"--names {pattern!r} has none of the groups (?P<kind>...), (?P<stage>...), (?P<microbatch>...)"
             )
+
+    @contextmanager
+    def in_time(self) -> Iterator[None]:
+        """Context manager in which a pattern that was given may take 10 seconds, if this is the main thread: Python's
+        signals interrupt no other. Raises UsageError after that.
+        """
+        if not self.is_own or current_thread() is not main_thread():
+            yield
+            return
+
+        def stop(*_: object) -> None:
+            raise UsageError(f"--names {self._patterns[0].pattern!r} takes too long: it may match in too many ways")
+
+        before = signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
     def read(self, name: str) -> list[Named]:
         """The actions of a range: one, the two of a pair, or none."""
@@ -155,12 +182,14 @@ def recorded_actions(events: RankEvents, names: Names) -> list[RecordedAction]:
     events.backwards[:] = _outermost(events.backwards)
     events.kernels.sort(key=lambda each: each[0])
     inside = _Inside(events)
-    ranges = _outermost([event for event in events.ranges if names.read(event.name)])
-    found = [each for event in ranges for each in inside.actions(event, names.read(event.name))]
+    with names.in_time():
+        read = {event.name: names.read(event.name) for event in events.ranges}
+    ranges = _outermost([event for event in events.ranges if read[event.name]])
+    found = [*islice((each for event in ranges for each in inside.actions(event, read[event.name])), MOST + 1)]
     if all(each.kind is Kind.F for each in found) and (events.backwards or not found):
         if found and names.is_own:
             raise UsageError(f"{events.source}: --names finds no backward, although some ran: let it find these, too")
-        found = [] if names.is_own else list(inside.unannotated())
+        found = [] if names.is_own else [*islice(inside.unannotated(), MOST + 1)]
     found.sort(key=attrgetter("start"))
     if any(each.named.microbatch is None and each.index is None for each in found):
         inside.find_forwards(found)

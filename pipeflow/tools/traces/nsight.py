@@ -28,6 +28,7 @@ KERNELS = """
 """
 SECOND = 1e-9  # times are in nanoseconds
 TABLES = ("NVTX_EVENTS", "StringIds", "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME")
+LONGEST = 2**20  # bytes of a row
 AT_ONCE = 100_000  # instructions of SQLite between two looks at how many there were
 LEAST, PER_BYTE = 1_000_000, 8  # instructions that reading may take; that of an export takes about one per byte
 
@@ -89,6 +90,7 @@ def _opened(path: Path) -> tuple[sqlite3.Connection, _QueryLimit]:
         raise unreadable(path, error) from None
     except sqlite3.DatabaseError as error:
         raise UsageError(f"{path}: {error}") from None
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST)
     connection.text_factory = lambda data: data.decode(errors="replace")
     bound = _QueryLimit(LEAST + PER_BYTE * found.st_size)
     connection.set_progress_handler(bound, AT_ONCE)

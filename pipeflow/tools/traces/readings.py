@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind
@@ -34,7 +35,14 @@ from pipeflow.tools.traces.steps import Part, Recorded, Step, shortest, steps_of
 
 REPLAYED = 0.1  # by how much a replay may differ from what was recorded, as a share of it
 EARLY = 0.01  # by which an action may begin before what it needs is made, as a share of the step
+SHOWN = 8  # ranks of a chain in an error
+DEEPEST = 256  # ranks of one of several pipelines
+CHUNKS = 16  # stages of a rank
+MANY = 100  # steps: more are not replayed one by one
 CLOSE = 1e-6  # seconds by which times of one moment may differ
+
+
+_start = attrgetter("start")
 
 
 class Reading(NamedTuple):
@@ -55,10 +63,11 @@ class Reading(NamedTuple):
     def __str__(self) -> str:
         if self.schedule is not None:
             return f"{self.schedule.name} with {self.schedule.placement.num_stages} stages"
-        return f"{len(self.chain)} stages on ranks {', '.join(map(str, self.chain))}"
+        some = ", ".join(map(str, self.chain[:SHOWN])) + ", ..." * (len(self.chain) > SHOWN)
+        return f"{len(self.chain)} stages on ranks {some}"
 
 
-def readings_of(actions: Sequence[Recorded]) -> Iterator[Reading]:
+def readings_of(actions: Sequence[Recorded], hosts: Sequence[str]) -> Iterator[Reading]:
     """The ways to read a recording, the plainest first. Where the profiler marks no steps, a step ends where the
     optimizer steps, or else where a rank has run the backwards of all its forwards. Raises UsageError if there is no
     step in any way.
@@ -74,7 +83,8 @@ def readings_of(actions: Sequence[Recorded]) -> Iterator[Reading]:
             except UsageError as error:
                 errors.append(error)
                 continue
-            for schedule in _fitting(steps[0]) if steps else (None,):
+            is_possible = steps and _begins_in_turn(steps[0], [hosts[place] for place in chain])
+            for schedule in _fitting(steps[0]) if is_possible else (None,):
                 is_any = True
                 yield Reading(chain, schedule, [_staged(step, schedule) for step in steps], damaged)
     if errors and not is_any:
@@ -98,7 +108,7 @@ def _chains(actions: Sequence[Recorded]) -> Iterator[Sequence[int]]:
     )
     if in_turn != [*range(many)]:
         yield in_turn
-    for stages in range(many // 2, 1, -1):
+    for stages in range(min(many // 2, DEEPEST), 1, -1):
         if many % stages == 0:
             alike = many // stages
             levels = [sorted(in_turn[first : first + alike]) for first in range(0, many, alike)]
@@ -107,6 +117,16 @@ def _chains(actions: Sequence[Recorded]) -> Iterator[Sequence[int]]:
             for level in levels[1:]:
                 chain.append(min(level, key=lambda place: _lag(step[chain[-1]], step[place])))
             yield chain
+
+
+def _begins_in_turn(step: Step, hosts: Sequence[str]) -> bool:
+    """Whether ranks begin one after the other, as in all schedules that are tried, by the clocks of their machines."""
+    firsts = [min((each for each in own if each.kind is Kind.F), key=_start, default=None) for own in step]
+    length = max(own[-1].end for own in step) - min(own[0].start for own in step)
+    return not any(
+        hosts[place] == hosts[place + 1] != "" and one and other and other.start < one.end - EARLY * length
+        for place, (one, other) in enumerate(pairwise(firsts))
+    )
 
 
 def _lag(one: Part, other: Part) -> float:
@@ -164,7 +184,7 @@ def _fitting(step: Step) -> Iterator[Schedule | None]:
     """
     forwards, found = sum(each.kind is Kind.F for each in step[0]), list[Schedule | None]()
     is_said = all(each.named.stage is not None for own in step for each in own)
-    for chunks in () if is_said else (each for each in range(1, forwards + 1) if forwards % each == 0):
+    for chunks in () if is_said else (each for each in range(1, min(forwards, CHUNKS) + 1) if forwards % each == 0):
         placements = [Placement.looped(len(step), chunks)]
         if chunks == 2 and len(step) > 1:
             placements.append(Placement.vee(len(step)))
@@ -226,7 +246,7 @@ def replayed_steps(steps: Sequence[Timeline]) -> list[int]:
         return not verify(schedule) and (schedule.is_forward_only or is_alike(replay(step), step))
 
     everyone = [*range(len(steps))]
-    if len(steps) == 1 or is_replayed(median_step(steps)):
+    if not 1 < len(steps) <= MANY or is_replayed(median_step(steps)):
         return everyone
     some = [place for place in everyone if is_replayed(steps[place])]
     return some if 2 * len(some) >= len(steps) else everyone

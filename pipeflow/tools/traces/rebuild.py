@@ -16,7 +16,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.rows import placement_of
 from pipeflow.core.soundness.verification import verify
 from pipeflow.core.timeline import Row, Span, Timeline
-from pipeflow.tools.traces.action_names import STEP, Named, Names, marked_steps, recorded_actions
+from pipeflow.tools.traces.action_names import MOST, STEP, Named, Names, marked_steps, recorded_actions
 from pipeflow.tools.traces.events import RankEvents
 from pipeflow.tools.traces.readings import (
     Reading,
@@ -75,8 +75,11 @@ def rebuilt(ranks: Sequence[RankEvents], names: Names) -> Rebuilt:
     ]
     if timeless := sum(each.timeless for each in ordered):
         notes.append(f"events are left out that have no time, or end before they start: {timeless}")
-    actions: list[Recorded] = [recorded_actions(each, names) for each in ordered]
-    for events, found in zip(ordered, actions, strict=True):
+    actions: list[Recorded] = []
+    for events in ordered:
+        actions.append(found := recorded_actions(events, names))
+        if sum(map(len, actions)) > MOST:
+            raise UsageError(f"more than {MOST} actions were recorded: record fewer steps, or microbatches")
         if events.is_cut_off:  # the last action may have gone on: without it, its step is not whole
             del found[-1:]
         if not found:
@@ -97,7 +100,7 @@ def rebuilt(ranks: Sequence[RankEvents], names: Names) -> Rebuilt:
             raise UsageError(f"{cut_off[0]} is cut off, and no step is whole before its end: record the steps again")
         return _replayed(said)
     why: dict[str, None] = {}
-    for reading in readings_of(actions):
+    for reading in readings_of(actions, [each.host for each in ordered]):
         try:
             read = _timelines(reading, ordered, notes)
             require_consistent(reading, read.steps, ordered, actions)
@@ -142,6 +145,9 @@ def _timelines(reading: Reading, ordered: Sequence[RankEvents], notes: Sequence[
         said.append(f"ranks {', '.join(map(str, places))} are shown; {alike} others do the same in other pipelines")
     order = sorted(range(len(chain)), key=chain.__getitem__)
     steps = [[step[place] for place in order] for step in reading.steps]
+    many = sum(map(len, steps[0]))
+    if (stage := max(each.action.stage for own in steps[0] for each in own)) >= many:
+        raise UsageError(f"{many} actions are too few for a stage {stage}: stages are counted from 0")
     placement = placement_of([[each.action for each in own] for own in steps[0]])
     if placement is None:
         raise UsageError("the stages are on no fixed ranks: stages must have the same rank in every step")

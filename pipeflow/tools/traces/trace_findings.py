@@ -132,7 +132,9 @@ def _transfers(timeline: Timeline, arrivals: Sequence[_Arrival]) -> dict[tuple[i
     for them, without its usual pause. If it rarely waited for them, but a wait or several pauses end with the
     shortest delay of all values of the link, they take that long. Otherwise they take as long as on other links.
     """
-    pauses = [lower_quartile([b.start - a.end for a, b in pairwise(row)] or [0.0]) for row in timeline.on(Stream.COMPUTE)]
+    pauses = [
+        lower_quartile([b.start - a.end for a, b in pairwise(row)] or [0.0]) for row in timeline.on(Stream.COMPUTE)
+    ]
     links: dict[tuple[int, int], list[_Arrival]] = defaultdict(list)
     for each in arrivals:
         links[each.maker.rank, each.span.rank].append(each)
@@ -253,7 +255,12 @@ def what_stands_out(timeline: Timeline, idle: Sequence[Idle], outside: Sequence[
     those that cost less than a fifth of the most expensive one.
     """
     usual = Usual(timeline)
-    found = [*_stragglers(timeline, usual), *_slow_stages(timeline, usual), *_slow_links(timeline, idle), *_host_stalls(idle, len(timeline.rows))]
+    found = [
+        *_stragglers(timeline, usual),
+        *_slow_stages(timeline, usual),
+        *_slow_links(timeline, idle),
+        *_host_stalls(idle, len(timeline.rows)),
+    ]
     found += map(_outside, outside)
     least = max(LEAST * timeline.makespan, SMALL * max((each.seconds for each in found), default=0.0))
     return sorted((each for each in found if each.seconds > least), key=lambda each: -each.seconds)
