@@ -77,7 +77,7 @@ class Names:
         try:
             self._patterns = [re.compile(each) for each in ([pattern] if pattern else KNOWN)]
         except (re.error, RecursionError, OverflowError) as error:
-            raise UsageError(f"--names {pattern[:80]!r} is not a regular expression: {error}") from None
+            raise UsageError(f"--names {(pattern or '')[:80]!r} is not a regular expression: {error}") from None
         self.is_own = pattern is not None
         if pattern and not {"kind", "stage", "microbatch"} & set(self._patterns[0].groupindex):
             raise UsageError(

@@ -55,7 +55,12 @@ def read(path: Path) -> Timeline | list[RankEvents]:
         _require_small(path, len(data))
         return _with_rank([read_chakra(data, os.fspath(path))], path.name)
     whole, is_cut_off = _text(path)
-    found = read_text_of(whole, os.fspath(path))
+    try:
+        found = read_text_of(whole, os.fspath(path))
+    except UsageError:
+        if is_cut_off:
+            raise UsageError(f"{path} is cut off before its first event: record the steps again") from None
+        raise
     if is_cut_off and not isinstance(found, Timeline):
         found = [replace(each, is_cut_off=True) for each in found]
     return found

@@ -28,8 +28,8 @@ from pipeflow.tools.traces.readings import (
 from pipeflow.tools.traces.steps import Recorded, Step, offsets, steps_of
 
 NAME_THEM = (
-    "name the actions with torch.profiler.record_function, and give --names, a regular expression with the groups kind, "
-    "stage and microbatch"
+    "name the actions with torch.profiler.record_function, and give --names, a regular expression with the groups "
+    "kind, stage and microbatch"
 )
 HOW_TO = "record a step with torch.profiler on every rank and export_chrome_trace, one file per rank"
 SAID = 3  # readings of which an error says why they are wrong
@@ -120,8 +120,8 @@ def _replayed(read: Rebuilt) -> Rebuilt:
     if not (left := len(read.steps) - len(places)):
         return read
     note = f"steps are left out that take much more or less time than their replay: {left}"
-    steps, outside = ([some[place] for place in places] for some in (read.steps, read.outside))
-    return Rebuilt(steps, [*read.notes, note], outside)
+    outside = [read.outside[place] for place in places]
+    return Rebuilt([read.steps[place] for place in places], [*read.notes, note], outside)
 
 
 def _is_said(actions: Sequence[Recorded]) -> bool:
@@ -215,8 +215,8 @@ def _one_replica(ranks: list[RankEvents], actions: list[Recorded]) -> tuple[list
         return ranks, actions
     if len(first) == 1 and any(each.transfers for each in ranks):
         raise UsageError(
-            "names say the same stages on every rank, but ranks send to each other: name stages by their numbers in the "
-            "whole model, or leave the group stage out of --names"
+            "names say the same stages on every rank, but ranks send to each other: name stages by their numbers in "
+            "the whole model, or leave the group stage out of --names"
         )
     kept = [replace(ranks[place], rank=number, ranks=len(first)) for number, place in enumerate(first.values())]
     return kept, [actions[place] for place in first.values()]

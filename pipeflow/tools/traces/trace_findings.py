@@ -115,7 +115,7 @@ def _arrivals(timeline: Timeline) -> Iterator[_Arrival]:
         (each.action.kind, each.action.stage, each.action.microbatch): each for row in timeline.rows for each in row
     }
     for row in timeline.on(Stream.COMPUTE):
-        for free, span in pairwise([0.0, *row]):
+        for previous, span in zip((None, *row), row, strict=False):
             came = [
                 (made[key], value)
                 for value in needs(span.action, timeline.placement.num_stages)
@@ -124,7 +124,7 @@ def _arrivals(timeline: Timeline) -> Iterator[_Arrival]:
             ]
             if came:
                 maker, value = max(came, key=lambda each: each[0].end)
-                yield _Arrival(span, maker, value, span.start - (free.end if isinstance(free, Span) else free))
+                yield _Arrival(span, maker, value, span.start - (previous.end if previous else 0.0))
 
 
 def _transfers(timeline: Timeline, arrivals: Sequence[_Arrival]) -> dict[tuple[int, int], float]:
