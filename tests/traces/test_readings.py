@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.tools.traces import readings
 from pipeflow.tools.traces.explanation import Explanation, explain
+from pipeflow.tools.traces.steps import Step
 from tests.traces.recording import Machine, ran, record
 
 Events = list[dict[str, Any]]
@@ -321,9 +322,13 @@ def test_a_late_action_is_told_where_the_replay_contradicts(tmp_path: Path) -> N
 
 def test_hundreds_of_replicas_are_told_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Readings that begin against the clock of one machine are not compared with named schedules."""
-    tried = []
-    fitting = readings._fitting
-    monkeypatch.setattr(readings, "_fitting", lambda step: tried.append(len(step)) or fitting(step))
+    tried, fitting = list[int](), readings._fitting
+
+    def counted(step: Step) -> Iterator[Schedule | None]:
+        tried.append(len(step))
+        return fitting(step)
+
+    monkeypatch.setattr(readings, "_fitting", counted)
     schedule = make_schedule("1f1b", ranks=2, microbatches=4)
     found = explain([recorded(tmp_path / "traces", schedule, replicas=16)])
     assert rows_of(found) == tuple(schedule.to_csv().splitlines())
