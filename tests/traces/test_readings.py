@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -264,10 +265,10 @@ def test_a_backward_inside_of_a_node_is_none_of_its_own(tmp_path: Path) -> None:
         added = []
         forwards = [each for each in events if each["name"] == "aten::mm"]
         nodes = {each["args"]["Sequence number"]: each for each in events if each["name"].startswith(BACKWARD)}
-        for each in forwards[1::2]:
+        for before, each in pairwise(forwards[1::2]):
             number = {"Sequence number": each["args"]["Sequence number"] + 5}
             added.append(each | {"name": "aten::detach", "args": number | {"Fwd thread id": 0}})
-            node = nodes[each["args"]["Sequence number"]]
+            node = nodes[before["args"]["Sequence number"]]
             inside = {"ts": node["ts"] + 0.5 * node["dur"], "dur": 0.2 * node["dur"]}
             added.append(node | inside | {"args": number | {"Fwd thread id": 1}})
         return events + added

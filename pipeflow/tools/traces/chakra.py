@@ -18,7 +18,7 @@ NO_TIMES = (
     "chakra_trace_link, or give the trace of torch.profiler alone"
 )
 VARINT, LENGTH = 0, 2  # wire types of protobuf
-MOST, NODE_FIELDS = 2**23, 8  # fields of a file, so that none can fill the memory; those that a node counts for
+MOST, NODE_FIELDS = 2**22, 8  # fields of a file, so that none can fill the memory; those that a node counts for
 SIZES = {1: 8, 5: 4}  # bytes of those that have a fixed size
 NODE = {1: "id", 2: "name", 4: "ctrl_deps", 6: "ts", 7: "inclusive_dur", 10: "attrs"}
 NUMBERS, TEXT = (7, 9, 11, 13, 27), 29  # fields of an attribute with an integer or truth value, and with a text
