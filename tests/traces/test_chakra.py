@@ -100,7 +100,7 @@ def test_messages_that_are_cut_off_give_what_is_there(tmp_path: Path) -> None:
         ("rank0.json", b'{"schema": "1.1.1-chakra.0.0.4", "nodes": [{"na', "is cut off or damaged: record it again"),
         ("rank0.et", sized(field(1, b"1")) + sized(field(2, b"PP:0F0")), "its nodes have no times"),
         ("rank0.et", b"\xff" * 40, "this is no execution trace of Chakra"),
-        ("rank0.et", b"", "this is no execution trace of Chakra"),
+        ("rank0.et", b"", "this file is empty: record the steps again"),
     ],
 )
 def test_execution_traces_without_times_are_refused(name: str, data: bytes, said: str, tmp_path: Path) -> None:

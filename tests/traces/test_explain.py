@@ -101,7 +101,10 @@ def test_annotations_of_others_are_read_by_a_pattern(tmp_path: Path) -> None:
         ran(schedule),
         name=lambda action, _: f"my {WORDS[action.kind]} of part {action.stage}, batch {action.microbatch}",
     )
-    with pytest.raises(UsageError, match=r"no forward or backward: give --names, .* its annotations are my fwd of"):
+    with pytest.raises(
+        UsageError,
+        match=r"no forward or backward: name the actions with .*, and give --names, .* its annotations are my fwd of",
+    ):
         explain([record(tmp_path / "bare", ran(schedule), name=lambda *_: "my fwd of", operators=False)])
     pattern = r"(?P<kind>fwd|bwd) of part (?P<stage>\d+), batch (?P<microbatch>\d+)"
     assert rows_of(explain([folder], names=pattern).schedule) == rows_of(schedule)
@@ -135,6 +138,29 @@ def test_what_is_there_of_a_file_that_is_cut_off_is_told(tmp_path: Path) -> None
     assert rows_of(found.schedule) == rows_of(schedule)
     assert len(found.step_seconds) == 2
     assert any("rank1.json is cut off" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3])
+def test_of_a_compressed_file_that_is_cut_off_the_last_step_is_left_out(share: float, tmp_path: Path) -> None:
+    schedule = make_schedule("1f1b", ranks=2, microbatches=4)
+    folder = record(tmp_path / "traces", *[ran(schedule)] * 3, marks=True)
+    whole = gzip.compress((folder / "rank1.json").read_bytes())
+    (folder / "rank1.json").unlink()
+    (folder / "rank1.json.gz").write_bytes(whole[:-4])  # of its checksum
+    found = explain([folder])
+    assert len(found.step_seconds) == 2
+    assert any("rank1.json.gz is cut off: the step in which it ends is not counted" in note for note in found.notes)
+    (folder / "rank1.json.gz").write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(UsageError, match=r"rank1.json.gz is cut off(, and no step is whole| before its first event)"):
+        explain([folder])
+
+
+def test_operators_alone_of_a_file_that_is_cut_off(tmp_path: Path) -> None:
+    folder = record(tmp_path / "traces", ran(make_schedule("1f1b", ranks=2, microbatches=4)), name=None)
+    whole = (folder / "rank1.json").read_text(encoding="utf-8")
+    (folder / "rank1.json").write_text(whole[: len(whole) // 2], encoding="utf-8")
+    with pytest.raises(UsageError, match=r"rank1.json is cut off, and what was .* fits no .*; record the steps again$"):
+        explain([folder])
 
 
 def test_compressed_traces_are_read(tmp_path: Path) -> None:
@@ -283,6 +309,38 @@ def test_a_rank_all_of_whose_stages_are_slow_is_one_finding(name: str, tmp_path:
     [found] = explain([record(tmp_path / "traces", ran(schedule, Machine(slow=slow)))]).findings
     assert (found.kind, found.where) == ("slow rank", 1)
     assert found.text.endswith("times as long as the median rank, on all of its stages")
+
+
+def test_a_microbatch_that_is_slow_everywhere_is_one_finding(tmp_path: Path) -> None:
+    timeline = ran(make_schedule("1f1b", ranks=4, microbatches=8), Machine(microbatches={3: 3.0}))
+    [found] = explain([record(tmp_path / "traces", timeline)]).findings
+    assert (found.kind, found.where) == ("slow microbatch", 3)
+    assert found.text.endswith("times as long as others, on 4 ranks")
+
+
+def test_what_all_ranks_lose_is_no_fault_of_one(tmp_path: Path) -> None:
+    """Every rank stands still before some actions; rank 2 does so more often."""
+    late = Machine(stalls=dict.fromkeys(range(4), 0.15) | {2: 0.5})
+    found = explain([record(tmp_path / "traces", ran(make_schedule("1f1b", ranks=4, microbatches=16), late))])
+    assert [(each.kind, each.where) for each in found.findings] == [("host stall", 2)]
+    even = Machine(stalls=dict.fromkeys(range(4), 1.0))
+    found = explain([record(tmp_path / "even", ran(make_schedule("1f1b", ranks=4, microbatches=16), even))])
+    assert found.findings == ()
+
+
+def test_a_link_that_holds_up_a_busy_rank_is_slow(tmp_path: Path) -> None:
+    """No value of the link is made while rank 2 is free, so it shows in pauses alone."""
+    links = {(3, 2): 2.2}
+    timeline = ran(make_schedule("zb-v", ranks=4, microbatches=8), Machine(links=links, jitter=0))
+    found = explain([record(tmp_path / "traces", timeline)])
+    assert (found.findings[0].kind, found.findings[0].where) == ("slow link", (3, 2))
+
+
+def test_pauses_of_a_host_are_no_late_values(tmp_path: Path) -> None:
+    """Rank 1 stands still before every action, also where it waited for a value."""
+    timeline = ran(make_schedule("1f1b", ranks=4, microbatches=8), Machine(stalls={1: 1.0}))
+    [found] = explain([record(tmp_path / "traces", timeline)]).findings
+    assert (found.kind, found.where) == ("host stall", 1)
 
 
 def test_a_step_without_a_fault_has_no_finding(tmp_path: Path) -> None:

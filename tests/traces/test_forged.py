@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -15,7 +16,7 @@ import pytest
 
 from pipeflow.core.errors import PipeflowError
 from pipeflow.schedules import make_schedule
-from pipeflow.tools.traces import explanation, files
+from pipeflow.tools.traces import action_names, chakra, explanation, files, json_traces, rebuild
 from tests.traces.recording import explain, ran, record
 from tests.traces.test_chakra import TIMELINE, written
 from tests.traces.test_formats import nsight, otlp
@@ -147,3 +148,73 @@ def test_of_a_file_that_ends_in_its_only_step_no_order_is_told(tmp_path: Path) -
     path.write_text(path.read_text(encoding="utf-8")[: path.stat().st_size // 2], encoding="utf-8")
     with pytest.raises(PipeflowError, match=r"rank1.json is cut off, and no step is whole before its end: record"):
         explain([folder])
+
+
+def test_members_of_gzip_without_content_take_no_time(tmp_path: Path) -> None:
+    folder = record(tmp_path / "traces", ran(make_schedule("1f1b", ranks=2, microbatches=4)))
+    whole = gzip.compress((folder / "rank1.json").read_bytes())
+    (folder / "rank1.json").unlink()
+    (folder / "rank1.json.gz").write_bytes(gzip.compress(b"") * 1000 + whole)
+    assert explain([folder]).names[0] == "1f1b"
+
+
+@pytest.mark.parametrize("name", ["rank0.json", "rank0.json.gz", "rank0.et"])
+def test_a_file_that_is_too_large_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LARGEST", 1 << 20)
+    whole = b"[" + b" " * (2 << 20)
+    (tmp_path / name).write_bytes(gzip.compress(whole, 0) if name.endswith("gz") else whole)
+    with pytest.raises(PipeflowError, match=f"{name}: unpacked, this has more than 1 MiB: record fewer steps"):
+        explain([tmp_path])
+
+
+def test_more_events_and_actions_than_can_be_explained_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = record(tmp_path / "traces", ran(make_schedule("1f1b", ranks=2, microbatches=4)))
+    for where in (rebuild, action_names):
+        monkeypatch.setattr(where, "MOST", 10)
+    with pytest.raises(PipeflowError, match="more than 10 actions were recorded: record fewer steps, or microbatches"):
+        explain([folder])
+    monkeypatch.setattr(json_traces, "MOST", 10)
+    with pytest.raises(PipeflowError, match=r"rank0.json: this has more than 10 events: record fewer steps"):
+        explain([folder])
+
+
+def test_an_empty_file_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "rank0.json").symlink_to("/proc/self/status")  # such files are empty, though some never end
+    with pytest.raises(PipeflowError, match=r"rank0.json: this file is empty: record the steps again"):
+        explain([tmp_path])
+
+
+def test_a_stage_that_cannot_be_there_is_refused(tmp_path: Path) -> None:
+    timeline = ran(make_schedule("1f1b", ranks=2, microbatches=2))
+    folder = record(tmp_path / "traces", timeline, name=lambda action, _: f"PP:99999999{action}")
+    with pytest.raises(PipeflowError, match="8 actions are too few for a stage 999999991"):
+        explain([folder])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("(?P<kind>(a+)+)+$", r"takes too long: it may match in too many ways$"),
+        ("(" * 5000 + "(?P<kind>a)" + ")" * 5000, "is not a regular expression"),
+        ("(?P<kind>a){4294967296}", "is not a regular expression"),
+    ],
+)
+def test_a_pattern_that_never_ends_or_is_none_is_refused(
+    pattern: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(action_names, "PATIENCE", 0.2)
+    folder = record(
+        tmp_path / "traces", ran(make_schedule("1f1b", ranks=2, microbatches=2)), name=lambda _, __: "a" * 40 + "!"
+    )
+    with pytest.raises(PipeflowError, match=said):
+        explain([folder], names=pattern)
+
+
+def test_fields_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chakra, "MOST", 1000)
+    for data in (bytes(1000), b"\x00\xc8\x13" + b"\x52\x00" * 1252):  # empty nodes; one with empty attributes
+        (tmp_path / "rank0.et").write_bytes(data)
+        with pytest.raises(PipeflowError, match=r"rank0.et: this has more than 1000 fields: record fewer steps"):
+            explain([tmp_path])

@@ -143,6 +143,15 @@ def test_a_join_that_is_much_larger_than_its_tables_ends(tmp_path: Path, monkeyp
         explain([path])
 
 
+def test_a_row_of_nsight_that_fills_the_memory_is_refused(tmp_path: Path) -> None:
+    nsight(path := tmp_path / "rank0.sqlite", TIMELINE, 0, kernels=False)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("INSERT INTO NVTX_EVENTS VALUES (1, 2, zeroblob(3000000), 1)")
+        connection.commit()
+    with pytest.raises(UsageError, match="no export of Nsight Systems: string or blob too big"):
+        explain([path])
+
+
 def test_an_interrupt_ends_a_query(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nsight(path := tmp_path / "rank0.sqlite", TIMELINE, 0, kernels=False)
 

@@ -157,12 +157,12 @@ def test_only_collectives_of_the_step_are_matched(tmp_path: Path) -> None:
 def test_a_rank_that_does_nothing_longer_comes_last_for_no_reason_that_is_told(tmp_path: Path) -> None:
     """Rank 1 is late once, and rank 0 the other time, as much as all parts of both are equal."""
     again = {"Process Group Ranks": "[0, 1]"}
-    second = [kernel("ncclDevKernel_AllGather", start, 45, 3, **again) for start in (40, 43.5)]
-    found = explained(tmp_path, [*step_of_rank(10, 30), *second[1]], [*step_of_rank(10, 26), *second[0]])
+    second = [kernel("ncclDevKernel_AllGather", start, 49, 3, **again) for start in (40, 48)]
+    found = explained(tmp_path, [*step_of_rank(10, 30), *second[1]], [*step_of_rank(10, 22), *second[0]])
     texts = [each.text for each in found.findings if each.kind == "last rank"]
     assert texts == [
-        "the other ranks wait for rank 1, which comes last to 1 of its 2 collectives",
         "the other ranks wait for rank 0, which comes last to 1 of its 2 collectives",
+        "the other ranks wait for rank 1, which comes last to 1 of its 2 collectives",
     ]
 
 

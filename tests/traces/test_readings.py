@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from pipeflow.core.action import Kind
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules import SCHEDULES, make_schedule
+from pipeflow.tools.traces import readings
 from pipeflow.tools.traces.explanation import Explanation
+from pipeflow.tools.traces.steps import Step
 from tests.traces.recording import Machine, explain, ran, record
 
 Events = list[dict[str, Any]]
@@ -166,7 +169,7 @@ def test_a_first_step_in_which_some_ranks_do_more_is_left_out(tmp_path: Path) ->
     found = explain([rewrite(folder, first_tries)])
     assert rows_of(found) == tuple(schedule.to_csv().splitlines())
     assert [*found.step_seconds] == pytest.approx([each.makespan for each in steps[1:]], abs=1e-5)
-    assert found.notes == ("steps are left out in which a rank has more or fewer actions than in others: 1",)
+    assert found.notes == ("steps are left out in which a rank has other actions or another order: 1",)
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -246,3 +249,85 @@ def test_a_step_that_its_replay_contradicts_gets_no_other_orders(tmp_path: Path)
     assert found.replay is not None
     assert found.replanned is None
     assert found.gains == ()
+
+
+def test_a_backward_inside_of_a_node_is_none_of_its_own(tmp_path: Path) -> None:
+    """Reentrant checkpoints run the backward of what they compute again inside of a node. Its numbers are those that
+    operators before the next forward have, which make nothing themselves.
+    """
+    schedule = make_schedule("1f1b", ranks=2, microbatches=4)
+
+    def reentrant(_: int, events: Events) -> Events:
+        added = []
+        forwards = [each for each in events if each["name"] == "aten::mm"]
+        nodes = {each["args"]["Sequence number"]: each for each in events if each["name"].startswith(BACKWARD)}
+        for before, each in pairwise(forwards[1::2]):
+            number = {"Sequence number": each["args"]["Sequence number"] + 5}
+            added.append(each | {"name": "aten::detach", "args": number | {"Fwd thread id": 0}})
+            node = nodes[before["args"]["Sequence number"]]
+            inside = {"ts": node["ts"] + 0.5 * node["dur"], "dur": 0.2 * node["dur"]}
+            added.append(node | inside | {"args": number | {"Fwd thread id": 1}})
+        return events + added
+
+    found = explain([rewrite(recorded(tmp_path / "traces", schedule), reentrant)])
+    assert rows_of(found) == tuple(schedule.to_csv().splitlines())
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_tensor_ranks_in_a_grid_are_told_by_their_numbers(first: int, tmp_path: Path) -> None:
+    """Ranks 0 and 1 run stage 0 at the same time, and 2 and 3 stage 1, of which one has its forwards a little later."""
+    schedule = make_schedule("1f1b", ranks=2, microbatches=4)
+    folder = recorded(tmp_path / "traces", schedule, replicas=2)
+
+    def later(rank: int, events: Events) -> Events:
+        is_late = rank == 2 + first
+        return [each | {"ts": each["ts"] + 20 * (is_late and each["name"] == "aten::mm")} for each in events]
+
+    found = explain([rewrite(folder, later)])
+    assert rows_of(found) == tuple(schedule.to_csv().splitlines())
+    assert found.notes == ("ranks 0, 2 are shown; 2 others do the same in other pipelines",)
+
+
+def test_a_noisy_step_is_left_out_if_others_replay(tmp_path: Path) -> None:
+    """The second of three steps is the median one. An action of it stands still for long."""
+    schedule = make_schedule("1f1b", ranks=2, microbatches=4)
+    timelines = [ran(schedule, Machine(slow=dict.fromkeys(range(2), factor))) for factor in (1.0, 1.01, 2.0)]
+
+    def noisy(_: int, events: Events) -> Events:
+        _, second, third = (each["ts"] for each in events if each["name"].startswith("ProfilerStep"))
+        return [each | {"ts": each["ts"] + 4e3 * (second + 5e3 < each["ts"] < third)} for each in events]
+
+    found = explain([rewrite(record(tmp_path / "traces", *timelines, name=None, marks=True), noisy)])
+    assert [*found.step_seconds] == pytest.approx([timelines[0].makespan, timelines[2].makespan], rel=1e-3)
+    assert found.notes == ("steps are left out that take much more or less time than their replay: 1",)
+
+
+def test_steps_in_another_order_than_most_are_left_out(tmp_path: Path) -> None:
+    orders = [make_schedule(name, ranks=2, microbatches=4) for name in ("gpipe", "1f1b", "gpipe")]
+    timelines = [ran(order, Machine(seed=seed)) for seed, order in enumerate(orders)]
+    found = explain([record(tmp_path / "traces", *timelines, marks=True)])
+    assert rows_of(found) == tuple(orders[0].to_csv().splitlines())
+    assert found.notes == ("steps are left out in which a rank has other actions or another order: 1",)
+
+
+def test_a_late_action_is_told_where_the_replay_contradicts(tmp_path: Path) -> None:
+    schedule = make_schedule("1f1b", ranks=3, microbatches=8)
+    with pytest.raises(
+        UsageError, match=r"differs from it by .\d+%, and \d[FB]\d on rank \d took [\d.]+ times as long"
+    ):
+        explain([rewrite(recorded(tmp_path / "traces", schedule, steps=1), pausing)])
+
+
+def test_hundreds_of_replicas_are_told_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readings that begin against the clock of one machine are not compared with named schedules."""
+    tried, fitting = list[int](), readings._fitting
+
+    def counted(step: Step) -> Iterator[Schedule | None]:
+        tried.append(len(step))
+        return fitting(step)
+
+    monkeypatch.setattr(readings, "_fitting", counted)
+    schedule = make_schedule("1f1b", ranks=2, microbatches=4)
+    found = explain([recorded(tmp_path / "traces", schedule, replicas=16)])
+    assert rows_of(found) == tuple(schedule.to_csv().splitlines())
+    assert {*tried} == {2}

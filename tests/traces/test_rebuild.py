@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,7 @@ def test_a_step_of_which_events_were_lost_is_left_out(annotated: bool, tmp_path:
     found = explain([folder])
     assert rows_of(found.schedule) == rows_of(schedule)
     assert [*found.step_seconds] == pytest.approx([steps[0].makespan, steps[3].makespan], abs=1e-5)
-    assert "steps are left out in which a rank has more or fewer actions than in others: 2" in found.notes
+    assert "steps are left out in which a rank has other actions or another order: 2" in found.notes
 
 
 def test_of_one_step_whose_events_were_lost_it_is_told_what_is_missing(tmp_path: Path) -> None:
@@ -153,3 +154,46 @@ def test_sums_and_gathers_of_torchs_runtime_are_no_actions(tmp_path: Path) -> No
         whole["traceEvents"] += [first | {"name": name} for name in names]
         path.write_text(json.dumps(whole), encoding="utf-8")
     assert rows_of(explain([folder]).schedule) == rows_of(schedule)
+
+
+def test_backwards_that_are_not_counted_follow_from_operators(tmp_path: Path) -> None:
+    """Names say kinds alone, and backwards run in another order than forwards."""
+    schedule = make_schedule("gpipe", ranks=3, microbatches=4)
+    rows = tuple((*row[:4], *reversed(row[4:])) for row in schedule.rows)
+    last_first = ran(replace(schedule, rows=rows))
+    found = explain([record(tmp_path / "traces", last_first, last_first, name=of_megatron)])
+    assert found.schedule.rows == rows
+
+
+def test_an_action_that_is_named_twice_is_one(tmp_path: Path) -> None:
+    schedule = make_schedule("1f1b", ranks=2, microbatches=4)
+    folder = record(tmp_path / "traces", ran(schedule), ran(schedule), name=of_megatron)
+    for path in folder.iterdir():
+        whole = json.loads(path.read_text(encoding="utf-8"))
+        twice = {"forward_step": "forward-compute", "backward_step": "backward-compute"}
+        whole["traceEvents"] += [
+            each | {"name": twice[each["name"]], "dur": 0.99 * each["dur"]}
+            for each in whole["traceEvents"]
+            if each["name"] in twice
+        ]
+        path.write_text(json.dumps(whole), encoding="utf-8")
+    assert rows_of(explain([folder]).schedule) == rows_of(schedule)
+
+
+def test_names_of_forwards_alone_do_not_hide_backwards(tmp_path: Path) -> None:
+    schedule = make_schedule("1f1b", ranks=2, microbatches=4)
+
+    def of_forwards(action: Action, pair: str) -> str:
+        return of_megatron(action, pair) if action.kind is Kind.F else "something"
+
+    folder = record(tmp_path / "traces", ran(schedule), ran(schedule), name=of_forwards)
+    assert rows_of(explain([folder]).schedule) == rows_of(schedule)
+    with pytest.raises(UsageError, match=r"rank0.json: --names finds no backward, although some ran"):
+        explain([folder], names="(?P<kind>forward)_step")
+
+
+def test_stages_that_each_rank_counts_for_itself_are_refused(tmp_path: Path) -> None:
+    schedule = make_schedule("1f1b", ranks=2, microbatches=4)
+    folder = record(tmp_path / "traces", ran(schedule), name=lambda action, _: f"{action.kind}0.{action.microbatch}")
+    with pytest.raises(UsageError, match="names say the same stages on every rank, but ranks send to each other"):
+        explain([folder], names=r"(?P<kind>[FB])(?P<stage>\d)\.(?P<microbatch>\d)")

@@ -5,13 +5,16 @@ contain: steps, and stages that no name says.
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, filterfalse, groupby, pairwise
+from itertools import accumulate, filterfalse, groupby, islice, pairwise
 from operator import attrgetter, itemgetter
+from threading import current_thread, main_thread
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind, Pair, actions_of, parse_entry
@@ -38,6 +41,10 @@ KNOWN = [
     r"(?:megatron\.core\.pipeline_parallel\.schedules\.)?(?P<kind>forward|backward)[-_](?:step|compute|pass)",
     r"(?:_exec_)?(?P<kind>Forward|Backward)(?:Pass|_pass)(?:\(.*\))?",
 ]
+
+
+PATIENCE = 10.0  # seconds for the names of a rank
+MOST = 2**18  # actions of all ranks: more take too long to explain
 
 
 class Named(NamedTuple):
@@ -69,13 +76,33 @@ class Names:
     def __init__(self, pattern: str | None = None) -> None:
         try:
             self._patterns = [re.compile(each) for each in ([pattern] if pattern else KNOWN)]
-        except re.error as error:
-            raise UsageError(f"--names {pattern!r} is not a regular expression: {error}") from None
+        except (re.error, RecursionError, OverflowError) as error:
+            raise UsageError(f"--names {(pattern or '')[:80]!r} is not a regular expression: {error}") from None
         self.is_own = pattern is not None
         if pattern and not {"kind", "stage", "microbatch"} & set(self._patterns[0].groupindex):
             raise UsageError(
                 f"--names {pattern!r} has none of the groups (?P<kind>...), (?P<stage>...), (?P<microbatch>...)"
             )
+
+    @contextmanager
+    def in_time(self) -> Iterator[None]:
+        """Context manager in which a pattern that was given may take 10 seconds, if this is the main thread: Python's
+        signals interrupt no other. Raises UsageError after that.
+        """
+        if not self.is_own or current_thread() is not main_thread():
+            yield
+            return
+
+        def stop(*_: object) -> None:
+            raise UsageError(f"--names {self._patterns[0].pattern!r} takes too long: it may match in too many ways")
+
+        before = signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
     def read(self, name: str) -> list[Named]:
         """The actions of a range: one, the two of a pair, or none."""
@@ -131,6 +158,7 @@ class RecordedAction:
         step: the step of the profiler in which its annotation or its first operator began; None where none is marked.
         update: the number of an optimizer's steps that the rank had begun before.
         index: the number of its forward among those of its rank, where operators show it; else None.
+        is_named: whether an annotation shows it, and not operators alone.
     """
 
     kind: Kind
@@ -140,6 +168,7 @@ class RecordedAction:
     step: int | None = None
     update: int = 0
     index: int | None = None
+    is_named: bool = True
 
     @property
     def action(self) -> Action:
@@ -148,17 +177,36 @@ class RecordedAction:
 
 
 def recorded_actions(events: RankEvents, names: Names) -> list[RecordedAction]:
-    """The actions of a rank in the order of their starts: those of annotated ranges or, where there are none, of
-    operators whose backward was recorded.
+    """The actions of a rank in the order of their starts: those of annotated ranges or, where these name no backward
+    that ran, of operators whose backward was recorded. Raises UsageError where a pattern was given that does so.
     """
-    for each in (events.operators, events.backwards):
-        each.sort(key=attrgetter("start"))
+    events.operators.sort(key=attrgetter("start"))
+    events.backwards[:] = _outermost(events.backwards)
     events.kernels.sort(key=lambda each: each[0])
     inside = _Inside(events)
-    found = [each for event in events.ranges for each in inside.actions(event, names.read(event.name))]
-    if not found and not names.is_own:
-        found = list(inside.unannotated())
-    return sorted(found, key=attrgetter("start"))
+    with names.in_time():
+        read = {event.name: names.read(event.name) for event in events.ranges}
+    ranges = _outermost([event for event in events.ranges if read[event.name]])
+    found = [*islice((each for event in ranges for each in inside.actions(event, read[event.name])), MOST + 1)]
+    if all(each.kind is Kind.F for each in found) and (events.backwards or not found):
+        if found and names.is_own:
+            raise UsageError(f"{events.source}: --names finds no backward, although some ran: let it find these, too")
+        found = [] if names.is_own else [*islice(inside.unannotated(), MOST + 1)]
+    found.sort(key=attrgetter("start"))
+    if any(each.named.microbatch is None and each.index is None for each in found):
+        inside.find_forwards(found)
+    return found
+
+
+def _outermost(events: Sequence[Event]) -> list[Event]:
+    """The events in the order of their starts, without those inside of others, such as a backward inside of a node
+    that computes its forward again, or an action that is named twice.
+    """
+    found: list[Event] = []
+    for each in sorted(events, key=lambda each: (each.start, -each.end)):
+        if not found or each.end > found[-1].end or each.start >= found[-1].end:
+            found.append(each)
+    return found
 
 
 def marked_steps(events: RankEvents) -> dict[int, Event]:
@@ -214,6 +262,29 @@ class _Inside:
         places = slice(*(bisect_left(kernels, time, key=itemgetter(0)) for time in (first, last)))
         return [kernel for _, kernel in kernels[places]]
 
+    def find_forwards(self, actions: Sequence[RecordedAction]) -> None:
+        """Finds the forward of each backward by autograd's numbers, where names do not say the microbatches: of all of
+        them, or else of none.
+        """
+        forwards = [each for each in actions if each.kind is Kind.F]
+        owner = {  # what makes no node has the number of the next operator that does, so the last one is the owner
+            part.number: index
+            for index, each in enumerate(forwards)
+            for part in self._on_host(Event("", each.start, each.end), Kind.F)
+        }
+        found = {id(each): index for index, each in enumerate(forwards)}
+        taken: set[tuple[Kind, int]] = set()
+        for each in actions:
+            if each.kind is not Kind.F:
+                parts = self._on_host(Event("", each.start, each.end), Kind.B)
+                indices = Counter(owner[part.number] for part in parts if part.number in owner).most_common(1)
+                if not indices or (each.kind, indices[0][0]) in taken:
+                    return
+                found[id(each)] = indices[0][0]
+                taken.add((each.kind, indices[0][0]))
+        for each in actions:
+            each.index = found[id(each)]
+
     def unannotated(self) -> Iterator[RecordedAction]:
         """The actions that operators show: runs of operators, and the backwards that have the same numbers. A backward
         that comes to the same nodes twice is one in halves. A run whose backwards share no node is that of several
@@ -231,7 +302,7 @@ class _Inside:
                 kinds = [Kind.B] if len(found) == 1 else [Kind.I] + [Kind.W] * (len(found) - 1)
                 for kind, own in ((Kind.F, part), *zip(kinds, found, strict=False)):
                     for action in self.actions(Event("", *_extent(own)), [Named(kind)]):
-                        action.index = index
+                        action.index, action.is_named = index, False
                         yield action
                 index += 1
 

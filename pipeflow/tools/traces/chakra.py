@@ -18,6 +18,7 @@ NO_TIMES = (
     "chakra_trace_link, or give the trace of torch.profiler alone"
 )
 VARINT, LENGTH = 0, 2  # wire types of protobuf
+MOST, NODE_FIELDS = 2**22, 8  # fields of a file, so that none can fill the memory; those that a node counts for
 SIZES = {1: 8, 5: 4}  # bytes of those that have a fixed size
 NODE = {1: "id", 2: "name", 4: "ctrl_deps", 6: "ts", 7: "inclusive_dur", 10: "attrs"}
 NUMBERS, TEXT = (7, 9, 11, 13, 27), 29  # fields of an attribute with an integer or truth value, and with a text
@@ -41,9 +42,12 @@ def read_chakra(data: bytes, source: str) -> RankEvents:
     nodes: list[Node] = []
     is_cut_off = False
     try:
-        nodes += (_node(each) for each in _Fields(data).messages())
+        counted = [0]
+        nodes += (_node(each, counted) for each in _Fields(data, counted).messages())
     except EOFError:
         is_cut_off = True
+    except OverflowError:
+        raise UsageError(f"{source}: this has more than {MOST} fields: record fewer steps") from None
     except ValueError:
         nodes = []
     if not nodes:
@@ -83,24 +87,25 @@ def _raw_events(nodes: list[Node]) -> Iterator[dict[str, Any]]:
         yield {"ph": "X", **node, "args": args}
 
 
-def _node(data: bytes) -> Node:
+def _node(data: bytes, counted: list[int]) -> Node:
     found: dict[str, Any] = {"attrs": []}
-    for field, value in _Fields(data).fields():
+    for field, value in _Fields(data, counted).fields():
         key = NODE.get(field)
         if key == "attrs":
-            found[key].append(_attribute(value))
+            if attribute := _attribute(value, counted):
+                found[key].append(attribute)
         elif key == "name":
             found[key] = _decoded(value)
-        elif key == "ctrl_deps" and isinstance(value, bytes):  # packed: several numbers in one field
-            found[key] = list(_Fields(value).numbers())
+        elif key == "ctrl_deps" and isinstance(value, bytes):  # packed: several numbers, of which the first counts
+            found[key] = _Fields(value, counted).first_number()
         elif key is not None:
             found[key] = value
     return found
 
 
-def _attribute(value: object) -> dict[str, Any]:
+def _attribute(value: object, counted: list[int]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for field, each in _Fields(value if isinstance(value, bytes) else b"").fields():
+    for field, each in _Fields(value if isinstance(value, bytes) else b"", counted).fields():
         if field == 1:
             found["name"] = _decoded(each)
         elif field in NUMBERS or field == TEXT:
@@ -113,24 +118,32 @@ def _decoded(value: object) -> str:
 
 
 class _Fields:
-    """Reads protobuf's encoding. Raises EOFError where the data ends too early, and ValueError for what is none."""
+    """Reads protobuf's encoding. Raises EOFError where the data ends too early, ValueError for what is none, and
+    OverflowError for too many fields, of which all parts of a file count together in `counted`.
+    """
 
-    def __init__(self, data: bytes) -> None:
-        self._data, self._place = data, 0
+    def __init__(self, data: bytes, counted: list[int]) -> None:
+        self._data, self._place, self._counted = data, 0, counted
+
+    def _count(self, fields: int = 1) -> None:
+        self._counted[0] += fields
+        if self._counted[0] > MOST:
+            raise OverflowError
 
     def messages(self) -> Iterator[bytes]:
         """Messages, each after its length."""
         while self._place < len(self._data):
+            self._count(NODE_FIELDS)
             yield self._taken(self._varint())
 
-    def numbers(self) -> Iterator[int]:
-        """The numbers of a packed field."""
-        while self._place < len(self._data):
-            yield self._varint()
+    def first_number(self) -> int | None:
+        """The first number of a packed field; None if it has none."""
+        return self._varint() if self._data else None
 
     def fields(self) -> Iterator[tuple[int, int | bytes]]:
         """The fields of a message: their numbers and values, those of a fixed size as bytes."""
         while self._place < len(self._data):
+            self._count()
             key = self._varint()
             field, wire = key >> 3, key & 7
             if wire == VARINT:
@@ -150,7 +163,10 @@ class _Fields:
         """A number; those with the highest bit are negative."""
         value = 0
         for shift in range(0, 70, 7):
-            [byte] = self._taken(1)
+            if self._place >= len(self._data):
+                raise EOFError
+            byte = self._data[self._place]
+            self._place += 1
             value |= (byte & 127) << shift
             if byte < 128:
                 return value - (1 << 64) if value >> 63 == 1 else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 import zlib
@@ -19,7 +20,7 @@ from pipeflow.tools.traces.nsight import read_nsight
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 ENDINGS = (".json", ".json.gz", ".jsonl", ".sqlite", ".et")
-LARGEST = 2**32  # bytes of a file that was compressed, so that a small file cannot fill the memory
+LARGEST = 2**28  # bytes of a file, unpacked, so that no file can fill the memory
 MOST, FREE, PART = 50, 2**26, 2**24  # times its size that a file has unpacked, beyond so many bytes; bytes at once
 _RANK = re.compile(r"rank[-_=]?(\d+)|(?<!\d)(\d+)(?=\D*$)", re.IGNORECASE)
 
@@ -38,6 +39,8 @@ def trace_files(paths: Paths) -> list[Path]:
     for path in found:
         if path.exists() and not path.is_file():  # to read a pipe may never end
             raise UsageError(f"{path}: this is no file: give a trace, or a folder of traces")
+        if path.exists() and not path.stat().st_size:  # as of those of /proc, of which some never end
+            raise UsageError(f"{path}: this file is empty: record the steps again")
     return found
 
 
@@ -48,8 +51,19 @@ def read(path: Path) -> Timeline | list[RankEvents]:
     if path.suffix == ".sqlite":
         return _with_rank(read_nsight(path), path.name)
     if path.suffix == ".et":
-        return _with_rank([read_chakra(_bytes(path), os.fspath(path))], path.name)
-    return read_text_of(_text(path), os.fspath(path))
+        data = _bytes(path)
+        _require_small(path, len(data))
+        return _with_rank([read_chakra(data, os.fspath(path))], path.name)
+    whole, is_cut_off = _text(path)
+    try:
+        found = read_text_of(whole, os.fspath(path))
+    except UsageError:
+        if is_cut_off:
+            raise UsageError(f"{path} is cut off before its first event: record the steps again") from None
+        raise
+    if is_cut_off and not isinstance(found, Timeline):
+        found = [replace(each, is_cut_off=True) for each in found]
+    return found
 
 
 def read_text_of(text: str, source: str) -> Timeline | list[RankEvents]:
@@ -85,23 +99,31 @@ def _bytes(path: Path) -> bytes:
         raise unreadable(path, error) from None
 
 
-def _text(path: Path) -> str:
+def _text(path: Path) -> tuple[str, bool]:
+    """The text of a file, and whether it was compressed and is cut off. Raises UsageError for one that is too large."""
     if path.suffix != ".gz":
-        return read_text(path)
-    packed, whole = _bytes(path), bytearray()
-    most = min(LARGEST, max(MOST * len(packed), FREE))
-    while packed:
-        reader = zlib.decompressobj(wbits=31)  # of a file that is cut off, it gives what is there
-        while packed and not reader.eof:
-            try:
-                whole += reader.decompress(packed, PART)
-            except zlib.error as error:
-                raise UsageError(f"{path}: this is not gzip: {error}") from None
-            packed = reader.unconsumed_tail
-            if len(whole) > most:
-                raise UsageError(f"{path}: unpacked, this has more than {most >> 20} MiB: record fewer steps")
-        packed = reader.unused_data
-    return whole.decode(errors="replace")
+        if path.exists():
+            _require_small(path, path.stat().st_size)
+        return read_text(path), False
+    whole, is_cut_off = bytearray(), False
+    try:
+        most = max(MOST * path.stat().st_size, FREE)
+        with gzip.open(path) as file:
+            while part := file.read1(PART):
+                whole += part
+                _require_small(path, len(whole), most)
+    except EOFError:  # what is there was read
+        is_cut_off = True
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise UsageError(f"{path}: this is not gzip: {error}") from None
+    except OSError as error:
+        raise unreadable(path, error) from None
+    return whole.decode(errors="replace"), is_cut_off
+
+
+def _require_small(path: Path, size: int, most: int = LARGEST) -> None:
+    if size > min(most, LARGEST):
+        raise UsageError(f"{path}: unpacked, this has more than {min(most, LARGEST) >> 20} MiB: record fewer steps")
 
 
 def _rank_in(name: str) -> int | None:

@@ -34,6 +34,7 @@ BEFORE = {  # categories as torch wrote them before 1.12
     "Operator": "cpu_op",
 }
 LAUNCHES = {"cuda_runtime", "cuda_driver"}
+MOST = 2_000_000  # events of a file, so that none can fill the memory
 CALL = "c10d::"  # beginning of the names of calls that exchange tensors
 SENDS, RECEIVES = "c10d::send", "c10d::recv"  # beginnings of those between two ranks
 TRANSFERS = ("nccl", "gloo:", "mpi:", "ucc:")  # beginnings of names of what these start, which runs beside the host
@@ -61,11 +62,15 @@ def read_chrome(whole: str, source: str) -> RankEvents:
 
 
 def collected(raw_events: Iterable[Mapping[str, Any]], source: str) -> RankEvents:
-    """The events of one rank, sorted into kinds. Events that have no time are left out."""
+    """The events of one rank, sorted into kinds. Events that have no time are left out. Raises UsageError for more
+    than MOST.
+    """
     found = RankEvents(source)
     launches: dict[object, float] = {}
     device: list[tuple[str, Event, dict[str, Any]]] = []
-    for raw in raw_events:
+    for number, raw in enumerate(raw_events):
+        if number == MOST:
+            raise UsageError(f"{source}: this has more than {MOST} events: record fewer steps")
         start, lasted = seconds(raw.get("ts"), 1e-6), seconds(raw.get("dur", 0), 1e-6)
         if raw.get("ph") != "X":
             continue

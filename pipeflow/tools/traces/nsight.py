@@ -39,6 +39,7 @@ TABLES = (
     "CUPTI_ACTIVITY_KIND_MEMCPY",
     "CUPTI_ACTIVITY_KIND_RUNTIME",
 )
+LONGEST = 2**20  # bytes of a row
 AT_ONCE = 100_000  # instructions of SQLite between two looks at how many there were
 LEAST, PER_BYTE = 1_000_000, 8  # instructions that reading may take; that of an export takes about one per byte
 
@@ -105,6 +106,7 @@ def _opened(path: Path) -> tuple[sqlite3.Connection, _QueryLimit]:
         raise unreadable(path, error) from None
     except sqlite3.DatabaseError as error:
         raise UsageError(f"{path}: {error}") from None
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST)
     connection.text_factory = lambda data: data.decode(errors="replace")
     bound = _QueryLimit(LEAST + PER_BYTE * found.st_size)
     connection.set_progress_handler(bound, AT_ONCE)

@@ -5,19 +5,22 @@ how actions are divided into steps.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind
+from pipeflow.core.analysis.idle_time import LATE, lower_quartile
 from pipeflow.core.analysis.measured_step import executed_schedule, measured_costs
 from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.soundness.verification import verify
-from pipeflow.core.timeline import Timeline
+from pipeflow.core.timeline import Span, Timeline
 from pipeflow.schedules.families import schedules_on
 from pipeflow.tools.traces.action_names import RecordedAction
 from pipeflow.tools.traces.events import RankEvents
@@ -32,7 +35,14 @@ from pipeflow.tools.traces.steps import Part, Recorded, Step, shortest, steps_of
 
 REPLAYED = 0.1  # by how much a replay may differ from what was recorded, as a share of it
 EARLY = 0.01  # by which an action may begin before what it needs is made, as a share of the step
+SHOWN = 8  # ranks of a chain in an error
+DEEPEST = 256  # ranks of one of several pipelines
+CHUNKS = 16  # stages of a rank
+MANY = 100  # steps: more are not replayed one by one
 CLOSE = 1e-6  # seconds by which times of one moment may differ
+
+
+_start = attrgetter("start")
 
 
 class Reading(NamedTuple):
@@ -42,7 +52,7 @@ class Reading(NamedTuple):
         chain: places of the ranks that are read, in the order of their first stages.
         schedule: the schedule that gives stages and microbatches; None: each rank has one stage.
         steps: the actions of each step, by place in the chain.
-        damaged: the number of other steps, in which a rank has more or fewer actions.
+        damaged: the number of other steps, in which a rank has other actions, or another order.
     """
 
     chain: Sequence[int]
@@ -53,10 +63,11 @@ class Reading(NamedTuple):
     def __str__(self) -> str:
         if self.schedule is not None:
             return f"{self.schedule.name} with {self.schedule.placement.num_stages} stages"
-        return f"{len(self.chain)} stages on ranks {', '.join(map(str, self.chain))}"
+        some = ", ".join(map(str, self.chain[:SHOWN])) + ", ..." * (len(self.chain) > SHOWN)
+        return f"{len(self.chain)} stages on ranks {some}"
 
 
-def readings_of(actions: Sequence[Recorded]) -> Iterator[Reading]:
+def readings_of(actions: Sequence[Recorded], hosts: Sequence[str]) -> Iterator[Reading]:
     """The ways to read a recording, the plainest first. Where the profiler marks no steps, a step ends where the
     optimizer steps, or else where a rank has run the backwards of all its forwards. Raises UsageError if there is no
     step in any way.
@@ -72,7 +83,8 @@ def readings_of(actions: Sequence[Recorded]) -> Iterator[Reading]:
             except UsageError as error:
                 errors.append(error)
                 continue
-            for schedule in _fitting(steps[0]) if steps else (None,):
+            is_possible = steps and _begins_in_turn(steps[0], [hosts[place] for place in chain])
+            for schedule in _fitting(steps[0]) if is_possible else (None,):
                 is_any = True
                 yield Reading(chain, schedule, [_staged(step, schedule) for step in steps], damaged)
     if errors and not is_any:
@@ -81,7 +93,8 @@ def readings_of(actions: Sequence[Recorded]) -> Iterator[Reading]:
 
 def _chains(actions: Sequence[Recorded]) -> Iterator[Sequence[int]]:
     """The ranks of a pipeline, in the order of their stages: all in the order of their numbers, or of their first
-    forwards; or one of several pipelines whose ranks do the same at the same time.
+    forwards; or one of several pipelines whose ranks do the same at the same time, in the order of their numbers, or
+    each with the rank whose values it can have used at once.
     """
     many = len(actions)
     yield range(many)
@@ -95,14 +108,25 @@ def _chains(actions: Sequence[Recorded]) -> Iterator[Sequence[int]]:
     )
     if in_turn != [*range(many)]:
         yield in_turn
-    for stages in range(many // 2, 1, -1):
+    for stages in range(min(many // 2, DEEPEST), 1, -1):
         if many % stages == 0:
             alike = many // stages
-            levels = [in_turn[first : first + alike] for first in range(0, many, alike)]
-            chain = [min(levels[0])]
+            levels = [sorted(in_turn[first : first + alike]) for first in range(0, many, alike)]
+            yield [level[0] for level in levels]
+            chain = levels[0][:1]
             for level in levels[1:]:
                 chain.append(min(level, key=lambda place: _lag(step[chain[-1]], step[place])))
             yield chain
+
+
+def _begins_in_turn(step: Step, hosts: Sequence[str]) -> bool:
+    """Whether ranks begin one after the other, as in all schedules that are tried, by the clocks of their machines."""
+    firsts = [min((each for each in own if each.kind is Kind.F), key=_start, default=None) for own in step]
+    length = max(own[-1].end for own in step) - min(own[0].start for own in step)
+    return not any(
+        hosts[place] == hosts[place + 1] != "" and one and other and other.start < one.end - EARLY * length
+        for place, (one, other) in enumerate(pairwise(firsts))
+    )
 
 
 def _lag(one: Part, other: Part) -> float:
@@ -160,7 +184,7 @@ def _fitting(step: Step) -> Iterator[Schedule | None]:
     """
     forwards, found = sum(each.kind is Kind.F for each in step[0]), list[Schedule | None]()
     is_said = all(each.named.stage is not None for own in step for each in own)
-    for chunks in () if is_said else (each for each in range(1, forwards + 1) if forwards % each == 0):
+    for chunks in () if is_said else (each for each in range(1, min(forwards, CHUNKS) + 1) if forwards % each == 0):
         placements = [Placement.looped(len(step), chunks)]
         if chunks == 2 and len(step) > 1:
             placements.append(Placement.vee(len(step)))
@@ -212,11 +236,27 @@ def is_alike(played: Timeline, step: Timeline) -> bool:
     return abs(played.makespan - step.makespan) <= REPLAYED * step.makespan
 
 
+def replayed_steps(steps: Sequence[Timeline]) -> list[int]:
+    """The places of the steps to explain: all of them or, if the median one takes much more or less time than its
+    replay, those that do not, if these are at least half of them.
+    """
+
+    def is_replayed(step: Timeline) -> bool:
+        schedule = executed_schedule(step)
+        return not verify(schedule) and (schedule.is_forward_only or is_alike(replay(step), step))
+
+    everyone = [*range(len(steps))]
+    if not 1 < len(steps) <= MANY or is_replayed(median_step(steps)):
+        return everyone
+    some = [place for place in everyone if is_replayed(steps[place])]
+    return some if 2 * len(some) >= len(steps) else everyone
+
+
 def require_consistent(
     reading: Reading, steps: Sequence[Timeline], ordered: Sequence[RankEvents], actions: Sequence[Recorded]
 ) -> None:
     """Raises UsageError if what was recorded contradicts a reading."""
-    median = median_step(steps)
+    median = median_step([steps[place] for place in replayed_steps(steps)])
     schedule, step = executed_schedule(median), reading.steps[steps.index(median)]
     if wrong := verify(schedule):
         raise UsageError(str(wrong[0]))
@@ -231,7 +271,24 @@ def require_consistent(
     if any(map(any, own)):
         _require_messages(reading, own)
     if not schedule.is_forward_only and not is_alike(played := replay(median), median):
-        raise UsageError(f"its replay differs from it by {played.makespan / median.makespan - 1:+.0%}")
+        raise UsageError(f"its replay differs from it by {played.makespan / median.makespan - 1:+.0%}{_latest(median)}")
+
+
+def _latest(step: Timeline) -> str:
+    """The action that took longest for its kind and stage, in words; "" if it took little longer than others."""
+    times: defaultdict[tuple[Kind, int], list[Span]] = defaultdict(list)
+    for each in step:
+        times[each.action.kind, each.action.stage].append(each)
+    found = [
+        ((each.end - each.start) / usual, each)
+        for own in times.values()
+        if (usual := lower_quartile([each.end - each.start for each in own]))
+        for each in own
+    ]
+    ratio, latest = max(found, key=lambda each: each[0], default=(0.0, None))
+    if latest is None or ratio <= LATE:
+        return ""
+    return f", and {latest.action} on rank {latest.rank} took {ratio:.1f} times as long as is usual for its stage"
 
 
 def _messages(events: RankEvents, part: Part, actions: Recorded) -> tuple[int, int]:

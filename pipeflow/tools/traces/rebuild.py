@@ -16,13 +16,22 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.rows import placement_of
 from pipeflow.core.soundness.verification import verify
 from pipeflow.core.timeline import Row, Span, Timeline
-from pipeflow.tools.traces.action_names import STEP, Named, Names, marked_steps, recorded_actions
+from pipeflow.tools.traces.action_names import MOST, STEP, Named, Names, marked_steps, recorded_actions
 from pipeflow.tools.traces.events import RankEvents
 from pipeflow.tools.traces.rank_times import computes, sends
-from pipeflow.tools.traces.readings import Reading, median_step, readings_of, require_consistent
+from pipeflow.tools.traces.readings import (
+    Reading,
+    median_step,
+    readings_of,
+    replayed_steps,
+    require_consistent,
+)
 from pipeflow.tools.traces.steps import Recorded, Step, offsets, steps_of
 
-NAME_THEM = "give --names, a regular expression with the groups kind, stage and microbatch"
+NAME_THEM = (
+    "name the actions with torch.profiler.record_function, and give --names, a regular expression with the groups "
+    "kind, stage and microbatch"
+)
 HOW_TO = "record a step with torch.profiler on every rank and export_chrome_trace, one file per rank"
 SAID = 3  # readings of which an error says why they are wrong
 
@@ -76,35 +85,55 @@ def rebuilt(ranks: Sequence[RankEvents], names: Names) -> Rebuilt:
     """
     ordered = _ordered(ranks)
     notes = [
-        f"{each.source} is cut off: what comes after its end is not counted" for each in ordered if each.is_cut_off
+        f"{each.source} is cut off: the step in which it ends is not counted" for each in ordered if each.is_cut_off
     ]
     if timeless := sum(each.timeless for each in ordered):
         notes.append(f"events are left out that have no time, or end before they start: {timeless}")
-    actions: list[Recorded] = [recorded_actions(each, names) for each in ordered]
+    actions: list[Recorded] = []
+    for events in ordered:
+        actions.append(found := recorded_actions(events, names))
+        if sum(map(len, actions)) > MOST:
+            raise UsageError(f"more than {MOST} actions were recorded: record fewer steps, or microbatches")
+        if events.is_cut_off:  # the last action may have gone on: without it, its step is not whole
+            del found[-1:]
     _require_pipeline(ordered, actions, names, notes)
     ordered, actions = _one_pipeline(ordered, actions)
     for events, found in zip(ordered, actions, strict=True):
         if not found:
-            raise UsageError(f"{events.source} shows no forward or backward: {_without_actions(events)}")
+            what = "no forward or backward" + " before it is cut off" * events.is_cut_off
+            raise UsageError(f"{events.source} shows {what}: {_without_actions(events)}")
     ordered, actions = _one_replica(ordered, actions)
     is_said = _is_said(actions)
     _require_all(ordered, actions)
+    cut_off = [each.source for each in ordered if each.is_cut_off]
     if is_said:
         said = _timelines(Reading(range(len(ordered)), None, *steps_of(actions)), ordered, notes)
-        cut_off = [each.source for each in ordered if each.is_cut_off]
         if cut_off and verify(executed_schedule(median_step(said.steps))):
             raise UsageError(f"{cut_off[0]} is cut off, and no step is whole before its end: record the steps again")
-        return said
+        return _replayed(said)
     why: dict[str, None] = {}
-    for reading in readings_of(actions):
+    for reading in readings_of(actions, [each.host for each in ordered]):
         try:
             read = _timelines(reading, ordered, notes)
             require_consistent(reading, read.steps, ordered, actions)
         except UsageError as error:
             why[f"as {reading}: {error}"] = None
         else:
-            return read
-    raise UsageError(f"what was recorded fits no pipeline ({'; '.join([*why][:SAID])}); {NAME_THEM}")
+            return _replayed(read)
+    what, then = "what was recorded", NAME_THEM
+    if cut_off:
+        what, then = f"{cut_off[0]} is cut off, and what was recorded before", "record the steps again"
+    raise UsageError(f"{what} fits no pipeline ({'; '.join([*why][:SAID])}); {then}")
+
+
+def _replayed(read: Rebuilt) -> Rebuilt:
+    """The steps to explain: where some differ much from their replay, the others."""
+    places = replayed_steps(read.steps)
+    if not (left := len(read.steps) - len(places)):
+        return read
+    note = f"steps are left out that take much more or less time than their replay: {left}"
+    outside = [read.outside[place] for place in places]
+    return Rebuilt([read.steps[place] for place in places], [*read.notes, note], outside)
 
 
 def _require_pipeline(
@@ -114,7 +143,7 @@ def _require_pipeline(
     names an action. Annotations that say no stage, such as "forward_step", are those of a pipeline if there are several
     ranks, and nothing shows how these communicate.
     """
-    is_named = any(each.index is None for own in actions for each in own)
+    is_named = any(each.is_named for own in actions for each in own)
     is_said = is_named and _is_said(actions)
     is_alone = len(ordered) == 1 or any(each.collectives for each in ordered)
     is_pipeline = any(len(each.pipeline) > 1 or sends(each) for each in ordered)
@@ -137,7 +166,7 @@ def _timelines(reading: Reading, ordered: Sequence[RankEvents], notes: Sequence[
         raise UsageError(f"no step was recorded on all {len(chain)} ranks at once: record the same steps on each")
     said = [*notes]
     if reading.damaged:
-        said.append(f"steps are left out in which a rank has more or fewer actions than in others: {reading.damaged}")
+        said.append(f"steps are left out in which a rank has other actions or another order: {reading.damaged}")
     whole = [each for step in reading.steps for own in step for each in own]
     if len(steps := reading.steps) > 1 and all(not each.named.microbatch and each.step is None for each in whole):
         said.append(f"nothing marks steps, so each microbatch is taken for one, of which there are {len(steps)}")
@@ -145,6 +174,9 @@ def _timelines(reading: Reading, ordered: Sequence[RankEvents], notes: Sequence[
         said.append(f"ranks {', '.join(map(str, places))} are shown; {alike} others do the same in other pipelines")
     order = sorted(range(len(chain)), key=chain.__getitem__)
     steps = [[step[place] for place in order] for step in reading.steps]
+    many = sum(map(len, steps[0]))
+    if (stage := max(each.action.stage for own in steps[0] for each in own)) >= many:
+        raise UsageError(f"{many} actions are too few for a stage {stage}: stages are counted from 0")
     placement = placement_of([[each.action for each in own] for own in steps[0]])
     if placement is None:
         raise UsageError("the stages are on no fixed ranks: stages must have the same rank in every step")
@@ -207,7 +239,7 @@ def _one_pipeline(ranks: list[RankEvents], actions: list[Recorded]) -> tuple[lis
 
 def _one_replica(ranks: list[RankEvents], actions: list[Recorded]) -> tuple[list[RankEvents], list[Recorded]]:
     """The first of all ranks that run the same stages for the same microbatches, if names say them: the others are
-    replicas or tensor ranks.
+    replicas or tensor ranks. Raises UsageError if that leaves one rank, although ranks send to each other.
     """
     first: dict[frozenset[Named], int] = {}
     for place, found in enumerate(actions):
@@ -215,13 +247,20 @@ def _one_replica(ranks: list[RankEvents], actions: list[Recorded]) -> tuple[list
     is_said = all(each.named.stage is not None and each.named.microbatch is not None for own in actions for each in own)
     if len(first) == len(ranks) or not is_said:
         return ranks, actions
+    if len(first) == 1 and any(each.transfers for each in ranks):
+        raise UsageError(
+            "names say the same stages on every rank, but ranks send to each other: name stages by their numbers in "
+            "the whole model, or leave the group stage out of --names"
+        )
     kept = [replace(ranks[place], rank=number, ranks=len(first)) for number, place in enumerate(first.values())]
     return kept, [actions[place] for place in first.values()]
 
 
 def _without_actions(events: RankEvents) -> str:
     if not events.ranges and not events.operators and not events.kernels:
-        return f"it has no annotation and no operator; {HOW_TO}"
+        return f"it has no annotation and no operator; {HOW_TO}; or {NAME_THEM}"
+    if events.is_cut_off:
+        return "record the steps again"
     names = (each.name for each in events.ranges if not each.name.startswith("aten::"))
     some = ", ".join(dict.fromkeys(names))[:200]
     named = f"; its annotations are {some}" if some else ""

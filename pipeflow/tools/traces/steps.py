@@ -21,8 +21,8 @@ Label = tuple[int, int]  # number of a step that the profiler marks, and which o
 
 
 def steps_of(ranks: Sequence[Recorded]) -> tuple[list[Step], int]:
-    """Divides the actions of all ranks into steps. Returns those that all ranks recorded whole, or if there is none,
-    the one with most actions; and how many others all ranks recorded, but not whole.
+    """Divides the actions of all ranks into steps. Returns those that all ranks recorded whole, in the order of most of
+    them, or if there is none, the one with most actions; and how many others all ranks recorded.
 
     Where names have microbatches, a step begins with the first action that the step before has already. Otherwise
     actions are counted: a step ends where a rank has run the backwards of all its forwards. A step never goes on in the
@@ -36,8 +36,14 @@ def steps_of(ranks: Sequence[Recorded]) -> tuple[list[Step], int]:
     common = sorted(set[Label]().union(*labelled).intersection(*labelled))
     steps = [[found[label] for found in labelled] for label in common]
     whole = [step for step in steps if [*map(len, step)] == usual]
+    orders = Counter(map(_order, whole)).most_common(1)
+    whole = [step for step in whole if _order(step) == orders[0][0]]
     most = sorted(steps, key=lambda step: sum(map(len, step)))[-1:]
     return whole or most, len(steps) - len(whole or most)
+
+
+def _order(step: Step) -> tuple[object, ...]:
+    return tuple(tuple((each.kind, each.named) for each in own) for own in step)
 
 
 def _usual(sizes: Sequence[int] | map[int]) -> int:

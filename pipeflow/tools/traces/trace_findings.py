@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from statistics import fmean, median
 from typing import NamedTuple
 
 from pipeflow.core.action import Kind
-from pipeflow.core.analysis.idle_time import LATE, Cause, causes, chain, lower_quartile, transfer_times
-from pipeflow.core.dataflow import Stream
+from pipeflow.core.analysis.idle_time import LATE, Cause, causes, chain, lower_quartile
+from pipeflow.core.dataflow import Key, Stream, Value, makers, needs
 from pipeflow.core.timeline import Span, Timeline
 from pipeflow.tools.traces.rebuild import Outside
 
@@ -87,14 +87,80 @@ def idle_times(timeline: Timeline) -> list[Idle]:
     return [each for each in found if each.end - each.start > least]
 
 
+class _Arrival(NamedTuple):
+    """A value of another rank, and the action before which it came last.
+
+    Attributes:
+        span, maker, value: the action, the one that made the value, and the value.
+        pause: seconds for which the rank stood still before the action.
+    """
+
+    span: Span
+    maker: Span
+    value: Value
+    pause: float
+
+    @property
+    def delay(self) -> float:
+        """The seconds from when the value was made until the action began."""
+        return self.span.start - self.maker.end
+
+
+FEW = 3  # waits for the values of a link: fewer do not show how long they take
+STEADY = 1.1  # times the shortest delay: values that take as long were waited for
+
+
+def _arrivals(timeline: Timeline) -> Iterator[_Arrival]:
+    made: dict[Key, Span] = {
+        (each.action.kind, each.action.stage, each.action.microbatch): each for row in timeline.rows for each in row
+    }
+    for row in timeline.on(Stream.COMPUTE):
+        for previous, span in zip((None, *row), row, strict=False):
+            came = [
+                (made[key], value)
+                for value in needs(span.action, timeline.placement.num_stages)
+                for key in makers(value)
+                if key in made and made[key].rank != span.rank
+            ]
+            if came:
+                maker, value = max(came, key=lambda each: each[0].end)
+                yield _Arrival(span, maker, value, span.start - (previous.end if previous else 0.0))
+
+
+def _transfers(timeline: Timeline, arrivals: Sequence[_Arrival]) -> dict[tuple[int, int], float]:
+    """Per link, how long its values usually take: the lower quartile of the times for which a rank that was free waited
+    for them, without its usual pause. If it rarely waited for them, but a wait or several pauses end with the
+    shortest delay of all values of the link, they take that long. Otherwise they take as long as on other links.
+    """
+    pauses = [
+        lower_quartile([b.start - a.end for a, b in pairwise(row)] or [0.0]) for row in timeline.on(Stream.COMPUTE)
+    ]
+    links: dict[tuple[int, int], list[_Arrival]] = defaultdict(list)
+    for each in arrivals:
+        links[each.maker.rank, each.span.rank].append(each)
+    found, least = dict[tuple[int, int], float](), SHORTEST * timeline.makespan
+    for link, own in links.items():
+        usual, shortest = pauses[link[1]], min(each.delay for each in own)
+        awaited = [each.delay for each in own if each.delay < each.pause]
+        steady = [each for each in own if each.pause > usual + least and each.delay <= STEADY * shortest]
+        if len(awaited) >= FEW:
+            found[link] = max(lower_quartile(awaited) - usual, 0.0)
+        elif len(steady) >= FEW or any(each.delay < each.pause for each in steady):
+            found[link] = max(shortest - usual, 0.0)
+    middle = median(found.values()) if found else 0.0
+    return {link: found.get(link, middle) for link in links}
+
+
 class _Waits:
     """Divides the pauses of ranks by cause."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline, self._usual = timeline, Usual(timeline)
         rows = causes(timeline)
+        arrivals = [*_arrivals(timeline)]
+        self._transfers = _transfers(timeline, arrivals)
+        self._arrivals = {id(each.span): each for each in arrivals}
         self._rows = [[cause for cause in row if cause.span.stream is Stream.COMPUTE] for row in rows]
-        self._transfers = transfer_times(timeline)
         self._causes = {id(cause.span): cause for row in rows for cause in row}
 
     def of_rank(self, rank: int) -> Iterator[Idle]:
@@ -113,9 +179,11 @@ class _Waits:
         """The parts of a pause before an action: until what it needs was made, until that usually arrives, and from
         then on.
         """
-        span, maker, rank = cause.span, cause.after, cause.span.rank
+        span, maker, value, rank = cause.span, cause.after, cause.value, cause.span.rank
+        if value is None and id(span) in self._arrivals:
+            _, maker, value, _ = self._arrivals[id(span)]
         arrived = free
-        if cause.value is not None and maker is not None and maker.rank != rank:
+        if value is not None and maker is not None and maker.rank != rank:
             made = min(max(maker.end, free), span.start)
             usual = maker.end + LATE * self._transfers.get((maker.rank, rank), 0.0)  # the rest, the host held up
             arrived = min(max(made, usual), span.start)
@@ -123,7 +191,7 @@ class _Waits:
                 yield Idle(rank, free, made, "fill", f"the pipeline fills: {span.action} is the first action")
             else:
                 yield from self._waiting(free, made, span, maker)
-            came = f"the {cause.value.content} of {maker.action} came from rank {maker.rank}"
+            came = f"the {value.content} of {maker.action} came from rank {maker.rank}"
             yield Idle(rank, made, arrived, "transfer", came, maker.rank)
         yield Idle(rank, arrived, span.start, "host", f"nothing was missing for {span.action}")
 
@@ -158,9 +226,9 @@ class _Waits:
         return "slow stage", (span.end - span.start) * (1 - 1 / ratio)
 
 
-SLOW_LINK = 2.0  # times the median wait of other links
+SLOW_LINK = 2.0  # times the median time of other links
 LEAST = 0.02  # of the step: less is not worth a line
-SMALL = 0.1  # of the most expensive finding: less may be noise
+SMALL = 0.2  # of the most expensive finding: less may be noise
 ALIKE = 1.15  # times the factor of another stage
 
 
@@ -168,10 +236,11 @@ class Finding(NamedTuple):
     """Something that makes the step longer.
 
     Attributes:
-        kind: "slow stage", "slow rank", "slow link", "straggler", "host stall" or "outside" of the step's actions; of a
-            job without a pipeline, a part of its step or "last rank".
-        where: the stage, the link as (from, to), or the rank.
-        seconds: the time that it costs on its rank or link in the step.
+        kind: "slow stage", "slow rank", "slow link", "slow microbatch", "straggler", "host stall" or "outside" of the
+            step's actions; of a job without a pipeline, a part of its step or "last rank".
+        where: the stage, the link as (from, to), the microbatch, or the rank.
+        seconds: the time that it costs on its rank or link in the step, or the microbatch on all ranks; of "straggler"
+            and "host stall", the time beyond what other ranks lose in this way.
         text: the finding in words.
     """
 
@@ -183,10 +252,15 @@ class Finding(NamedTuple):
 
 def what_stands_out(timeline: Timeline, idle: Sequence[Idle], outside: Sequence[Outside]) -> list[Finding]:
     """The causes of lost time, the most expensive first. Those that cost less than 2 % of the step are left out, and
-    those that cost less than a tenth of the most expensive one.
+    those that cost less than a fifth of the most expensive one.
     """
     usual = Usual(timeline)
-    found = [*_stragglers(timeline, usual), *_slow_stages(timeline, usual), *_slow_links(idle), *_host_stalls(idle)]
+    found = [
+        *_stragglers(timeline, usual),
+        *_slow_stages(timeline, usual),
+        *_slow_links(timeline, idle),
+        *_host_stalls(idle, len(timeline.rows)),
+    ]
     found += map(_outside, outside)
     least = max(LEAST * timeline.makespan, SMALL * max((each.seconds for each in found), default=0.0))
     return sorted((each for each in found if each.seconds > least), key=lambda each: -each.seconds)
@@ -222,36 +296,57 @@ def _slow_stages(timeline: Timeline, usual: Usual) -> Iterator[Finding]:
 
 
 def _stragglers(timeline: Timeline, usual: Usual) -> Iterator[Finding]:
-    """Ranks some of whose actions take much longer than the same actions of the stage usually do."""
-    for rank, row in enumerate(timeline.on(Stream.COMPUTE)):
-        late = [(span, extra) for span in row if (extra := usual.late(span))]
-        if late:
-            worst = max(late, key=lambda each: each[1])[0].action
-            text = f"rank {rank} is late in {len(late)} of {len(row)} actions, most in {worst}"
-            yield Finding("straggler", rank, sum(extra for _, extra in late), text)
+    """Microbatches that take much longer than others on several ranks, and ranks some of whose other actions take much
+    longer than the same actions of the stage usually do.
+    """
+    spans = [span for row in timeline.on(Stream.COMPUTE) for span in row]
+    late = {span: extra for span in spans if (extra := usual.late(span))}
+    for microbatch in sorted({span.action.microbatch for span in late}):
+        whole = [span for span in spans if span.action.microbatch == microbatch]
+        own = [span for span in whole if span in late]
+        ranks = {span.rank for span in own}
+        if len(ranks) > 1 and 2 * len(own) > len(whole):
+            seconds = sum(late.pop(span) for span in own)
+            taken = sum(span.end - span.start for span in own)
+            text = f"microbatch {microbatch} takes {taken / (taken - seconds):.2f} times as long as others"
+            yield Finding("slow microbatch", microbatch, seconds, f"{text}, on {len(ranks)} ranks")
+    lost = [sum(extra for span, extra in late.items() if span.rank == rank) for rank in range(len(timeline.rows))]
+    for rank, seconds in _beyond_others(lost):
+        own = [span for span in late if span.rank == rank]
+        text = f"rank {rank} is late in {len(own)} of {len(timeline.rows[rank])} actions, most in "
+        yield Finding("straggler", rank, seconds, f"{text}{max(own, key=late.__getitem__).action}")
 
 
-def _slow_links(idle: Sequence[Idle]) -> Iterator[Finding]:
+def _beyond_others(lost: Sequence[float]) -> Iterator[tuple[int, float]]:
+    """The ranks that lose more time than the median rank, with the difference: what all lose is no one's fault."""
+    usual = sorted(lost)[(len(lost) - 1) // 2] if len(lost) > 1 else 0.0
+    return ((rank, seconds - usual) for rank, seconds in enumerate(lost) if seconds > usual)
+
+
+def _slow_links(timeline: Timeline, idle: Sequence[Idle]) -> Iterator[Finding]:
     """Links on which values take much longer than on others."""
     waits: dict[tuple[int, int], list[float]] = defaultdict(list)
     for each in idle:
         if each.kind == "transfer" and each.source is not None:
             waits[each.source, each.rank].append(each.end - each.start)
+    transfers = _transfers(timeline, [*_arrivals(timeline)])
     for link, times in waits.items():
-        others = [time for other, some in waits.items() if other != link for time in some]
-        usual = median(others) if others else 0.0
-        if median(times) > SLOW_LINK * usual:
+        others = [time for other, time in transfers.items() if other != link]
+        usual = max(median(others or [0.0]), SHORTEST * timeline.makespan)
+        if transfers.get(link, 0.0) > SLOW_LINK * usual:
             text = f"values from rank {link[0]} to rank {link[1]} arrive late: {len(times)} waits"
             yield Finding("slow link", link, sum(times) - usual * len(times), text)
 
 
-def _host_stalls(idle: Sequence[Idle]) -> Iterator[Finding]:
+def _host_stalls(idle: Sequence[Idle], ranks: int) -> Iterator[Finding]:
     """Ranks that stood still although nothing was missing."""
     stalls: dict[int, list[Idle]] = defaultdict(list)
     for each in idle:
         if each.kind == "host":
             stalls[each.rank].append(each)
-    for rank, times in stalls.items():
+    lost = [sum(each.end - each.start for each in stalls[rank]) for rank in range(ranks)]
+    for rank, seconds in _beyond_others(lost):
+        times = stalls[rank]
         longest = max(times, key=lambda each: each.end - each.start)
         text = f"rank {rank} stood still {len(times)} times although nothing was missing, longest where {longest.cause}"
-        yield Finding("host stall", rank, sum(each.end - each.start for each in times), text)
+        yield Finding("host stall", rank, seconds, text)
