@@ -98,8 +98,8 @@ def rebuilt(ranks: Sequence[RankEvents], names: Names) -> Rebuilt:
             del found[-1:]
     _require_pipeline(ordered, actions, names, notes)
     ordered, actions = _one_pipeline(ordered, actions)
-    for events, found in zip(ordered, actions, strict=True):
-        if not found:
+    for events, own in zip(ordered, actions, strict=True):
+        if not own:
             what = "no forward or backward" + " before it is cut off" * events.is_cut_off
             raise UsageError(f"{events.source} shows {what}: {_without_actions(events)}")
     ordered, actions = _one_replica(ordered, actions)
