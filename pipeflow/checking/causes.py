@@ -5,19 +5,20 @@ and of updates. Those of outputs and gradients have files of their own.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import log
 from pathlib import Path
 
 from pipeflow.checking import limits
-from pipeflow.checking.differences import disagreeing, first_differences, ways
+from pipeflow.checking.differences import disagreeing, first_differences, other_scalars, ways
 from pipeflow.checking.findings import Cause, Difference, Result, explained
 from pipeflow.checking.fits import DTYPES, as_times, fit, root_named, spread_of, wrong_elements, wrong_entries
 from pipeflow.checking.gradient_causes import MEANS, NORM, Gradients
 from pipeflow.checking.output_causes import Outputs
 from pipeflow.checking.runs import RecordedRun, load, norm
 from pipeflow.checking.two_runs import TwoRuns
+from pipeflow.checking.updates import apart_in_size, keys_of_moments, other_rule, rules
 
 
 def check(
@@ -87,18 +88,48 @@ def _cause(both: TwoRuns, found: Sequence[Difference]) -> Cause:
         return _of_norm(both, first)
     if what == "update":
         return _of_update(both, first)
-    if what == "output":
-        evidence = f"the output of {name} is {first.error:.1%} off; its inputs are right"
-        look = f"the forward of {name}, and what its parallel form does otherwise"
-        return explained(Outputs(both, first)) or Cause("unknown", evidence, look)
-    cause = (_of_loss(both, first) if what == "loss" else None) or explained(Gradients(both, found))
+    if what == "optimizer":
+        return _other_rule(both, first) or _of_moments(both, first)
+    if what == "input" and not first.where:
+        evidence = f"{name} is given the output of {first.after} in the candidate, and another value in the reference"
+        return Cause("formula", evidence, f"what the code before {name} computes")
+    if what in ("output", "function", "input"):
+        outputs = Outputs(both, first)
+        return explained(outputs) or _of_output(first, outputs.inputs)
+    of_value = {"loss": _of_loss, "scalar": _of_scalar}.get(what)
+    cause = (of_value(both, first) if of_value is not None else None) or explained(Gradients(both, found))
     if cause is not None:
         return cause
+    if what == "scalar":
+        whose = name or "the whole model"
+        return Cause("unknown", f"a number that {whose} returns is {first.error:.2%} off", f"how {whose} computes it")
     if what == "loss":
         evidence, look = f"the loss is {first.error:.2%} off", "the loss: what it sums over, and over which ranks"
-        return Cause("unknown", f"all outputs are right, and {evidence}", look)
-    evidence = f"the gradient of {name} is {first.error:.1%} off, and all outputs are right"
+        return Cause("unknown", f"all outputs that were compared are right, and {evidence}", look)
+    evidence = f"the gradient of {name} is {first.error:.1%} off, and all outputs that were compared are right"
     return Cause("unknown", evidence, f"the backward from the loss to {name}")
+
+
+def _of_output(first: Difference, inputs: str) -> Cause:
+    """What is said of an output without a known cause."""
+    if first.what == "input":
+        before = f"; {first.after} is right" if first.after else ""
+        what = f"what {first.module} is given is {first.error:.1%} off{before}"
+        return Cause("unknown", what, f"the code before {first.module}: scales, masks, positions, sums")
+    what = f"the output of {first.module} is {first.error:.1%} off; {inputs}"
+    return Cause("unknown", what, f"the forward of {first.module}, and what its parallel form does otherwise")
+
+
+def _of_scalar(both: TwoRuns, first: Difference) -> Cause | None:
+    """The cause of a number that a module is given, or of one that it returns, such as its loss; None if the gradients
+    must say more.
+    """
+    for (module, _), values in other_scalars(both, first.step).items():
+        if module == first.module:
+            wanted, wrong = (", ".join(f"{value:.6g}" for value in each[:4]) for each in values[:2])
+            what = f"{module or 'the whole model'} is given {wrong} in the candidate, and {wanted} in the reference"
+            return Cause("formula", what, "what its caller computes or passes")
+    return _of_loss(both, first)
 
 
 def _of_norm(both: TwoRuns, first: Difference) -> Cause:
@@ -116,8 +147,6 @@ def _of_update(both: TwoRuns, first: Difference) -> Cause:
     """Why an optimizer changed weights otherwise, although the gradients are right."""
     name = first.parameter
     (_, change), (whole, moved) = (run.changes(first.step)[name] for run in both.runs)
-    if (rule := _other_rule(both, first)) is not None:
-        return rule
     if norm(moved) < limits.ABSENT * norm(change):
         return Cause("stale", f"the step does not change {name}", "which parameters the optimizer has")
     if whole.spread > limits.ABSENT * norm(change):
@@ -129,7 +158,7 @@ def _of_update(both: TwoRuns, first: Difference) -> Cause:
     if decay.error < limits.CLEAR:
         what = f"the step takes {-decay.factor:.3g} times the weight itself off {name} more than it must"
         return Cause("optimizer", what, "weight decay: its size, and the groups of parameters that have it")
-    factor = times.factor if times.error < limits.CLEAR else norm(moved) / norm(change)
+    factor = times.factor if times.error < limits.CLEAR else norm(moved) / max(norm(change), limits.TINY)
     what = f"the gradients are right, and the step changes {name} by {as_times(factor)} as much"
     if times.error < limits.CLEAR:
         return Cause("optimizer", what, "the learning rate, and who steps its schedule", round(factor, 6))
@@ -185,10 +214,22 @@ def _of_loss(both: TwoRuns, first: Difference) -> Cause | None:
                 what = f"the loss is {more}, {size:g} being the number of {name}"
                 look = "whether whole logits are taken for parts of the vocabulary, or parts for the whole"
                 return Cause("sharding", what, look)
+    if (numbers := _other_numbers(both, first.step)) is not None:
+        return Cause("formula", numbers, "the arguments of the loss")
     if (labels := _other_labels(both, first.step)) is not None:
         return Cause("order", labels, "how labels are shifted, masked and split, and which sampler they come from")
     means = _own_means(both, first.step)
     return None if means is None else Cause("masked_tokens", means, MEANS)
+
+
+def _other_numbers(both: TwoRuns, step: int) -> str | None:
+    """Another smoothing, or another label that is ignored, if each run uses one of them."""
+    for name in ("label_smoothing", "ignore_index"):
+        mine, theirs = ({event["numbers"].get(name) for _, event in run.events(step, "labels")} for run in both.runs)
+        if len(mine) == 1 and theirs - mine:
+            wrong, wanted = (", ".join(f"{value:g}" for value in sorted(each)) for each in (theirs, mine))
+            return f"the cross entropy has {name} {wrong} in the candidate, and {wanted} in the reference"
+    return None
 
 
 def _other_labels(both: TwoRuns, step: int) -> str | None:
@@ -231,27 +272,34 @@ def _own_means(both: TwoRuns, step: int) -> str | None:
     return None
 
 
-RULE = (  # the numbers of a rule: what they are, and what to look at
-    ("the learning rate", "who steps the schedule of the rate, and on which ranks"),
-    ("the weight decay", "the groups of parameters that have a weight decay"),
-    ("the number of steps before", "whether the optimizer has lost its state, or steps twice"),
-)
+RULE = {  # the numbers of a rule: what they are, and what to look at
+    "lr": ("the learning rate", "who steps the schedule of the rate, and on which ranks"),
+    "weight_decay": ("the weight decay", "the groups of parameters that have a weight decay"),
+    "step": ("the number of steps before", "whether the optimizer has lost its state, or steps twice"),
+}
 
 
 def _other_rule(both: TwoRuns, first: Difference) -> Cause | None:
-    """The rule of a weight's step that is another in the candidate, of any rank; None if they are alike or unknown."""
-    mine, theirs = (list(_rules(run, first)) for run in both.runs)
-    for rank, rule in theirs if mine else ():
-        for (what, look), value, wanted in zip(RULE, rule, mine[0][1], strict=True):
-            if abs(value - wanted) > limits.SAME_RULE * abs(wanted):
-                told = f"{what} of {first.parameter} is {value:.6g} on rank {rank}, and {wanted:.6g} in the reference"
-                return Cause("optimizer", f"the gradients are right, and {told}", look)
+    """The number of a parameter's step that is another in the candidate, on any rank; None if none is known."""
+    name = first.parameter
+    mine, theirs = (rules(run, first.step).get(name, []) for run in both.runs)
+    for each in theirs if mine else ():
+        if (told := other_rule(mine[0], each)) is not None:
+            number, wanted, value = told
+            what, look = RULE.get(number, (number, "the arguments of the optimizer and of its groups of parameters"))
+            evidence = f"{what} of {name} is {value:.6g} on rank {each[0]}, and {wanted:.6g} in the reference"
+            return Cause("optimizer", f"the gradients are right, and {evidence}", look)
     return None
 
 
-def _rules(run: RecordedRun, first: Difference) -> Iterator[tuple[int, list[float]]]:
-    """The rules of the first difference's parameter, by rank."""
-    for rank, event in run.events(first.step, "rules"):
-        for name, rule in event["rules"].items():
-            if run.ranks[rank].names.get(name) == first.parameter:
-                yield rank, rule
+def _of_moments(both: TwoRuns, first: Difference) -> Cause:
+    """The cause of what an optimizer keeps of a parameter."""
+    name, look = first.parameter, "what a checkpoint has of the optimizer, and what is loaded into which rank"
+    for key in keys_of_moments(both.reference, first.step):
+        mine, theirs = (run.tensors(first.step, "moment", key).get(name) for run in both.runs)
+        if mine is None or theirs is None or apart_in_size(mine, theirs) <= limits.OF_MOMENTS:
+            continue
+        zeros = [copy.rank for copy in theirs.copies if not copy.square]
+        how = f"zero on ranks {', '.join(map(str, zeros))}" if zeros else f"{first.error:.0%} off"
+        return Cause("optimizer", f"the gradients so far are right, and the optimizer's {key} of {name} is {how}", look)
+    return Cause("optimizer", f"what the optimizer keeps of {name} is {first.error:.0%} off", look)

@@ -5,20 +5,20 @@ Must not contain: why they differ.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from math import inf, prod, sqrt
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import isfinite, prod, sqrt
 
 import numpy as np
 
 from pipeflow.checking import limits
-from pipeflow.checking.files import MOST_TENSORS, Array, Blocks
+from pipeflow.checking.files import INPUT, INSIDE, MOST_TENSORS, Blocks
 from pipeflow.checking.findings import Difference
-from pipeflow.checking.fits import fit
 from pipeflow.checking.runs import (
     Called,
     Key,
     OutputRows,
-    WholeTensor,
+    RecordedRun,
     by_group,
     joined,
     norm,
@@ -30,6 +30,9 @@ from pipeflow.checking.runs import (
     unmatched,
 )
 from pipeflow.checking.two_runs import TwoRuns
+from pipeflow.checking.updates import optimizers, updates
+
+Outputs = Mapping[Key, Sequence[Called]]
 
 
 def batches(both: TwoRuns, step: int) -> Iterator[Difference]:
@@ -73,28 +76,66 @@ def weights(both: TwoRuns) -> Iterator[Difference]:
 
 def outputs(both: TwoRuns, step: int) -> Iterator[Difference]:
     """Outputs that differ, in the order of the forward. Those of a module of which a rank has a part count only if
-    later ones are wrong, too: they may be terms of a sum, or those of a stage.
+    later ones are wrong, too: they may be terms of a sum, or those of a stage. Functions and inputs within a module
+    count only if it, or what follows, is wrong: another way to compute the same is none.
     """
     mine, theirs = (run.outputs(step) for run in both.runs)
     partial: Difference | None = None
-    of_parts: list[Difference] = []
+    waiting: list[tuple[str | None, Difference]] = []  # with the module that is still to come, in which they are
+    after = ""  # what is right
     for key, events in mine.items():
-        if key not in theirs:
+        if key not in theirs or not _as_often(key[0], mine, theirs):
             continue
-        is_whole = both.is_whole(key[0], theirs[key])
+        name, inside, _ = key[0].partition(INSIDE)
         found = output(both, step, key, events, theirs[key])
-        if not is_whole:
-            of_parts += [found] if found is not None and found.lacking else []
-        elif found is None:
-            of_parts = []
-        elif found.partial:
-            partial = found
-        else:
-            if partial is not None and _ranks_disagree(both, theirs[key], both.places(partial.module)):
-                yield partial
-            yield from of_parts
-            partial, of_parts = None, []
-            yield found
+        if found is None and (step, key[0]) in both.alike and not key[0].endswith(INPUT):
+            after = key[0]
+        if inside:
+            if found is not None:
+                spot = next((event["where"] for _, event in theirs[key]), "")
+                waiting.append((name, replace(found, after=after, where=spot)))
+            continue
+        if both.is_whole(name, theirs[key]):
+            if found is None:
+                waiting = [(owner, each) for owner, each in waiting if owner not in (None, name)]
+            elif found.partial:
+                partial = found
+            else:
+                if partial is not None and _ranks_disagree(both, theirs[key], both.places(partial.module)):
+                    yield partial
+                yield from (each for _, each in waiting)
+                yield from _given_otherwise(both, step, name, mine, theirs)
+                yield from given_scalars(both, step, name)
+                partial, waiting = None, []
+                yield found
+        elif found is not None and found.lacking:
+            waiting.append((None, found))
+        waiting = [(None if owner == name else owner, each) for owner, each in waiting]
+
+
+def _given_otherwise(both: TwoRuns, step: int, name: str, mine: Outputs, theirs: Outputs) -> Iterator[Difference]:
+    """A module that is given a right output, but not the one that the reference gives it."""
+    pairs = zip(both.inputs(mine[name, 0], both.reference), both.inputs(theirs[name, 0], both.candidate), strict=False)
+    for one, other in pairs:
+        if one != other and (step, other) in both.alike and (one, 0) in mine and (other, 0) in theirs:
+            found = output(both, step, (one, 0), mine[one, 0], theirs[other, 0])
+            if found is not None:
+                told = both.difference(
+                    step, "output", f"{name}{INSIDE}{INPUT}", found.ranks, found.error, found.allowed
+                )
+                yield replace(told, after=other)
+
+
+def _as_often(name: str, mine: Outputs, theirs: Outputs) -> bool:
+    """Whether both runs call a function of a module equally often: otherwise they compute in other ways."""
+    name, number, _ = name.partition("#")
+    if not number:
+        return True
+    one, other = (
+        {each for each, _ in calls if each.startswith(f"{name}#") and not each.endswith(INPUT)}
+        for calls in (mine, theirs)
+    )
+    return len(one) == len(other)
 
 
 def output(both: TwoRuns, step: int, key: Key, mine: Sequence[Called], theirs: Sequence[Called]) -> Difference | None:
@@ -108,6 +149,7 @@ def output(both: TwoRuns, step: int, key: Key, mine: Sequence[Called], theirs: S
     both.compared["outputs"] += 1
     apart = unmatched(rows, others, allowed)
     if not apart.reference and not apart.candidate:
+        both.alike.add((step, module))
         return None
     ranks = _ranks(others, apart.candidate) or {rank for rank, _ in theirs}
     partial, lacking = _adds_up(both, module, rows, theirs, allowed), bool(apart.reference)
@@ -129,6 +171,7 @@ def _total(
     error = abs(sqrt(square(theirs) / times / square(mine)) - 1.0)
     both.compared["outputs"] += 1
     if error <= 2 * allowed:
+        both.alike.add((step, module))
         return None
     return both.difference(step, "output", module, (rank for rank, _ in theirs), error, 2 * allowed)
 
@@ -163,6 +206,48 @@ def _ranks_disagree(both: TwoRuns, theirs: Sequence[Called], places: dict[int, B
     )
 
 
+def given_scalars(both: TwoRuns, step: int, module: str) -> Iterator[Difference]:
+    """Numbers that a module is given, if the reference has none like them: only a wrong output makes them count."""
+    for (name, _), (known, told, ranks) in other_scalars(both, step).items():
+        if name == module:
+            error = max(min(abs(value - each) / max(abs(each), limits.TINY) for each in known) for value in told)
+            yield both.difference(step, "scalar", module, ranks, error, both.rounding.output(module))
+
+
+def other_scalars(both: TwoRuns, step: int) -> dict[Key, tuple[list[float], list[float], list[int]]]:
+    """For modules and places of arguments, the numbers of the reference, those of the candidate that are unlike them,
+    and the candidate's ranks.
+    """
+    mine, theirs = (_scalars(run, step, "given") for run in both.runs)
+    found = {}
+    for key in [each for each in mine if each in theirs]:
+        known, told = (sorted({value for values in run[key].values() for value in values}) for run in (mine, theirs))
+        allowed = both.rounding.output(key[0])
+        if other := [value for value in told if all(abs(value - each) > allowed * abs(each) for each in known)]:
+            found[key] = known, other, [*theirs[key]]
+    return found
+
+
+def returned_scalars(both: TwoRuns, step: int) -> Iterator[Difference]:
+    """Numbers that modules return, if no way of adding up those of microbatches and ranks gives the right one."""
+    mine, theirs = (_scalars(run, step, "returned") for run in both.runs)
+    for key in [each for each in mine if each in theirs]:
+        both.compared["scalars"] += 1
+        error, allowed = nearest(mine[key], theirs[key]), both.rounding.output(key[0]) + limits.LOSS
+        if not error <= allowed:
+            yield both.difference(step, "scalar", key[0], theirs[key], error, allowed)
+
+
+def _scalars(run: RecordedRun, step: int, way: str) -> dict[Key, dict[int, list[float]]]:
+    """The numbers that modules are given, or return: of each module and place, those of each rank."""
+    found: dict[Key, dict[int, list[float]]] = {}
+    for rank, event in run.events(step, "scalar"):
+        if event["way"] == way and isfinite(event["value"]):
+            key = run.ranks[rank].module(event["module"]), event["place"]
+            found.setdefault(key, {}).setdefault(rank, []).append(event["value"])
+    return found
+
+
 def losses(both: TwoRuns, step: int) -> Iterator[Difference]:
     """The loss, if no way of adding up those of microbatches and ranks gives the reference's."""
     mine, theirs = (run.losses(step) for run in both.runs)
@@ -173,8 +258,7 @@ def losses(both: TwoRuns, step: int) -> Iterator[Difference]:
         apart = max(sum(theirs[rank]) for rank in ranks) / min(sum(theirs[rank]) for rank in ranks) - 1.0
         yield both.difference(step, "loss", "loss", ranks, abs(apart), 0.0)
         return
-    wanted, told = ways(mine), ways(theirs)
-    error = min(abs(one - other) / max(abs(one), 1e-12) for one in wanted for other in told)
+    error = nearest(mine, theirs)
     allowed = both.rounding.output("") + limits.LOSS
     if not error <= allowed:
         yield both.difference(step, "loss", "loss", theirs, error, allowed)
@@ -206,6 +290,11 @@ def ways(losses: dict[int, list[float]]) -> set[float]:
     sums = [sum(values) for values in losses.values()]
     means = [sum(values) / len(values) for values in losses.values()]
     return {sum(sums) / len(sums), sum(sums), sum(means) / len(means)}
+
+
+def nearest(mine: dict[int, list[float]], theirs: dict[int, list[float]]) -> float:
+    """How far the losses of two runs are apart at least, relative to the reference's."""
+    return min(abs(one - other) / max(abs(one), 1e-12) for one in ways(mine) for other in ways(theirs))
 
 
 def gradients(both: TwoRuns, step: int) -> Iterator[Difference]:
@@ -268,69 +357,6 @@ def _norms(both: TwoRuns, step: int) -> Iterator[Difference]:
         yield both.difference(step, "norm", "", wrong, max(apart.values()), allowed)
 
 
-def updates(both: TwoRuns, step: int) -> Iterator[Difference]:
-    """Weights and buffers that a step changed otherwise."""
-    mine, theirs = (run.changes(step) for run in both.runs)
-    sizes, gradients = both.reference.masses(step), both.reference.tensors(step, "gradient")
-    total = sqrt(sum(whole.square for whole in gradients.values()))
-    for name, (whole, change) in mine.items():
-        if name not in theirs or not theirs[name][0].covered:
-            continue
-        other, moved = theirs[name]
-        both.compared["updates"] += 1
-        gradient = gradients.get(name)
-        terms = max(sizes.get(name, 0.0), limits.NO_GRADIENT * total)
-        allowed = _allowed_of_update(both, name, whole, change, gradient, terms)
-        error = max(norm(moved - change), other.spread - norm(change) * limits.LARGEST)
-        before = whole.sketch - change
-        if other.spread > limits.SKETCH * whole.norm and _were_equal(both, step, name):
-            error, allowed = max(error, other.spread), limits.SKETCH * whole.norm
-        if not error <= allowed or (not both.rounding.given and is_other_rule(whole, before, change, moved)):
-            size = norm(change) or max(whole.norm, limits.TINY)
-            yield both.difference(step, "update", name, other.ranks, error / size, allowed / size)
-
-
-def _were_equal(both: TwoRuns, step: int, name: str) -> bool:
-    """Whether the ranks' copies of a weight, and of its gradient, are equal to the last bit before a step."""
-    run = both.candidate
-    found = run.weights(step).get(name), run.tensors(step, "gradient").get(name)
-    return all(each is not None and not each.spread for each in found)
-
-
-def is_other_rule(whole: WholeTensor, before: Array, change: Array, moved: Array) -> bool:
-    """Whether a change of a weight is none, a multiple of the right one, or off by a multiple of the weight: what the
-    noise of a gradient, however large, does not make of it.
-    """
-    size = sum(prod(shape) for _, shape in {block for copy in whole.copies for block in copy.blocks})
-    least = max(2 * whole.unit, 4 * limits.SKETCH) * whole.norm
-    if norm(change) <= limits.LEAST_CHANGE * least or size < 8:
-        return False
-    times, decay = fit(change, moved), fit(before, moved - change)
-    is_scaled = times.error < limits.CLEAR and abs(times.factor - 1.0) > 2 * limits.CLEAR
-    is_decayed = decay.error < limits.CLEAR and norm(moved - change) > max(least, limits.CLEAR * norm(change))
-    return not norm(moved) or (norm(change) > least and (is_scaled or is_decayed))
-
-
-def _allowed_of_update(
-    both: TwoRuns, name: str, whole: WholeTensor, change: Array, gradient: WholeTensor | None, terms: float
-) -> float:
-    """How far the changes of a weight may be apart. Optimizers that divide by the gradient's size turn a relative
-    error e of gradients into changes of about a share e of the entries.
-    """
-    rounded = (8 * whole.unit + 4 * limits.SKETCH) * whole.norm
-    if both.rounding.given:
-        return both.rounding.given * norm(change) + rounded
-    if name not in both.reference.parameters:
-        return both.rounding.whole * max(norm(change), whole.norm) + rounded
-    if gradient is None or not gradient.norm:
-        return rounded
-    noise = 2.0 * sqrt(both.rounding.gradient() * max(terms, gradient.norm) / gradient.norm)
-    if noise > limits.LARGEST:
-        return inf
-    is_vector = all(len(shape) == 1 for copy in whole.copies for _, shape in copy.blocks)
-    return (limits.OF_VECTORS if is_vector else noise) * norm(change) + rounded
-
-
 def drift(both: TwoRuns, step: int) -> float:
     """What the weights may differ by after a step, relative to their size."""
     changes = both.reference.changes(step)
@@ -355,9 +381,10 @@ def _of_step(both: TwoRuns, step: int) -> Iterator[Difference]:
     if step == 0:
         yield from weights(both)
     yield from outputs(both, step)
-    of_losses, of_gradients = [*losses(both, step)], [*gradients(both, step)]
+    of_losses, of_gradients = [*returned_scalars(both, step), *losses(both, step)], [*gradients(both, step)]
     if of_losses and not of_gradients:
         both.notes.append("the losses differ, the gradients do not: the loops report the loss in two ways")
     yield from of_losses if of_gradients else ()
     yield from of_gradients
+    yield from optimizers(both, step)
     yield from updates(both, step)

@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 
 from pipeflow.core.errors import UsageError
 
-FORMAT = 1
+FORMAT = 2
 Array = NDArray[np.float64]
 Event = dict[str, Any]
 _NAME = re.compile(r"rank-(\d{1,6})\.jsonl")
 _BEGIN = b'{"kind": "start", '
 _MOST = 2**31  # numbers of one array: more is no recording
 MOST_ROWS = 2048  # of one output, so that a file stays small: the rows of longer ones are added up
+INSIDE, INPUT = ": ", "input"  # "MODULE: FUNCTION #1" is within a module, "MODULE: input" what it is given
 MOST_TENSORS = 4  # of one output or batch: more are states, such as caches of keys and values
 
 
@@ -143,14 +144,18 @@ KINDS: dict[str, dict[str, Any]] = {  # the fields that an event must have, and 
     "unclipped": _TENSOR,
     "output": {"module": str, "call": int, "dtype": str, "begin": list, **_ROWS},
     "batch": _ROWS,
-    "labels": {"rows": np.ndarray, "valid": np.ndarray},
+    "scalar": {"module": str, "way": str, "place": int, "value": (int, float, np.ndarray)},
+    "detached": {"module": str, "where": str},
+    "labels": {"rows": np.ndarray, "valid": np.ndarray, "numbers": dict},
     "samples": {"name": str, "microbatch": int, "rows": np.ndarray, "mass": np.ndarray},
     "mass": {"name": str, "mass": np.ndarray},
     "loss": {"value": np.ndarray},
     "norm": {"most": (int, float), "value": np.ndarray},
-    "rules": {"rules": dict},
+    "rules": {"rules": dict, "optimizer": str},
+    "moment": {"key": str, **_TENSOR},
     "stepped": {"random": str},
 }
+OPTIONAL = {"function": str, "where": str, "inputs": list, "arguments": dict, "marks": np.ndarray}
 WIDTH = 9  # numbers of a sketch and the squared norm
 NUMBERS = ("value", "valid", "mass")  # fields that are written as arrays, of which the first entry is meant
 
@@ -198,7 +203,7 @@ def read_rank(path: Path, rank: int) -> Start:
     step: defaultdict[str, list[Event]] = defaultdict(list)
     for event in events[:-1]:
         _check(path, event, tensors)
-        event |= {name: float(event[name].reshape(-1)[0]) for name in NUMBERS if name in KINDS[event["kind"]]}
+        event |= {name: float(np.reshape(event[name], -1)[0]) for name in NUMBERS if name in KINDS[event["kind"]]}
         step[event["kind"]].append(event)
         if event["kind"] == "stepped":
             steps.append(dict(step))
@@ -238,16 +243,21 @@ def _check(path: Path, event: Event, tensors: Mapping[str, Info]) -> None:
         misread(path, event, "is of no known tensor")
     if "values" in event and not _has_values(event, tensors):
         misread(path, event, "has other values than its tensor")
-    if "rules" in event and not all(map(_is_rule, event["rules"].values())):
-        misread(path, event, "has no rates and numbers of steps")
-    if any(name in event and not event[name].size for name in NUMBERS):
+    rules = [*event.get("rules", {}).values(), event.get("numbers", {})]
+    if not all(map(_is_rule, rules)):
+        misread(path, event, "has other things than numbers by name")
+    if any(name in event and not isinstance(event[name], wanted) for name, wanted in OPTIONAL.items()):
+        misread(path, event, "has a field of another kind")
+    if not all(isinstance(each, str) for each in event.get("inputs", ())):
+        misread(path, event, "has inputs without a name")
+    if any(name in event and not np.size(event[name]) for name in (*NUMBERS, "marks")):
         misread(path, event, "has no number")
     if kind in ("batch", "output", "samples") and not _has_rows(event):
         misread(path, event, "has other rows than its shape")
 
 
 def _is_rule(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 3 and all(isinstance(each, int | float) for each in value)
+    return isinstance(value, dict) and all(isinstance(each, int | float) for each in value.values())
 
 
 def _has_values(event: Event, tensors: Mapping[str, Info]) -> bool:

@@ -24,6 +24,8 @@ CAUSES = (
     "precision",
     "order",
     "sharding",
+    "formula",
+    "detached",
     "optimizer",
     "unknown",
 )
@@ -35,14 +37,17 @@ class Difference:
 
     Attributes:
         step: index of the step.
-        what: "batch", "weight", "buffer", "output", "loss", "gradient", "norm" or "update".
-        module, parameter: names in the reference; "" if it is none.
+        what: "batch", "weight", "buffer", "output", "function", "input", "scalar", "loss", "gradient", "norm",
+            "optimizer" or "update".
+        module, parameter: names in the reference; "" if it is none. That of a function is "MODULE: FUNCTION #1".
         stage: the pipeline stage of the candidate that has it; None if it has no stages.
         ranks: the ranks of the candidate that have it.
         error: how far the runs are apart, relative to the reference.
         allowed: how far rounding explains.
         partial: of an output: the ranks' outputs add up to that of the reference.
         lacking: of an output or batch: no rank has some rows of the reference.
+        after: of a function or input: the last output before it that is right.
+        where: of a function or input: the file and line of the candidate's code.
     """
 
     step: int
@@ -55,6 +60,8 @@ class Difference:
     allowed: float
     partial: bool = False
     lacking: bool = False
+    after: str = ""
+    where: str = ""
 
 
 @dataclass(frozen=True)
@@ -146,9 +153,13 @@ WHAT = {
     "weight": "the initial values of",
     "buffer": "the buffer",
     "output": "the output of",
+    "function": "the result of",
+    "input": "what is computed between the output of",
+    "scalar": "a number that is given or returned by",
     "loss": "the loss",
     "gradient": "the gradient of",
     "norm": "the norm of the gradients",
+    "optimizer": "the optimizer's numbers for",
     "update": "the new values of",
 }
 
@@ -168,11 +179,16 @@ def paragraph(result: Result) -> str:
 def place(first: Difference) -> str:
     """Where a difference is, and how large."""
     name = first.parameter or first.module
+    if not name.partition(": ")[0] and first.what in ("output", "function", "input", "scalar"):
+        name = f"the whole model{name}"
+    if first.what == "input":
+        name = f"{first.after or 'the model before'} and the input of {name}"
     what = WHAT[first.what] + (f" {name}" if first.what not in ("batch", "loss", "norm") else "")
     stage = f"stage {first.stage}, " if first.stage is not None else ""
     listed = ", ".join(map(str, first.ranks[:8]))
-    where = f" ({stage}rank{'s' if len(first.ranks) > 1 else ''} {listed})" if first.ranks else ""
-    verb = "are" if first.what in ("batch", "weight", "update") else "is"
+    code = f"{first.where}; " if first.where else ""
+    where = f" ({code}{stage}rank{'s' if len(first.ranks) > 1 else ''} {listed})" if first.ranks else ""
+    verb = "are" if first.what in ("batch", "weight", "optimizer", "update") else "is"
     size = "the terms that it adds up" if first.what == "gradient" else "the reference"
     return (
         f"in step {first.step}, {what}{where} {verb} the first to differ, by {first.error:.2g} of {size}, where "

@@ -5,13 +5,14 @@ some elements.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 from pipeflow.checking.files import Array
-from pipeflow.checking.limits import FAR, NEAR, TINY
+from pipeflow.checking.limits import FAR, NEAR, SAME_ROWS, TINY
 from pipeflow.checking.runs import Called, joined, tail_of, unmatched
 
 DTYPES = "casts, autocast, and the dtype in which sums are kept"  # what to look at where an error is that of a dtype
@@ -44,16 +45,22 @@ def fit(others: Array, values: Array) -> Fit:
 
 
 def named(factor: float, sizes: Mapping[str, float]) -> str | None:
-    """The count, or product of two, that a factor equals, or one over it; None if there is none."""
+    """The count, or product or ratio of two, that a factor equals, or one over it; None if there is none."""
+    for inverse, words in ((False, "the number of"), (True, "one over the number of")):
+        same = [name for name, size in sizes.items() if abs((factor * size if inverse else factor / size) - 1.0) < NEAR]
+        if same:
+            return f"{words} {' or of '.join(same)}"
     for name, size in _candidates(sizes):
         for value, words in ((size, f"the number of {name}"), (1.0 / size, f"one over the number of {name}")):
             if abs(factor / value - 1.0) < NEAR:
                 return words
+    for (name, size), (other, more) in permutations(sizes.items(), 2):
+        if abs(factor * more / size - 1.0) < SAME_ROWS:
+            return f"the number of {name} over that of {other}"
     return None
 
 
 def _candidates(sizes: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    yield from sizes.items()
     listed = [*sizes.items()]
     for index, (name, size) in enumerate(listed):
         yield from ((f"{name} times that of {other}", size * more) for other, more in listed[index:] if "(" not in name)

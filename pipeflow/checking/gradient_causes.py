@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from pipeflow.checking import limits
-from pipeflow.checking.files import Array
+from pipeflow.checking.files import INSIDE, Array
 from pipeflow.checking.findings import Cause, Difference, Evidence, explains
 from pipeflow.checking.fits import DTYPES, Fit, as_times, fit, listed, named, root_named, spread_of
 from pipeflow.checking.runs import WholeTensor, norm, owner
@@ -51,7 +51,7 @@ class Gradients:
         self.both, self.wrong = both, [each for each in found if each.what == "gradient"]
         self.first = self.wrong[0]
         self.name, self.step, self.sizes = self.first.parameter, self.first.step, both.counts(self.first.step)
-        self.of_loss = max((each.error for each in found if each.what == "loss"), default=0.0)
+        self.differs_in_loss = any(each.what in ("loss", "scalar") for each in found)
         self.kind = "unclipped" if self._differs("unclipped") else "gradient"
         self.mine, self.theirs = (run.tensors(self.step, self.kind) for run in both.runs)
         self.names = [each.parameter for each in self.wrong if each.parameter in self.theirs]
@@ -111,9 +111,37 @@ class Gradients:
             return None
         return f"{self.name} is one weight with several uses, and the candidate has no gradient for it"
 
+    @explains("detached", "whether this value shall have no gradient")
+    def _detached(self) -> Evidence:
+        """A module that detaches a value, as the reference does not: from within it on, all gradients are wrong."""
+        mine, theirs = (
+            {run.ranks[rank].module(each["module"]): each["where"] for rank, each in run.events(self.step, "detached")}
+            for run in self.both.runs
+        )
+        order, types = self.both.rounding.order, self.both.reference.types
+        places = {order.get(owner(name), -1) for name in self.mine if types.get(owner(name), {}).get("leaf")}
+        last = max(order.get(owner(each.parameter), -1) for each in self.wrong)
+        for module in theirs.keys() - mine.keys():
+            inside = [place for name, place in order.items() if f"{name}.".startswith(f"{module}.")] or [-1]
+            first, end = min(inside), max(inside)
+            if last <= end < max(places) and not any(last < place < first for place in places):
+                return f"the code of {module} ({theirs[module]}) detaches a value, as the reference does not"
+        return None
+
     @explains("unknown", "whether the loss reaches this module")
     def _absent(self) -> Evidence:
         return None if self.name in self.theirs else f"{self.name} has no gradient in the candidate"
+
+    @explains("norm", "the order of the all-reduce and of clipping: a norm is that of gradients that are added up")
+    def _clipped_early(self) -> Evidence:
+        """Gradients that differ between ranks when they are clipped, and are equal when the optimizer steps."""
+        whole, after = self.theirs[self.name], self.both.candidate.tensors(self.step, "gradient").get(self.name)
+        if self.kind != "unclipped" or after is None or after.spread > limits.SKETCH * after.norm:
+            return None
+        if whole.spread <= max(self.first.allowed, limits.CLEAR) * self.mine[self.name].norm:
+            return None
+        ranks = ", ".join(map(str, whole.ranks))
+        return f"ranks {ranks} clip gradients of {self.name} that differ between them, and are equal after it"
 
     @explains("missing_reduction", "the all-reduce of this gradient over {self.group}")
     def _copies(self) -> Evidence:
@@ -262,7 +290,7 @@ class Gradients:
         many = {key: sum(len(event["rows"]) for _, event in events) for key, events in outputs.items()}
         block = owner(owner(self.name))
         for (module, place), events in outputs.items():
-            if not module.startswith(block) or many[module, place] != 2 * min(many.values()):
+            if not module.startswith(block) or INSIDE in module or many[module, place] != 2 * min(many.values()):
                 continue
             for rank in sorted({rank for rank, _ in events}):
                 rows = np.concatenate([event["rows"][:, :8] for own, event in events if own == rank])
@@ -278,7 +306,7 @@ class Gradients:
         if theirs.unit > self.mine[self.name].unit:
             dtypes = ", ".join({copy.dtype.removeprefix("torch.") for copy in theirs.copies})
             return f"the gradient of {self.name} is kept in {dtypes}, and {self.first.error:.1%} off"
-        if self.first.error < limits.LESS_PRECISE and self.of_loss < limits.LOSS_LESS_PRECISE:
+        if self.first.error < limits.LESS_PRECISE and not self.differs_in_loss:
             return f"the gradient of {self.name} is {self.first.error:.2%} off, as if a dtype of fewer bits was used"
         return None
 

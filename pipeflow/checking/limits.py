@@ -26,6 +26,7 @@ LOSS = 1e-6  # a loss is often read as a float32 number, of which this is 16 uni
 NO_GRADIENT = 1e-5  # of the norm of all gradients: one that should be zero, as that of the bias of keys, is noise
 LEAST_CHANGE = 0.05  # of a dtype's rounding: a smaller change of a weight is that of single entries
 LARGEST = 0.5  # tolerance above which an update is not compared: adaptive optimizers make it of noise
+OF_MOMENTS = 0.25  # tolerance of what an optimizer keeps, which is compared where noise of gradients is below it
 OF_VECTORS = 1.2  # tolerance of updates of biases, of which a part, that of keys, is always such noise
 FAR = 6.0  # times the root mean square of what is allowed: a wrong element, as SAFETY says
 
@@ -48,7 +49,6 @@ UNEVEN = 0.03  # by how much the weights of samples differ that count differentl
 
 # When fewer bits may be the cause of an error.
 LESS_PRECISE = 0.08  # of a gradient: errors below it may come from a dtype of 8 bits
-LOSS_LESS_PRECISE = 0.02  # the same for a loss, whose errors are averaged
 COARSE = 0.03  # the same for an output
 COARSE_UPDATE = 0.3  # the same for the change of a weight, which is small beside the weight that is rounded
 

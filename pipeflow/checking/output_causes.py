@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from math import prod
 
 import numpy as np
 
 from pipeflow.checking.differences import output
-from pipeflow.checking.files import Array
+from pipeflow.checking.files import INPUT, INSIDE, Array
 from pipeflow.checking.findings import Difference, Evidence, explains
 from pipeflow.checking.fits import DTYPES, as_times, fit, named, spread_of
 from pipeflow.checking.limits import CLEAR, COARSE, NEAR, SAME_ROWS, SUMMED, TINY, unit
-from pipeflow.checking.runs import Called, Unmatched, joined, norm, owner, summed, unmatched
+from pipeflow.checking.runs import Called, RecordedRun, Unmatched, joined, norm, owner, summed, unmatched
 from pipeflow.checking.two_runs import TwoRuns
+
+FORMULA = "what is computed there: the function, its mask, its scale, its eps and other arguments"
 
 
 class Outputs:
@@ -28,12 +31,15 @@ class Outputs:
     def __init__(self, both: TwoRuns, first: Difference) -> None:
         self.both, self.first, self.name, self.step = both, first, first.module, first.step
         mine, theirs = (run.outputs(self.step) for run in both.runs)
-        keys = [key for key in mine if key[0] == self.name and key in theirs]
+        noted = f"{self.name}{INSIDE}{INPUT}" if first.what == "input" else self.name
+        keys = [key for key in mine if key[0] == noted and key in theirs]
         wrong = (key for key in keys if output(both, self.step, key, mine[key], theirs[key]) is not None)
         self.key = next(wrong, keys[0])
         self.mine, self.theirs = mine[self.key], theirs[self.key]
         self.tail = max((tuple(event["shape"][1:]) for _, event in self.mine), key=prod)
         self.rows, self.others = joined(self.mine, self.tail), joined(self.theirs, self.tail)
+        self.are_inputs_alike = both.are_inputs_alike(self.step, self.mine, self.theirs)
+        self.inputs = "its inputs are right" if self.are_inputs_alike else "its inputs were not all compared"
 
     @cached_property
     def apart(self) -> Unmatched | None:
@@ -131,6 +137,42 @@ class Outputs:
             return None
         return f"the outputs of {self.name} are those of step {self.step - 1}"
 
+    @explains("formula", FORMULA)
+    def _other_arguments(self) -> Evidence:
+        """A function with other arguments, or a module with other settings."""
+        found = [*self._apart(*(each[0][1].get("arguments", {}) for each in (self.mine, self.theirs)))]
+        if self.first.what == "output":
+            found = [*self._apart(*(run.types.get(self.name, {}).get("settings", {}) for run in self.both.runs))]
+        masks = [float(each[0][1]["marks"].flat[0]) for each in (self.mine, self.theirs) if "marks" in each[0][1]]
+        if not found and len(masks) == 2 and abs(masks[0] - masks[1]) > SAME_ROWS:
+            found = [
+                f"its mask has {masks[1]:.1%} of its entries in the candidate, and {masks[0]:.1%} in the reference"
+            ]
+        return f"of {self.name}, {' and '.join(found)}" if found else None
+
+    def _apart(self, mine: Mapping[str, object], theirs: Mapping[str, object]) -> Iterator[str]:
+        """What is another in the candidate, in words."""
+        for key in mine.keys() & theirs.keys():
+            if mine[key] != theirs[key]:
+                what = f"argument {key}" if key.isdigit() else key
+                yield f"{what} is {theirs[key]!r} in the candidate, and {mine[key]!r} in the reference"
+
+    @explains("formula", FORMULA)
+    def _other_functions(self) -> Evidence:
+        """Other functions of the module whose code computes an input."""
+        if self.first.what == "output":
+            return None
+        module = owner(self.name) if self.first.what == "input" else self.name.partition(INSIDE)[0]
+        mine, theirs = (self._functions(run, module) for run in self.both.runs)
+        only, others = sorted(mine - theirs), sorted(theirs - mine)
+        if not only or not others:
+            return None
+        return f"{module} calls {', '.join(others)} in the candidate, and {', '.join(only)} in the reference"
+
+    def _functions(self, run: RecordedRun, module: str) -> set[str]:
+        names = (name.partition(INSIDE) for name, _ in run.outputs(self.step))
+        return {inside.partition(" #")[0] for name, _, inside in names if name == module and inside not in ("", INPUT)}
+
     @explains(
         "scale",
         "what is divided or multiplied by a number of ranks or microbatches there, and a sum that must be a mean",
@@ -152,7 +194,7 @@ class Outputs:
     @explains("scale", "on which ranks the bias is added: before or after the sum over ranks")
     def _added(self) -> Evidence:
         """Rows that are off by one and the same: a bias that is added several times, or never."""
-        if not self.pairs or f"{self.name}.bias" not in self.both.reference.first:
+        if len(self.pairs) < 2 or f"{self.name}.bias" not in self.both.reference.first:
             return None
         apart = np.array([row - mine for mine, row in self.pairs])
         common = np.median(apart, axis=0)
@@ -163,7 +205,8 @@ class Outputs:
     @explains("sharding", "how parts are gathered: along which dimension, and in which order of ranks")
     def _elsewhere(self) -> Evidence:
         """Rows with the right values at other places."""
-        if self.rows is None or self.others is None or self.first.error < COARSE:
+        is_divided = self.first.what == "output" or self.both.has_parts_of_rows(self.step)
+        if self.rows is None or self.others is None or self.first.error < COARSE or not is_divided:
             return None
         mine, theirs = (np.sort(each.values[:, 8]) for each in (self.rows, self.others))
         many = len(theirs) // len(mine)
@@ -185,7 +228,8 @@ class Outputs:
     )
     def _used_before(self) -> Evidence:
         """A layer that was right in the step before, with the same inputs and weights."""
-        if not self.step or not any(owner(name) == self.name for name in self.both.reference.first):
+        has_weights = any(owner(name) == self.name for name in self.both.reference.first)
+        if not self.step or not has_weights or not self.are_inputs_alike:
             return None
         return (
             f"{self.name} has the right weights and inputs, was right in step {self.step - 1}, and is "
@@ -205,13 +249,13 @@ class Outputs:
         if len(set(ranks.values())) < 2:
             return None
         listed = ", ".join(map(str, sorted(ranks)))
-        return f"{self.name} is split over ranks {listed}, its inputs are right, and its outputs are not"
+        return f"{self.name} is split over ranks {listed}; {self.inputs}, and its outputs are wrong"
 
     @explains("sharding", "positions and masks of each part, and what it needs of the parts of other ranks")
     def _divided(self) -> Evidence:
         """Ranks that compute a part of each row, such as some of its tokens, from inputs that are right."""
         shapes = {tuple(event["shape"][1:]) for _, event in self.theirs}
-        if self.tail in shapes:
+        if self.tail in shapes or self.first.what != "output":
             return None
         listed = " and ".join(str(list(shape)) for shape in sorted(shapes))
         return f"ranks have parts {listed} of the rows {list(self.tail)} of {self.name}, whose norm is wrong"

@@ -18,16 +18,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from pipeflow.checking.calls import Calls, named_modules
 from pipeflow.checking.files import FORMAT, file_of, files_of, is_recording, line_of
 from pipeflow.checking.parts import Part, Parts, parts_of
-from pipeflow.checking.sketches import norm_squared, sketch
+from pipeflow.checking.sketches import PROBES, norm_squared, sketch
 from pipeflow.checking.watching import (
-    Calls,
     backwards_seen,
     clipping_seen,
     engine_losses_seen,
     labels_seen,
-    named_modules,
     scaling_seen,
     steps_seen,
     trials_seen,
@@ -66,16 +65,37 @@ def random_state() -> str:
     return sha256(b"".join(bytes(state.numpy().data) for state in states)).hexdigest()[:16]
 
 
-def rules_of(optimizer: Any) -> dict[int, list[float]]:
-    """The rule of each parameter by its id, for optimizers with the groups and states of torch's."""
+RULES = {  # an optimizer's numbers that its steps follow
+    "lr", "weight_decay", "betas", "eps", "momentum", "dampening", "nesterov", "alpha", "rho", "amsgrad", "maximize",
+    "decoupled_weight_decay",
+}  # fmt: skip
+
+
+def rules_of(optimizer: Any) -> dict[int, dict[str, float]]:
+    """The numbers of each parameter's steps by its id, for optimizers with the groups and states of torch's."""
     found = {}
     states = getattr(optimizer, "state", {})
     for group in getattr(optimizer, "param_groups", ()):
+        rule: dict[str, float] = {}
+        for name in RULES & group.keys():
+            numbers = group[name] if isinstance(group[name], list | tuple) else [group[name]]
+            labels = [name] if len(numbers) == 1 else [f"{name}[{index}]" for index in range(len(numbers))]
+            rule |= {label: float(each) for label, each in zip(labels, numbers, strict=True) if each is not None}
         for parameter in group["params"]:
-            steps = states.get(parameter, {}).get("step", 0) if isinstance(states, Mapping) else 0
-            given = (group.get("lr", 0.0), group.get("weight_decay", 0.0), steps)
-            found[id(parameter)] = [float(each) for each in given]
+            state = states.get(parameter, {}) if isinstance(states, Mapping) else {}
+            steps = {"step": float(state["step"])} if "step" in state else {}
+            found[id(parameter)] = rule | steps
     return found
+
+
+def moments_of(optimizer: Any, part: Part) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that an optimizer keeps of a parameter, in its shape and placement, by name."""
+    states, own = getattr(optimizer, "state", None), part.tensor
+    state = states.get(own, {}) if isinstance(states, Mapping) else {}
+    for key, value in state.items():
+        is_like = isinstance(value, Tensor) and value.is_floating_point() and value.shape == own.shape
+        if is_like and own.dim() and getattr(value, "placements", None) == getattr(own, "placements", None):
+            yield str(key), value
 
 
 Models = nn.Module | Sequence[nn.Module]
@@ -235,6 +255,11 @@ class Recording:
                 "type": type(module).__name__,
                 "leaf": not any(module.children()),
                 "drops": module.training and any(shares_dropped(module)),
+                "settings": {
+                    key: value
+                    for key, value in vars(module).items()
+                    if isinstance(value, float | bool | str) and key != "training" and key[:1] != "_"
+                },
             }
             for name, module in named_modules(self._models, self._names)
         ]
@@ -247,11 +272,11 @@ class Recording:
         for part in self._parts:
             self._tensor(when, part, part.tensor)
 
-    def _tensor(self, kind: str, part: Part, values: Tensor) -> None:
-        found = _sketched(part, values)
+    def _tensor(self, kind: str, part: Part, values: Tensor, **more: object) -> None:
+        found = _sketched(part, values, only_norm=kind == "moment" and self.step > 0)
         if found is not None:
-            told: dict[str, object] = {"name": part.name, "dtype": str(values.dtype)}
-            if kind != "after" and fnmatchcase(part.name, self._whole):
+            told: dict[str, object] = {"name": part.name, "dtype": str(values.dtype), **more}
+            if kind not in ("after", "moment") and fnmatchcase(part.name, self._whole):
                 flat = [block.values.detach().flatten().to(torch.float64) for block in part.cut(values)]
                 self.event(kind, told, sketch=found, values=torch.cat(flat))
             else:
@@ -280,7 +305,10 @@ class Recording:
         rules = rules_of(optimizer)
         mine = self._mine([each for group in getattr(optimizer, "param_groups", []) for each in group["params"]])
         known = {part.name: rules[id(part.tensor)] for part in mine if id(part.tensor) in rules}
-        self.event("rules", {"rules": known})
+        self.event("rules", {"rules": known, "optimizer": type(optimizer).__name__})
+        for part in mine:
+            for key, value in moments_of(optimizer, part) if part.name in known else ():
+                self._tensor("moment", part, value, key=key)
         self._gradients("gradient", mine, self._seen)
         self._other_gradients(mine)
         self._has_stepped = True
@@ -303,9 +331,9 @@ class Recording:
         self._loss(loss)
         self._losses[id(scaled)] = weakref.ref(scaled)
 
-    def _labels(self, rows: Tensor, valid: Tensor) -> None:
+    def _labels(self, rows: Tensor, valid: Tensor, numbers: dict[str, float]) -> None:
         if threading.get_ident() == self._thread:
-            self.event("labels", rows=rows, valid=valid)
+            self.event("labels", {"numbers": numbers}, rows=rows, valid=valid)
 
     def _pause(self, begins: bool) -> None:
         if threading.get_ident() == self._thread:
@@ -348,12 +376,13 @@ class Recording:
         self._events.clear()
 
 
-def _sketched(part: Part, values: Tensor) -> Tensor | None:
-    """The sketch of a part's values with its squared norm; None if the rank has nothing of it."""
+def _sketched(part: Part, values: Tensor, only_norm: bool = False) -> Tensor | None:
+    """The sketch of a part's values, or zeros, with its squared norm; None if the rank has nothing of it."""
     blocks = part.cut(values)
     if not blocks:
         return None
-    found = torch.stack([sketch(block) for block in blocks]).sum(0)
+    zeros = torch.zeros(PROBES, dtype=torch.float64, device=blocks[0].values.device)
+    found = zeros if only_norm else torch.stack([sketch(block) for block in blocks]).sum(0)
     norm = torch.stack([norm_squared(block.values) for block in blocks]).sum()
     return torch.cat([found, norm[None]])
 

@@ -217,15 +217,15 @@ class RecordedRun:
         """The names of the tensors that are trained."""
         return {info.name for rank in self.ranks for info in rank.tensors.values() if info.parameter}
 
-    def tensors(self, step: int, kind: str) -> dict[str, WholeTensor]:
-        """The tensors of the whole model that events of this kind tell of, by name."""
+    def tensors(self, step: int, kind: str, key: str = "") -> dict[str, WholeTensor]:
+        """The tensors of the whole model that events of this kind, and with this key, tell of, by name."""
         copies: defaultdict[str, list[PartRecord]] = defaultdict(list)
         shapes: dict[str, tuple[int, ...]] = {}
         for rank in self.ranks:
             done: set[tuple[str, int]] = set()
             for event in rank.steps[step].get(kind, ()) if step < len(rank.steps) else ():
                 info, name = rank.tensors[event["name"]], rank.names.get(event["name"])
-                if name is None or (name, info.same) in done:
+                if name is None or (name, info.same) in done or event.get("key", "") != key:
                     continue
                 done.add((name, info.same))
                 shapes[name] = info.shape
@@ -254,12 +254,13 @@ class RecordedRun:
         return {name: sqrt(value) for name, value in squares.items()}
 
     def outputs(self, step: int) -> dict[Key, list[Called]]:
-        """The calls of each module."""
+        """The calls of each module, and of functions and inputs within, called "MODULE: FUNCTION"."""
         found: defaultdict[Key, list[Called]] = defaultdict(list)
         for rank, event in self.events(step, "output"):
             name = self.ranks[rank].module(event["module"])
             if self.modules is None or name in self.modules:
-                found[name, event["place"]].append((rank, event))
+                inside = f": {event['function']}" if "function" in event else ""
+                found[name + inside, event["place"]].append((rank, event))
         return dict(found)
 
     def losses(self, step: int) -> dict[int, list[float]]:
@@ -418,7 +419,7 @@ def rounding_of(run: RecordedRun, given: float | None = None) -> Rounding:
     total, layers = 0.0, 0
     for _, event in run.events(0, "output"):
         name = event["module"]
-        if name in found.order:
+        if name in found.order or "function" in event:
             continue
         found.order[name] = len(found.order)
         found.coarsest = max(found.coarsest, unit(event["dtype"]))

@@ -8,10 +8,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from math import inf, sqrt
+from typing import Any
 
 import numpy as np
 
-from pipeflow.checking.files import Array, Blocks, Info
+from pipeflow.checking.files import INPUT, INSIDE, Array, Blocks, Info
 from pipeflow.checking.findings import Difference
 from pipeflow.checking.limits import FLOAT32, SAFETY, SAME_START, SKETCH, TINY, Rounding, unit
 from pipeflow.checking.runs import Called, RecordedRun, joined, norm, owner, rounding_of, tail_of, unmatched
@@ -119,7 +120,9 @@ def measure(rounding: Rounding, reference: RecordedRun, exact: RecordedRun) -> N
 
     Raises UsageError if the exact run is of another model, or no finer.
     """
-    mine, theirs = (run.outputs(0) for run in (reference, exact))
+    mine, theirs = (
+        {key: calls for key, calls in run.outputs(0).items() if INSIDE not in key[0]} for run in (reference, exact)
+    )
     gradients, others = (run.tensors(0, "gradient") for run in (reference, exact))
     if mine.keys() != theirs.keys() or gradients.keys() != others.keys():
         raise UsageError(f"{exact.folder} is a run of another model than {reference.folder}: record the same job")
@@ -155,6 +158,7 @@ class TwoRuns:
         lacking: names of tensors of the reference that the candidate lacks.
         notes: what could not be compared, in sentences.
         compared: how many outputs, gradients and so on were compared.
+        alike: the steps and names of outputs, functions and inputs that were compared, and are alike.
 
     Raises UsageError if the runs are of different models or numbers of steps.
     """
@@ -170,6 +174,7 @@ class TwoRuns:
         _require_same_steps(reference, candidate)
         self.notes: list[str] = []
         self.compared: defaultdict[str, int] = defaultdict(int)
+        self.alike: set[tuple[int, str]] = set()
         self._match_names()
         self.rounding: Rounding = rounding_of(reference, tolerance)
         if exact is not None:
@@ -226,12 +231,15 @@ class TwoRuns:
         return max((stage for (rank, _), stage in self.stages.items() if rank in ranks), default=None)
 
     def difference(
-        self, step: int, what: str, name: str, ranks: Iterable[int], error: float, allowed: float, **more: bool
+        self, step: int, what: str, name: str, ranks: Iterable[int], error: float, allowed: float, **more: Any
     ) -> Difference:
-        """The difference of a module or a parameter, or of neither, if `name` is empty."""
+        """The difference of a module, a function or input within it, or a parameter; or of none, if `name` is empty."""
         places = tuple(sorted({*ranks}))
-        module, parameter = (owner(name), name) if what in ("weight", "gradient", "update") else (name, "")
-        if parameter and name not in self.reference.parameters:
+        is_of_parameter = what in ("weight", "gradient", "optimizer", "update")
+        module, parameter = (owner(name), name) if is_of_parameter else (name.removesuffix(f"{INSIDE}{INPUT}"), "")
+        if INSIDE in name:
+            what = "function" if module == name else "input"
+        if parameter and name not in self.reference.parameters and what != "optimizer":
             what = "buffer"
         stage = self.stage_of(places, name)
         return Difference(step, what, module, parameter, stage, places, error, allowed, **more)
@@ -241,6 +249,18 @@ class TwoRuns:
         """For each rank of the candidate, the names of the tensors of which it has a part."""
         return {rank.rank: {*rank.names.values()} for rank in self.candidate.ranks}
 
+    def inputs(self, calls: Sequence[Called], run: RecordedRun) -> list[str]:
+        """As what the inputs of a module or function were noted, with the names of the reference; "": as nothing."""
+        rank, event = calls[0]
+        named = (each.partition(INSIDE) for each in event.get("inputs", [""]))
+        return [run.ranks[rank].module(module) + inside + function for module, inside, function in named]
+
+    def are_inputs_alike(self, step: int, mine: Sequence[Called], theirs: Sequence[Called]) -> bool:
+        """Whether all floating inputs of a module or function were compared, and are alike."""
+        inputs = self.inputs(theirs, self.candidate)
+        are_alike = all((step, each) in self.alike for each in inputs)
+        return are_alike and inputs == self.inputs(mine, self.reference) and self.compared["batches"] > 0
+
     def is_whole(self, module: str, calls: Sequence[Called]) -> bool:
         """Whether the ranks of these calls have all of a module, and not a stage of it, or some of its experts."""
         start = f"{module}." if module else ""
@@ -248,6 +268,15 @@ class TwoRuns:
         if not inside and not self.reference.types[module].get("leaf"):
             return False
         return all(inside <= self.held[rank] for rank, _ in calls)
+
+    def has_parts_of_rows(self, step: int) -> bool:
+        """Whether ranks of the candidate have parts of rows of a layer's outputs, such as some tokens or heads."""
+        mine, theirs = (
+            {(key, tail_of(event)) for key, calls in run.outputs(step).items() for _, event in calls}
+            for run in self.runs
+        )
+        known = {key for key, _ in mine if self.reference.types.get(key[0], {}).get("leaf")}
+        return any(key in known and (key, tail) not in mine for key, tail in theirs)
 
     def places(self, module: str) -> dict[int, Blocks]:
         """For each rank of the candidate, the part that it holds of a module's weight."""
@@ -274,7 +303,9 @@ class TwoRuns:
             found[f"ranks that share a tensor ({count})"] = count
         for count in {len(whole.copies) // max(1, whole.kinds) for whole in after}:
             found[f"replicas ({count})"] = count
-        found["valid tokens"] = sum(event["valid"] for _, event in self.reference.events(step, "labels"))
+        labels = [event for _, event in self.reference.events(step, "labels")]
+        found["valid tokens"] = sum(event["valid"] for event in labels)
+        found["all tokens"] = sum(event["numbers"].get("labels", 0) for event in labels)
         batches = [event for _, event in self.reference.events(step, "batch")]
         if batches:
             place = batches[-1]["place"]

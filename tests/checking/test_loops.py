@@ -57,7 +57,7 @@ def test_a_scaled_loss_is_the_loss(tmp_path: Path) -> None:
         (
             "anew",
             1,
-            "update",
+            "optimizer",
             "optimizer",
             "the number of steps before of embed.weight is 0 on rank 0, and 1 in the reference",
         ),
