@@ -23,7 +23,7 @@ FORMAT = 2
 Array = NDArray[np.float64]
 Event = dict[str, Any]
 _NAME = re.compile(r"rank-(\d{1,6})\.jsonl")
-_BEGIN = b'{"kind": "start", '
+_BEGIN, _END = b'{"kind": "start", ', b'\n{"kind": "end", '
 _MOST = 2**31  # numbers of one array: more is no recording
 MOST_ROWS = 2048  # of one output, so that a file stays small: the rows of longer ones are added up
 INSIDE, INPUT = ": ", "input"  # "MODULE: FUNCTION #1" is within a module, "MODULE: input" what it is given
@@ -127,6 +127,17 @@ def is_recording(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         return file.read(len(_BEGIN)) in (_BEGIN, b"")
+
+
+def is_whole(path: Path) -> bool:
+    """True if a file ends as a recording does that was not cut off."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 99))
+            last = file.read()
+    except FileNotFoundError:
+        return False
+    return _END in last and last.endswith(b"\n")
 
 
 def misread(path: Path, event: Event, why: str) -> NoReturn:
