@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeflow.core.errors import UsageError, paths_of
-from pipeflow.core.files import read_text, unreadable
+from pipeflow.core.files import opened, read_text
 from pipeflow.core.timeline import Timeline
 from pipeflow.tools.traces.chakra import read_chakra, read_chakra_json
 from pipeflow.tools.traces.events import RankEvents
@@ -19,7 +19,7 @@ from pipeflow.tools.traces.nsight import read_nsight
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 ENDINGS = (".json", ".json.gz", ".jsonl", ".sqlite", ".et")
-LARGEST = 2**32  # bytes of a file that was compressed, so that a small file cannot fill the memory
+LARGEST = 2**32  # bytes of a text, also of one that was compressed, so that no file can fill the memory
 MOST, FREE, PART = 50, 2**26, 2**24  # times its size that a file has unpacked, beyond so many bytes; bytes at once
 _RANK = re.compile(r"rank[-_=]?(\d+)|(?<!\d)(\d+)(?=\D*$)", re.IGNORECASE)
 
@@ -79,15 +79,13 @@ def _with_rank(found: list[RankEvents], name: str) -> list[RankEvents]:
 
 
 def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise unreadable(path, error) from None
+    with opened(path) as file:
+        return file.read()
 
 
 def _text(path: Path) -> str:
     if path.suffix != ".gz":
-        return read_text(path)
+        return read_text(path, LARGEST)
     packed, whole = _bytes(path), bytearray()
     most = min(LARGEST, max(MOST * len(packed), FREE))
     while packed:
