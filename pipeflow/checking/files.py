@@ -79,7 +79,7 @@ def _lines(path: Path, file: BinaryIO) -> Iterator[bytes]:
         if part is not line:
             size = file.tell() - start
             file.seek(start)
-            line = file.read(size)  # noqa: PLW2901
+            line = file.read(size)
         yield line
 
 
@@ -313,8 +313,11 @@ def _has_negative_squares(event: Event) -> bool:
 
 
 def _is_sizes(value: object) -> bool:
-    is_short = isinstance(value, list | tuple) and len(value) <= _MOST_DIMS
-    return is_short and all(type(size) is int and 0 <= size < _MOST_SIZE for size in value)
+    return (
+        isinstance(value, list | tuple)
+        and len(value) <= _MOST_DIMS
+        and all(type(size) is int and 0 <= size < _MOST_SIZE for size in value)
+    )
 
 
 def _has_rows(event: Event) -> bool:

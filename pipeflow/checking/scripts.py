@@ -1,5 +1,5 @@
-"""Both runs of a script: plainly in one process, and on several ranks. Each rank is a process, which is ended as soon as
-the recordings of all are written.
+"""Both runs of a script: plainly in one process, and on several ranks. Each rank is a process, which is ended once the
+recordings of all are written.
 """
 
 from __future__ import annotations

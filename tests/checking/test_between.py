@@ -39,11 +39,10 @@ class Block(nn.Module):
             heads = zip(q.split(1, 1), k.split(1, 1), v.split(1, 1), strict=True)
             return torch.cat([F.scaled_dot_product_attention(*each, is_causal=True) for each in heads], 1)
         if self._fault != "rewritten":
-            found: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=self._fault != "no mask")
-            return found
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self._fault != "no mask")
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
         scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
-        found = torch.matmul(scores.softmax(-1), v)
+        found: Tensor = torch.matmul(scores.softmax(-1), v)
         return found
 
     def forward(self, values: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ examples:
   pipeflow check train.py --ranks 2 --schedule zb-v -- --layers 2
   pipeflow check train.py --ranks 4 --plain "--tensor 1" -- --tensor 2
 
-exit status: 0 alike, 1 different, 2 a recording cannot be read
+exit status: 0 alike, 1 different, 2 the runs cannot be compared
 """
 
 
