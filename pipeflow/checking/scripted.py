@@ -71,7 +71,6 @@ class RecordedCalls:
     def __init__(self, changes: Changes) -> None:
         self.changes = changes
         self.recording: Recording | None = None
-        self.has_ended = False
         self._launch, self._make, self._execute = (
             launcher.launch,
             registry.make_schedule,
@@ -131,12 +130,11 @@ class RecordedCalls:
             self.recording = Recording(self.changes.folder, models, whole=self.changes.whole)
             self.recording.__enter__()
         elif self.recording.done >= self.changes.steps:
-            self.end()
+            self.recording.end()
 
     def end(self) -> None:
-        """Ends the recording, if one has begun."""
-        if self.recording is not None and not self.has_ended:
-            self.has_ended = True
+        """Closes the recording, if one has begun."""
+        if self.recording is not None:
             self.recording.__exit__(None, None, None)
 
 

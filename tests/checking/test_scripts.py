@@ -12,10 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from pipeflow.checking import scripts
-from pipeflow.checking.causes import check
+from pipeflow.checking import check, record, scripts
+from pipeflow.checking.files import file_of, is_whole
 from pipeflow.checking.findings import paragraph
+from pipeflow.checking.runs import load
 from pipeflow.checking.scripts import RAISED, run_both
 from pipeflow.core.errors import UsageError
 
@@ -156,7 +159,7 @@ def test_one_that_died_without_an_error_came_first(tmp_path: Path) -> None:
     said = [tmp_path / "0", tmp_path / "1"]
     said[0].write_text(f"{RAISED}3.5\nRuntimeError: Connection closed by peer\n", encoding="utf-8")
     said[1].write_text("a warning\n", encoding="utf-8")
-    assert scripts._of_culprit({0: 0.0, 1: 0.0}, said) == "rank 1: a warning"
+    assert scripts._of_culprit({0: 5.0, 1: 0.0}, said) == "rank 1: a warning"
     assert "Connection" in scripts._of_culprit({0: 0.0, 1: 4.0}, said)  # it aborted, later
 
 
@@ -202,3 +205,19 @@ def test_processes_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(UsageError, match="a process of the script cannot be started: No such file"):
         run_both(tmp_path / "train.py", [], tmp_path, ranks=2)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_recording_that_ends_within_a_function_of_torch(tmp_path: Path) -> None:
+    """Such as a backward that calls the model, as engines do. What comes later is not recorded."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with record(tmp_path, model) as recording:
+        for step in range(3):
+            found = model(torch.ones(1, 2))
+            if step == 1:
+                found.register_hook(lambda _: recording.end())
+            found.sum().backward()
+            optimizer.step()
+        assert is_whole(file_of(tmp_path, 0))
+    assert load(tmp_path).num_steps == 2
+    assert is_whole(file_of(tmp_path, 0))
