@@ -42,7 +42,8 @@ def check(
     both = TwoRuns(load(Path(reference)), load(Path(candidate)), tolerance, finer)
     found = first_differences(both)
     cause = _in_detail(both, found[0], _cause(both, found)) if found else None
-    return Result(found, cause, both.notes, dict(both.compared), [*both.rounding.order])
+    left_out = len(both.reference.weights(0)) - len(both.weights)
+    return Result(found, cause, both.notes, dict(both.compared), [*both.rounding.order], left_out)
 
 
 def _in_detail(both: TwoRuns, first: Difference, cause: Cause) -> Cause:
@@ -136,7 +137,7 @@ def _of_norm(both: TwoRuns, first: Difference) -> Cause:
     """The cause of a wrong norm, of gradients that are right."""
     values = [event["value"] for _, event in both.reference.events(first.step, "norm")]
     others = {rank: event["value"] for rank, event in both.candidate.events(first.step, "norm")}
-    factor = others[first.ranks[0]] / values[0]
+    factor = others[first.ranks[0]] / max(values[0], limits.TINY)
     why = root_named(factor, both.counts(first.step))
     apart = " and differs between ranks" if spread_of([*others.values()]) > limits.DISAGREES else ""
     how = f"{as_times(factor)} the reference's{f', {why}' if why else ''}{apart}"

@@ -351,7 +351,7 @@ def _norms(both: TwoRuns, step: int) -> Iterator[Difference]:
     both.compared["norms"] += 1
     wanted = mine[0][1]["value"]
     allowed = both.rounding.gradient()
-    apart = {rank: abs(event["value"] / wanted - 1.0) for rank, event in theirs}
+    apart = {rank: abs(event["value"] - wanted) / max(abs(wanted), limits.TINY) for rank, event in theirs}
     wrong = [rank for rank, error in apart.items() if not error <= allowed]
     if wrong:
         yield both.difference(step, "norm", "", wrong, max(apart.values()), allowed)

@@ -5,26 +5,27 @@ last line alone. Numbers of arrays are float64 in base64. Reading checks every f
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeflow.core.errors import UsageError
+from pipeflow.core.files import opened
 
 FORMAT = 2
 Array = NDArray[np.float64]
 Event = dict[str, Any]
 _NAME = re.compile(r"rank-(\d{1,6})\.jsonl")
-_BEGIN = b'{"kind": "start", '
-_MOST = 2**31  # numbers of one array: more is no recording
+_BEGIN, _END = b'{"kind": "start", ', b'\n{"kind": "end", '
+_LONGEST, _PART = 2**33, 2**20  # bytes of a line, more is no recording; bytes of it that are read at once
+_MOST_DIMS, _MOST_SIZE = 32, 2**40  # of a tensor: more is no recording
 MOST_ROWS = 2048  # of one output, so that a file stays small: the rows of longer ones are added up
 INSIDE, INPUT = ": ", "input"  # "MODULE: FUNCTION #1" is within a module, "MODULE: input" what it is given
 MOST_TENSORS = 4  # of one output or batch: more are states, such as caches of keys and values
@@ -49,15 +50,8 @@ def read_events(path: Path) -> list[Event]:
 
     Raises UsageError for a file that is missing, damaged or cut off.
     """
-    events: list[Event] = []
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.endswith("\n"):
-                    break  # the process ended while it wrote this line
-                events.append(_event(path, number, line))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
+    with opened(path) as file:
+        events = [_event(path, number, line) for number, line in enumerate(_lines(path, file), 1)]
     if not events or events[0]["kind"] != "start":
         raise UsageError(
             f"{path} is no recording: its first line does not start one; make it with pipeflow.checking.record"
@@ -72,7 +66,24 @@ def read_events(path: Path) -> list[Event]:
     return events
 
 
-def _event(path: Path, number: int, line: str) -> Event:
+def _lines(path: Path, file: BinaryIO) -> Iterator[bytes]:
+    """The lines up to one without an end, which is not loaded: the process ended while it wrote it."""
+    while line := file.readline(_PART):
+        start, part = file.tell() - len(line), line
+        while part and not part.endswith(b"\n"):
+            part = file.readline(_PART)
+            if file.tell() - start > _LONGEST:
+                raise UsageError(f"{path} has a line of more than {_LONGEST >> 30} GiB: record less of it whole")
+        if not part:
+            return
+        if part is not line:
+            size = file.tell() - start
+            file.seek(start)
+            line = file.read(size)
+        yield line
+
+
+def _event(path: Path, number: int, line: bytes) -> Event:
     try:
         event = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -87,16 +98,15 @@ def _event(path: Path, number: int, line: str) -> Event:
 
 def _array(path: Path, number: int, packed: Mapping[str, Any]) -> Array:
     shape, text = packed["shape"], packed["float64"]
-    whole = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
-    if not whole or not isinstance(text, str) or prod(shape) > _MOST:
+    if not _is_sizes(shape) or not isinstance(text, str):
         raise _damaged(path, number, "an array has no shape")
     try:
         data = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
+        if len(data) != 8 * prod(shape):
+            raise ValueError(f"an array of shape {shape} has {len(data)} bytes")
+        return np.frombuffer(data, "<f8").reshape(shape).astype(np.float64)
+    except ValueError as error:
         raise _damaged(path, number, str(error)) from error
-    if len(data) != 8 * prod(shape):
-        raise _damaged(path, number, f"an array of shape {shape} has {len(data)} bytes")
-    return np.frombuffer(data, "<f8").reshape(shape).astype(np.float64)
 
 
 def _damaged(path: Path, number: int, why: str) -> UsageError:
@@ -127,6 +137,17 @@ def is_recording(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         return file.read(len(_BEGIN)) in (_BEGIN, b"")
+
+
+def is_whole(path: Path) -> bool:
+    """True if a file ends as a recording does that was not cut off."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 99))
+            last = file.read()
+    except FileNotFoundError:
+        return False
+    return _END in last and last.endswith(b"\n")
 
 
 def misread(path: Path, event: Event, why: str) -> NoReturn:
@@ -222,9 +243,11 @@ def _infos(path: Path, first: Event) -> Iterator[Info]:
             shape, stage = tuple(map(int, each["shape"])), each["stage"]
             if not isinstance(each["name"], str) or not (stage is None or type(stage) is int):
                 raise TypeError("a name or a stage")
+            if not all(map(_is_sizes, (shape, *(sizes for block in blocks for sizes in block)))):
+                raise ValueError("a shape or an offset")
             same, chunk = int(each["same"]), int(each.get("chunk", 0))
             yield Info(each["name"], shape, blocks, stage, same, bool(each["parameter"]), chunk)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         misread(path, first, f"has a tensor that cannot be read ({error!r})")
 
 
@@ -254,6 +277,8 @@ def _check(path: Path, event: Event, tensors: Mapping[str, Info]) -> None:
         misread(path, event, "has no number")
     if kind in ("batch", "output", "samples") and not _has_rows(event):
         misread(path, event, "has other rows than its shape")
+    if _has_negative_squares(event):
+        misread(path, event, "has a square below 0")
 
 
 def _is_rule(value: object) -> bool:
@@ -279,8 +304,20 @@ def _has_values(event: Event, tensors: Mapping[str, Info]) -> bool:
     )
 
 
+def _has_negative_squares(event: Event) -> bool:
+    """Whether a squared norm is below 0: that of a sketch, of a row, or of terms."""
+    squares = [event["sketch"][-1]] if "sketch" in event else []
+    if event["kind"] in ("batch", "output"):
+        squares.append(event["rows"][..., -1])
+    return any(np.any(each < 0) for each in (*squares, event.get("mass", 0)))
+
+
 def _is_sizes(value: object) -> bool:
-    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**40 for size in value)
+    return (
+        isinstance(value, list | tuple)
+        and len(value) <= _MOST_DIMS
+        and all(type(size) is int and 0 <= size < _MOST_SIZE for size in value)
+    )
 
 
 def _has_rows(event: Event) -> bool:

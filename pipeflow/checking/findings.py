@@ -122,6 +122,7 @@ class Result:
         notes: what could not be compared, in sentences.
         compared: how many outputs, gradients and so on were compared.
         order: the modules in the order of the forward.
+        left_out: how many weights and buffers of the reference could not be compared.
     """
 
     differences: Sequence[Difference]
@@ -129,6 +130,7 @@ class Result:
     notes: Sequence[str] = ()
     compared: dict[str, int] = field(default_factory=dict)
     order: Sequence[str] = ()
+    left_out: int = 0
 
     @property
     def alike(self) -> bool:
@@ -145,7 +147,8 @@ class Result:
             place = {name: getattr(first, name) for name in ("step", "what", "module", "parameter", "stage")}
             place["rank"] = next(iter(first.ranks), None)
         why = {name: getattr(self.cause, name, None) for name in ("name", "factor", "evidence", "look")}
-        return {"alike": self.alike, "first": place, "cause": why.pop("name"), **why, "notes": list(self.notes)}
+        notes = {"notes": list(self.notes), "left_out": self.left_out}
+        return {"alike": self.alike, "first": place, "cause": why.pop("name"), **why, **notes}
 
 
 WHAT = {
@@ -167,9 +170,13 @@ WHAT = {
 def paragraph(result: Result) -> str:
     """One paragraph: where the runs begin to differ, why, the evidence, and what to look at."""
     if result.first is None:
-        counts = [f"{count} {what}" for what, count in result.compared.items() if count]
+        found = {what: f"{count} {what}" for what, count in result.compared.items() if count}
+        if result.left_out:
+            compared = result.compared.get("weights", 0)
+            found["weights"] = f"{compared} of {compared + result.left_out} weights"
+        counts = [*found.values()]
         listed = f"{', '.join(counts[:-1])} and {counts[-1]}" if len(counts) > 1 else "".join(counts)
-        return f"alike: {listed} differ by no more than rounding."
+        return f"alike{' in what was compared' * bool(result.left_out)}: {listed} differ by no more than rounding."
     first, cause = result.first, result.cause
     assert cause is not None
     evidence = cause.evidence[:1].upper() + cause.evidence[1:]
@@ -205,6 +212,8 @@ def others(result: Result, most: int = 3) -> Iterator[str]:
         yield "after it: " + ", ".join(f"{count} of {what}" for what, count in [*counts.items()][:most])
 
 
+MOST_DEEP = 100  # modules within each other that the page shows so; the names of deeper ones are not divided further
+
 STYLE = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --paper: #ffffff; --soft: #666666; --line: #d0d0d0; --bad: #b3261e;
   --mark: #fde7e5; --good: #1b6e3c; }
@@ -235,7 +244,7 @@ def page(result: Result, reference: str, candidate: str) -> str:
     tree: dict[str, dict[str, object]] = {}
     for name in names:
         here: dict[str, object] = tree  # type: ignore[assignment]  # a tree of trees
-        for step in name.split("."):
+        for step in name.split(".", MOST_DEEP):
             here = here.setdefault(step, {})  # type: ignore[assignment]  # a tree of trees
     first = result.first
     top = "" if first is None or first.module else f"<p class=first>{_shown(place(first))}</p>"

@@ -228,8 +228,8 @@ class Outputs:
     )
     def _used_before(self) -> Evidence:
         """A layer that was right in the step before, with the same inputs and weights."""
-        has_weights = any(owner(name) == self.name for name in self.both.reference.first)
-        if not self.step or not has_weights or not self.are_inputs_alike:
+        own = {first for name, first in self.both.reference.first.items() if owner(name) == self.name}
+        if not self.step or not own or not own <= self.both.weights or not self.are_inputs_alike:
             return None
         return (
             f"{self.name} has the right weights and inputs, was right in step {self.step - 1}, and is "

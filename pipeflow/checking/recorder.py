@@ -170,7 +170,7 @@ class Recording:
         self._losses: dict[int, weakref.ref[Tensor]] = {}  # noted in this step
         self._has_stepped = False
         self._thread = threading.get_ident()
-        self._is_paused = False
+        self._is_paused = self._has_ended = False
         self.step = 0
 
     def __enter__(self) -> Self:
@@ -198,12 +198,21 @@ class Recording:
             return
         self._stack.close()
         if kind is None:
-            if not self._has_stepped:
-                self._gradients("gradient", self._parts, self._seen)
-            self._finish()
-            self.event("end")
-            self._flush()
+            self.end()
         self._file.close()
+
+    def end(self) -> None:
+        """Writes what was seen of this step, and the end of the file. What comes later is not recorded. Hooks and modes
+        stay, since they can only be taken away where the `with` block ends.
+        """
+        if self._has_ended:
+            return
+        if not self._has_stepped:
+            self._gradients("gradient", self._parts, self._seen)
+        self._finish()
+        self.event("end")
+        self._flush()
+        self._has_ended = True
 
     @property
     def done(self) -> int:
@@ -217,7 +226,7 @@ class Recording:
 
     def event(self, kind: str, told: dict[str, object] | None = None, **arrays: Tensor) -> None:
         """Notes an event of this step, with arrays that are still on their device."""
-        if self._is_paused:
+        if self._is_paused or self._has_ended:
             return
         self._events.append(({"kind": kind, "step": self.step, **(told or {})}, arrays))
 

@@ -280,8 +280,9 @@ def load(folder: Path) -> RecordedRun:
     worlds = {each.start["world"] for each in ranks}
     world = max(worlds)
     if missing := sorted(set(range(world)) - {each.rank for each in ranks}):
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         raise UsageError(
-            f"{folder} lacks the files of ranks {', '.join(map(str, missing))} of {world}: copy them there"
+            f"{folder} lacks the files of ranks {', '.join(map(str, missing[:8]))}{more} of {world}: copy them there"
         )
     if len(worlds) > 1 or len(ranks) != world:
         raise UsageError(f"{folder} has files of several recordings: record into an empty folder")

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from threading import Thread
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import pipeflow
 from pipeflow import schedules
 from pipeflow.checking.recorder import Recording, shares_dropped
-from pipeflow.checking.scripts import VARIABLE, Changes
+from pipeflow.checking.scripts import RAISED, VARIABLE, Changes
 from pipeflow.checking.watching import TRIALS
 from pipeflow.engine.parallel import launcher
 from pipeflow.engine.runtime import pipeline as pipeline_module
@@ -69,7 +71,6 @@ class RecordedCalls:
     def __init__(self, changes: Changes) -> None:
         self.changes = changes
         self.recording: Recording | None = None
-        self.stepped = self.optimizers = 0  # steps of optimizers in all, and in each step
         self._launch, self._make, self._execute = (
             launcher.launch,
             registry.make_schedule,
@@ -120,28 +121,19 @@ class RecordedCalls:
         return self._execute(data_iter, model, **named)
 
     def step_begins(self, models: Sequence[nn.Module]) -> None:
-        """Starts to record before the first call that trains, and ends the script at the first after its last step."""
+        """Starts to record before the first call that trains, and ends the recording at the first after its last step.
+        The script goes on, since other ranks may wait for this one before they come as far.
+        """
         if self.recording is None:
             for model in models:
                 drop_nothing(model)
             self.recording = Recording(self.changes.folder, models, whole=self.changes.whole)
             self.recording.__enter__()
-            register_optimizer_step_post_hook(self._stepped)
         elif self.recording.done >= self.changes.steps:
-            sys.exit(0)
-        elif self.recording.done == 1 and not self.optimizers:
-            self.optimizers = self.stepped
-
-    def _stepped(self, *_: object) -> None:
-        """Ends the script when all optimizers have stepped for the last time: a rank that went on would wait for those
-        that have ended.
-        """
-        self.stepped += 1
-        if self.optimizers and self.stepped == self.changes.steps * self.optimizers:
-            sys.exit(0)
+            self.recording.end()
 
     def end(self) -> None:
-        """Ends the recording, if one has begun."""
+        """Closes the recording, if one has begun."""
         if self.recording is not None:
             self.recording.__exit__(None, None, None)
 
@@ -155,16 +147,28 @@ def drop_nothing(model: nn.Module) -> None:
 
 def main() -> None:
     """Runs the script that the arguments name."""
-    recorded = RecordedCalls(Changes(**json.loads(os.environ[VARIABLE])))
+    changes = Changes(**json.loads(os.environ[VARIABLE]))
+    if changes.lives is not None:
+        Thread(target=_end_with, args=(changes.lives,), daemon=True).start()
+    recorded = RecordedCalls(changes)
     recorded.install()
     sys.argv = sys.argv[1:]
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as error:
-        if error.code:
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or error.code:
+            os.write(2, f"\n{RAISED}{time.monotonic()}\n".encode())
             raise
     recorded.end()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # whose threads would abort the process as it ends
+
+
+def _end_with(pipe: int) -> None:
+    """Ends this process, and those that it started, when the process that has the other end of a pipe ends."""
+    os.read(pipe, 1)
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -200,6 +200,14 @@ class TwoRuns:
             self.notes.append(f"{_listed(shapes)} have other shapes: pass parts to record if ranks have parts of them")
 
     @cached_property
+    def weights(self) -> set[str]:
+        """The names of the weights and buffers of which the candidate's ranks have all parts as it begins. Only these
+        are compared.
+        """
+        mine, theirs = (run.weights(0) for run in self.runs)
+        return {name for name in mine if name in theirs and theirs[name].covered}
+
+    @cached_property
     def stages(self) -> dict[tuple[int, int], int]:
         """The pipeline stage of each rank of the candidate and each of its modules, by the tensors that it holds; empty
         without stages, whose tensors are others but for tied ones.

@@ -4,27 +4,46 @@ what is in them.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pipeflow.core.errors import UsageError, closest
 
+LARGEST_TEXT = 2**28  # bytes
 
-def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of a file. Raises UsageError if it cannot be read; if there is no such file, the message suggests the
-    nearest name.
+
+def read_text(path: str | os.PathLike[str], most: int = LARGEST_TEXT) -> str:
+    """The text of a file of at most `most` bytes. Raises UsageError if it cannot be read; if there is no such file, the
+    message suggests the nearest name.
     """
+    with opened(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise UsageError(f"{os.fspath(path)}: this has more than {most >> 20} MiB, which is no file for this command")
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise unreadable(path, error) from None
+        return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
     except UnicodeDecodeError:
         raise UsageError(f"{os.fspath(path)}: not a text file") from None
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Context manager that yields a file to read bytes from. Raises UsageError if it cannot be read, or is a pipe or a
+    device, which may have no end.
+    """
+    try:
+        if os.path.exists(path) and not os.path.isdir(path) and not os.path.isfile(path):
+            raise UsageError(f"{os.fspath(path)}: this is no file, but a pipe or a device: write it into a file first")
+        with open(path, "rb") as file:
+            yield file
+    except OSError as error:
+        raise unreadable(path, error) from None
 
 
 def unreadable(path: str | os.PathLike[str], error: OSError) -> UsageError:

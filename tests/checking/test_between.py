@@ -38,11 +38,11 @@ class Block(nn.Module):
         if self._fault == "half, and called twice":
             F.scaled_dot_product_attention(q, k, 0.0 * v, is_causal=True)
         if self._fault != "rewritten":
-            found: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=self._fault != "no mask")
-            return found
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self._fault != "no mask")
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
         scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
-        return torch.matmul(scores.softmax(-1), v)
+        found: Tensor = torch.matmul(scores.softmax(-1), v)
+        return found
 
     def forward(self, values: Tensor) -> Tensor:
         normed = self.norm(values)

@@ -55,6 +55,13 @@ def test_arguments_that_cannot_work(runs: dict[str, str], tmp_path: Path, capsys
     assert "--ranks is for scripts" in error(capsys, "check", runs["plain"], runs["four"], "--ranks", "2")
     assert "--ranks is missing" in error(capsys, "check", str(tmp_path / "train.py"))
     assert "is no script" in error(capsys, "check", str(tmp_path / "train.py"), "--ranks", "2")
+    (tmp_path / "train.py").write_text("", encoding="utf-8")
+    for option, wrong, said in (
+        ("--deadline", "0", "must be above 0 seconds, got 0"),
+        ("--plain", "'", "--plain cannot be divided into arguments: No closing quotation"),
+        ("--ranks", "1000000000", "are too many for one machine: at most 256"),
+    ):
+        assert said in error(capsys, "check", str(tmp_path / "train.py"), "--ranks", "2", option, wrong)
     assert "has no recording" in error(capsys, "check", runs["plain"], str(tmp_path))
 
 
@@ -92,7 +99,8 @@ def test_both_runs_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str
     script.write_text(
         "import os, sys\nif os.environ['WORLD_SIZE'] == '2':\n    sys.exit('train.py: no')\n" + SCRIPT, encoding="utf-8"
     )
-    assert "the script failed on several ranks: train.py: no" in error_after_progress(capsys, script)
+    said = error_after_progress(capsys, script)
+    assert re.search("the script failed on several ranks: rank [01]: train.py: no", said)
     script.write_text("", encoding="utf-8")
     assert "trained no module in one process" in error_after_progress(capsys, script)
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
 import random
 import shutil
+import tracemalloc
 from contextlib import suppress
+from math import prod
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -99,6 +104,93 @@ def test_forged_files_are_refused_or_compared(plain: Path, other: Path) -> None:
         path.write_text("\n".join([*lines[:index], json.dumps(event), *lines[index + 1 :]]) + "\n", encoding="utf-8")
         with suppress(UsageError):
             check(plain, other)
+
+
+def _packed(*shape: int, value: float = -1.0) -> dict[str, object]:
+    """An array as `line_of` writes it."""
+    return {"shape": shape, "float64": base64.b64encode(np.full(prod(shape), value).tobytes()).decode()}
+
+
+FORGED = [
+    ("gradient", {"sketch": _packed(9)}, "has a square below 0"),
+    ("output", {"rows": _packed(8, 9)}, "has a square below 0"),
+    ("samples", {"mass": _packed(1)}, "has a square below 0"),
+    ("output", {"rows": _packed(0, 10**30)}, "an array has no shape"),
+    ("output", {"rows": _packed(*[1] * 10**4)}, "an array has no shape"),
+    ("output", {"rows": _packed(0, 2**39, 2**39)}, "array is too big"),
+]
+
+
+@pytest.mark.parametrize(("kind", "values", "why"), FORGED)
+def test_numbers_that_nothing_records(plain: Path, other: Path, kind: str, values: object, why: str) -> None:
+    path = file_of(other, 0)
+    events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    next(event for event in events if event["kind"] == kind).update(values)
+    path.write_text("".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
+    assert why in said(plain, other)
+
+
+def test_a_norm_of_zero_is_compared(tmp_path: Path) -> None:
+    folders = [train(tmp_path / name, steps=1, clip=1.0) for name in ("one", "other")]
+    for path in (file_of(folder, 0) for folder in folders):
+        events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        next(event for event in events if event["kind"] == "norm")["value"] = _packed(1, value=0.0)
+        path.write_text("".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
+        result = check(*folders)
+    assert result.alike
+    first = check(folders[0], train(tmp_path / "right", steps=1, clip=1.0)).first
+    assert first is not None
+    assert first.what == "norm"
+
+
+@pytest.mark.parametrize("shape", [[float("inf"), 16], [-3, 16], [2**40, 16], [1] * 99])
+def test_shapes_that_no_tensor_has(plain: Path, other: Path, shape: list[float]) -> None:
+    path = file_of(other, 0)
+    first, rest = path.read_text(encoding="utf-8").split("\n", 1)
+    event = json.loads(first)
+    event["tensors"][0]["shape"] = shape
+    path.write_text(json.dumps(event) + "\n" + rest, encoding="utf-8")
+    assert "has a tensor that cannot be read" in said(plain, other)
+
+
+def test_a_file_that_is_none(plain: Path, tmp_path: Path) -> None:
+    os.mkfifo(file_of(tmp_path, 0))
+    assert "this is no file, but a pipe or a device" in said(plain, tmp_path)
+
+
+def test_a_line_without_an_end_is_not_loaded(plain: Path, other: Path) -> None:
+    path = file_of(other, 0)
+    with path.open("ab") as file:
+        file.truncate(2**31)
+    tracemalloc.start()
+    try:
+        load(other)  # all lines before it are there
+        assert tracemalloc.get_traced_memory()[1] < 2**27
+        path.write_bytes(path.read_bytes()[:99])
+        with path.open("ab") as file:
+            file.truncate(2**34)
+        assert "has a line of more than 8 GiB" in said(plain, other)
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_long_line_is_read_whole(plain: Path, other: Path) -> None:
+    path = file_of(other, 0)
+    first, rest = path.read_text(encoding="utf-8").split("\n", 1)
+    path.write_text(json.dumps(json.loads(first) | {"more": "x" * 2**22}) + "\n" + rest, encoding="utf-8")
+    assert check(plain, other).alike
+
+
+def test_many_missing_ranks_are_counted(plain: Path, other: Path) -> None:
+    path = file_of(other, 0)
+    text = path.read_text(encoding="utf-8").replace('"world": 1', '"world": 1000000', 1)
+    path.write_text(text, encoding="utf-8")
+    assert "lacks the files of ranks 1, 2, 3, 4, 5, 6, 7, 8 and 999991 more of 1000000" in said(plain, other)
+
+
+def test_a_page_of_modules_within_each_other() -> None:
+    shown = page(Result([], None, order=["." * 20000, "x" + ".x" * 20000]), "plain", "deep")
+    assert shown.count("<li") == 1 + 101 + 101 - 1
 
 
 def test_other_texts_are_refused(plain: Path, other: Path) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pipeflow.checking import CAUSES, check, plant, record
+from pipeflow.checking.findings import paragraph
 from pipeflow.core.errors import UsageError
 from tests.checking.jobs import GPT, Block, train
 
@@ -230,3 +232,30 @@ def test_losses_keep_their_identity(tmp_path: Path) -> None:
     before = torch.nn.functional.cross_entropy
     with record(tmp_path, GPT()):
         assert torch.nn.functional.cross_entropy is before
+
+
+@pytest.mark.parametrize("moved", [0.0, 0.5])
+def test_weights_that_were_not_compared(tmp_path: Path, moved: float) -> None:
+    """Nothing is said of a weight of which a part is missing, also if a wrong update moved it."""
+    plain = train(tmp_path / "plain")
+
+    def parts(name: str, tensor: Tensor) -> object:
+        return (tuple(tensor.shape), [((slice(0, 8),), (0, 0))]) if name == "embed.weight" else None
+
+    def move(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][0].add_(moved)  # that of embed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.checking.jobs.record", partial(record, parts=parts))
+        hook = register_optimizer_step_post_hook(move)
+        train(tmp_path / "lacking")
+        hook.remove()
+    result = check(plain, tmp_path / "lacking")
+    said = paragraph(result)
+    assert result.to_json()["left_out"] == 1
+    if moved:
+        assert "in step 1, the output of embed" in said
+        assert "the right weights" not in said
+    else:
+        assert said.startswith("alike in what was compared: 2 batches, 15 of 16 weights, ")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,19 @@ def test_a_python_without_docstrings_only_lacks_help() -> None:
     """The help of a plan's options is that of docstrings."""
     argv = [sys.executable, "-OO", "-m", "pipeflow", "plan", "tiny", "--pipeline", "2"]
     assert "activations: " in subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_fault_of_its_own_is_a_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError("division by zero\nand more" + "x" * 10**4)
+
+    monkeypatch.setattr("pipeflow.tools.cli.names.options_of", fails)
+    said = error(capsys, "list")
+    assert said.startswith(
+        "this is a fault of pipeflow, please report it: ZeroDivisionError: division by zero and more"
+    )
+    assert re.search(r"x \(test_command\.py:\d+\)$", said)
+    assert len(said) < 600
 
 
 def test_draw(capsys: pytest.CaptureFixture[str]) -> None:

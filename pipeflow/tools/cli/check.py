@@ -25,7 +25,7 @@ examples:
   pipeflow check train.py --ranks 2 --schedule zb-v -- --layers 2
   pipeflow check train.py --ranks 4 --plain "--tensor 1" -- --tensor 2
 
-exit status: 0 alike, 1 different, 2 a recording cannot be read
+exit status: 0 alike, 1 different, 2 the runs cannot be compared
 """
 
 
@@ -56,6 +56,9 @@ def add_check(commands: Commands) -> None:
         "--whole", metavar="PATTERN", help="parameters and modules whose wrong elements to tell (default: the first)"
     )
     group.add_argument("--steps", type=int, metavar="N", help="steps to compare (default: 2)")
+    group.add_argument(
+        "--deadline", type=float, metavar="SECONDS", help="time in which each run must end its steps (default: 600)"
+    )
     command.set_defaults(run=run, arguments=[])
     _take_the_rest(command)
 
@@ -85,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
                 arguments.whole = parameter
                 result = _result(arguments, *_recorded(arguments, Path(folder)))
             return _show(arguments, result, "plain", "parallel")
-    if given := list(values_of(arguments, ("ranks", "tensor", "schedule", "plain", "whole", "steps"))):
+    if given := list(values_of(arguments, ("ranks", "tensor", "schedule", "plain", "whole", "steps", "deadline"))):
         raise UsageError(f"--{given[0]} is for scripts: name a file that ends with .py")
     if arguments.arguments:
         raise UsageError("arguments after -- are for scripts: name a file that ends with .py")
@@ -107,12 +110,14 @@ def _to_see_whole(arguments: argparse.Namespace, result: Result) -> str | None:
 
 def _recorded(arguments: argparse.Namespace, folder: Path) -> Sequence[Path]:
     """Makes both runs of a script."""
-    from pipeflow.checking.scripts import run_both
+    from pipeflow.checking.scripts import DEADLINE, run_both
 
     if arguments.ranks is None or arguments.ranks < 1:
         raise UsageError("--ranks is missing: on how many ranks shall the script run?")
     if arguments.steps is not None and arguments.steps < 1:
         raise UsageError(f"--steps must be at least 1, got {arguments.steps}")
+    if arguments.deadline is not None and not arguments.deadline > 0:
+        raise UsageError(f"--deadline must be above 0 seconds, got {arguments.deadline:g}")
     script, *more = arguments.what
     if more:
         raise UsageError(f"arguments of the script follow --: -- {' '.join(more)}")
@@ -124,10 +129,19 @@ def _recorded(arguments: argparse.Namespace, folder: Path) -> Sequence[Path]:
             ranks=arguments.ranks,
             tensor=arguments.tensor,
             schedule=arguments.schedule,
-            plain_arguments=None if arguments.plain is None else split(arguments.plain),
+            plain_arguments=None if arguments.plain is None else _words(arguments.plain),
             steps=arguments.steps or 2,
             whole=arguments.whole or "",
+            deadline=DEADLINE if arguments.deadline is None else arguments.deadline,
         )
+
+
+def _words(text: str) -> list[str]:
+    """The arguments in a text, as a shell divides it."""
+    try:
+        return split(text)
+    except ValueError as error:
+        raise UsageError(f"--plain cannot be divided into arguments: {error}") from None
 
 
 def _result(arguments: argparse.Namespace, reference: Path, candidate: Path) -> Result:

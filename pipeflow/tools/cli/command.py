@@ -8,12 +8,14 @@ import sys
 from collections.abc import Sequence
 from functools import cache, partial
 from importlib import import_module
+from traceback import extract_tb
 
 from pipeflow import __version__
 from pipeflow.core.errors import UsageError
 from pipeflow.core.text import printable
 from pipeflow.tools.cli.options import Parser
 
+LONGEST = 400  # letters of an error that are told
 EXAMPLES = """\
 examples:
   pipeflow draw 1f1b --ranks 4 --microbatches 8
@@ -32,7 +34,8 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0; 1 for an unsound schedule, or runs that differ; 2 for arguments
-    that cannot work; 130 after an interrupt; 141 if the reader of the output went away.
+    that cannot work, and for a fault of pipeflow itself; 130 after an interrupt; 141 if the reader of the output went
+    away.
 
     `argv` has the arguments after the command's name; None: those of the process.
     """
@@ -53,7 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(f"standard output: {error.strerror}")
     except KeyboardInterrupt:
         return 130
+    except Exception as error:  # a status of 1 would say that runs differ
+        return _failed(_fault(error))
     return status
+
+
+def _fault(error: Exception) -> str:
+    """The message for an error that no command expects, with the place in the code where it was raised."""
+    last = extract_tb(error.__traceback__)[-1]
+    said = f"{type(error).__name__}: {error}"[:LONGEST]
+    return f"this is a fault of pipeflow, please report it: {said} ({os.path.basename(last.filename)}:{last.lineno})"
 
 
 def _help(parser: Parser, _: argparse.Namespace) -> int:

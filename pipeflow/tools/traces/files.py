@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeflow.core.errors import UsageError, paths_of
-from pipeflow.core.files import read_text, unreadable
+from pipeflow.core.files import opened
 from pipeflow.core.timeline import Timeline
 from pipeflow.tools.traces.chakra import read_chakra, read_chakra_json
 from pipeflow.tools.traces.events import RankEvents
@@ -51,9 +51,7 @@ def read(path: Path) -> Timeline | list[RankEvents]:
     if path.suffix == ".sqlite":
         return _with_rank(read_nsight(path), path.name)
     if path.suffix == ".et":
-        data = _bytes(path)
-        _require_small(path, len(data))
-        return _with_rank([read_chakra(data, os.fspath(path))], path.name)
+        return _with_rank([read_chakra(_bytes(path), os.fspath(path))], path.name)
     whole, is_cut_off = _text(path)
     try:
         found = read_text_of(whole, os.fspath(path))
@@ -93,37 +91,37 @@ def _with_rank(found: list[RankEvents], name: str) -> list[RankEvents]:
 
 
 def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise unreadable(path, error) from None
+    with opened(path) as file:
+        content = file.read(LARGEST + 1)
+    _require_small(path, len(content), LARGEST)
+    return content
+
+
+def _require_small(path: Path, size: int, most: int) -> None:
+    if size > most:
+        raise UsageError(f"{path}: unpacked, this has more than {most >> 20} MiB: record fewer steps")
 
 
 def _text(path: Path) -> tuple[str, bool]:
     """The text of a file, and whether it was compressed and is cut off. Raises UsageError for one that is too large."""
     if path.suffix != ".gz":
-        if path.exists():
-            _require_small(path, path.stat().st_size)
-        return read_text(path), False
+        try:
+            return _bytes(path).decode("utf-8-sig"), False
+        except UnicodeDecodeError:
+            raise UsageError(f"{path}: not a text file") from None
     whole, is_cut_off = bytearray(), False
-    try:
-        most = max(MOST * path.stat().st_size, FREE)
-        with gzip.open(path) as file:
-            while part := file.read1(PART):
-                whole += part
-                _require_small(path, len(whole), most)
-    except EOFError:  # what is there was read
-        is_cut_off = True
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise UsageError(f"{path}: this is not gzip: {error}") from None
-    except OSError as error:
-        raise unreadable(path, error) from None
+    with opened(path) as file:
+        most = min(LARGEST, max(MOST * os.fstat(file.fileno()).st_size, FREE))
+        try:
+            with gzip.open(file) as unpacked:
+                while part := unpacked.read1(PART):
+                    whole += part
+                    _require_small(path, len(whole), most)
+        except EOFError:  # what is there was read
+            is_cut_off = True
+        except (gzip.BadGzipFile, zlib.error) as error:
+            raise UsageError(f"{path}: this is not gzip: {error}") from None
     return whole.decode(errors="replace"), is_cut_off
-
-
-def _require_small(path: Path, size: int, most: int = LARGEST) -> None:
-    if size > min(most, LARGEST):
-        raise UsageError(f"{path}: unpacked, this has more than {min(most, LARGEST) >> 20} MiB: record fewer steps")
 
 
 def _rank_in(name: str) -> int | None:
