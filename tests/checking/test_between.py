@@ -43,8 +43,7 @@ class Block(nn.Module):
             return found
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
         scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
-        found = torch.matmul(scores.softmax(-1), v)
-        return found
+        return torch.matmul(scores.softmax(-1), v)
 
     def forward(self, values: Tensor) -> Tensor:
         normed = self.norm(values)
