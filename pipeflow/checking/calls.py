@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipeflow.checking.files import INPUT, MOST_ROWS, MOST_TENSORS
 from pipeflow.checking.parts import Part
-from pipeflow.checking.sketches import exact, row_sketches, signs
+from pipeflow.checking.sketches import exact, product, row_sketches, signs
 from pipeflow.engine.parallel.sharding import own_values
 from pipeflow.engine.runtime.original import unwrapped_name
 from pipeflow.engine.torch_private.autograd import backward_id
@@ -36,8 +36,7 @@ ACTIVATIONS = {"elu", "gelu", "glu", "leaky_relu", "mish", "relu", "sigmoid", "s
 MASKS = {"masked_fill", "where"}  # their infinite values are left out
 OTHERS = {"softmax", "log_softmax", "layer_norm", "rms_norm", "group_norm", "linear", "embedding", "normalize"}
 FUNCTIONS = PRODUCTS | ACTIVATIONS | MASKS | OTHERS
-TORCH = str(Path(torch.__file__).parent)
-LIBRARY = {__file__, "<frozen runpy>"}
+LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen runpy>")
 
 
 Note = Callable[..., None]
@@ -97,13 +96,14 @@ class Origin(NamedTuple):
 @dataclass
 class Call:
     """A call of a module that goes on: its name, whether its functions are noted, how often each was called, and what
-    the module was given.
+    the module was given: as what its tensors are noted, and these with their versions.
     """
 
     name: str
     is_own: bool
     counts: Counter[str] = field(default_factory=Counter)
     inputs: list[str] = field(default_factory=list)
+    given: set[tuple[int, int]] = field(default_factory=set)
 
 
 class Calls(TorchFunctionMode):
@@ -175,6 +175,7 @@ class Calls(TorchFunctionMode):
         is_batch = depth == 1 or (depth == 2 and id(module) in self._wrapped and not self._has_batch)
         if is_batch and backward_id() < 0:  # a backward computes activations again
             self._began()
+        self._stack[-1].given = {(id(each), each._version) for each in given if isinstance(each, Tensor)}
         with self._noting():
             if is_batch and backward_id() < 0:
                 self._batch([each for each in given if isinstance(each, Tensor)])
@@ -202,7 +203,7 @@ class Calls(TorchFunctionMode):
         named: dict[str, Any],
         output: Any,
     ) -> None:
-        inputs = self._stack.pop().inputs if self._stack else []
+        mine = self._stack.pop() if self._stack else Call(name, is_own=False)
         if output is None or _is_left_out():
             return
         call = self._counts[name]
@@ -210,9 +211,11 @@ class Calls(TorchFunctionMode):
         given = [each for each in tree_leaves((arguments, named)) if isinstance(each, Tensor)]
         found = [each for each in tree_leaves(output) if _is_floating(each)]
         places = runs[bool(given) and not given[0].is_floating_point()]  # words choose rows of an embedding
+        told = {"module": name, "call": call, "inputs": mine.inputs, "again": backward_id() >= 0}
         with self._noting():
             for place, each in enumerate(found[:MOST_TENSORS]):
-                self._output({"module": name, "call": call, "place": place, "inputs": inputs}, each, places)
+                if (id(each), each._version) not in mine.given:  # a placeholder computes nothing
+                    self._output(told | {"place": place}, each, places)
             self._scalars(name, "returned", tree_leaves(output))
         if own and given and found and found[0].requires_grad and self._samples:
             watch_gradient(self._note, own, given[0], found[0], self._outermost)
@@ -348,7 +351,7 @@ def where() -> str:
 
 @lru_cache(maxsize=1024)
 def _is_library(file: str) -> bool:
-    return file in LIBRARY or file.startswith(TORCH)
+    return file.startswith(LIBRARIES)
 
 
 def _is_left_out() -> bool:
@@ -413,7 +416,7 @@ def _factor(inputs: Tensor, shape: Sequence[int], output: Tensor) -> _Factor | N
         return _Factor(table[rows], torch.ones_like(rows, dtype=torch.float32), 1)
     if inputs.is_floating_point() and inputs.dim() > 1 and (inputs.shape[-1], output.shape[-1]) == (shape[1], shape[0]):
         values = exact(inputs).reshape(len(inputs), -1, shape[1])
-        sketch = values @ signs(1, 0, shape[1], values.dtype, values.device)
+        sketch = product(values, signs(1, 0, shape[1], values.dtype, values.device))
         return _Factor(sketch, _squares(values), 0)
     return None
 
@@ -430,10 +433,10 @@ def _note_samples(note: Note, own: dict[str, Part], factor: _Factor | None, grad
     for key, part in own.items():
         told = {"name": part.name, "microbatch": microbatch}
         if key == "weight" and factor is not None and factor.sizes.shape == sizes.shape:
-            theirs = rows @ signs(factor.dim, 0, rows.shape[-1], rows.dtype, rows.device)
+            theirs = product(rows, signs(factor.dim, 0, rows.shape[-1], rows.dtype, rows.device))
             note("samples", told, rows=(theirs * factor.sketch).sum(1), mass=(sizes * factor.sizes).sum())
         elif key == "bias" and part.shape == (rows.shape[-1],):
-            theirs = rows.sum(1) @ signs(0, 0, rows.shape[-1], rows.dtype, rows.device)
+            theirs = product(rows.sum(1), signs(0, 0, rows.shape[-1], rows.dtype, rows.device))
             note("samples", told, rows=theirs, mass=sizes.sum())
         else:
             note("mass", told, mass=sizes.sum())

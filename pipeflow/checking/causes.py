@@ -7,8 +7,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from math import log
+from math import isfinite, log
 from pathlib import Path
+
+import numpy as np
 
 from pipeflow.checking import limits
 from pipeflow.checking.differences import disagreeing, first_differences, other_scalars, ways
@@ -40,8 +42,9 @@ def check(
     """
     finer = None if exact is None else load(Path(exact))
     both = TwoRuns(load(Path(reference)), load(Path(candidate)), tolerance, finer)
-    found = first_differences(both)
-    cause = _in_detail(both, found[0], _cause(both, found)) if found else None
+    with np.errstate(invalid="ignore", over="ignore"):  # of values that are not finite, which are told
+        found = first_differences(both)
+        cause = _in_detail(both, found[0], _cause(both, found)) if found else None
     left_out = len(both.reference.weights(0)) - len(both.weights)
     return Result(found, cause, both.notes, dict(both.compared), [*both.rounding.order], left_out)
 
@@ -79,6 +82,8 @@ def _output_in_detail(both: TwoRuns, first: Difference, cause: Cause) -> Cause:
 def _cause(both: TwoRuns, found: Sequence[Difference]) -> Cause:
     first = found[0]
     what, name = first.what, first.parameter or first.module
+    if not isfinite(first.error):
+        return _not_finite(both, first)
     if what == "batch":
         return _of_batch(first)
     if what == "weight":
@@ -109,6 +114,21 @@ def _cause(both: TwoRuns, found: Sequence[Difference]) -> Cause:
         return Cause("unknown", f"all outputs that were compared are right, and {evidence}", look)
     evidence = f"the gradient of {name} is {first.error:.1%} off, and all outputs that were compared are right"
     return Cause("unknown", evidence, f"the backward from the loss to {name}")
+
+
+def _not_finite(both: TwoRuns, first: Difference) -> Cause:
+    """What is said of infinite values and of those that are no numbers: all that follow from them are, too."""
+    kinds = {"gradient": ("unclipped", "gradient"), "update": ("after",), "weight": ("before",), "loss": ("loss",)}
+    names = [
+        name
+        for name, run in zip(("reference", "candidate"), both.runs, strict=True)
+        for _, event in run.events(first.step, *kinds.get(first.what, ("output", "norm", "moment", "after")))
+        if not all(np.all(np.isfinite(event.get(key, 0.0))) for key in ("value", "sketch", "rows"))
+    ]
+    whose = " of ".join(filter(None, (f"the {first.what}", first.parameter or first.module.removesuffix("loss"))))
+    where = " and in the ".join(dict.fromkeys(names))
+    look = "what is computed there and just before: divisions, roots, logarithms, and numbers too large for their dtype"
+    return Cause("unknown", f"{whose} has values in the {where} that are not finite", look)
 
 
 def _of_output(first: Difference, inputs: str) -> Cause:

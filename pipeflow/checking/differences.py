@@ -29,8 +29,8 @@ from pipeflow.checking.runs import (
     tail_of,
     unmatched,
 )
-from pipeflow.checking.two_runs import TwoRuns
-from pipeflow.checking.updates import optimizers, updates
+from pipeflow.checking.two_runs import TwoRuns, names_listed
+from pipeflow.checking.updates import not_seen, optimizers, updates
 
 Outputs = Mapping[Key, Sequence[Called]]
 
@@ -255,8 +255,9 @@ def losses(both: TwoRuns, step: int) -> Iterator[Difference]:
         return
     both.compared["losses"] += 1
     if ranks := disagreeing(both, step, theirs):
-        apart = max(sum(theirs[rank]) for rank in ranks) / min(sum(theirs[rank]) for rank in ranks) - 1.0
-        yield both.difference(step, "loss", "loss", ranks, abs(apart), 0.0)
+        sums = [sum(theirs[rank]) for rank in ranks]
+        apart = (max(sums) - min(sums)) / max(map(abs, sums))
+        yield both.difference(step, "loss", "loss", ranks, apart, 0.0)
         return
     error = nearest(mine, theirs)
     allowed = both.rounding.output("") + limits.LOSS
@@ -269,14 +270,14 @@ def _ranks(rows: OutputRows, indices: Sequence[int]) -> set[int]:
 
 
 def disagreeing(both: TwoRuns, step: int, losses: dict[int, list[float]]) -> tuple[int, ...]:
-    """Ranks that read the same samples and have different losses."""
+    """Ranks of one stage that read the same samples and have different losses."""
     read: defaultdict[int, list[bytes]] = defaultdict(list)
     for rank, event in both.candidate.events(step, "batch"):
         read[rank].append(event["rows"].tobytes())
-    same: defaultdict[tuple[bytes, ...], list[int]] = defaultdict(list)
+    same: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     for rank, rows in read.items():
         if rank in losses:
-            same[tuple(rows)].append(rank)
+            same[(both.stage_of([rank]), *rows)].append(rank)
     allowed = both.rounding.output("") + limits.LOSS
     for ranks in same.values():
         sums = [sum(losses[rank]) for rank in ranks]
@@ -299,6 +300,11 @@ def nearest(mine: dict[int, list[float]], theirs: dict[int, list[float]]) -> flo
 
 def gradients(both: TwoRuns, step: int) -> Iterator[Difference]:
     """Gradients that differ, before they are clipped and after, and their norm."""
+    if unseen := sorted(not_seen(both, step)):
+        both.notes.append(
+            f"the gradients of {names_listed(unseen)} were not seen in step {step}, and are not compared: they may lie "
+            "in copies of other precision that the optimizer steps"
+        )
     both_clip = all(any(run.events(step, "unclipped")) for run in both.runs)
     for kind in ("unclipped", "gradient") if both_clip else ("gradient",):
         found = [*_gradients_of(both, step, kind)]
@@ -313,6 +319,7 @@ def _gradients_of(both: TwoRuns, step: int, kind: str) -> Iterator[Difference]:
     mine, theirs = (run.tensors(step, kind) for run in both.runs)
     sizes = both.reference.masses(step)
     total = sqrt(sum(whole.square for whole in mine.values()))
+    unseen = not_seen(both, step)
     for name in sorted(mine, key=lambda name: _backward_order(both, name)):
         whole, other = mine[name], theirs.get(name)
         if name in both.lacking:
@@ -323,7 +330,7 @@ def _gradients_of(both: TwoRuns, step: int, kind: str) -> Iterator[Difference]:
         if not both.rounding.given and name in both.rounding.gradients:
             allowed = min(allowed, both.rounding.gradients[name] + 2.0 * both.rounding.drift * terms)
         if other is None:
-            if whole.norm > allowed:
+            if whole.norm > allowed and name not in unseen:
                 ranks = [rank for rank, held in both.held.items() if name in held]
                 yield both.difference(step, "gradient", name, ranks, 1.0, allowed / whole.norm)
             continue

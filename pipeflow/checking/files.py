@@ -176,7 +176,7 @@ KINDS: dict[str, dict[str, Any]] = {  # the fields that an event must have, and 
     "moment": {"key": str, **_TENSOR},
     "stepped": {"random": str},
 }
-OPTIONAL = {"function": str, "where": str, "inputs": list, "arguments": dict, "marks": np.ndarray}
+OPTIONAL = {"again": bool, "function": str, "where": str, "inputs": list, "arguments": dict, "marks": np.ndarray}
 WIDTH = 9  # numbers of a sketch and the squared norm
 NUMBERS = ("value", "valid", "mass")  # fields that are written as arrays, of which the first entry is meant
 

@@ -203,6 +203,27 @@ class Gradients:
     def _one_factor(self) -> Evidence:
         return self._as_factor(same=True)
 
+    @explains("scale", "what each rank multiplies its part of the gradients by")
+    def _factor_of_each_rank(self) -> Evidence:
+        """Parts of gradients that are multiples of the reference's, by one factor for all parts of a rank."""
+        ranks = sorted({copy.rank for name in self.names for copy in self.theirs[name].copies})
+        wanted = np.concatenate([self.mine[name].sketch for name in self.names])
+        parts = np.zeros((len(wanted), len(ranks)))
+        for index, name in enumerate(self.names):
+            for copy in self.theirs[name].copies:
+                parts[8 * index : 8 * index + 8, ranks.index(copy.rank)] += copy.sketch
+        many = {(self.theirs[name].kinds, len(self.theirs[name].copies)) for name in self.names}
+        if any(kinds < 2 or kinds != copies for kinds, copies in many) or len(wanted) < 2 * len(ranks):
+            return None
+        found, *_ = np.linalg.lstsq(parts, wanted, rcond=1e-6)
+        left = norm(wanted - parts @ found)
+        is_clear = left < limits.CLEAR * norm(wanted) and left < limits.EXPLAINED * norm(wanted - parts.sum(axis=1))
+        if not is_clear or min(found) <= 0 or spread_of([*found]) < limits.NEAR:
+            return None
+        factors = ", ".join(f"{1.0 / share:.3g}" for share in found)
+        what = f"the parts of ranks {', '.join(map(str, ranks))} are {factors} times the reference's"
+        return Cause("norm", what, NORM) if self.is_clipped else what
+
     @explains("missing_microbatch", "which microbatches the schedule runs, and where gradients are added up")
     def _samples(self) -> Evidence:
         """Samples that count too much or too little."""
@@ -224,10 +245,26 @@ class Gradients:
         if twice and len(twice) + len(ones) == len(shares):
             return f"samples {listed(twice)} count twice in the gradients, from {self.name} on", 2.0
         low, high = min(shares), max(shares)
-        if high - low < limits.UNEVEN:
+        if high - low < limits.UNEVEN or low < -limits.WHOLE_COUNT:
             return None
+        if (powers := self._powers(weights)) is not None:
+            return powers
         counts = f"{low * base:.3g} to {high * base:.3g} times as in the reference"
         return Cause("masked_tokens", f"samples count differently in the gradients: {counts}", MEANS)
+
+    def _powers(self, weights: Sequence[float]) -> Cause | None:
+        """Samples that count by powers of one factor: what was added up already is divided with each later part."""
+        levels: list[float] = []
+        for weight in sorted(weights, reverse=True):
+            if not levels or weight < levels[-1] * (1.0 - limits.WHOLE_COUNT):
+                levels.append(weight)
+        factor = levels[1] / levels[0]
+        errors = (abs(level / (levels[0] * factor**power) - 1.0) for power, level in enumerate(levels))
+        if len(levels) < 3 or max(errors) > limits.NEAR:
+            return None
+        counts = f"{', '.join(f'{level:.3g}' for level in levels)} times as in the reference, powers of {factor:.3g}"
+        look = "what multiplies gradients again after each part of an accumulation, with those of the parts before"
+        return Cause("scale", f"samples count {counts}", look, round(factor, 6))
 
     @explains("norm", NORM)
     def _clipped(self) -> Evidence:
@@ -286,18 +323,20 @@ class Gradients:
     @explains("order", "the inputs that are kept for recomputation, and the group over which they are gathered")
     def _recomputed(self) -> Evidence:
         """A module that was computed again, from other inputs: a rank has some rows of its outputs only once."""
-        outputs = self.both.candidate.outputs(self.step)
-        many = {key: sum(len(event["rows"]) for _, event in events) for key, events in outputs.items()}
         block = owner(owner(self.name))
-        for (module, place), events in outputs.items():
-            if not module.startswith(block) or INSIDE in module or many[module, place] != 2 * min(many.values()):
+        for (module, _), events in self.both.candidate.outputs(self.step).items():
+            if not module.startswith(block) or INSIDE in module:
                 continue
             for rank in sorted({rank for rank, _ in events}):
-                rows = np.concatenate([event["rows"][:, :8] for own, event in events if own == rank])
-                apart = np.sqrt(np.mean(np.square(rows[:, None] - rows[None]), axis=2))
-                np.fill_diagonal(apart, np.inf)
+                mine = [event for own, event in events if own == rank]
+                again = [event["rows"][:, :8] for event in mine if event.get("again")]
+                first = [event["rows"][:, :8] for event in mine if not event.get("again")]
+                if not first or sum(map(len, first)) != sum(map(len, again)):
+                    continue
+                rows, others = np.concatenate(first), np.concatenate(again)
+                apart = np.sqrt(np.mean(np.square(rows[:, None] - others[None]), axis=2))
                 if alone := int(np.sum(apart.min(axis=1) > limits.CLEAR * norm(rows))):
-                    return f"rank {rank} computed {module} twice for each microbatch, {alone} rows of it only once"
+                    return f"rank {rank} computes {module} again in the backward, {alone} of {len(rows)} rows otherwise"
         return None
 
     @explains("precision", DTYPES)

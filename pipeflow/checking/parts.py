@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from pipeflow.checking.sketches import Block, flat_blocks
 from pipeflow.core.errors import UsageError
@@ -41,6 +42,7 @@ class Part:
         stage: index of its pipeline stage; None if the engine does not say.
         own_gradient: returns its gradient where an engine keeps it elsewhere.
         chunk: index of the module that has it, of those that are recorded.
+        master: a copy in another precision that an optimizer steps; None if it steps the tensor.
         offsets: where the blocks lie: (offset, shape) for each.
     """
 
@@ -51,11 +53,19 @@ class Part:
     stage: int | None = None
     own_gradient: Callable[[], Tensor | None] | None = None
     chunk: int = 0
+    master: Tensor | None = None
+
+    @property
+    def stepped(self) -> Tensor:
+        """What an optimizer steps."""
+        return self.tensor if self.master is None else self.master
 
     def gradient(self) -> Tensor | None:
         """The gradient that the optimizer will use; None if there is none."""
         if self.own_gradient is not None:
             return self.own_gradient()
+        if self.master is not None and self.master.grad is not None:
+            return self.master.grad
         found: Tensor | None = getattr(self.tensor, "main_grad", None)  # where Megatron-LM adds gradients up
         return self.tensor.grad if found is None or self.tensor.grad is not None else found
 
@@ -84,6 +94,21 @@ def parts_of(models: Sequence[nn.Module], given: Parts | None, names: Callable[[
     return found
 
 
+def find_masters(parts: Sequence[Part], tensors: Sequence[Tensor]) -> None:
+    """Finds which of these tensors is the copy of a parameter in another precision: the only one that rounds to it."""
+    for part in parts:
+        same = [each for each in tensors if _rounds_to(own_values(each).detach(), own_values(part.tensor).detach())]
+        if len(same) == 1:
+            part.master = same[0]
+
+
+def _rounds_to(copy: Tensor, own: Tensor) -> bool:
+    if (copy.shape, copy.device) != (own.shape, own.device) or copy.dtype == own.dtype:
+        return False
+    first = (0,) * own.dim()  # tells most apart at little cost
+    return own.numel() > 0 and bool(copy[first].to(own.dtype) == own[first]) and torch.equal(copy.to(own.dtype), own)
+
+
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters and buffers of a module by plain name; a tied tensor comes under each of its names."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -104,7 +129,9 @@ def _plain_part(name: str, tensor: Tensor) -> Part:
 
 
 def _whole(name: str, tensor: Tensor) -> Part:
-    return Part(name, tensor, tuple(tensor.shape), lambda values: [Block(values, (0,) * values.dim())])
+    if is_lazy(tensor):
+        raise UsageError(f"{name} has no shape yet: call the model once under torch.no_grad() before it is recorded")
+    return Part(name, tensor, tuple(tensor.shape), lambda values: [Block(values.to_dense(), (0,) * values.dim())])
 
 
 def _distributed(name: str, tensor: Any) -> Part:

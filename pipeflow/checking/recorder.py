@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pipeflow.checking.calls import Calls, named_modules
 from pipeflow.checking.files import FORMAT, file_of, files_of, is_recording, line_of
-from pipeflow.checking.parts import Part, Parts, parts_of
+from pipeflow.checking.parts import Part, Parts, find_masters, parts_of
 from pipeflow.checking.sketches import PROBES, norm_squared, sketch
 from pipeflow.checking.watching import (
     backwards_seen,
@@ -90,7 +90,7 @@ def rules_of(optimizer: Any) -> dict[int, dict[str, float]]:
 
 def moments_of(optimizer: Any, part: Part) -> Iterator[tuple[str, Tensor]]:
     """The tensors that an optimizer keeps of a parameter, in its shape and placement, by name."""
-    states, own = getattr(optimizer, "state", None), part.tensor
+    states, own = getattr(optimizer, "state", None), part.stepped
     state = states.get(own, {}) if isinstance(states, Mapping) else {}
     for key, value in state.items():
         is_like = isinstance(value, Tensor) and value.is_floating_point() and value.shape == own.shape
@@ -177,8 +177,8 @@ class Recording:
         if self.folder is None:
             return self
         rank, world = place()
-        self._begin(self.folder, rank, world)
         self._parts = parts_of(self._models, self._given, self._names)
+        self._begin(self.folder, rank, world)
         self._write_start(rank, world)
         self._weights("before")
         samples = world == 1 if self._samples is None else self._samples
@@ -285,7 +285,7 @@ class Recording:
         found = _sketched(part, values, only_norm=kind == "moment" and self.step > 0)
         if found is not None:
             told: dict[str, object] = {"name": part.name, "dtype": str(values.dtype), **more}
-            if kind not in ("after", "moment") and fnmatchcase(part.name, self._whole):
+            if kind not in ("after", "moment") and fnmatchcase(part.name, self._whole) and not values.is_complex():
                 flat = [block.values.detach().flatten().to(torch.float64) for block in part.cut(values)]
                 self.event(kind, told, sketch=found, values=torch.cat(flat))
             else:
@@ -306,14 +306,29 @@ class Recording:
                 self._others[part.name] = {"name": part.name, "dtype": str(gradient.dtype)}, found
 
     def _mine(self, tensors: Iterable[Tensor]) -> list[Part]:
-        """The parts of these parameters; all if none of the model is among them, but copies of another precision."""
-        ids = {id(each) for each in tensors}
-        return [part for part in self._parts if id(part.tensor) in ids] or self._parts
+        """The parts of these parameters, or of which these are copies in another precision; all if none is known."""
+        by_id = {id(each): each for each in tensors}
+        known = {id(part.stepped) for part in self._parts}
+        if copies := [each for own, each in by_id.items() if own not in known]:
+            find_masters([part for part in self._parts if part.tensor.requires_grad and part.master is None], copies)
+        return [part for part in self._parts if id(part.stepped) in by_id] or self._parts
 
     def _on_step(self, optimizer: Any) -> None:
         rules = rules_of(optimizer)
-        mine = self._mine([each for group in getattr(optimizer, "param_groups", []) for each in group["params"]])
-        known = {part.name: rules[id(part.tensor)] for part in mine if id(part.tensor) in rules}
+        stepped = [each for group in getattr(optimizer, "param_groups", []) for each in group["params"]]
+        mine = self._mine(stepped)
+        known = {part.name: rules[id(part.stepped)] for part in mine if id(part.stepped) in rules}
+        own = {id(part.stepped): part.tensor.dtype for part in self._parts}
+        others = [each for each in stepped if id(each) not in own]
+        if known and sum(each.grad is not None and each.dtype in own.values() for each in others) > len(known):
+            raise UsageError(
+                f"the optimizer steps {len(known)} parameters of the recorded modules and {len(others)} others: record "
+                "all modules of this rank"
+            )
+        copies = {each.dtype for each in others}  # of what they are copies is not known
+        for part in self._parts:
+            if part.tensor.requires_grad and part.gradient() is None and copies - {part.tensor.dtype}:
+                known.setdefault(part.name, {})
         self.event("rules", {"rules": known, "optimizer": type(optimizer).__name__})
         for part in mine:
             for key, value in moments_of(optimizer, part) if part.name in known else ():

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import isfinite, prod, sqrt
+from math import prod, sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -264,11 +264,11 @@ class RecordedRun:
         return dict(found)
 
     def losses(self, step: int) -> dict[int, list[float]]:
-        """The losses of each rank that has any."""
+        """The losses of each rank that has any; zeros at which the backward of a stage starts are none."""
         found: defaultdict[int, list[float]] = defaultdict(list)
         for rank, event in self.events(step, "loss"):
             found[rank].append(event["value"])
-        return {rank: values for rank, values in found.items() if all(map(isfinite, values))}
+        return {rank: values for rank, values in found.items() if any(values)} or dict(found)
 
 
 def load(folder: Path) -> RecordedRun:
@@ -391,7 +391,7 @@ def unmatched(reference: OutputRows, candidate: OutputRows, allowed: float) -> U
     nearest_in_candidate = _nearest(reference.values, candidate.values) / size
     mine = [index for index, apart in enumerate(nearest_in_candidate) if not apart <= allowed]
     theirs = [index for index, apart in enumerate(nearest_in_reference) if not apart <= allowed]
-    return Unmatched(mine, theirs, float(max(nearest_in_reference.max(), nearest_in_candidate.max())))
+    return Unmatched(mine, theirs, float(np.max([*nearest_in_reference, *nearest_in_candidate])))
 
 
 def _nearest(rows: Array, others: Array) -> Array:
@@ -399,7 +399,7 @@ def _nearest(rows: Array, others: Array) -> Array:
     found = []
     for start in range(0, len(rows), _CHUNK):
         apart = rows[start : start + _CHUNK, None, :8] - others[None, :, :8]
-        found.append(np.sqrt(np.mean(np.square(apart), axis=2).min(axis=1)))
+        found.append(np.sqrt(np.fmin.reduce(np.mean(np.square(apart), axis=2), axis=1)))  # without those of nan
     return np.concatenate(found)
 
 

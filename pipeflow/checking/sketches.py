@@ -10,6 +10,7 @@ gradient is a product of two small sketches, those of its inputs and of the grad
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -53,11 +54,21 @@ def products(offset: Sequence[int], shape: Sequence[int], first: int, like: Tens
 
 
 def exact(tensor: Tensor) -> Tensor:
-    """The detached values in a dtype whose sums lose little: float32, or float64 for float64 and integers."""
+    """The detached values in a dtype whose sums lose little: float32, or float64 for float64 and integers. Complex
+    numbers have their parts along one more dimension.
+    """
     tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.float32 if tensor.dtype.is_floating_point else torch.float64)
+
+
+def product(values: Tensor, probes: Tensor) -> Tensor:
+    """The matrix product in the dtype of its factors, under autocast, too."""
+    with torch.autocast(values.device.type, enabled=False) if values.device.type != "meta" else nullcontext():
+        return values @ probes
 
 
 class Block(NamedTuple):
@@ -75,15 +86,16 @@ class Block(NamedTuple):
 def sketch(block: Block) -> Tensor:
     """The sketch of the block's values, float64 [PROBES]."""
     values = exact(block.values)
+    offset = (*block.offset, 0)[: values.dim()]
     if not values.dim():
         return values.reshape(1).to(torch.float64).expand(PROBES).clone()
     if not values.numel():
         return torch.zeros(PROBES, dtype=torch.float64, device=values.device)
-    first = signs(0, block.offset[0], values.shape[0], values.dtype, values.device)
+    first = signs(0, offset[0], values.shape[0], values.dtype, values.device)
     if values.dim() == 1:
-        return (values @ first).to(torch.float64)
-    rest = products(block.offset[1:], values.shape[1:], 1, values)
-    return ((values.reshape(len(values), -1) @ rest) * first).sum(0, dtype=torch.float64)
+        return product(values, first).to(torch.float64)
+    rest = products(offset[1:], values.shape[1:], 1, values)
+    return (product(values.reshape(len(values), -1), rest) * first).sum(0, dtype=torch.float64)
 
 
 def norm_squared(values: Tensor) -> Tensor:
@@ -97,13 +109,14 @@ def row_sketches(values: Tensor, offset: Sequence[int]) -> Tensor:
     last dimension is number 0, as that of a layer's output is the first of its weight; `offset` has one entry for each
     dimension but the first.
     """
+    offset = (*offset, *(0,) * values.is_complex())
     values = exact(values)
     if values.dim() < 2:
         values = values.reshape(-1, 1)
         offset = (0,)
     rows = values.reshape(len(values), -1)
     last = signs(0, offset[-1], values.shape[-1], values.dtype, values.device)
-    found = values @ last
+    found = product(values, last)
     if values.dim() > 2:
         middle = products(offset[:-1], values.shape[1:-1], 2, values)
         found = (found.reshape(len(values), -1, PROBES) * middle).sum(1)

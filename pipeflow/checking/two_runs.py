@@ -195,9 +195,11 @@ class TwoRuns:
         shapes = [name for name in unmatched if name in self.reference.first]
         for which, names in (("candidate", lacking), ("reference", unmatched)):
             if own := [name for name in names if name not in shapes]:
-                self.notes.append(f"the {which} has no {_listed(own)}")
+                self.notes.append(f"the {which} has no {names_listed(own)}")
         if shapes:
-            self.notes.append(f"{_listed(shapes)} have other shapes: pass parts to record if ranks have parts of them")
+            self.notes.append(
+                f"{names_listed(shapes)} have other shapes: pass parts to record if ranks have parts of them"
+            )
 
     @cached_property
     def weights(self) -> set[str]:
@@ -219,7 +221,9 @@ class TwoRuns:
         held: defaultdict[frozenset[str], list[tuple[int, int]]] = defaultdict(list)
         for where, names in by_place.items():
             held[frozenset(names)].append(where)
-        if len(held) < 2 or any(len(one & other) * 2 > len(one) for one in held for other in held if one != other):
+        untied = self.reference.parameters - {*self.reference.ties}
+        shared = {name for one in held for other in held if one != other for name in one & other}
+        if len(held) < 2 or shared & untied:  # ranks with some of the experts share the rest
             return {}
         place = {name: index for index, name in enumerate(self.reference.first.values())}
         ordered = sorted(held, key=lambda names: sum(place[name] for name in names) / max(1, len(names)))
@@ -266,7 +270,7 @@ class TwoRuns:
     def are_inputs_alike(self, step: int, mine: Sequence[Called], theirs: Sequence[Called]) -> bool:
         """Whether all floating inputs of a module or function were compared, and are alike."""
         inputs = self.inputs(theirs, self.candidate)
-        are_alike = all((step, each) in self.alike for each in inputs)
+        are_alike = bool(inputs) and all(each and (step, each) in self.alike for each in inputs)
         return are_alike and inputs == self.inputs(mine, self.reference) and self.compared["batches"] > 0
 
     def is_whole(self, module: str, calls: Sequence[Called]) -> bool:
@@ -331,6 +335,7 @@ def _require_same_steps(reference: RecordedRun, candidate: RecordedRun) -> None:
         raise UsageError(f"{reference.folder} has no step: call the optimizer within the with block of record")
 
 
-def _listed(names: Sequence[str]) -> str:
+def names_listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(names[:4]) + more

@@ -18,7 +18,7 @@ Rule = tuple[int, str, dict[str, float]]  # a rank, the kind of its optimizer, a
 
 
 def rules(run: RecordedRun, step: int) -> dict[str, list[Rule]]:
-    """The rules of each parameter's step, of each rank that has it."""
+    """The rules of each parameter's step, of each rank that has it; without numbers if they are not known."""
     found: dict[str, list[Rule]] = {}
     for rank, event in run.events(step, "rules"):
         for own, rule in event["rules"].items():
@@ -39,13 +39,26 @@ def other_rule(mine: Rule, theirs: Rule) -> tuple[str, float, float] | None:
     return None
 
 
+def not_seen(both: TwoRuns, step: int) -> set[str]:
+    """Parameters that a run trains, and whose gradients it did not see: their optimizer steps copies of them."""
+    found: set[str] = set()
+    for run in both.runs:
+        changed = {name for name, (_, change) in run.changes(step).items() if norm(change)} & {
+            *both.reference.parameters
+        }
+        copied = {name for name, known in rules(run, step).items() if not any(rule for _, _, rule in known)}
+        found |= (changed | copied) - {*run.tensors(step, "gradient")}
+    return found
+
+
 def optimizers(both: TwoRuns, step: int) -> Iterator[Difference]:
     """Parameters whose steps follow other numbers, or for which the optimizer keeps other moments."""
     mine, theirs = (rules(run, step) for run in both.runs)
     trained = both.reference.tensors(step, "gradient")
     for name in [each for each in mine if each in theirs and each in trained]:
         both.compared["rules"] += 1
-        wrong = {each[0]: told for each in theirs[name] if (told := other_rule(mine[name][0], each)) is not None}
+        known = [each for each in theirs[name] if each[2]]
+        wrong = {each[0]: told for each in known if (told := other_rule(mine[name][0], each)) is not None}
         if wrong:
             apart = [1.0 if not value else abs(told / value - 1) for _, value, told in wrong.values()]
             yield both.difference(step, "optimizer", name, wrong, max(apart), limits.SAME_RULE)

@@ -124,22 +124,23 @@ def scaling_seen(seen: Callable[[Tensor, Tensor], None]) -> Watch:
 @contextmanager
 def clipping_seen(seen: Callable[[Iterable[Tensor], float, Tensor], None]) -> Iterator[None]:
     """Calls `seen(parameters, largest norm, norm)` before torch clips gradients."""
-    name = "_clip_grads_with_norm_"
-    if not hasattr(clip_grad, name):
+    cells = getattr(getattr(clip_grad, "_clip_grads_with_norm_", None), "__closure__", None)
+    if not cells:
         yield
         return
+    original = cells[0].cell_contents  # what the function wraps, so that it is seen under all its names
 
-    def around(original: Any) -> Any:
-        def clip(parameters: Any, max_norm: float, total_norm: Tensor, *arguments: Any, **named: Any) -> Any:
-            listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            norm = total_norm.full_tensor() if hasattr(total_norm, "full_tensor") else total_norm
-            seen(listed, max_norm, norm)
-            return original(listed, max_norm, total_norm, *arguments, **named)
+    def clip(parameters: Any, max_norm: float, total_norm: Tensor, *arguments: Any, **named: Any) -> Any:
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        norm = total_norm.full_tensor() if hasattr(total_norm, "full_tensor") else total_norm
+        seen(listed, max_norm, norm)
+        return original(listed, max_norm, total_norm, *arguments, **named)
 
-        return clip
-
-    with _replaced(clip_grad, name, around):
+    cells[0].cell_contents = clip
+    try:
         yield
+    finally:
+        cells[0].cell_contents = original
 
 
 TRIALS = ("_forward_metadata_inference", "_backward_metadata_inference")  # torch's pipelining learns shapes

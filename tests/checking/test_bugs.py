@@ -25,7 +25,6 @@ FOUND = {  # where and why each is wrong
     "wiped_between_lengths": ("the gradient of 3.bias (stage 1, rank 1)", "missing_microbatch"),
     "norms_of_groups": ("the norm of the gradients (ranks 0, 1)", "norm"),
 }
-UNKNOWN = {"scaled_in_every_step": "samples that have powers of one factor are called masked tokens"}
 
 pytestmark = pytest.mark.exhaustive
 
@@ -50,9 +49,7 @@ def test_each_is_found_as_the_page_shows(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_each_is_found_at_its_place_with_its_cause(name: str, request: pytest.FixtureRequest) -> None:
-    if name in UNKNOWN:
-        request.applymarker(pytest.mark.xfail(reason=UNKNOWN[name], strict=True))
+def test_each_is_found_at_its_place_with_its_cause(name: str) -> None:
     place, cause = FOUND[name]
     said = " ".join(answer(SHOWN[name][0])[1].split())
     assert f"in step 0, {place} is the first to differ" in said
