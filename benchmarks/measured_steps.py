@@ -16,13 +16,13 @@ from pipeflow import GPT, PRECISIONS, Schedule, Setup, make_schedule, plan, simu
 from pipeflow.planning import efficiency
 from pipeflow.planning.catalog import Model
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.cuts import even_cut
 from pipeflow.planning.efficiency import Efficiency
 from pipeflow.planning.layout import Layout
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import Physical, physical_costs
 from pipeflow.planning.rank_memory import ALLOCATOR, groups_of
 from pipeflow.planning.setup import Checkpoint
+from pipeflow.planning.shares import stage_layers
 from pipeflow.tools.cli.command import parser
 from pipeflow.tools.cli.plan import LAYOUT, cluster_of, cut_of, model_of, setup_of
 
@@ -64,7 +64,7 @@ class Row:
     def layout(self) -> Layout:
         """As a search lists it."""
         family, options = _family(self.chunks)
-        cut = even_cut(self.model.layers, self.pipeline * self.chunks)
+        cut = tuple(stage_layers(self.model, _schedule(self.pipeline, self.chunks, self.pipeline).placement))
         return Layout(self.setup, self.pipeline, self.microbatches, family, options, cut)
 
     def predicted(self, known: Mapping[str, float]) -> float:

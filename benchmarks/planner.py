@@ -28,7 +28,9 @@ from pipeflow.planning.similar import kind_of
 
 COLUMNS = ["", "rows", "mean error", "largest", "bias", "rank corr.", "regret", "largest", "regret without ties"]
 GROUPED = "llm-foundry-a100"
-STUDENT = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94)  # within so many spreads are nine of ten, by degrees of freedom
+STUDENT = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83, 1.81, 1.80, 1.78)
+"""Within so many spreads are nine of ten, by degrees of freedom."""
+POOLED = 4  # publishers for which the errors of all kinds of jobs count beside those of a kind
 LOGS = DATA.with_name("allocator_logs.csv")
 
 
@@ -62,9 +64,13 @@ def group(source: str) -> str:
     return GROUPED if source.startswith(GROUPED) else source
 
 
+NVIDIA = ("2205.05198", "dgxc", "megatron", "nemo")
+
+
 def publisher(source: str) -> str:
     """Who published a source. Steps that one publisher measured have errors in common, whatever the device."""
-    return source.partition("-")[0]
+    name = source.partition("-")[0]
+    return "nvidia" if name in NVIDIA else name
 
 
 def _is_of(name: str, row: Row) -> bool:
@@ -76,20 +82,25 @@ def _add_kinds(report: Report, errors: Sequence[tuple[Row, float]]) -> None:
     kinds: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row, error in errors:
         kinds[kind_of(row.model, row.setup, row.cluster)][publisher(row.source)].append(error)
-    report.data["kinds"] = {kind: promised(list(found.values())) for kind, found in sorted(kinds.items())}
+    every: defaultdict[str, list[float]] = defaultdict(list)
+    for row, error in errors:
+        every[publisher(row.source)].append(error)
+    pooled = fmean(fmean(each**2 for each in found) for found in every.values())
+    report.data["kinds"] = {kind: promised(list(found.values()), pooled) for kind, found in sorted(kinds.items())}
 
 
-def promised(errors: Sequence[Sequence[float]]) -> dict[str, float]:
+def promised(errors: Sequence[Sequence[float]], pooled: float) -> dict[str, float]:
     """What a plan says of its error, from the errors of several publishers that the fit did not see. The error of
-    another one is taken to have Student's distribution, with as many degrees of freedom as there are publishers: each
-    of them is one observation, however many steps it measured.
+    another one is taken to have Student's distribution. Each publisher is one observation, however many steps it
+    measured, and the mean square over all kinds of jobs, `pooled`, counts as POOLED of them.
     """
-    spread = math.sqrt(fmean(fmean(each**2 for each in found) for found in errors))
+    squares, freedom = sum(fmean(each**2 for each in found) for found in errors), len(errors) - 1 + POOLED
+    spread = math.sqrt((POOLED * pooled + squares) / (POOLED + len(errors)))
     return {
         "rows": sum(map(len, errors)),
         "sources": len(errors),
         "error": fmean(fmean(map(abs, found)) for found in errors),
-        "most": STUDENT[min(len(errors), len(STUDENT)) - 1] * spread,
+        "most": STUDENT[min(freedom, len(STUDENT)) - 1] * spread,
     }
 
 

@@ -20,7 +20,13 @@ MARK, LAST = "    # written by: python -m benchmarks planner --save\n", "    # e
 VTRAIN = "[vTrain](https://github.com/VIA-Research/vTrain)"
 FOUNDRY = "[llm-foundry](https://github.com/mosaicml/llm-foundry/tree/main/scripts/train/benchmarking)"
 TITAN = "[torchtitan](https://github.com/pytorch/torchtitan/tree/main/benchmarks)"
-SOURCES = {
+DGXC = "[DGX Cloud](https://github.com/NVIDIA/dgxc-benchmarking)"
+INTERN = "[InternEvo](https://github.com/InternLM/InternEvo/blob/develop/doc/en/train_performance.md)"
+MODALITIES = "[Modalities](https://github.com/Modalities/modalities/tree/main/docs/scaling_experiments)"
+NANOTRON = "[nanotron](https://github.com/huggingface/nanotron/blob/main/docs/benchmark_summary.svg)"
+LONG = "https://github.com/NVIDIA/NeMo/blob/a2c4cc8ee6/docs/source/performance/performance_long_sequence.md"
+FMS = "[fms-fsdp](https://github.com/foundation-model-stack/fms-fsdp)"
+SOURCES = {  # "not fitted": a part of the layout was not published
     "vtrain-single": f"one node of A100, GPTs of 0.2 to 1.3 billion parameters ({VTRAIN})",
     "vtrain-multi": "8 nodes of A100, a GPT of 3.6 billion (vTrain)",
     "2205.05198-tab5": "8 to 512 A100, GPTs of 22 to 1,000 billion ([arXiv 2205.05198](https://arxiv.org/abs/2205.05198))",
@@ -35,6 +41,21 @@ SOURCES = {
     "torchtitan-a100": f"64 A100, FSDP, Llama 3 of 8 and 70 billion ({TITAN})",
     "torchtitan-2025-06-tp": "64 and 256 H100 of 96 GB, FSDP with tensor ranks, Llama 3, bf16 and fp8 (torchtitan)",
     "nemo-24.07": "8 to 512 H100, fp8, GPTs and Llamas ([NeMo 24.07](https://github.com/NVIDIA/NeMo))",
+    "dgxc-h100": f"8 to 2,304 H100, Llama 3.1 of 8 to 405 billion, bf16 and fp8 ({DGXC})",
+    "dgxc-grok": "8 to 256 H100 and GB200, Grok-1 of 2 to 64 layers, bf16 and fp8 (DGX Cloud)",
+    "dgxc-finetune": "8 to 32 H100, fine-tuning of Llama 3, whole and LoRA (DGX Cloud)",
+    "dgxc-gb200": "128 to 512 GB200, Llama 3.1 of 405 billion, bf16 and fp8 (DGX Cloud)",
+    "dgxc-moe": "DeepSeek-V3 on H100 and GB200 (DGX Cloud; not fitted)",
+    "megatron-llama-fp8": "8 to 1,024 H100, Llama 3, fp8 ([Megatron-LM](https://github.com/NVIDIA/Megatron-LM))",
+    "megatron-readme": "48 to 6,144 H100, GPTs of 2 to 462 billion (Megatron-LM; not fitted)",
+    "nemo-long": f"H100, Llama 3 of 8 billion, 8k to 1,024k tokens, fp8 ([NeMo]({LONG}))",
+    "nemo-long-b200": "the same on B200 (not fitted)",
+    "internevo": f"8 to 128 A100, a Llama of 7 billion ({INTERN})",
+    "internevo-ac": "the same, recomputed or packed",
+    "modalities-h100": f"4 to 2,048 H100 of 64 GB, FSDP, GPTs of 3 to 28 billion ({MODALITIES})",
+    "modalities-a100": "8 to 256 A100 of 64 GB, the same (Modalities)",
+    "nanotron": f"8 to 64 H100, Llamas of 1 to 80 billion ({NANOTRON})",
+    "fms-fsdp": f"96 H100 and 128 A100, FSDP, Llama 2 ({FMS}; not fitted)",
 }
 FORMULA = "2205.05198-tab5"
 MEMORY = (

@@ -32,7 +32,7 @@ class Efficiency:
         link: share of the bandwidth inside a node that collectives reach.
         network: share of the bandwidth between nodes that tensor-parallel collectives and transfers reach.
         reduction: share of the bandwidth between nodes that gradient reductions reach.
-        collective: time that a collective takes for each doubling of its group, independent of its size.
+        collective: time until a sum begins, independent of its size and its group; half as long for one of its rounds.
         transfer: share of the bandwidth inside a node that a transfer between stages reaches.
         transfer_start: fixed time of such a transfer, independent of its size.
         backward: the time of a backward's computations, without recomputed attention, relative to those of its forward.
@@ -108,17 +108,16 @@ def _in_half(share: float) -> dict[str, Mapping[str, float]]:
 REACHES: Mapping[str, Mapping[str, Mapping[str, float]]] = {
     "a100": {},
     "a100-pcie": _in_half(0.93),
-    "h100": {**_in_half(0.844), "fp8": {"products": 0.766}},
-    "h20": {"fp8": {"products": 0.766}},
-    "b200": {**_in_half(0.83), "fp8": {"products": 0.766}},
+    "h100": {**_in_half(0.888), "fp8": {"products": 0.813}},
+    "h20": {"fp8": {"products": 0.813}},
+    "b200": {**_in_half(0.778), "fp8": {"products": 0.71}},
     "mi250x": _in_half(0.885),
     "mi300x": _in_half(0.69),
 }
 """Coefficients relative to those of A100, per device that was measured (`Device.like`) and precision. The maximum
 achievable FLOP/s of ml-engineering are what is expected: A100 reaches 0.87 of its peak, A100 PCIe 0.81, H100 0.80, B200
-0.78, MI250X 0.77 and MI300X 0.6; in 8 bits H100 and B200 reach 0.71. Those of H100 are fitted on training steps, which
-hold its power longer. B200 has as much less; nobody published steps of it that could be compared. H20 has fewer units
-in the same power, so only 8 bits concern it.
+0.78, MI250X 0.77 and MI300X 0.6; in 8 bits H100 and B200 reach 0.71. Those of H100 and B200 are fitted on training
+steps, which hold their power longer. H20 has fewer units in the same power, so only 8 bits concern it.
 """
 
 TIMES = {"forward_launch", "backward_launch", "sync", "collective", "transfer_start", "contention"}
@@ -126,21 +125,21 @@ SHARES = {each.name for each in fields(Efficiency)} - TIMES - {"depth", "rows"}
 """The coefficients that are shares of a rate, or multiples of it; others may be 0."""
 
 PUBLISHED = Efficiency(
-    products=0.8,
-    depth=142.0,
-    rows=106.0,
-    fused=0.946,
-    memory=0.999,
-    forward_launch=0.00136,
-    backward_launch=0.000649,
+    products=0.763,
+    depth=132.0,
+    rows=98.8,
+    fused=0.962,
+    memory=1.16,
+    forward_launch=0.00134,
+    backward_launch=0.000681,
     sync=1.37e-05,
-    link=0.852,
-    network=0.849,
-    reduction=0.659,
-    collective=4.83e-05,
-    transfer=0.299,
-    transfer_start=0.000202,
-    contention=0.368,
+    link=0.778,
+    network=0.815,
+    reduction=0.574,
+    collective=0.000134,
+    transfer=0.283,
+    transfer_start=0.000213,
+    contention=0.505,
 )
 """Fitted on the published steps of docs/planning.md. `python -m benchmarks planner` fits them again, and shows how
 well they predict sources that they were not fitted on.

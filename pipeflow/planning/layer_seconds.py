@@ -12,7 +12,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.kept import layer_kept, recomputed_modules
 from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.rates import FROZEN, Rates, Seconds
+from pipeflow.planning.rates import FROZEN, Exchange, Rates, Seconds
 from pipeflow.planning.setup import GRAPHS, Setup, stops_early
 from pipeflow.planning.shares import tokens_of
 from pipeflow.planning.work import adapter_work, layer_work, recomputed_work
@@ -163,7 +163,9 @@ def layer_exchanges(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, 
     forward, backward = _context(model, setup, mesh, rates, layer)
     there = back = expert_seconds(model, setup, mesh, rates)
     if setup.overlap_experts:  # while another microbatch computes as much
-        there, back = rates.added(layer.forward, there), rates.added(layer.backward, back)
+        there, back = (
+            rates.added(computed, Exchange(each)) for computed, each in ((layer.forward, there), (layer.backward, back))
+        )
     sync = rates.efficiency.sync * (mesh.tensor - 1)
     waiting = sums * sync if rates.cluster.device.runs_ahead else 0.0  # else `one` has it
     return Exchanged(sums * first + forward + there, sums * second + backward + back, waiting, first)

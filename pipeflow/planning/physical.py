@@ -188,7 +188,7 @@ def physical_of(
         Kind.R: [own.once(each.learned, each.layers) for own, each in zip(sharding, stages, strict=True)],
     }
     if setup.zero == 3 and not by_layer:
-        times[Kind.U] = [own.gather(each.parameters) for own, each in zip(sharding, stages, strict=True)]
+        times[Kind.U] = [own.gather(each.parameters).seconds for own, each in zip(sharding, stages, strict=True)]
     times = {kind: [seconds / cluster.sharing for seconds in each] for kind, each in times.items()}
     sizes = {content: [each.sizes[content] for each in stages] for content in (Content.SAVED, Content.DEFERRED)}
     sizes[Content.INPUT] = [0.0, *(each.activation_bytes for each in stages[:-1])]  # first a part of the batch
@@ -281,7 +281,8 @@ def _tied(model: Transformer, placement: Placement, setup: Setup, mesh: Mesh, ra
     if first == last or setup.frozen or not (isinstance(model, GPT) and model.tied):
         return 0.0
     table = model.vocabulary_rows(setup.tensor) * model.hidden
-    return rates.gradient_sum(RankGroup(2, 1 if mesh.crosses(first, last) else 2), setup.precision.gradient * table)
+    group = RankGroup(2, 1 if mesh.crosses(first, last) else 2)
+    return rates.gradient_sum(group, setup.precision.gradient * table)
 
 
 def _optimizer(most: Parameters, setup: Setup, rates: Rates) -> float:

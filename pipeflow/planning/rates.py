@@ -27,6 +27,23 @@ class RankGroup(NamedTuple):
         return -(-self.ranks // self.in_node)
 
 
+class Exchange(NamedTuple):
+    """Seconds of collectives, and how many of them no byte moves: until they begin, and from rank to rank. Meanwhile
+    they take nothing from computations beside them.
+    """
+
+    seconds: float = 0.0
+    still: float = 0.0
+
+    def plus(self, *others: Exchange) -> Exchange:
+        """One after the other."""
+        return Exchange(*map(sum, zip(self, *others, strict=True)))
+
+    def part(self, number: int) -> Exchange:
+        """One of so many equal parts."""
+        return Exchange(self.seconds / number, self.still / number)
+
+
 class Seconds(NamedTuple):
     """Times of a part of the model on one device, without communication and launches. They are the times of its
     forward, its whole backward, the weight gradients in its backward, and of attention scores in the forward and in the
@@ -104,11 +121,12 @@ class Rates:
     def _moved(self, count: float) -> float:
         return count / (self.cluster.device.memory_bandwidth * self.efficiency.memory)
 
-    def added(self, computed: float, communicated: float) -> float:
-        """Seconds that communication adds to computations beside it. Meanwhile it takes the share `contention` of the
-        device from them.
+    def added(self, computed: float, exchange: Exchange) -> float:
+        """Seconds that communication adds to computations beside it. While bytes move, it takes the share `contention`
+        of the device from them.
         """
-        return max(computed + self.efficiency.contention * communicated, communicated) - computed
+        moving = exchange.seconds - exchange.still
+        return max(computed + self.efficiency.contention * moving, exchange.seconds) - computed
 
     def stepping(self, count: float) -> float:
         """Seconds in which the optimizer reads and writes so many bytes of memory."""
@@ -145,18 +163,26 @@ class Rates:
         return peak * known.fused * shares.forward, peak * known.fused * shares.backward
 
     def all_reduce(self, group: RankGroup, count: float, link: float, network: float) -> float:
-        """Seconds to sum so many bytes over a group by a ring. Between nodes, the ring uses the network of all ranks of
-        the group in a node. `link` and `network` are the shares of the two bandwidths that are reached.
+        """Seconds to sum so many bytes over a group by two rounds of a ring. `link` and `network` are the shares of the
+        two bandwidths that are reached.
+        """
+        return self._collective(group, count, link, network, rounds=2).seconds
+
+    def _collective(self, group: RankGroup, count: float, link: float, network: float, *, rounds: int) -> Exchange:
+        """The times of so many rounds of a ring: in one, each rank passes on all parts of `count` bytes but its own.
+        Between nodes, the ring uses the network of all ranks of the group in a node. A part arrives after a hop for
+        each rank, within a node or between two.
         """
         if group.ranks == 1 or not count:
-            return 0.0
-        known, cluster = self.efficiency, self.cluster
-        bandwidth, latency = cluster.link_bandwidth * link, cluster.link_latency
-        if group.ranks > group.in_node:
+            return Exchange()
+        cluster, nodes = self.cluster, group.nodes
+        bandwidth, near, far = cluster.link_bandwidth * link, cluster.link_latency, cluster.network_latency
+        hops = (group.ranks - 1) * near
+        if nodes > 1:
             bandwidth = min(bandwidth, group.in_node * cluster.network_bandwidth * network)
-            latency = cluster.network_latency
-        start = (known.collective + latency) * math.log2(group.ranks)
-        return start + 2 * (group.ranks - 1) / group.ranks * count / bandwidth
+            hops = (group.ranks - nodes) * near + nodes * far
+        start = rounds * (self.efficiency.collective / 2 + hops)  # so that a sum takes as long as its two halves
+        return Exchange(start + rounds * (group.ranks - 1) / group.ranks * count / bandwidth, start)
 
     def tensor_sum(self, group: RankGroup, count: float) -> float:
         """Seconds of a tensor-parallel all-reduce, or of the all-gather and reduce-scatter that sequence parallelism
@@ -190,15 +216,14 @@ class Rates:
             return cluster.network_latency + count / (cluster.network_bandwidth * known.network)
         return cluster.link_latency + count / (cluster.link_bandwidth * known.link)
 
-    def data_gather(self, group: RankGroup, count: float) -> float:
-        """Seconds to gather so many bytes from data ranks, or to reduce them so that each has its part: one of the two
-        rounds of a sum.
+    def reduction(self, group: RankGroup, count: float, *, rounds: int = 2) -> Exchange:
+        """The times to reduce gradients of so many bytes over data ranks. One round leaves each with its part, or
+        gathers weights.
         """
-        return self.gradient_sum(group, count) / 2
+        known = self.efficiency
+        link = known.link if known.gradients is None else known.gradients
+        return self._collective(group, count, link, known.reduction, rounds=rounds)
 
     def gradient_sum(self, group: RankGroup, count: float) -> float:
         """Seconds to reduce gradients of so many bytes over the replicas."""
-        known = self.efficiency
-        return self.all_reduce(
-            group, count, known.link if known.gradients is None else known.gradients, known.reduction
-        )
+        return self.reduction(group, count).seconds

@@ -17,9 +17,11 @@ from typing import NamedTuple
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.rates import RankGroup, Rates
+from pipeflow.planning.rates import Exchange, RankGroup, Rates
 from pipeflow.planning.setup import Setup, reduced_gradient
 from pipeflow.planning.shares import Parameters
+
+NONE = Exchange()
 
 
 def require_pipeline(zero: int | None, ranks: int | None) -> None:
@@ -81,17 +83,23 @@ class Sharding:
     by_layer: bool
     alone: bool = True
 
-    def gather(self, parameters: Parameters) -> float:
-        """Seconds to gather the weights of so many parameters."""
+    def gather(self, parameters: Parameters) -> Exchange:
+        """The times to gather the weights of so many parameters."""
         width = self.setup.precision.weight
-        return sum(self.rates.data_gather(group, width * count) for count, group, _ in self._groups(parameters))
+        return NONE.plus(
+            *(self.rates.reduction(group, width * count, rounds=1) for count, group, _ in self._groups(parameters))
+        )
 
-    def scatter(self, parameters: Parameters) -> float:
-        """Seconds to reduce the gradients of so many parameters, each rank its part. Copies of a part are summed."""
-        width = reduced_gradient(self.setup)
-        return sum(
-            self.rates.data_gather(group, width * count) + self.rates.gradient_sum(copies, width * count / group.ranks)
-            for count, group, copies in self._groups(parameters)
+    def scatter(self, parameters: Parameters) -> Exchange:
+        """The times to reduce the gradients of so many parameters, each rank its part. Copies of a part are summed."""
+        width, rates = reduced_gradient(self.setup), self.rates
+        return NONE.plus(
+            *(
+                rates.reduction(group, width * count, rounds=1).plus(
+                    rates.reduction(copies, width * count / group.ranks)
+                )
+                for count, group, copies in self._groups(parameters)
+            )
         )
 
     def _groups(self, parameters: Parameters) -> Iterator[tuple[float, RankGroup, RankGroup]]:
@@ -114,16 +122,18 @@ class Sharding:
         if not self.by_layer or self.setup.zero < 2:
             return 0.0, 0.0
         is_gathered, is_reduced = self.setup.zero == 3, not self.setup.reduce_once
-        first, last = is_gathered * self.gather(layers.ends), is_reduced * self.scatter(layers.ends)
+        (first, one), (last, scatter) = (
+            (exchange(layers.ends), exchange(layers.each)) if asked else (NONE, NONE)
+            for asked, exchange in ((is_gathered, self.gather), (is_reduced, self.scatter))
+        )
         if not layers.number:
-            return first, last
-        one, scatter = is_gathered * self.gather(layers.each), is_reduced * self.scatter(layers.each)
-        others = layers.number - 1
-        forward = others * self._added(layers.forward, one) + one
+            return first.seconds, last.seconds
+        others, both = layers.number - 1, one.plus(scatter)
+        forward = others * self._added(layers.forward, one) + one.seconds
         if is_gathered and not self.setup.prefetch:
-            return forward + first, layers.number * (one + scatter) + last
-        backward = others * self._added(layers.backward, one + scatter) + self._added(layers.backward, one) + scatter
-        return forward + first, backward + last
+            return forward + first.seconds, layers.number * both.seconds + last.seconds
+        backward = others * self._added(layers.backward, both) + self._added(layers.backward, one) + scatter.seconds
+        return forward + first.seconds, backward + last.seconds
 
     def once(self, parameters: Parameters, layers: StageLayers) -> float:
         """Seconds of collectives that come once per step beside a stage of which so many `parameters` learn: the
@@ -133,23 +143,23 @@ class Sharding:
         width = (precision.learned or precision).gradient
         if not zero or self.setup.frozen:  # a sum takes as long as its two halves
             groups = zip(parameters, self.holders, strict=True)
-            summed = sum(self.rates.gradient_sum(group, width * count) for count, group in groups)
+            summed = NONE.plus(*(self.rates.reduction(group, width * count) for count, group in groups))
             return self._rest(summed, layers.number, layers.backward)
         reduced = 0.0
         if not self.by_layer or zero == 1 or self.setup.reduce_once:
             reduced = self._rest(self.scatter(parameters), layers.number, layers.backward)
         return reduced if zero == 3 else reduced + self._rest(self.gather(parameters), layers.number, layers.forward)
 
-    def _added(self, computed: float, communicated: float) -> float:
+    def _added(self, computed: float, exchange: Exchange) -> float:
         """Seconds that collectives add to a computation."""
         if not self.setup.overlaps:
-            return communicated
-        return self.rates.added(computed, communicated)
+            return exchange.seconds
+        return self.rates.added(computed, exchange)
 
-    def _rest(self, communicated: float, layers: int, computed: float) -> float:
+    def _rest(self, exchange: Exchange, layers: int, computed: float) -> float:
         """Seconds of a stage's collectives that are not hidden by the computations of its layers, which take `computed`
         each. Collectives of one layer are never hidden.
         """
         others = max(0, layers - 1) if self.alone else 0
-        each = communicated / (others + 1)
-        return others * self._added(computed, each) + each
+        each = exchange.part(others + 1)
+        return others * self._added(computed, each) + each.seconds

@@ -14,7 +14,7 @@ from pipeflow.planning.device import Device
 from pipeflow.planning.efficiency import PUBLISHED
 from pipeflow.planning.layout import Wanted
 from pipeflow.planning.layouts import find_layouts
-from pipeflow.planning.rates import RankGroup, Rates
+from pipeflow.planning.rates import Exchange, RankGroup, Rates
 from pipeflow.planning.sharding import Sharding, StageLayers
 from pipeflow.planning.shares import Parameters
 from pipeflow.planning.step_plan import Plan
@@ -50,15 +50,15 @@ LAYERS = StageLayers(4, others(1e6), others(2e6), forward=10.0, backward=20.0)
 
 def test_a_gather_sends_what_the_other_ranks_hold_and_a_reduction_the_bytes_of_gradients() -> None:
     """1e6 parameters are 2e6 bytes of weights and 4e6 of gradients; 3 of 4 parts come from others, at 1e6 bytes/s."""
-    assert sharding(zero=3).gather(others(1e6)) == pytest.approx(1.5)
-    assert sharding(zero=3).scatter(others(1e6)) == pytest.approx(3.0)
+    assert sharding(zero=3).gather(others(1e6)).seconds == pytest.approx(1.5)
+    assert sharding(zero=3).scatter(others(1e6)).seconds == pytest.approx(3.0)
     half = {engine: sharding(zero=3, precision=PRECISIONS["bf16"], engine=engine) for engine in (None, "torchtitan")}
-    assert [each.scatter(others(1e6)) for each in half.values()] == pytest.approx([1.5, 3.0])  # in float32
+    assert [each.scatter(others(1e6)).seconds for each in half.values()] == pytest.approx([1.5, 3.0])  # in float32
 
 
 def test_experts_are_gathered_from_the_ranks_that_hold_the_same_ones() -> None:
     """Each expert is on 2 of 4 ranks: of 2e6 bytes of weights, 1 of 2 parts comes from the other one."""
-    assert sharding(zero=3, expert=2).gather(Parameters(0, 1_000_000)) == pytest.approx(1.0)
+    assert sharding(zero=3, expert=2).gather(Parameters(0, 1_000_000)).seconds == pytest.approx(1.0)
 
 
 def test_hybrid_shards_gather_in_a_node_and_sum_their_part_between_nodes() -> None:
@@ -66,17 +66,18 @@ def test_hybrid_shards_gather_in_a_node_and_sum_their_part_between_nodes() -> No
     node, and the sum of a quarter of 4e6 bytes with the copy in the other node 2 x 1/2 x 1e6 bytes: 1 s.
     """
     hybrid = sharding(zero=3, data=8, shard_ranks=4)
-    assert hybrid.gather(others(1e6)) == pytest.approx(1.5)
-    assert hybrid.scatter(others(1e6)) == pytest.approx(4.0)
-    assert sharding(zero=3, data=8).gather(others(1e6)) == pytest.approx(7 / 8 * 2)
+    assert hybrid.gather(others(1e6)).seconds == pytest.approx(1.5)
+    assert hybrid.scatter(others(1e6)).seconds == pytest.approx(4.0)
+    assert sharding(zero=3, data=8).gather(others(1e6)).seconds == pytest.approx(7 / 8 * 2)
 
 
 def test_collectives_take_a_quarter_of_the_device_from_the_computations_beside_them() -> None:
     """In 2 s beside a collective, 1.5 s of work are done, and 8.5 of 10 s are left. A collective that outlasts it
-    hides all of it.
+    hides all of it. While no byte moves, it takes nothing.
     """
-    assert sharding().rates.added(10.0, 2.0) == 0.5
-    assert sharding().rates.added(1.0, 2.0) == 1.0
+    assert sharding().rates.added(10.0, Exchange(2.0)) == 0.5
+    assert sharding().rates.added(1.0, Exchange(2.0)) == 1.0
+    assert sharding().rates.added(10.0, Exchange(5.0, still=3.0)) == 0.5
 
 
 def test_layers_hide_all_gathers_but_the_first_and_all_reductions_but_the_last() -> None:

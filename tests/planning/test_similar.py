@@ -55,8 +55,11 @@ def test_a_plan_says_so_if_no_two_publishers_measured_such_jobs(
 
 def test_each_publisher_is_one_observation_of_what_is_promised() -> None:
     few, many = ([[0.0] * rows, [0.1, -0.1]] for rows in (1, 1000))
-    assert promised(few) | {"rows": 0} == promised(many) | {"rows": 0}
-    assert promised(few)["error"] == 0.05
-    assert promised(few)["most"] == pytest.approx(2.92 * math.sqrt((0 + 0.01) / 2))  # Student's, two degrees of freedom
-    same = [[0.1]] * 3
-    assert promised(same)["most"] == pytest.approx(2.35 * 0.1)
+    assert promised(few, 0.01) | {"rows": 0} == promised(many, 0.01) | {"rows": 0}
+    assert promised(few, 0.01)["error"] == 0.05
+
+
+def test_errors_of_all_kinds_of_jobs_count_beside_those_of_few_publishers() -> None:
+    """As four publishers; within Student's distribution, with five degrees of freedom for two publishers."""
+    assert promised([[0.1]] * 2, 0.04)["most"] == pytest.approx(2.02 * math.sqrt((4 * 0.04 + 2 * 0.01) / 6))
+    assert promised([[0.1]] * 20, 0.01)["most"] == pytest.approx(1.78 * 0.1)

@@ -164,15 +164,15 @@ def _links(measured: Measured, efficiency: dict[str, float]) -> dict[str, Any]:
     """
     if not measured.transfers:
         return {"link_bandwidth": NETWORK_BANDWIDTH}
-    sums, sync = _sums(measured)
+    sums, others = _sums(measured)
     gradients = line(_ring(each) for each in measured.gradient_sums if _is_near(each))
     transfers = line((1.0, *each) for each in measured.transfers)
     best = max(sums.bandwidth, gradients.bandwidth, transfers.bandwidth)
-    latency = min(sums.start, transfers.start)
+    latency = min(others / 2, transfers.start)  # a sum goes around twice
     efficiency |= {
-        "sync": sync,
+        "sync": measured.sync if measured.runs_ahead else others - 2 * latency,
         "link": sums.bandwidth / best,
-        "collective": sums.start - latency,
+        "collective": sums.start,
         "transfer": transfers.bandwidth / best,
         "transfer_start": transfers.start - latency,
         "gradients": gradients.bandwidth / best,
@@ -181,15 +181,11 @@ def _links(measured: Measured, efficiency: dict[str, float]) -> dict[str, Any]:
 
 
 def _sums(measured: Measured) -> tuple[Line, float]:
-    """The line of tensor sums in a node, and the seconds that each sum adds per other rank of its group. If the host
-    runs ahead, these seconds were measured as a part of launches; otherwise they are a part of the sums.
-    """
+    """The line of tensor sums in a node, and the seconds that each other rank of the group adds to a sum."""
     near = [each for each in measured.sums if _is_near(each)]
-    if measured.runs_ahead:
-        return line(map(_ring, near)), measured.sync
     rows = [(start, each.group.ranks - 1, size, seconds) for each in near for start, size, seconds in [_ring(each)]]
-    start, sync, slope = nonnegative(rows)
-    return Line(start, 1 / slope if slope else max(each[2] / each[3] for each in rows)), sync
+    start, others, slope = nonnegative(rows)
+    return Line(start, 1 / slope if slope else max(each[2] / each[3] for each in rows)), others
 
 
 def _is_near(each: SumTime) -> bool:
@@ -248,11 +244,11 @@ def nonnegative(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
 
 
 def _ring(each: SumTime, ways: int = 1) -> tuple[float, float, float]:
-    """A point of `line`. A sum has one start for each doubling of its group. Its size is the number of bytes that each
-    rank sends in a ring, divided by the number of `ways`.
+    """A point of `line`. Its size is the number of bytes that each rank sends in a ring, divided by the number of
+    `ways`.
     """
     ranks = each.group.ranks
-    return math.log2(ranks), 2 * (ranks - 1) / ranks * each.size / ways, each.seconds
+    return 1.0, 2 * (ranks - 1) / ranks * each.size / ways, each.seconds
 
 
 def _network(measured: Measured, efficiency: dict[str, float]) -> dict[str, Any]:
@@ -307,7 +303,10 @@ def _predictions(measured: Measured, cluster: Cluster) -> Iterator[tuple[str, fl
         yield "optimizer", rates.stepping(OPTIMIZED * parameters), seconds
     for step in measured.steps:
         yield "steps", step_seconds(step, cluster), step.seconds
-    sums = ("sums", measured.sums, rates.tensor_sum), ("gradient sums", measured.gradient_sums, rates.gradient_sum)
+    sums = (
+        ("sums", measured.sums, rates.tensor_sum),
+        ("gradient sums", measured.gradient_sums, rates.gradient_sum),
+    )
     for kind, times, predict in sums:
         for each in times:
             yield kind if _is_near(each) else f"{kind} between nodes", predict(each.group, each.size), each.seconds
