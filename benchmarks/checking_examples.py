@@ -111,7 +111,7 @@ LAYOUTS = (
     Layout("accelerate_loop/train.py", 2, "--epochs 1 --schedule zb-h1", LOOP),
     Layout("huggingface/llama.py", 4, HF, f"FOLDER/plain_llama.py {HF}"),
     Layout("huggingface/bert.py", 2, ONCE, f"FOLDER/plain_bert.py {ONCE}"),
-    Layout("adapters/huggingface/own_loss.py", 2, HF, f"FOLDER/plain_own_loss.py {HF}"),
+    Layout("huggingface/own_loss.py", 2, HF, f"FOLDER/plain_own_loss.py {HF}"),
     *(
         Layout(f"lightning_loops/{name}.py", 2, "", f"FOLDER/plain_{name}.py")
         for name in ("language", "autoencoder", "classifier", "images", "fabric_loop")

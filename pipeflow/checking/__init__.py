@@ -3,7 +3,7 @@ does not. The modules, in the order of the work:
 
 - what a rank writes down: `sketches`, `parts`, `calls`, `watching`, `recorder`
 - both runs of a script: `scripts`, `scripted`
-- recordings against each other: `files`, `runs`, `two_runs`, `differences`, `updates`; `limits` has every threshold
+- recordings against each other: `files`, `runs`, `two_runs`, `differences`, `optimizer_steps`, `limits`
 - which fault explains the first difference: `fits`, `causes`, `output_causes`, `gradient_causes`
 - what is told: `findings`
 """

@@ -17,10 +17,10 @@ from pipeflow.checking.differences import disagreeing, first_differences, other_
 from pipeflow.checking.findings import Cause, Difference, Result, explained
 from pipeflow.checking.fits import DTYPES, as_times, fit, root_named, spread_of, wrong_elements, wrong_entries
 from pipeflow.checking.gradient_causes import MEANS, NORM, Gradients
+from pipeflow.checking.optimizer_steps import apart_in_size, keys_of_moments, other_rule, rules
 from pipeflow.checking.output_causes import Outputs
 from pipeflow.checking.runs import RecordedRun, load, norm
 from pipeflow.checking.two_runs import TwoRuns
-from pipeflow.checking.updates import apart_in_size, keys_of_moments, other_rule, rules
 
 
 def check(

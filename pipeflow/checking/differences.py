@@ -14,6 +14,7 @@ import numpy as np
 from pipeflow.checking import limits
 from pipeflow.checking.files import INPUT, INSIDE, MOST_TENSORS, Blocks
 from pipeflow.checking.findings import Difference
+from pipeflow.checking.optimizer_steps import not_seen, optimizers, updates
 from pipeflow.checking.runs import (
     Called,
     Key,
@@ -30,7 +31,6 @@ from pipeflow.checking.runs import (
     unmatched,
 )
 from pipeflow.checking.two_runs import TwoRuns, names_listed
-from pipeflow.checking.updates import not_seen, optimizers, updates
 
 Outputs = Mapping[Key, Sequence[Called]]
 

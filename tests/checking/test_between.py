@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from benchmarks import checking_fourth
 from pipeflow.checking import Result, check, record
+from pipeflow.checking.optimizer_steps import apart_in_size
 from pipeflow.checking.runs import PartRecord, WholeTensor
-from pipeflow.checking.updates import apart_in_size
 
 WIDTH, WORDS, STEPS = 16, 20, 2
 IGNORED = -100

@@ -152,6 +152,11 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(bad: int, clip: bool, fus
     assert run_threads(overflow, 8, bad, clip, fused, tensor=2, data=2) == [expected] * 8
 
 
+def test_the_kernels_of_a_fused_optimizer_skip_a_step_that_overflowed() -> None:
+    expected = [(0, 256.0, True), (1, 128.0, False), (1, 128.0, True)]
+    assert run_threads(overflow, 2, 1, False, True) == [expected] * 2
+
+
 def tied(dtype: torch.dtype) -> tuple[list[torch.Tensor], float]:
     model = TiedModel(dtype=dtype)
     pipeline = build(model, schedule_of(("1f1b", 2, 1), 3))

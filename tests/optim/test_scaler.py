@@ -26,6 +26,10 @@ def test_it_shrinks_from_the_second_overflow_on_until_it_has_grown() -> None:
     assert scales(scaler, "...xx") == [2, 2, 4, 4, 2]
 
 
+def test_it_grows_again_only_after_as_many_steps() -> None:
+    assert scales(LossScaler(initial_scale=1, growth_interval=2), "......") == [1, 2, 2, 4, 4, 8]
+
+
 def test_it_stays_within_its_bounds() -> None:
     scaler = LossScaler(initial_scale=2, growth_interval=1, hysteresis=1, min_scale=1, max_scale=4)
     assert scales(scaler, "....") == [4, 4, 4, 4]

@@ -280,6 +280,15 @@ def test_a_ring_over_nodes_uses_the_network_of_all_its_ranks_in_a_node() -> None
     assert rates.gradient_sum(RankGroup(1, 1), 1e9) == 0
 
 
+def test_a_part_takes_a_hop_for_each_rank_and_another_one_for_each_node() -> None:
+    """8 ranks in 2 nodes: 6 hops in nodes and 2 between them, in both rounds of a sum, and once to gather."""
+    rates = Rates(replace(A100, network_latency=1.0, link_latency=0.25), replace(PUBLISHED, collective=0.5), "bf16")
+    group = RankGroup(8, 4)
+    assert rates.reduction(group, 1.0).still == 0.5 + 2 * (6 * 0.25 + 2 * 1.0)
+    assert rates.reduction(group, 1.0, rounds=1).still == rates.reduction(group, 1.0).still / 2
+    assert rates.reduction(RankGroup(4, 4), 1.0).still == 0.5 + 2 * 3 * 0.25
+
+
 def test_a_mesh_counts_the_ranks_of_a_group_in_a_node() -> None:
     mesh = Mesh(tensor=2, pipeline=4, data=4, per_node=8)
     assert (mesh.tensor_group, mesh.data_group) == (RankGroup(2, 2), RankGroup(4, 1))

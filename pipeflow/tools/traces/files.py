@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeflow.core.errors import UsageError, paths_of
+from pipeflow.core.files import LARGEST_TEXT as LARGEST
 from pipeflow.core.files import opened
 from pipeflow.core.timeline import Timeline
 from pipeflow.tools.traces.chakra import read_chakra, read_chakra_json
@@ -20,7 +21,6 @@ from pipeflow.tools.traces.nsight import read_nsight
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 ENDINGS = (".json", ".json.gz", ".jsonl", ".sqlite", ".et")
-LARGEST = 2**28  # bytes of a file, unpacked, so that no file can fill the memory
 MOST, FREE, PART = 50, 2**26, 2**24  # times its size that a file has unpacked, beyond so many bytes; bytes at once
 _RANK = re.compile(r"rank[-_=]?(\d+)|(?<!\d)(\d+)(?=\D*$)", re.IGNORECASE)
 
