@@ -45,12 +45,10 @@ ROBUST = 0.1  # beyond this error a row counts less than its square
 FAR = 0.8  # of a coefficient's logarithm, beyond which errors are not linear
 TURNS = 8
 STEP = 0.02  # of a coefficient's logarithm, to find slopes
-UNSURE = {
-    "dgxc-moe",
-    "megatron-readme",
-    "nemo-long-b200",
-    "fms-fsdp",
-}  # part of the layout was not published: not fitted
+JUDGED = {  # and not fitted on
+    *("dgxc-moe", "megatron-readme", "nemo-long-b200", "fms-fsdp"),  # a part of the layout was not published
+    *("internevo", "internevo-ac"),  # a program that is slower than all others on the device, in every layout
+}
 NAMES = tuple(EXPECTED)  # the others have no value of their own here
 CENTRE = np.log([EXPECTED[name][0] for name in NAMES])
 SPREAD = np.log([EXPECTED[name][1] for name in NAMES])
@@ -102,7 +100,7 @@ def fitted_without(
 def thinned(rows: Sequence[Row]) -> list[Row]:
     """All rows of small sources, some of the others."""
     found: list[Row] = []
-    for source in dict.fromkeys(row.source for row in rows if row.source not in UNSURE):
+    for source in dict.fromkeys(row.source for row in rows if row.source not in JUDGED):
         own = [row for row in rows if row.source == source]
         found += own[:: -(-len(own) // MOST)]
     return found

@@ -26,7 +26,7 @@ MODALITIES = "[Modalities](https://github.com/Modalities/modalities/tree/main/do
 NANOTRON = "[nanotron](https://github.com/huggingface/nanotron/blob/main/docs/benchmark_summary.svg)"
 LONG = "https://github.com/NVIDIA/NeMo/blob/a2c4cc8ee6/docs/source/performance/performance_long_sequence.md"
 FMS = "[fms-fsdp](https://github.com/foundation-model-stack/fms-fsdp)"
-SOURCES = {  # "not fitted": a part of the layout was not published
+SOURCES = {
     "vtrain-single": f"one node of A100, GPTs of 0.2 to 1.3 billion parameters ({VTRAIN})",
     "vtrain-multi": "8 nodes of A100, a GPT of 3.6 billion (vTrain)",
     "2205.05198-tab5": "8 to 512 A100, GPTs of 22 to 1,000 billion ([arXiv 2205.05198](https://arxiv.org/abs/2205.05198))",
@@ -50,8 +50,8 @@ SOURCES = {  # "not fitted": a part of the layout was not published
     "megatron-readme": "48 to 6,144 H100, GPTs of 2 to 462 billion (Megatron-LM; not fitted)",
     "nemo-long": f"H100, Llama 3 of 8 billion, 8k to 1,024k tokens, fp8 ([NeMo]({LONG}))",
     "nemo-long-b200": "the same on B200 (not fitted)",
-    "internevo": f"8 to 128 A100, a Llama of 7 billion ({INTERN})",
-    "internevo-ac": "the same, recomputed or packed",
+    "internevo": f"8 to 128 A100, a Llama of 7 billion ({INTERN}; not fitted)",
+    "internevo-ac": "the same, recomputed or packed (not fitted)",
     "modalities-h100": f"4 to 2,048 H100 of 64 GB, FSDP, GPTs of 3 to 28 billion ({MODALITIES})",
     "modalities-a100": "8 to 256 A100 of 64 GB, the same (Modalities)",
     "nanotron": f"8 to 64 H100, Llamas of 1 to 80 billion ({NANOTRON})",

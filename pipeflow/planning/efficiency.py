@@ -108,9 +108,9 @@ def _in_half(share: float) -> dict[str, Mapping[str, float]]:
 REACHES: Mapping[str, Mapping[str, Mapping[str, float]]] = {
     "a100": {},
     "a100-pcie": _in_half(0.93),
-    "h100": {**_in_half(0.888), "fp8": {"products": 0.813}},
-    "h20": {"fp8": {"products": 0.813}},
-    "b200": {**_in_half(0.778), "fp8": {"products": 0.71}},
+    "h100": {**_in_half(0.855), "fp8": {"products": 0.784}},
+    "h20": {"fp8": {"products": 0.784}},
+    "b200": {**_in_half(0.742), "fp8": {"products": 0.679}},
     "mi250x": _in_half(0.885),
     "mi300x": _in_half(0.69),
 }
@@ -125,21 +125,21 @@ SHARES = {each.name for each in fields(Efficiency)} - TIMES - {"depth", "rows"}
 """The coefficients that are shares of a rate, or multiples of it; others may be 0."""
 
 PUBLISHED = Efficiency(
-    products=0.763,
-    depth=132.0,
-    rows=98.8,
-    fused=0.962,
+    products=0.809,
+    depth=180,
+    rows=102,
+    fused=0.954,
     memory=1.16,
-    forward_launch=0.00134,
-    backward_launch=0.000681,
+    forward_launch=0.00135,
+    backward_launch=0.000659,
     sync=1.37e-05,
-    link=0.778,
-    network=0.815,
-    reduction=0.574,
-    collective=0.000134,
-    transfer=0.283,
-    transfer_start=0.000213,
-    contention=0.505,
+    link=0.785,
+    network=0.817,
+    reduction=0.568,
+    collective=0.000128,
+    transfer=0.28,
+    transfer_start=0.000217,
+    contention=0.43,
 )
 """Fitted on the published steps of docs/planning.md. `python -m benchmarks planner` fits them again, and shows how
 well they predict sources that they were not fitted on.

@@ -13,10 +13,10 @@ from pipeflow.planning.setup import Setup
 
 KINDS: dict[str, tuple[int, int, float, float]] = {
     # written by: python -m benchmarks planner --save
-    "a100, 16 bits": (1500, 3, 0.113, 0.298),
-    "a100, 16 bits, sharded weights": (182, 4, 0.145, 0.363),
-    "h100, 16 bits": (48, 2, 0.133, 0.358),
-    "h100, 16 bits, sharded weights": (127, 4, 0.120, 0.313),
+    "a100, 16 bits": (1500, 3, 0.099, 0.279),
+    "a100, 16 bits, sharded weights": (182, 4, 0.113, 0.313),
+    "h100, 16 bits": (48, 2, 0.128, 0.344),
+    "h100, 16 bits, sharded weights": (127, 4, 0.122, 0.299),
     # end
 }
 """By kind of job that at least two publishers measured: the numbers of `similar_error`."""

@@ -38,7 +38,7 @@ TABLE_5 = {
 @pytest.mark.parametrize("checkpoint", ["full", "selective"])
 @pytest.mark.parametrize("name", some(TABLE_5, ["megatron-22b", "gpt3-175b"]))
 @pytest.mark.slow
-def test_the_steps_of_a_paper_are_planned_within_12_percent(name: str, checkpoint: Checkpoint) -> None:
+def test_the_steps_of_a_paper_are_planned_within_8_percent(name: str, checkpoint: Checkpoint) -> None:
     model, (ranks, chunks, size, batch), seconds = TABLE_5[name]
     family, options = ("interleaved-1f1b", {"chunks": chunks}) if chunks > 1 else ("1f1b", {})
     schedule = make_schedule(family, ranks=ranks, microbatches=batch // size, **options)
@@ -50,7 +50,7 @@ def test_the_steps_of_a_paper_are_planned_within_12_percent(name: str, checkpoin
         sequence_parallel=checkpoint == "selective",
     )
     found = plan(model, schedule, setup, cluster=A100)
-    assert found.step_seconds == pytest.approx(seconds[checkpoint == "selective"], rel=0.12)
+    assert found.step_seconds == pytest.approx(seconds[checkpoint == "selective"], rel=0.08)
 
 
 def test_the_parts_of_a_step_are_its_whole_and_none_is_negative() -> None:
