@@ -39,8 +39,8 @@ def nodes_of(path: Path, *, device: bool) -> Iterator[dict[str, Any]]:
             node |= {"inclusive_dur": 1e-3, "exclusive_dur": 1e-3}
 
 
-def written(folder: Path, timeline: Timeline, *, protobuf: bool = False, device: bool = False) -> Path:
-    record(folder, timeline)
+def written(folder: Path, *steps: Timeline, protobuf: bool = False, device: bool = False) -> Path:
+    record(folder, *steps)
     for path in list(folder.iterdir()):
         nodes = list(nodes_of(path, device=device))
         path.unlink()
@@ -85,7 +85,7 @@ def test_execution_traces_are_explained(protobuf: bool, device: bool, tmp_path: 
 
 
 def test_messages_that_are_cut_off_give_what_is_there(tmp_path: Path) -> None:
-    found = explain([written(tmp_path / "traces", TIMELINE, protobuf=True)])
+    found = explain([written(tmp_path / "traces", TIMELINE, TIMELINE, protobuf=True)])
     path = tmp_path / "traces" / "rank2.et"
     path.write_bytes(path.read_bytes()[:-40])
     cut = explain([tmp_path / "traces"])
