@@ -34,7 +34,7 @@ TIMED = {
     "recompute": ENGINE,
     "buffers": ENGINE,
     "tensor": ENGINE,
-    "precision": (*ENGINE, "training"),
+    "convergence": (*ENGINE, "training"),
     "optimizers": ("training",),
     "gradients": (*ENGINE, "training"),
     "trainer": (*ENGINE, "training"),
