@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -13,13 +14,20 @@ SCRIPT = EXAMPLES / "pipelining" / "train.py"
 
 
 def losses(*options: str) -> list[str]:
-    return re.findall(r"step \d+: loss ([\d.]+)", run_ranks(SCRIPT, "--steps", "7", *options, ranks=2))
+    said = run_ranks(SCRIPT, "--steps", "7", *options, ranks=2)
+    return re.findall(r"((?:step \d+|held out): loss [\d.]+)", said)
 
 
 @pytest.mark.exhaustive
 def test_both_engines_print_the_same_losses() -> None:
-    found = losses()
-    assert len(found) == 3
-    assert float(found[-1]) < float(found[0])
-    assert found == losses("--library", "torch.distributed.pipelining")
-    assert found == losses("--schedule", "ZBVZeroBubble") == losses("--schedule", "zb-h1")
+    found = losses("--evaluate")
+    assert len(found) == 4
+    assert found == losses("--library", "torch.distributed.pipelining", "--evaluate")
+    assert found[:3] == losses("--schedule", "ZBVZeroBubble") == losses("--schedule", "zb-h1")
+
+
+@pytest.mark.exhaustive
+def test_a_run_goes_on_from_the_states_of_its_ranks(tmp_path: Path) -> None:
+    folder = "--folder", str(tmp_path / "run")
+    assert losses(*folder, "--steps", "6") == losses()[:2]
+    assert losses(*folder) == losses()[2:]
