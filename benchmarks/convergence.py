@@ -1,6 +1,6 @@
-"""The same training under many layouts: the example's GPT on the same text, batch by batch, by plain torch in one process
-and by pipelines, tensor ranks, replicas and 16 bits. How far apart are the curves of the loss? How far rounding alone
-takes them is shown by one process that divides its batches into other microbatches.
+"""The same training under many layouts: the example's GPT on the same text, batch by batch, by plain torch in one
+process and by pipelines, tensor ranks, replicas and 16 bits. How far apart are the curves of the loss? How far rounding
+alone takes them is shown by one process that divides its batches into other microbatches.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ def run(rounds: int | None = None) -> Report:
     steps = rounds or STEPS
     curves: dict[str, list[float]] = {}
     for name, layout in LAYOUTS.items():
-        ranks = run_processes(
-            train, layout.ranks, layout, steps, tensor=layout.tensor, data=layout.data, deadline=3600
-        )
+        ranks = run_processes(train, layout.ranks, layout, steps, tensor=layout.tensor, data=layout.data, deadline=3600)
         curves[name] = ranks[-1]
     means = {name: smoothed(losses) for name, losses in curves.items()}
     ends = [step for step in SHOWN if SMOOTHED <= step <= steps] or [steps]
@@ -58,9 +56,10 @@ def run(rounds: int | None = None) -> Report:
     report = Report("convergence", title, columns, data={"losses": curves})
     for name, losses in curves.items():
         told = [f"{losses[0]:.4f}", *(f"{means[name][end - SMOOTHED]:.4f}" for end in ends)]
-        other = next((step for step, pair in enumerate(zip(losses, curves[ONE], strict=True), 1) if len({*pair}) > 1), 0)
+        pairs = zip(losses, curves[ONE], strict=True)
+        other = next((step for step, pair in enumerate(pairs, 1) if len({*pair}) > 1), 0)
         report.rows.append([name, *told, f"{furthest(means[name], means[ONE]):.2%}", f"{other}" if other else "none"])
-    report.notes.append(f"losses: of the first step, and means of the last {SMOOTHED} steps; furthest off: of such a mean")
+    report.notes.append(f"losses: of the first step, and means of the last {SMOOTHED}; furthest off: of such a mean")
     report.notes.append("target: layouts no further off than other microbatches, bfloat16 within 2 %")
     return report
 

@@ -6,8 +6,8 @@ state in a folder.
     torchrun --nproc-per-node 2 examples/accelerate_loop/train.py --schedule zb-v
     python examples/accelerate_loop/train.py --library accelerate
 
-The last line runs the same loop on accelerate itself, in one process. Run the second line again with more --epochs: it goes
-on, also under another schedule.
+The last line runs the same loop on accelerate itself, in one process. Run the second line again with more --epochs: it
+goes on, also under another schedule.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def main() -> None:
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        accelerator.print(f"epoch {epoch}: loss {loss.item():.4f}, held out {evaluate(accelerator, model, held_out):.4f}")
+        evaluated = evaluate(accelerator, model, held_out)
+        accelerator.print(f"epoch {epoch}: loss {loss.item():.4f}, held out {evaluated:.4f}")
         if arguments.folder:
             accelerator.save_state(arguments.folder / f"epoch-{epoch + 1}")
 

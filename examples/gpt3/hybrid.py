@@ -1,5 +1,6 @@
-r"""Train a GPT from a configuration file: with a pipeline, tensor ranks and replicas, in 16 or 32 bits. A script for
-one process would not have the lines that end in `# parallel`.
+r"""Train a GPT from a configuration file: with a pipeline, tensor ranks and replicas, in 16 or 32 bits. At the end it
+says what was learnt, and draws its last step below the plan. A script for one process would not have the lines that end
+in `# parallel`.
 
     python examples/gpt3/hybrid.py --config examples/gpt3/configs/tiny_hybrid.py
     python examples/gpt3/hybrid.py --config examples/gpt3/configs/tiny_hybrid.py --world_size 8 --steps 5
@@ -37,6 +38,7 @@ if not __package__:  # run as a script
 from gpt3.build import PRESETS, Preset
 from gpt3.data import library
 from gpt3.model import GPTLMLoss
+from gpt3.plan import PlanHook
 from gpt3.ranks import errors_in_one_line, is_rank, start_ranks
 from gpt3.webtext import WebtextDataset
 
@@ -107,8 +109,10 @@ def train(config: Config, preset: Preset, dataset: WebtextDataset, arguments: ar
 
     samples = config.BATCH_SIZE * context.data_size * config.gradient_accumulation
     get_dist_logger().info(f"global batch size = {samples}", ranks=[0])
-    hooks = [ThroughputHook(tokens_per_sample=config.SEQ_LEN), LogHook(every=1)]
+    plan = PlanHook(arguments.steps)
+    hooks = [ThroughputHook(tokens_per_sample=config.SEQ_LEN), LogHook(every=1), plan]
     Trainer(engine, hooks).fit(loader, config.NUM_EPOCHS, max_steps=arguments.steps)
+    plan.tell(engine.model)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Trains a small transformer with the names of torch.distributed.pipelining, which pipeflow's engine runs; evaluates it,
-and goes on from the states that were saved.
+"""Trains a small transformer with the names of torch.distributed.pipelining, which pipeflow's engine runs; evaluates
+it, and goes on from the states that were saved.
 
     torchrun --nproc-per-node 2 examples/pipelining/train.py
     torchrun --nproc-per-node 2 examples/pipelining/train.py --evaluate --folder run

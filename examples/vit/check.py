@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpt3.check import gather_weights
+from gpt3.plan import PlanHook
 from pipeflow.testing import run_threads
 from pipeflow.training import (
     Config,
@@ -31,7 +32,6 @@ from pipeflow.training import (
 from vit.build import build_pipeline_vit, build_stage
 from vit.data import Images
 from vit.options import make_optimizer, model_options
-from vit.plan import PlanHook
 
 STEPS = 20
 TOLERANCE = 1e-9
@@ -65,7 +65,7 @@ def check(config: Config, images: Images, device: str | None = None) -> None:
     engine = make_engine(model, optimizer, MixupLoss(nn.CrossEntropyLoss), scheduler=scheduler, config=config)
     plan = PlanHook()
     Trainer(engine, [losses, plan]).fit(batches, 1)
-    plan.draw()
+    plan.tell(engine.model)
 
     read = batches if context.pipeline_rank == context.tensor_rank == 0 else []
     everyone: list[list[Batch]] = [read]

@@ -24,6 +24,7 @@ from torch import nn
 if not __package__:  # run as a script
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from gpt3.plan import PlanHook
 from gpt3.ranks import errors_in_one_line, is_rank, start_ranks
 from pipeflow.training import (
     AccuracyHook,
@@ -43,7 +44,6 @@ from vit.build import build_pipeline_vit
 from vit.check import check
 from vit.data import Images, load_images
 from vit.options import layout_of, make_optimizer, model_options, require_keys, validate
-from vit.plan import PlanHook
 
 HYBRID = Path(__file__).with_name("configs") / "hybrid.py"
 
@@ -104,7 +104,7 @@ def train(config: Config, images: Images, arguments: argparse.Namespace) -> None
     trainer.fit(loader, config.NUM_EPOCHS, test_loader=test_loader)
     accuracy = trainer.evaluate(test_loader)["accuracy"]
     logger.info(f"{accuracy:.1%} of the test images are classified correctly", ranks=[0])
-    plan.draw()
+    plan.tell(engine.model)
 
 
 if __name__ == "__main__":

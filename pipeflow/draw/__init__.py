@@ -1,6 +1,6 @@
 """Drawings of timelines, planned or measured: `Gantt`, `Comparison` and `CriticalPath` for a terminal, `picture` for
-docstrings, `svg`, `html` and `perfetto` for files. Drawings of measures: `Table` and `Scatter` for a terminal,
-`scatter_svg` and `bars_svg` for files.
+docstrings, `svg`, `animated_svg`, `html` and `perfetto` for files. Drawings of measures: `Table` and `Scatter` for a
+terminal, `scatter_svg` and `bars_svg` for files.
 
 Each is loaded when it is first used, since those for a terminal need rich.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pipeflow.draw.animation import animated_svg
     from pipeflow.draw.gantt import Comparison, Gantt, picture
     from pipeflow.draw.page.timeline_page import html
     from pipeflow.draw.path import CriticalPath
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from pipeflow.draw.trace_events import perfetto
 
 _MODULES = {
+    "animation": ("animated_svg",),
     "gantt": ("Comparison", "Gantt", "picture"),
     "page.timeline_page": ("html",),
     "path": ("CriticalPath",),
@@ -31,7 +33,7 @@ _MODULES = {
 }
 
 __all__ = ["Axis", "Bar", "Comparison", "CriticalPath", "Gantt", "Point", "Scatter", "Table"]
-__all__ += ["bars_svg", "html", "perfetto", "picture", "scatter_svg", "svg"]
+__all__ += ["animated_svg", "bars_svg", "html", "perfetto", "picture", "scatter_svg", "svg"]
 
 
 def __getattr__(name: str) -> object:

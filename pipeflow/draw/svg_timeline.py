@@ -66,12 +66,13 @@ def svg(timeline: Timeline, *, unit: str = "", factor: float = 1.0, critical_pat
     lines += [] if mean >= FINEST else _wrapped([AVERAGED], width - 2 * PAD)
     at = replace(at, top=PAD + 22 + 17 * len(lines) + 30)
     bottom = at.floor(len(timeline.rows) - 1)
-    legend, height = _legend(timeline, width, bottom + 30, critical_path=critical_path)
+    entries = _entries(timeline, num_chunks(timeline), critical_path=critical_path)
+    legend, height = legend_lines(entries, width, bottom + 30)
     path = [cause.span for cause in find_path(timeline)] if critical_path else []
     body = [
         *_header(timeline, lines, width),
         *_axis(timeline, at, times, bottom),
-        *_lanes(timeline, at, times, 0 if apart else finest),
+        *drawn_lanes(timeline, at, times, 0 if apart else finest),
         *(path_marks(path, at, blocks=apart, finest=FINEST) if path else ()),
         *legend,
     ]
@@ -79,33 +80,33 @@ def svg(timeline: Timeline, *, unit: str = "", factor: float = 1.0, critical_pat
     name = escaped(f"Timeline of {heading(timeline)}: {said}")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="pipeflow" {size} role="img" aria-label="{name}">\n'
-        f"<style>{_style()}</style>\n"
+        f"<style>{style()}</style>\n"
         f'<rect class="ground" width="{_n(width)}" height="{_n(height)}"/>\n' + "\n".join(body) + "\n</svg>\n"
     )
 
 
 def _header(timeline: Timeline, lines: list[str], width: float) -> Iterator[str]:
-    yield _text(PAD, PAD + 12, _cut(heading(timeline), width - 2 * PAD, 8.6), "title")
+    yield text_at(PAD, PAD + 12, _cut(heading(timeline), width - 2 * PAD, 8.6), "title")
     for number, line in enumerate(lines):
-        yield _text(PAD, PAD + 32 + 17 * number, line, "said")
+        yield text_at(PAD, PAD + 32 + 17 * number, line, "said")
 
 
 def _axis(timeline: Timeline, at: Frame, unit: Unit, bottom: float) -> Iterator[str]:
     """Times above the lanes, and a line through all lanes for each of them."""
     top = at.top - 8
-    yield _text(at.left + at.width + at.right, top - 4, "peak", "small end")
+    yield text_at(at.left + at.width + at.right, top - 4, "peak", "small end")
     end = f"{timeline.makespan * unit.factor:.4g} {unit.name}"
     step = round_step((9 + 6.5 * len(end)) / at.scale * unit.factor) if at.scale else 1.0
     lines = []
     for index in range(int(at.width / at.scale * unit.factor / step + 1e-9) + 1 if at.scale else 1):
         x = at.x(index * step / unit.factor)
         written = f"{index * step:.10g}" + f" {unit.name}" * (index == 0 and bool(unit.name))
-        yield _text(x, top - 4, written, "small middle")
+        yield text_at(x, top - 4, written, "small middle")
         lines.append(f"M{_n(x)} {_n(top)}V{_n(bottom)}")
     yield f'<path class="grid" d="{"".join(lines)}"/>'
 
 
-def _lanes(timeline: Timeline, at: Frame, unit: Unit, finest: float) -> Iterator[str]:
+def drawn_lanes(timeline: Timeline, at: Frame, unit: Unit, finest: float) -> Iterator[str]:
     """The lanes of all ranks: with a block per span, or if `finest` is not 0, in columns of so many pixels."""
     drawn, most, chunks = lanes(timeline), peaks(timeline), num_chunks(timeline)
     merged = pieces(drawn, at.scale / finest) if finest else []
@@ -118,7 +119,8 @@ def _lanes(timeline: Timeline, at: Frame, unit: Unit, finest: float) -> Iterator
                 height = at.height(lane.stream)
                 start = f"M{_n(at.left)} {_n(at.y(rank, lane.stream) + height / 2)}"
                 yield from strips(merged[rank][number], chunks, start, height, finest)
-        yield from _memory(timeline, rank, at, most)
+        if at.heights.memory:
+            yield from _memory(timeline, rank, at, most)
 
 
 def _ground(lane: Lane, at: Frame) -> Iterator[str]:
@@ -126,7 +128,7 @@ def _ground(lane: Lane, at: Frame) -> Iterator[str]:
     y, height = at.y(lane.rank, lane.stream), at.height(lane.stream)
     look = "label end" if lane.stream is Stream.COMPUTE else "tiny end"
     if height >= 8:
-        yield _text(at.left - 10, y + height / 2 + (4 if lane.stream is Stream.COMPUTE else 3), lane.name, look)
+        yield text_at(at.left - 10, y + height / 2 + (4 if lane.stream is Stream.COMPUTE else 3), lane.name, look)
     yield f'<rect class="lane" x="{_n(at.left)}" y="{_n(y)}" width="{_n(at.width)}" height="{height}"/>'
 
 
@@ -155,14 +157,14 @@ def _block(block: SpanBox, colour: str, at: Frame, unit: Unit) -> Iterator[str]:
     number = str(span.action.microbatch)
     look = next((look for look, letter in NUMBERS if len(number) * letter <= width - 0.5), None)
     if look and height > 12:
-        yield _text(block.first + width / 2, y + height / 2 + 4, number, look)
+        yield text_at(block.first + width / 2, y + height / 2 + 4, number, look)
 
 
 def _memory(timeline: Timeline, rank: int, at: Frame, most: tuple[float, ...]) -> Iterator[str]:
     """The memory that a rank keeps, as a filled curve below its lane. All ranks have one scale."""
     floor = at.floor(rank)
     yield f'<path class="floor" d="M{_n(at.left)} {_n(floor)}h{_n(at.width)}"/>'
-    yield _text(at.left + at.width + at.right, floor, amount_text(timeline, most[rank]), "label end")
+    yield text_at(at.left + at.width + at.right, floor, amount_text(timeline, most[rank]), "label end")
     curve = steps(timeline.memory(rank), at, FINEST)
     if not curve:
         return
@@ -174,34 +176,42 @@ def _memory(timeline: Timeline, rank: int, at: Frame, most: tuple[float, ...]) -
     yield f'<circle class="peak" cx="{_n(x)}" cy="{_n(floor - most[rank] * tall)}" r="{radius}"/>'
 
 
-def _legend(timeline: Timeline, width: float, y: float, *, critical_path: bool) -> tuple[list[str], float]:
+Entry = tuple[list[str], str]  # swatches with the places {x} and {y}, and the words after them
+
+
+def legend_lines(entries: Iterable[Entry], width: float, y: float) -> tuple[list[str], float]:
     """The legend in as many lines as it needs, and the height of the drawing."""
-    chunks = num_chunks(timeline)
     x, drawn = float(PAD), []
-    for swatches, words in _entries(timeline, chunks, critical_path=critical_path):
+    for swatches, words in entries:
         room = 18 * len(swatches) + 6 + 6.1 * len(words) + 18
         if x > PAD and x + room > width - PAD:
             x, y = PAD, y + 22
         drawn += [swatch.format(x=_n(x + 18 * number), y=_n(y - 10)) for number, swatch in enumerate(swatches)]
-        drawn.append(_text(x + 18 * len(swatches) + 4, y, words, "said"))
+        drawn.append(text_at(x + 18 * len(swatches) + 4, y, words, "said"))
         x += room
     return drawn, y + PAD
 
 
-def _entries(timeline: Timeline, chunks: int, *, critical_path: bool) -> Iterator[tuple[list[str], str]]:
-    plain = '<rect x="{{x}}" y="{{y}}" width="16" height="12" rx="2" {}/>'
-    low = '<rect x="{{x}}" y="{{y}}" transform="translate(0 6)" width="16" height="6" {}/>'
-    for kind in kinds([timeline]):
-        swatch = plain if DATAFLOW[kind].stream is Stream.COMPUTE else low
-        colours = [shade(kind, chunk, chunks) for chunk in range(chunks)]
-        yield [swatch.format(f'fill="{colour}"') for colour in colours], DATAFLOW[kind].name
+def kind_entries(timelines: Sequence[Timeline], chunks: int) -> Iterator[Entry]:
+    """An entry for each kind of action, and one for the shades of chunks."""
+    low = SWATCH.replace("<rect ", '<rect transform="translate(0 6)" ').replace('height="12"', 'height="6"')
+    for kind in kinds(timelines):
+        swatch = SWATCH if DATAFLOW[kind].stream is Stream.COMPUTE else low
+        yield [swatch.format(f'fill="{shade(kind, chunk, chunks)}"') for chunk in range(chunks)], DATAFLOW[kind].name
     if chunks > 1:
         yield [], "lighter: later chunk"
+
+
+SWATCH = '<rect x="{{x}}" y="{{y}}" width="16" height="12" rx="2" {}/>'
+
+
+def _entries(timeline: Timeline, chunks: int, *, critical_path: bool) -> Iterator[Entry]:
+    yield from kind_entries([timeline], chunks)
     if any(span.partner for span in timeline):
-        yield [plain.format('class="pair"')], "overlapped pair"
+        yield [SWATCH.format('class="pair"')], "overlapped pair"
     if critical_path:
-        yield [plain.format('class="critical"')], "critical path"
-    yield [plain.format('class="lane"')], "idle"
+        yield [SWATCH.format('class="critical"')], "critical path"
+    yield [SWATCH.format('class="lane"')], "idle"
     hill = '<path class="memory" transform="translate({x} {y})" d="M0 12V8H5V3H11V8H16V12"/>'
     yield [hill], f"{unit_of(timeline)} kept for backwards"
 
@@ -227,7 +237,8 @@ def _cut(text: str, width: float, letter: float) -> str:
     return text if len(text) <= most else text[: most - 1] + "\u2026"
 
 
-def _text(x: float, y: float, text: str, look: str, more: str = "") -> str:
+def text_at(x: float, y: float, text: str, look: str, more: str = "") -> str:
+    """A text at a place, with the classes of its look."""
     return f'<text x="{_n(x)}" y="{_n(y)}" class="{look}"{more}>{escaped(text)}</text>'
 
 
@@ -235,7 +246,7 @@ def _n(number: float) -> str:
     return f"{number:.2f}".rstrip("0").rstrip(".")
 
 
-def _style() -> str:
+def style() -> str:
     """The style sheet. All rules apply to this drawing alone, since a page may hold several drawings."""
     return (
         ".pipeflow{font-family:system-ui,-apple-system,'Segoe UI',Roboto,'Liberation Sans',Arial,sans-serif}"

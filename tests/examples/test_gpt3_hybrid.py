@@ -68,6 +68,23 @@ def losses_of(path: Path, text: Path, ranks: int) -> list[float]:
     return [float(loss) for loss in re.findall(r"step \d+ / \d+\]: loss = ([\d.]+)", printed)]
 
 
+@pytest.mark.slow
+def test_it_ends_with_what_was_learnt_and_the_step_that_was_the_last(tmp_path: Path, text: Path) -> None:
+    """Also if `--steps` ends within an epoch."""
+    config = tmp_path / "small.py"
+    config.write_text("".join(f"{name} = {value!r}\n" for name, value in SMALLEST.items()), encoding="utf-8")
+    options, variables = ("--config", str(config), "--steps", "3"), {"DATA": str(text), "COLUMNS": "200"}
+    printed = run_ranks(GPT3 / "hybrid.py", *options, ranks=1, folder=None, **variables)
+    losses = [float(loss) for loss in re.findall(r"step \d+ / \d+\]: loss = ([\d.]+)", printed)]
+    learnt = re.search(r"learnt: loss ([\d.]+) -> ([\d.]+), 3 steps, [\d,]+ tokens/s\n", printed)
+    assert learnt is not None
+    assert [float(loss) for loss in learnt.groups()] == pytest.approx([losses[0], losses[-1]], abs=6e-3)
+    said = re.search(r"last step: ([\d.]+)% measured, ([\d.]+)% planned\n", printed)
+    assert said is not None
+    drawn = printed.partition("planned: 1f1b")[2]
+    assert re.findall(r"bubble ([\d.]+)%", drawn) == [said[2], said[1]]
+
+
 @pytest.mark.exhaustive
 def test_layouts_and_accumulation_take_the_same_steps(tmp_path: Path, text: Path) -> None:
     """A pipeline of 2 x 2 in batches of 4, two at a time; and one process in batches of 8, in two chunks."""

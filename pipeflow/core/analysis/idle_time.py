@@ -91,6 +91,13 @@ def chain(span: Span | None, cause_of: Callable[[Span], Cause]) -> Iterator[Caus
         span = cause.after
 
 
+def hand_overs(timeline: Timeline) -> Iterator[tuple[Span, Span]]:
+    """For each value that passes between ranks, the span that made it and the computation that needs it."""
+    run = _RunIndex(timeline)
+    for span in (span for row in run.streams[Stream.COMPUTE] for span in row):
+        yield from ((maker, span) for maker, _ in run.inputs(span.action, span.rank) if maker.rank != span.rank)
+
+
 def waits(timeline: Timeline) -> list[float]:
     """Every wait of an idle rank for a value from another rank: the time from when the value was made to when the
     action that needs it started. It is the time of a transfer as the timeline shows it.
@@ -159,20 +166,22 @@ class _RunIndex:
         """For a computation, the last span to end that made an input of it on another rank or stream, with that input.
         A pair starts when both its actions have their inputs, and its outputs exist when both have ended.
         """
-        mine = self.streams[Stream.COMPUTE][span.rank]
-        latest: Sent | None = None
-        for action in (span.action,) if span.partner is None else (span.action, span.partner):
-            for value in self._needs(action, span.rank):
-                for key in makers(value):
-                    row, position = self._places.get(key, (mine, 0))
-                    if row is not mine:
-                        maker = row[position]
-                        if maker.partner is not None and row[position + 1 : position + 2]:
-                            following = row[position + 1]
-                            maker = following if following.action == maker.partner else maker
-                        if latest is None or maker.end > latest[0].end:
-                            latest = maker, value
-        return latest
+        actions = (span.action,) if span.partner is None else (span.action, span.partner)
+        made = [each for action in actions for each in self.inputs(action, span.rank)]
+        return max(made, key=lambda each: each[0].end, default=None)
+
+    def inputs(self, action: Action, rank: int) -> Iterator[Sent]:
+        """The spans on other ranks and streams that made the inputs of a computation, each with that input."""
+        mine = self.streams[Stream.COMPUTE][rank]
+        for value in self._needs(action, rank):
+            for key in makers(value):
+                row, position = self._places.get(key, (mine, 0))
+                if row is not mine:
+                    maker = row[position]
+                    if maker.partner is not None and row[position + 1 : position + 2]:
+                        following = row[position + 1]
+                        maker = following if following.action == maker.partner else maker
+                    yield maker, value
 
     def awaited(self) -> Iterator[tuple[Span, Span]]:
         """The computations that a value of another rank held up, each after the span that made the value."""
