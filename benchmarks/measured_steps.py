@@ -58,7 +58,9 @@ class Row:
     @property
     def task(self) -> tuple[object, ...]:
         """What was to be done: rows that differ in their layout alone share it."""
-        return self.source, self.model, self.devices, self.microbatches * self.setup.microbatch_size * self.setup.data
+        setup, batch = self.setup, self.microbatches * self.setup.microbatch_size * self.setup.data
+        what = setup.precision.name, setup.sequence, setup.lora_rank, setup.frozen
+        return self.source, self.model, self.devices, batch, self.cluster.device.name, *what
 
     @cached_property
     def layout(self) -> Layout:

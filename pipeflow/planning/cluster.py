@@ -164,6 +164,7 @@ def _from_json(text: str) -> Cluster:
     cluster = _keys(
         content, "a cluster", known, optional={"efficiency", "shapes", "sharing", "devices_per_nic", "units"}
     )
+    _require_alike(cluster)
     known = {each.name for each in fields(Device)}
     named = {"runs_ahead", "like", "host_bandwidth", "limit"}
     device = _keys(cluster["device"], "the device of a cluster", known, optional=named)
@@ -187,6 +188,20 @@ def _from_json(text: str) -> Cluster:
         device.setdefault("host_bandwidth", DEVICES[device["name"]].host_bandwidth)
         device.setdefault("limit", DEVICES[device["name"]].limit)
     return Cluster(**cluster | {"device": Device(**device)})
+
+
+def _require_alike(cluster: Mapping[str, Any]) -> None:
+    """Raises UsageError for several kinds of devices, and for nodes of several sizes."""
+    if isinstance(cluster["device"], list):
+        raise UsageError(
+            "device must be one object, since a plan has devices of one kind: describe the slowest, since a step takes "
+            "no longer with faster ones among them; --cut then gives stages on these more layers"
+        )
+    if isinstance(cluster["devices_per_node"], list):
+        raise UsageError(
+            "devices_per_node must be one number, since a plan has nodes of one size: give that of the smallest node, "
+            "with which no link is planned too fast"
+        )
 
 
 def _keys(value: object, what: str, known: set[str], *, optional: frozenset[str] | set[str] = frozenset()) -> Any:

@@ -15,7 +15,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.planning.blocks import Transformer, near_divisors
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.estimate import require_inputs
-from pipeflow.planning.setup import Checkpoint, Setup
+from pipeflow.planning.setup import Checkpoint, ContextKind, Setup
 from pipeflow.planning.sharding import require_pipeline
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.schedules.registry import COMPARED, OTHER_NAMES, is_searched
@@ -101,6 +101,7 @@ class Wanted:
         setup: the sequence, the precision, the program, and how activations are kept; its other fields are not used.
         tensor, pipeline, context, expert, expert_tensor, microbatch_size, checkpoint, zero, sequence_parallel, overlap:
             if given, all layouts have these values.
+        context_kind: the same for how attention sees the tokens of other context ranks.
         shard_ranks: the replicas that hold together what `zero` divides, in all layouts; by default all of them.
         schedules: names to try; by default SEARCHED, and with `kinds` also "zb-auto".
         kinds: what may save memory in orders that are searched for: "offload", "recompute", "both" or "none".
@@ -126,6 +127,7 @@ class Wanted:
     zero: int | None = None
     sequence_parallel: bool | None = None
     overlap: bool | None = None
+    context_kind: ContextKind | None = None
     shard_ranks: int | None = None
     schedules: tuple[str, ...] = SEARCHED
     kinds: str = "none"

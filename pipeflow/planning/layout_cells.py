@@ -19,7 +19,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.planning.blocks import divisors
 from pipeflow.planning.engines import engine_named
 from pipeflow.planning.layout import Wanted
-from pipeflow.planning.setup import Setup
+from pipeflow.planning.setup import ContextKind, Setup
 from pipeflow.planning.shares import sequence_of
 
 CONTEXT = 4096  # tokens of a sequence that a context rank has at least, unless their number is given
@@ -110,8 +110,9 @@ def _sizes_of(wanted: Wanted, *, smallest: bool = False) -> Iterator[Cell]:
             setup = replace(
                 wanted.setup, tensor=sizes.tensor, data=sizes.data, context=sizes.context, microbatch_size=size, **ranks
             )
-            for parallel, overlap in _splits(wanted, sizes):
-                yield Cell(replace(setup, sequence_parallel=parallel, overlap=overlap), sizes.pipeline, many)
+            for (parallel, overlap), kind in product(_splits(wanted, sizes), _context_kinds(wanted, sizes)):
+                chosen = replace(setup, sequence_parallel=parallel, overlap=overlap, context_kind=kind)
+                yield Cell(chosen, sizes.pipeline, many)
 
 
 def _experts(wanted: Wanted, sizes: Sizes) -> list[dict[str, Any]]:
@@ -146,6 +147,14 @@ def _splits(wanted: Wanted, sizes: Sizes) -> list[tuple[bool, bool]]:
             overlap if wanted.overlap is None else [wanted.overlap],
         )
     ]
+
+
+def _context_kinds(wanted: Wanted, sizes: Sizes) -> list[ContextKind]:
+    """The ways to attend to the tokens of other context ranks: with "all-to-all", these share the heads."""
+    if wanted.context_kind is not None:
+        return [wanted.context_kind]
+    shares_heads = sizes.context > 1 and wanted.model.heads // sizes.tensor % sizes.context == 0
+    return ["ring", "all-to-all"] if shares_heads else ["ring"]
 
 
 def _zeros(wanted: Wanted, cell: Cell) -> tuple[int, ...]:
@@ -202,7 +211,8 @@ def _takes(wanted: Wanted, tensor: int, context: int = 1, *, sequence_parallel: 
     asked = bool(wanted.sequence_parallel)
     parallel = asked if sequence_parallel is None else sequence_parallel
     try:
-        split = replace(wanted.setup, tensor=tensor, context=context, sequence_parallel=parallel)
+        kind = wanted.context_kind or "ring"
+        split = replace(wanted.setup, tensor=tensor, context=context, sequence_parallel=parallel, context_kind=kind)
         sequence_of(wanted.model, split)
     except UsageError:
         if parallel == asked and tensor in (1, wanted.tensor) and context in (1, wanted.context):

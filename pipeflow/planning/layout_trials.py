@@ -27,7 +27,8 @@ from pipeflow.planning.setup import Setup
 from pipeflow.schedules import make_schedule, options_of
 from pipeflow.schedules.orders.memory_search import NoOrderError
 
-CHUNKS = (2, 3, 4, 6, 8, 12)  # stages per rank that are tried
+CHUNKS = (2, 3, 4, 5, 6, 7, 8, 10, 12)  # stages per rank that are tried
+ENDS = (0, 2)  # layers that the parts before and after them are worth, where stages are to be equal
 ACTIONS = 2_000_000  # of one schedule at most; larger ones are not tried
 SAVING_ACTIONS = 12_000  # of one that is searched for with kinds that save memory
 ROUNDING = 1e-8  # by which the bytes of an order may exceed what a search was given
@@ -196,11 +197,16 @@ def _families(names: tuple[str, ...], ranks: int, layers: int) -> tuple[Family, 
 def _options(name: str, ranks: int, layers: int) -> Iterator[tuple[tuple[str, int], ...]]:
     known = options_of(name)
     if "chunks" in known:
-        yield from ((("chunks", chunks),) for chunks in CHUNKS if chunks == 2 or layers % (ranks * chunks) == 0)
+        yield from ((("chunks", chunks),) for chunks in CHUNKS if chunks == 2 or _divides(ranks * chunks, layers))
     elif "waves" in known:
         yield from ((("waves", waves),) for waves in (1, 2, 3) if waves == 1 or layers % (2 * ranks * waves) == 0)
     else:
         yield ()
+
+
+def _divides(stages: int, layers: int) -> bool:
+    """Whether so many stages are equal, with the parts before and after the layers or without."""
+    return any((layers + ends) % stages == 0 for ends in ENDS)
 
 
 def trials(
@@ -256,7 +262,7 @@ def _costs(wanted: Wanted, cell: Cell, placement: Placement, limit: float) -> tu
 
 def _costs_of(wanted: Wanted, cell: Cell, placement: Placement, limit: float, cut: Cut) -> _Costs | None:
     model, setup = wanted.model, cell.setup
-    state, step = state_bytes(model, setup, placement, cut)
+    state, step = state_bytes(model, setup, placement, cut, cell.microbatches)
     if max(*state, *step) > limit:
         return None
     physical = physical_costs(model, placement, setup, wanted.cluster, cut=cut)

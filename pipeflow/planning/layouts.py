@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from pipeflow.planning.estimate import plan
 from pipeflow.planning.layout import Layout, Wanted
 from pipeflow.planning.layout_cells import Cell, heavier, leanest_cells, lighter, lightest_cells
 from pipeflow.planning.layout_trials import Kept, LayoutTrial, least_seconds, trials
+from pipeflow.planning.plainness import TIE, Timed, plainest, plainness, ranking
 from pipeflow.planning.step_plan import Plan, StepParts
 
 # Theory of operation
@@ -39,12 +40,10 @@ from pipeflow.planning.step_plan import Plan, StepParts
 # The search ends when the lowest bound exceeds the time of the last layout that would be listed. All bounds are proved
 # but the estimate, which TRUST corrects. What is listed is the fastest, not the plainest of those that are about as
 # fast: then a cluster that makes each layout faster makes no listed step longer.
-
-TIE = 0.02
-"""Steps whose times differ by less than this share are ties: the error of the cost model is no smaller. They are sorted
-by time nevertheless, and `plainest` says which of them needs least."""
-
-RECOMPUTATION = ("none", "selective", "op", "full")  # the least first
+#
+# The plainest within TIE of the fastest is named beside it. When a layout has a bound above the best of its sizes, the
+# fastest is known, since all others have higher bounds. So it is simulated only if it is plainer than what is known
+# within TIE.
 
 MORE = (2, 4, 8, 16, 32, 64)  # times as many devices are tried
 TRUST = 0.98  # an estimate of a long step may be too long by this share; of 334 layouts, the worst was by 1.8 %
@@ -87,11 +86,13 @@ class Layouts:
     Attributes:
         wanted: the task of the search.
         ranked: the layouts, the best first. They have different sizes, or different schedules if the sizes were given.
+        plainest: the plainest layout within TIE of the fastest, by `plainness`; the fastest, if it is that itself.
         simulated: how many layouts were simulated.
     """
 
     wanted: Wanted
     ranked: tuple[Ranked, ...]
+    plainest: Ranked
     simulated: int
 
 
@@ -116,13 +117,18 @@ def find_layouts(wanted: Wanted, *, top: int = 5, progress: Callable[[float], No
         search.run()
     if not search.groups:
         raise _no_room(wanted.without_kinds)
-    found = []
-    for _, layout in ranking(search.groups.values())[:top]:
-        schedule = layout.make_schedule()
-        found.append(Ranked(layout, plan(wanted.model, schedule, layout.setup, cluster=wanted.cluster, cut=layout.cut)))
-        if wrong := verify(schedule):
-            raise ScheduleError(f"{layout.schedule} is unsound: this is a bug of pipeflow", wrong)
-    return Layouts(wanted, tuple(found), search.simulated)
+    found = [_planned(wanted, layout) for _, layout in ranking(search.groups.values())[:top]]
+    plain = plainest(search.tied)[1]
+    known = (each for each in found if each.layout is plain)
+    return Layouts(wanted, tuple(found), next(known, None) or _planned(wanted, plain), search.simulated)
+
+
+def _planned(wanted: Wanted, layout: Layout) -> Ranked:
+    """The layout with its plan. Raises ScheduleError if its schedule is unsound, which is a bug of pipeflow."""
+    schedule = layout.make_schedule()
+    if wrong := verify(schedule):
+        raise ScheduleError(f"{layout.schedule} is unsound: this is a bug of pipeflow", wrong)
+    return Ranked(layout, plan(wanted.model, schedule, layout.setup, cluster=wanted.cluster, cut=layout.cut))
 
 
 def faster_on_fewer(found: Layouts) -> Layouts | None:
@@ -161,28 +167,6 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-Timed = tuple[float, Layout]
-
-
-def ranking(timed: Iterable[Timed]) -> list[Timed]:
-    """Layouts with the seconds of their steps, the fastest first. Of equal times, the plainest one comes first."""
-    return sorted(timed, key=lambda each: (each[0], plainness(each[1])))
-
-
-def plainest(ranked: Iterable[Timed]) -> Timed:
-    """The plainest layout among those within TIE of the fastest, which is the first of `ranked`."""
-    every = list(ranked)
-    return min((each for each in every if each[0] <= every[0][0] * (1 + TIE)), key=lambda each: plainness(each[1]))
-
-
-def plainness(layout: Layout) -> tuple[int, ...]:
-    """A sort key for equally fast layouts: fewer tensor ranks, then fewer pipeline ranks, context ranks and expert
-    ranks, then less recomputation and less that is divided.
-    """
-    again = RECOMPUTATION.index(layout.checkpoint)
-    return layout.tensor, layout.pipeline, layout.context, layout.expert, again, max(1, layout.zero)
-
-
 class _Search:
     """Tries layouts sorted by their lower bound. The heap has what to do next, which is called with the bound: open a
     cell or a family in one that saves memory, check a trial, or simulate one that was checked.
@@ -193,6 +177,7 @@ class _Search:
     ) -> None:
         self._progress, self._below = progress, below
         self.groups: dict[tuple[object, ...], Timed] = {}  # the best of each choice of sizes
+        self.tied: list[Timed] = []  # what is within TIE of the fastest so far
         self.simulated = 0
         self._first = math.inf
         self._wanted, self._top, self._number = wanted, top, count()
@@ -234,10 +219,15 @@ class _Search:
         heapq.heappush(self._heap, (bound, next(self._number), go_on))
 
     def _highest(self) -> float:
-        """The bound above which nothing can be listed."""
+        """The bound above which nothing can be listed, and nothing can be a tie of the fastest."""
         times = sorted(seconds for seconds, _ in self.groups.values())
         listed = times[self._top - 1] if len(times) >= self._top else math.inf
-        return min(listed, self._below)
+        return min(max(listed, self._tie), self._below)
+
+    @property
+    def _tie(self) -> float:
+        """The longest step that is a tie of the fastest one so far."""
+        return (1 + TIE) * min((seconds for seconds, _ in self.tied), default=math.inf)
 
     def _check(self, trial: LayoutTrial, bound: float) -> None:
         if not self._is_needed(bound, trial):
@@ -261,10 +251,15 @@ class _Search:
             return
         key, timed = self._key(trial), (seconds, trial.layout)
         self.groups[key] = ranking([timed, self.groups.get(key, timed)])[0]
+        self.tied.append(timed)
+        self.tied = [each for each in self.tied if each[0] <= self._tie]
 
     def _is_needed(self, bound: float, trial: LayoutTrial) -> bool:
+        """Whether a layout may be the best of its sizes, or the plainest of the ties."""
         best = self.groups.get(self._key(trial))
-        return best is None or bound <= best[0]
+        if best is None or bound <= best[0]:
+            return True
+        return bound <= self._tie and plainness(trial.layout) < plainness(plainest(self.tied)[1])
 
     def _key(self, trial: LayoutTrial) -> tuple[object, ...]:
         cell, are_given = trial.cell, self._wanted.tensor is not None and self._wanted.pipeline is not None

@@ -92,3 +92,19 @@ class Mesh:
 
     def _in_node(self, ranks: int, stride: int) -> int:
         return max(1, min(ranks, self.per_node // stride))
+
+
+def crossing(setup: Setup, pipeline: int, per_node: int) -> dict[str, bool]:
+    """Per kind of ranks that communicate, whether any of them do so between nodes.
+
+    >>> crossing(Setup(tensor=8, data=2), 4, per_node=8)
+    {'tensor': False, 'pipeline': True, 'data': True}
+    """
+    mesh = Mesh.of(setup, pipeline, per_node)
+    groups = {"tensor": mesh.tensor_group, "context": mesh.context_group, "expert": mesh.expert_group}
+    found = {name: group.nodes > 1 for name, group in groups.items() if group.ranks > 1}
+    if pipeline > 1:
+        found["pipeline"] = any(mesh.crosses(rank, rank + 1) for rank in range(pipeline - 1))
+    if setup.data > 1:
+        found["data"] = mesh.data_group.nodes > 1
+    return found

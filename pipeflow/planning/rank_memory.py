@@ -160,17 +160,18 @@ class Held(NamedTuple):
 
 
 def state_bytes(
-    model: Transformer, setup: Setup, placement: Placement, parts: Sequence[Part]
+    model: Transformer, setup: Setup, placement: Placement, parts: Sequence[Part], microbatches: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """The bytes of each rank's devices, without and with the optimizer's step, under a schedule that keeps nothing for
-    backwards. `parts` are the layers of all stages. Ranks that hold and send the same amounts are computed once.
+    """The bytes of each rank's devices, without and with the optimizer's step, under a schedule of so many microbatches
+    that keeps nothing for backwards. `parts` are the layers of all stages. Ranks that hold and send the same amounts
+    are computed once.
     """
     found: dict[object, tuple[float, float]] = {}
     needed, shares = [], shares_of(model, parts)
     for rank, borders in enumerate(_borders(placement)):
         kind = (len(borders), *(shares[stage] for stage in placement.stages_of(rank)))
         if kind not in found:
-            held = held_by(model, setup, placement, parts, rank)
+            held = held_by(model, setup, placement, parts, rank, microbatches)
             state = rank_plan(setup, placement, rank, held, kept=0.0, idle=0.0)
             found[kind] = replace(state, step_bytes=0).peak_bytes, state.peak_bytes
         needed.append(found[kind])

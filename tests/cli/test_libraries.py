@@ -25,7 +25,11 @@ def test_options_are_all_that_is_printed(capsys: pytest.CaptureFixture[str]) -> 
     said, notes = printed(capsys, "tiny", "--pipeline", 2, "--layout", "E|t*4|t*3|tL", "--for", "megatron")
     assert "--pipeline-model-parallel-layout 'E|t*4|ttt|tL'\n" in said
     assert all(line.startswith("--") for line in said.splitlines())
-    assert notes == "pipeflow: note: start 2 processes: Megatron-LM makes replicas of all that the other sizes leave\n"
+    start, *used = notes.splitlines()
+    assert start == "pipeflow: note: start 2 processes: Megatron-LM makes replicas of all that the other sizes leave"
+    assert len(used) == 1
+    assert "options of Megatron-LM d98e8a64 of 2026-08-22; expect at most" in used[0]
+    assert "add --profile --use-pytorch-profiler" in used[0]
     said, _ = printed(capsys, "tiny", "--precision", "float32", "--for", "torchtitan")
     assert tomllib.loads(said)["parallelism"]["pipeline_parallel_degree"] == 4
     said, _ = printed(capsys, "tiny", "--for", "deepspeed")
@@ -48,6 +52,14 @@ def test_a_layout_that_the_library_cannot_run_is_left_out_of_a_search(capsys: py
     assert "virtual" not in said
     assert "--global-batch-size 6\n" in said
     assert notes.startswith("pipeflow: note: layout 1 is left out: Megatron-LM interleaves microbatches in groups of")
+
+
+def test_a_search_has_only_kinds_of_ranks_for_which_the_library_has_options(capsys: pytest.CaptureFixture[str]) -> None:
+    long = ["tiny", "--positions", 65536, "--devices", 8, "--batch", 1, "--device", "a100-40gb", "--top", 1]
+    said, _ = printed(capsys, *long, "--for", "megatron")
+    assert "--context-parallel-size" in said
+    said, _ = printed(capsys, *long, "--for", "deepspeed")
+    assert json.loads(said)["train_batch_size"] == 1
 
 
 @pytest.mark.parametrize(

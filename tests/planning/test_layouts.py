@@ -15,7 +15,8 @@ from pipeflow.planning.cuts import cut_by_load, even_cut, least_makespan
 from pipeflow.planning.layout import SEARCHED, Layout, Wanted
 from pipeflow.planning.layout_cells import Cell, Sizes, cells, heavier, lighter, meshes
 from pipeflow.planning.layout_trials import LayoutTrial, families, least_seconds, trials
-from pipeflow.planning.layouts import TIE, faster_on_fewer, find_layouts, plainest, plainness, ranking
+from pipeflow.planning.layouts import faster_on_fewer, find_layouts
+from pipeflow.planning.plainness import TIE, plainer, plainest, plainness, ranking
 from pipeflow.planning.rank_memory import peaks
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.step_plan import Plan
@@ -43,10 +44,10 @@ def everything(task: Wanted) -> Iterator[tuple[float, Layout]]:
                 yield found.step_seconds, trial.layout
 
 
-def picked(task: Wanted) -> list[tuple[float, Layout]]:
+def picked(timed: list[tuple[float, Layout]]) -> list[tuple[float, Layout]]:
     """The best layout of all for each choice of sizes, ranked."""
     groups: dict[tuple[int, ...], list[tuple[float, Layout]]] = {}
-    for seconds, layout in everything(task):
+    for seconds, layout in timed:
         groups.setdefault((layout.tensor, layout.pipeline, layout.data), []).append((seconds, layout))
     return ranking(ranking(group)[0] for group in groups.values())
 
@@ -56,11 +57,13 @@ def picked(task: Wanted) -> list[tuple[float, Layout]]:
 @pytest.mark.parametrize("memory", [None, 170e6, 145e6])
 def test_the_search_finds_what_brute_force_finds(memory: float | None) -> None:
     task = wanted(memory=memory)
-    expected, found = picked(task), find_layouts(task, top=100).ranked
+    timed = list(everything(task))
+    expected, found = picked(timed), find_layouts(task, top=100).ranked
     assert [each.step_seconds for each in found] == pytest.approx([seconds for seconds, _ in expected])
     assert [plainness(each.layout) for each in found] == [plainness(layout) for _, layout in expected]
-    few = find_layouts(task, top=2).ranked
-    assert [each.step_seconds for each in few] == [each.step_seconds for each in found[:2]]
+    few = find_layouts(task, top=2)
+    assert [each.step_seconds for each in few.ranked] == [each.step_seconds for each in found[:2]]
+    assert plainness(few.plainest.layout) == plainness(plainest(timed)[1])
 
 
 @pytest.mark.slow
@@ -120,6 +123,28 @@ def test_context_and_expert_ranks_are_tried_where_there_is_use_for_them() -> Non
         find_layouts(replace(task, expert=3))
 
 
+def test_both_ways_to_attend_to_other_context_ranks_are_tried_where_heads_divide() -> None:
+    long = replace(wanted(devices=8, batch=8), model=replace(MODEL, positions=16384))
+    kinds = {(cell.setup.tensor, cell.setup.context): set[str]() for cell in cells(long)}
+    for cell in cells(long):
+        kinds[cell.setup.tensor, cell.setup.context].add(cell.setup.context_kind)
+    assert (kinds[1, 1], kinds[1, 4], kinds[2, 2]) == ({"ring"}, {"ring", "all-to-all"}, {"ring", "all-to-all"})
+    assert kinds[2, 4] == kinds[4, 2] == {"ring"}  # a rank has less than four heads
+    fixed = replace(long, context_kind="all-to-all", context=2)
+    assert {cell.setup.context_kind for cell in cells(fixed)} == {"all-to-all"}
+    assert {cell.setup.tensor for cell in cells(fixed)} == {1, 2}
+    assert find_layouts(fixed, top=1).ranked[0].layout.setup.context_kind == "all-to-all"
+
+
+def test_stages_are_tried_that_are_equal_with_or_without_the_ends_of_the_model() -> None:
+    def chunks(ranks: int, layers: int) -> list[object]:
+        return [dict(family.options)["chunks"] for family in families(("interleaved-1f1b",), ranks, layers)]
+
+    assert chunks(4, 80) == [2, 4, 5, 10]
+    assert chunks(9, 126) == [2, 7]
+    assert chunks(8, 126) == [2, 4, 8]  # 126 layers, an embedding and a head are 128
+
+
 def test_what_needs_more_memory_is_divided_among_replicas() -> None:
     deep = replace(MODEL, layers=16)
     task = Wanted(deep, CLUSTER, 4, 4, tensor=1, pipeline=1, microbatch_size=1, checkpoint="none")
@@ -148,6 +173,16 @@ def test_a_program_whose_buffers_to_overlap_do_not_fit_does_without_them() -> No
     tight = find_layouts(replace(task, memory=free.plan.peak_bytes - 1), top=1).ranked[0]
     assert (free.layout.overlap, tight.layout.overlap) == (True, False)
     assert free.step_seconds < tight.step_seconds
+
+
+def test_buffers_for_all_microbatches_of_a_step_count_in_a_search() -> None:
+    task = wanted(
+        devices=4, batch=256, pipeline=4, zero=0, tensor=1, microbatch_size=1, setup=Setup(engine="torchtitan")
+    )
+    found = find_layouts(task, top=20).ranked
+    least = min(each.plan.peak_bytes for each in found)
+    for each in find_layouts(replace(task, memory=1.01 * least), top=20).ranked:
+        assert each.plan.peak_bytes <= 1.01 * least
 
 
 def test_fewer_devices_are_faster_over_a_slow_network() -> None:
@@ -239,11 +274,22 @@ def test_families_know_whether_backwards_are_split(name: str) -> None:
 
 
 def layout(tensor: int, pipeline: int, checkpoint: Any) -> Layout:
-    return Layout(Setup(tensor=tensor, checkpoint=checkpoint), pipeline, 1, "1f1b", {}, ((0, 4),))
+    cut = tuple(even_cut(4, pipeline))
+    return Layout(Setup(tensor=tensor, checkpoint=checkpoint), pipeline, 1, "1f1b", {}, cut)
 
 
-def test_the_fastest_is_first_and_ties_are_told_apart_by_tensor_ranks_then_pipeline_ranks_then_recomputation() -> None:
-    tied = [layout(1, 2, "none"), layout(1, 2, "full"), layout(1, 4, "none"), layout(2, 1, "none")]
+def test_the_fastest_is_first_and_ties_are_told_apart_by_what_they_need() -> None:
+    """Fewer kinds of ranks, then 1F1B, then fewer stages per rank, then less recomputation, ZeRO and ranks."""
+    one = layout(1, 2, "none")
+    other = [
+        layout(1, 4, "none"),
+        replace(one, setup=Setup(zero=3, data=2)),
+        replace(one, setup=Setup(checkpoint="full")),
+        replace(one, schedule="zb-h1"),
+        replace(one, schedule="interleaved-1f1b", cut=tuple(even_cut(4, 4))),
+        replace(one, setup=Setup(tensor=2)),
+    ]
+    tied = [one, other[0], layout(2, 1, "none"), *other[1:]]
     slower = layout(1, 1, "none")
     timed = [(1 + TIE - 0.001 * place, each) for place, each in enumerate(tied)]
     ranked = ranking([(1 + 2 * TIE, slower), *timed])
@@ -251,7 +297,21 @@ def test_the_fastest_is_first_and_ties_are_told_apart_by_tensor_ranks_then_pipel
     assert [each for _, each in ranking((1.0, each) for each in reversed(tied))] == tied
     for each in tied:
         assert plainest(ranked)[1] == each
-        ranked = [one for one in ranked if one[1] != each]
+        ranked = [other for other in ranked if other[1] != each]
+
+
+def test_the_plainest_of_the_ties_is_found_where_another_schedule_is_faster_with_the_same_sizes() -> None:
+    wide = replace(MODEL, hidden=4096, layers=16)
+    node, names = replace(CLUSTER, devices_per_node=8), ("1f1b", "interleaved-1f1b")
+    task = Wanted(wide, node, 4, 128, pipeline=2, microbatch_size=1, schedules=names, memory=1e12)
+    found = find_layouts(task, top=1)
+    first, plain = found.ranked[0], found.plainest
+    assert (first.layout.schedule, plain.layout.schedule) == ("interleaved-1f1b", "1f1b")
+    assert first.step_seconds < plain.step_seconds <= (1 + TIE) * first.step_seconds
+    chunks = first.layout.options["chunks"]
+    assert chunks > 2
+    assert list(plainer(plain.layout, first.layout)) == ["the schedule 1f1b", f"1 stage per rank, not {chunks}"]
+    assert list(plainer(first.layout, plain.layout)) == []
 
 
 @pytest.mark.parametrize(

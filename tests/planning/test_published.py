@@ -13,7 +13,9 @@ from benchmarks.planner import _regrets, allocator_shares
 from benchmarks.planner_fit import own_coefficients
 from benchmarks.planner_tables import ROOT, tables, written
 from pipeflow import GPT, Setup, plan
-from pipeflow.planning.layouts import TIE
+from pipeflow.planning.layout import Wanted
+from pipeflow.planning.layouts import find_layouts
+from pipeflow.planning.plainness import TIE
 from pipeflow.planning.rank_memory import ALLOCATOR, LEAST_ALLOCATOR
 
 MODEL = GPT(4, 512, 4, 512, 8192)
@@ -45,6 +47,32 @@ def test_the_regret_is_that_of_the_plainest_layout_among_ties() -> None:
         regrets, plain, _ = _regrets(chosen, np.array([1.0, second, 9.0]), measured)
         assert regrets == pytest.approx([regret])
         assert plain == [0.0]
+
+
+BEST = [  # of NVIDIA's and nanotron's jobs: source, layers, devices, and the schedules that the program has
+    ("dgxc-h100", 32, 64, ("1f1b", "interleaved-1f1b")),
+    ("dgxc-h100", 80, 256, ("1f1b", "interleaved-1f1b")),
+    ("dgxc-h100", 126, 576, ("1f1b", "interleaved-1f1b")),
+    ("nanotron", 32, 8, ("1f1b",)),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("source", "layers", "devices", "schedules"), BEST)
+def test_the_best_published_sizes_are_among_the_first_five_within_5_percent(
+    source: str, layers: int, devices: int, schedules: tuple[str, ...]
+) -> None:
+    found = [each for each in rows() if (each.source, each.model.layers, each.devices) == (source, layers, devices)]
+    best = min((each for each in found if each.setup.precision.products == "bf16"), key=lambda each: each.seconds)
+    setup, batch = best.setup, best.microbatches * best.setup.microbatch_size * best.setup.data
+    given = Setup(sequence=setup.sequence, precision=setup.precision, attention=setup.attention)
+    task = Wanted(best.model, best.cluster, devices, batch, setup=given, schedules=schedules, overlap=setup.overlap)
+    layouts = find_layouts(task).ranked
+    sizes = setup.tensor, best.pipeline, setup.data, setup.context
+    times = {
+        (each.layout.tensor, each.layout.pipeline, each.layout.data, each.layout.context): each for each in layouts
+    }
+    assert times[sizes].step_seconds <= 1.05 * layouts[0].step_seconds
 
 
 @pytest.mark.exhaustive

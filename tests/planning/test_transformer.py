@@ -398,7 +398,7 @@ def test_ranks_that_are_computed_once_hold_what_each_of_them_holds(name: str) ->
     """The bytes of a rank's plan without what its schedule keeps."""
     model, setup = GPT(layers=17, hidden=64, heads=4, positions=32, vocabulary=102), Setup(tensor=2, data=2, zero=1)
     schedule = make_schedule(name, ranks=4, microbatches=8)
-    held, step = state_bytes(model, setup, schedule.placement, stage_layers(model, schedule.placement))
+    held, step = state_bytes(model, setup, schedule.placement, stage_layers(model, schedule.placement), 8)
     ranks = plan(model, schedule, setup).ranks
     alone = [replace(rank, activation_bytes=0.0) for rank in ranks]
     assert held == pytest.approx([replace(rank, step_bytes=0).peak_bytes for rank in alone])

@@ -1,7 +1,7 @@
 """The options of DeepSpeed for a plan, as JSON. Must not contain: those of the model.
 
-Names and meanings are from deepspeedai/DeepSpeed: docs/_pages/config-json.md (batches, `zero_optimization`, MiCS),
-deepspeed/runtime/constants.py (`data_types`), deepspeed/runtime/config.py (`pipeline`) and
+Names and meanings are from deepspeedai/DeepSpeed 0.19.6: docs/_pages/config-json.md (batches, `zero_optimization`,
+MiCS), deepspeed/runtime/constants.py (`data_types`), deepspeed/runtime/config.py (`pipeline`) and
 deepspeed/runtime/precision_config.py (`bf16`, `fp16`). Its pipeline has 1F1B alone, in
 deepspeed/runtime/pipe/schedule.py, and divides layers itself, in deepspeed/runtime/pipe/module.py. In bf16 it splits
 the optimizer's state at any ZeRO stage, in deepspeed/runtime/bf16_optimizer.py.
@@ -16,6 +16,7 @@ from typing import Any
 
 from pipeflow.core.errors import UsageError
 from pipeflow.planning.libraries.library import (
+    SINGLE,
     Library,
     LibraryOptions,
     gathers_ahead,
@@ -59,7 +60,7 @@ def options(found: Plan) -> LibraryOptions:
     )
 
 
-LIBRARY = Library(NAME, SCHEDULES, options)
+LIBRARY = Library(NAME, "0.19.6", SCHEDULES, options, "the lines of docs/recording/deepspeed.md", SINGLE)
 
 
 def _zero(found: Plan) -> dict[str, Any]:

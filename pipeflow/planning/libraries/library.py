@@ -12,6 +12,8 @@ from pipeflow.planning.step_plan import Plan
 from pipeflow.planning.transformer import GPT
 from pipeflow.schedules import make_schedule, options_of
 
+SINGLE = ("context", "expert")  # the kinds of ranks that Megatron-LM alone has here
+
 
 class LibraryOptions(NamedTuple):
     """The options of a library for a plan.
@@ -31,13 +33,19 @@ class Library:
 
     Attributes:
         name: as its authors write it.
+        version: the one whose sources the options were compared with.
         schedules: per schedule of pipeflow that it has in the same order, its own name.
         options: the function that writes the options of a plan; it raises UsageError for what the library cannot do.
+        recording: what to add so that a step is recorded for `pipeflow explain`.
+        single: the kinds of ranks for which `options` has no words; plans for it have one of each.
     """
 
     name: str
+    version: str
     schedules: Mapping[str, str]
     options: Callable[[Plan], LibraryOptions]
+    recording: str
+    single: tuple[str, ...] = ()
 
 
 def stages_per_rank(schedule: Schedule) -> int:
@@ -79,7 +87,7 @@ def require_language_model(library: str, found: Plan) -> None:
 
 def require_plain_stages(library: str, found: Plan) -> None:
     """Raises UsageError for context and expert ranks, and for what Megatron-LM alone does with layers."""
-    for name in ("context", "expert"):
+    for name in SINGLE:
         if getattr(found.setup, name) > 1:
             raise UsageError(f"options with {name} ranks are written for Megatron-LM, not for {library}: use 1")
     for name in ("recompute_modules", "checkpoint_layers", "offload_layers", "cuda_graphs", "overlap_experts"):

@@ -1,9 +1,10 @@
 """The options of Megatron-LM for a plan. Must not contain: those of the model beside its number of layers.
 
-Names and meanings are from NVIDIA/Megatron-LM/megatron/training/arguments.py. The schedules, and which numbers of
-microbatches can be interleaved, are from NVIDIA/Megatron-LM/megatron/core/pipeline_parallel/schedules.py. The string of
-a layout is described in `LayoutString`. Its own FSDP divides gradients and weights (megatron/core/distributed/fsdp), in
-each microbatch and layer.
+Names and meanings are from NVIDIA/Megatron-LM/megatron/training/arguments.py, and from the classes of
+megatron/training/config and megatron/core whose fields are flags; all exist at d98e8a64 of 2026-08-22. The schedules,
+and which numbers of microbatches can be interleaved, are from
+NVIDIA/Megatron-LM/megatron/core/pipeline_parallel/schedules.py. The string of a layout is described in `LayoutString`.
+Its own FSDP divides gradients and weights (megatron/core/distributed/fsdp), in each microbatch and layer.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def options(found: Plan) -> LibraryOptions:
     return LibraryOptions("\n".join(_flags(found)), (note, *gathers_ahead(NAME, found)))
 
 
-LIBRARY = Library(NAME, SCHEDULES, options)
+RECORDING = "--profile --use-pytorch-profiler --profile-step-start 10 --profile-step-end 12 --tensorboard-dir traces"
+LIBRARY = Library(NAME, "d98e8a64 of 2026-08-22", SCHEDULES, options, RECORDING)
 
 
 def _flags(found: Plan) -> Iterator[str]:

@@ -22,6 +22,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.libraries.library import (
+    SINGLE,
     Library,
     LibraryOptions,
     gathers_ahead,
@@ -63,7 +64,9 @@ def options(found: Plan) -> LibraryOptions:
     )
 
 
-LIBRARY = Library(NAME, SCHEDULES, options)
+LIBRARY = Library(
+    NAME, "0.2.2", SCHEDULES, options, "enable_profiling = true and profile_freq = 10 under [profiling]", SINGLE
+)
 
 
 def _lines(found: Plan, schedule: str) -> Iterator[str]:

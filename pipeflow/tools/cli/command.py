@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = list(sys.argv[1:] if argv is None else argv)
         if words[:1] == ["help"]:  # as git has it
             words = [*words[1:2], "--help"]
-        arguments = parser(words[0] if words else None).parse_args(words)
+        arguments = parser(words[0] if words else None).parse_args(words, argparse.Namespace(words=words[1:]))
         status: int = arguments.run(arguments)
         sys.stdout.flush()
     except UsageError as error:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -27,11 +26,11 @@ from pipeflow.planning.estimate import plan
 from pipeflow.planning.layout import GIVEN, SEARCHED, Wanted
 from pipeflow.planning.layout_string import LayoutString
 from pipeflow.planning.layouts import faster_on_fewer, find_layouts
-from pipeflow.planning.libraries import LIBRARIES, LibraryOptions
+from pipeflow.planning.libraries import LIBRARIES
+from pipeflow.planning.libraries.library import stages_per_rank
 from pipeflow.planning.replanning import replan
 from pipeflow.planning.schedule_request import ScheduleRequest
 from pipeflow.planning.setup import CHOICES, PRECISIONS, Setup
-from pipeflow.planning.step_plan import Plan
 from pipeflow.planning.transformer import GPT, ViT
 from pipeflow.schedules import SCHEDULES, options_of
 from pipeflow.schedules.orders.additions import STAGE_OPTIONS
@@ -48,6 +47,7 @@ from pipeflow.tools.cli.options import (
     values_of,
 )
 from pipeflow.tools.cli.outputs import STANDARD_OUTPUT, doing, show, write
+from pipeflow.tools.cli.plan_use import Planned, print_options, use_lines
 from pipeflow.tools.cli.requests import (
     GivenCosts,
     changed,
@@ -84,9 +84,11 @@ examples:
 """
 MOST_LAYERLESS = 1_000  # ranks without layers: of fewer, the plan says more than that there are too many
 MOST_SEQUENCES = 2_000  # of a step, for each device: a search simulates thousands of such steps
+MOST_DEVICES = 2**18  # of a search: it simulates thousands of layouts, and more devices only add replicas
 REPLAN = ("measured", "csv", "json")  # what a replan reads
 SEARCH = ("batch", "memory", "top")  # what only a search reads
-FIXED = (*GIVEN, "checkpoint", "zero", "sequence_parallel", "overlap", "shard_ranks")  # the same in all its layouts
+CHOSEN = ("checkpoint", "zero", "sequence_parallel", "overlap", "context_kind", "shard_ranks")
+FIXED = (*GIVEN, *CHOSEN)  # the same in all layouts of a search
 REFUSED = {  # options that a search does not take, and why
     "data": "it follows from the other sizes",
     "microbatches": "they follow from --batch",
@@ -274,7 +276,17 @@ def _run_one(arguments: argparse.Namespace, model: Model) -> int:
         found = plan(model, schedule, setup, flops=arguments.flops, cluster=cluster, cut=parts)
     told = {"says_layout": arguments.layout is not None, "has_parts": arguments.breakdown}
     lines = reports.plan_lines(arguments.model, found, **told)
-    return _tell(arguments, [found], lambda: reports.plan_svg(found), lambda: reports.plan_json(found), lines)
+    used = [(found, _options(arguments, found.schedule))]
+    return _tell(arguments, used, lambda: reports.plan_svg(found), lambda: reports.plan_json(found), lines)
+
+
+def _options(arguments: argparse.Namespace, schedule: Schedule) -> dict[str, Any]:
+    """The options with which a schedule with a name was made; none of another one."""
+    if schedule.name not in SCHEDULES:
+        return {}
+    own = {*options_of(schedule.name)} & {*family_options()}
+    chunks = {"chunks": stages_per_rank(schedule)} if "chunks" in own else {}
+    return chunks | values_of(arguments, sorted(own))
 
 
 def _run_search(arguments: argparse.Namespace, model: Model) -> int:
@@ -286,11 +298,11 @@ def _run_search(arguments: argparse.Namespace, model: Model) -> int:
         found = find_layouts(wanted, top=top, progress=progress)
     with doing("searching on fewer devices"):
         fewer = faster_on_fewer(found)
-    plans, has_parts = [each.plan for each in found.ranked], arguments.breakdown
+    used, has_parts = [(each.plan, each.layout.options) for each in found.ranked], arguments.breakdown
     told = {"says_layout": arguments.layout is not None, "has_parts": has_parts}
     lines = reports.search_lines(arguments.model, found, fewer, **told)
     drawn = partial(reports.search_svg, found, has_parts=has_parts)
-    return _tell(arguments, plans, drawn, lambda: reports.search_json(found, fewer), lines)
+    return _tell(arguments, used, drawn, lambda: reports.search_json(found, fewer), lines)
 
 
 def _run_replan(arguments: argparse.Namespace) -> int:
@@ -304,7 +316,7 @@ def _run_replan(arguments: argparse.Namespace) -> int:
 
 def _tell(
     arguments: argparse.Namespace,
-    plans: Sequence[Plan],
+    plans: Sequence[Planned],
     drawn: Callable[[], str],
     values: Callable[[], Mapping[str, Any]],
     lines: reports.Lines,
@@ -313,11 +325,12 @@ def _tell(
     if arguments.svg is not None:
         write({arguments.svg: drawn()})
     if arguments.library is not None:
-        _print_options(arguments.library, *plans)
+        print_options(arguments.library, [each for each, _ in plans])
     elif arguments.json:
         print(json.dumps(values()))
     elif arguments.svg != STANDARD_OUTPUT:
-        show(*lines)
+        used = ["", *use_lines(plans, arguments.words)] if plans else []
+        show(*lines, *used)
     return 0
 
 
@@ -463,6 +476,11 @@ def cut_for(model: Model, schedule: Schedule, setup: Setup, cluster: Cluster, us
 def _wanted(arguments: argparse.Namespace, model: Model) -> Wanted:
     if arguments.batch is None:
         raise UsageError("--devices searches for layouts: say how many sequences a step has, with --batch")
+    if arguments.devices > MOST_DEVICES:
+        raise UsageError(
+            f"--devices {arguments.devices:,} is too large for a search, which takes at most {MOST_DEVICES:,}: search "
+            "for a half or a tenth of the devices and of the batch, then plan that layout with more replicas (--data)"
+        )
     most = MOST_SEQUENCES * arguments.devices
     if 0 < most < arguments.batch:
         room = f"{MOST_SEQUENCES:,} for each, {most:,} in all"
@@ -476,8 +494,10 @@ def _wanted(arguments: argparse.Namespace, model: Model) -> Wanted:
     cluster = cluster_of(arguments)
     if cluster is None:
         raise UsageError("--devices searches for the fastest layouts: say which device, with --device or --cluster")
-    can_run = SEARCHED if arguments.library is None else LIBRARIES[arguments.library].schedules
-    searched = tuple(name for name in SEARCHED if name in can_run)
+    library, fixed = LIBRARIES.get(arguments.library or ""), {name: getattr(arguments, name) for name in FIXED}
+    searched = tuple(name for name in SEARCHED if library is None or name in library.schedules)
+    if library is not None:
+        fixed |= {name: fixed[name] or 1 for name in library.single}
     return Wanted(
         model,
         cluster,
@@ -487,28 +507,5 @@ def _wanted(arguments: argparse.Namespace, model: Model) -> Wanted:
         setup=setup_of(arguments, [name for name in LAYOUT if name not in {*FIXED, *REFUSED}]),
         schedules=searched if arguments.schedule is None else (arguments.schedule,),
         kinds=arguments.kinds or "none",
-        **{name: getattr(arguments, name) for name in FIXED},
+        **fixed,
     )
-
-
-def _print_options(name: str, *found: Plan) -> None:
-    """Prints the options for the first of these plans that the library can run, and on the error stream what they do
-    not say. Raises UsageError if it can run none.
-    """
-    options, notes = _first_options(name, found)
-    for note in (*notes, *options.notes):
-        print(f"pipeflow: note: {note}", file=sys.stderr)
-    print(options.text)
-
-
-def _first_options(name: str, found: Sequence[Plan]) -> tuple[LibraryOptions, list[str]]:
-    """The options for the first plan that has any, and why the plans before it have none."""
-    library, refused = LIBRARIES[name], list[str]()
-    for place, each in enumerate(found, start=1):
-        try:
-            return library.options(each), refused
-        except UsageError as error:
-            if len(found) == 1:
-                raise
-            refused.append(f"layout {place} is left out: {error}")
-    raise UsageError(f"{library.name} can run none of the {len(found)} best layouts; {refused[0]}")

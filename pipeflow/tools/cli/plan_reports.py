@@ -4,19 +4,22 @@ that were printed as JSON compared; each as lines with tables, as JSON values, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
-from pipeflow.core.text import bytes_text, number, percent, seconds_text
+from pipeflow.core.text import bytes_text, listed, number, percent, seconds_text
 from pipeflow.draw import Axis, Bar, Point, Table, bars_svg, scatter_svg
 from pipeflow.draw.captions import Unit
 from pipeflow.planning.catalog import model_named
 from pipeflow.planning.cuts import even_cut
 from pipeflow.planning.estimate import MEANINGS, Breakdown, breakdown
 from pipeflow.planning.layout import Layout
-from pipeflow.planning.layouts import TIE, Layouts, Ranked, plainest
+from pipeflow.planning.layouts import Layouts, Ranked, described
+from pipeflow.planning.mesh import crossing
+from pipeflow.planning.plainness import TIE, plainer
 from pipeflow.planning.replanning import Candidate, Replan
+from pipeflow.planning.setup import ContextKind
 from pipeflow.planning.similar import said, similar_error, uncounted, unpriced
 from pipeflow.planning.step_plan import TITLES, Plan
 from pipeflow.tools.cli.outputs import wrapped
@@ -42,7 +45,18 @@ def plan_lines(name: str, found: Plan, *, says_layout: bool, has_parts: bool) ->
         yield from _parts_lines(found)
     if not found.setup.stores_scores:
         yield "activations: without attention scores (--keep-scores adds them)"
+    if chosen := _chosen(found):
+        yield f"planned with {' '.join(chosen)}"
     yield from _omissions(found)
+
+
+def _chosen(found: Plan) -> list[str]:
+    """What a plan has by default or as it was told: the kernel, and how ranks split sequences and communicate."""
+    setup, devices = found.setup, found.setup.tensor * found.setup.replicas
+    chosen = [f"--attention {found.attention}"] if found.attention else []
+    chosen += ["--sequence-parallel"] * (setup.sequence_parallel and setup.tensor > 1)
+    chosen += ["--overlap" if setup.overlaps else "--no-overlap"] * (devices > 1)
+    return chosen + [f"--context-kind {setup.context_kind}"] * (setup.context > 1)
 
 
 def _layout(found: Plan) -> Iterator[str]:
@@ -54,11 +68,28 @@ def _layout(found: Plan) -> Iterator[str]:
 
 
 def _omissions(found: Plan) -> Lines:
-    """What the numbers leave out, and how far off those of similar plans were."""
+    """The links that are used, what the numbers leave out, and how far off those of similar plans were."""
+    yield from wrapped(_links(found))
     yield from wrapped(f"not counted: {'; '.join(uncounted(found.cluster))}")
     if missing := unpriced(found.model, found.setup):
         yield from wrapped(f"not priced: {'; '.join(missing)}")
     yield from wrapped(said(found.model, found.setup, found.cluster))
+
+
+def _links(found: Plan) -> str:
+    """Which ranks communicate within nodes, and which between them; "" where none do, and without a cluster."""
+    if (cluster := found.cluster) is None:
+        return ""
+    crosses = crossing(found.setup, len(found.ranks), cluster.devices_per_node)
+    rates = {False: ("within", cluster.link_bandwidth), True: ("between", cluster.network_bandwidth)}
+    parts = []
+    for is_far, (where, rate) in rates.items():
+        if who := listed([RANKS[name] for name, far in crosses.items() if far == is_far]):
+            parts.append(f"{who} {where} nodes ({number(rate / 1e9)} GB/s of a device)")
+    return f"links: {'; '.join(parts)}" if parts else ""
+
+
+RANKS = {name: f"{name} ranks" for name in ("tensor", "context", "expert", "pipeline")} | {"data": "replicas"}
 
 
 def _parts_lines(found: Plan) -> Lines:
@@ -155,6 +186,7 @@ def search_json(found: Layouts, fewer: Layouts | None) -> dict[str, Any]:
         "memory_bytes": wanted.limit,
         "tie": TIE,
         "simulated": found.simulated,
+        "plainest": _sizes_json(found.plainest) | _step_json(found.plainest.plan),
         "fewer_devices": None
         if fewer is None
         else {
@@ -277,13 +309,21 @@ def _search_parts(found: Layouts, *, in_detail: bool) -> Table:
 
 
 def _ties(found: Layouts) -> Lines:
-    """Which layouts are about as fast as the first one, and the plainest of them."""
-    timed = [(each.step_seconds, each.layout) for each in found.ranked]
-    tied = sum(seconds <= timed[0][0] * (1 + TIE) for seconds, _ in timed)
+    """Which layouts are about as fast as the first one, and the plainest within as much, if it is another one."""
+    first, plain = found.ranked[0], found.plainest
+    tied = sum(each.step_seconds <= first.step_seconds * (1 + TIE) for each in found.ranked)
     if tied > 1:
-        place = timed.index(plainest(timed)) + 1
-        rule = "fewest tensor ranks, then fewest pipeline, context and expert ranks, then least recomputation"
-        yield from wrapped(f"Times of 1-{tied} are within {TIE:.0%}, which is a tie. The plainest is {place}: {rule}.")
+        yield f"Times of 1-{tied} are within {TIE:.0%}, which is a tie."
+    if plain.layout is first.layout:
+        yield f"1 is also the plainest of all layouts within {TIE:.0%}."
+        return
+    place = next((f"{place}: " for place, each in enumerate(found.ranked, start=1) if each is plain), "")
+    slower = plain.step_seconds / first.step_seconds - 1
+    memory = bytes_text(plain.plan.peak_bytes)
+    yield from wrapped(
+        f"{slower:.1%} slower than 1 and plainer ({', '.join(plainer(plain.layout, first.layout))}): {place}"
+        f"{described(plain.layout)}; {seconds_text(plain.step_seconds)}, {memory}."
+    )
 
 
 def _search_notes(found: Layouts) -> Lines:
@@ -309,12 +349,22 @@ def _search_notes(found: Layouts) -> Lines:
 
 
 def _split(found: Layouts) -> Iterator[str]:
-    """What all layouts do unless the command says otherwise."""
-    setups = [each.layout.setup for each in found.ranked]
-    if found.wanted.sequence_parallel is None and any(each.sequence_parallel for each in setups):
-        yield "Tensor ranks split the sequence, too (--sequence-parallel)."
-    if found.wanted.overlap is None and all(each.overlaps and each.tensor * each.replicas > 1 for each in setups):
-        yield "Communication runs beside computations (--overlap)."
+    """What the search chose for its layouts beside sizes, unless the command says it."""
+    setups, wanted = [each.layout.setup for each in found.ranked], found.wanted
+    if where := _places(each.sequence_parallel for each in setups if wanted.sequence_parallel is None):
+        yield f"Tensor ranks split the sequence, too (--sequence-parallel){where}."
+    if where := _places(each.overlaps and each.tensor * each.replicas > 1 for each in setups if wanted.overlap is None):
+        yield f"Communication runs beside computations (--overlap){where}."
+    for kind in get_args(ContextKind):
+        if where := _places(each.context > 1 and each.context_kind == kind for each in setups):
+            yield f"Context ranks: --context-kind {kind}{where}."
+
+
+def _places(chosen: Iterable[bool]) -> str:
+    """In which layouts something was chosen, by their numbers; "" for none."""
+    every = list(chosen)
+    places = ", ".join(str(place) for place, is_chosen in enumerate(every, start=1) if is_chosen)
+    return f" in {'all' if all(every) else places}" if places else ""
 
 
 def _fewer(found: Layouts, fewer: Layouts | None) -> Lines:
