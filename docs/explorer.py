@@ -26,6 +26,7 @@ from pipeflow.tools.explore.fields import ALL, FIELDS, Field
 from pipeflow.tools.explore.server import document, page_files
 from pipeflow.tools.explore.state import State
 from pipeflow.tools.explore.tour import STEPS
+from pipeflow.tools.explore.views import headline
 
 Fields = Mapping[str, str]
 Range = tuple[float, float, float]  # least, most and step of a slider
@@ -77,10 +78,20 @@ def costs() -> Iterator[Fields]:
             yield from ({"schedule": schedule, field: f"{each * step:g}"} for each in range(round(most / step) + 1))
 
 
+def pairs() -> Iterator[Fields]:
+    """Every schedule beside the one that its headline compares it with, as the slider above them shows it."""
+    for schedule in SCHEDULES:
+        for microbatches in ("4", "8", "12"):
+            fields = {"schedule": schedule, "microbatches": microbatches}
+            state = State.of(fields)
+            other = headline(state, [state.timeline(schedule)])["other"]
+            yield fields | {"schedule": f"{schedule},{other}"}
+
+
 @cache
 def drawn() -> list[Fields]:
     """All states, without those that cannot be drawn."""
-    found = {name(fields): fields for states in (sizes(), costs(), tour()) for fields in states}
+    found = {name(fields): fields for states in (sizes(), pairs(), costs(), tour()) for fields in states}
     return [fields for fields in found.values() if _is_drawn(fields)]
 
 

@@ -199,3 +199,15 @@ def test_the_guard_sees_long_sentences() -> None:
     )
     short = f"\n{long.strip()}. {long.strip()}?\nYes. [{long}](a.md).\n"
     assert [line for line, _ in long_sentences(Source("docs/one.md", hidden + seen + short))] == [10, 13, 16, 19]
+
+
+@pytest.mark.lint
+def test_the_messages_of_the_index_are_raised() -> None:
+    """Each part of a message, between its dots, stands in the package or is Python's own."""
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "pipeflow").rglob("*.py"))
+    joined = re.sub(r'"\s*\n\s*f?"', "", source)
+    written = (ROOT / "docs" / "messages.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^\| `(.*?)` \|", written, re.MULTILINE)
+    assert len(messages) >= 25
+    parts = [part.strip() for message in messages for part in message.split("...") if len(part.strip()) > 5]
+    assert [part for part in parts if part not in joined] == []

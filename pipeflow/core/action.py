@@ -78,7 +78,8 @@ class Action:
         match = _ACTION.fullmatch(text)
         if match is None:
             letters = " ".join(Kind)
-            raise ScheduleError(f"{text!r} is not an action: write stage, one of {letters}, microbatch, like 2F0")
+            form = "2F0" + ", and commas between actions" * any(each in text for each in " ;\t")
+            raise ScheduleError(f"{text!r} is not an action: write stage, one of {letters}, microbatch, like {form}")
         return cls(Kind(match[2]), int(match[1]), int(match[3]))
 
 

@@ -9,7 +9,9 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeVar
+
+Meant = TypeVar("Meant")
 
 
 class PipeflowError(Exception):
@@ -126,7 +128,7 @@ def unknown(what: str, name: str, known: Collection[str], others: Mapping[str, s
     return UsageError(f"unknown {what} {name!r}; {f'did you mean {meant}?' if meant else nearest(name, known)}")
 
 
-def meant_by(name: str, others: Mapping[str, str]) -> str | None:
+def meant_by(name: str, others: Mapping[str, Meant]) -> Meant | None:
     """What a name or an option of another program stands for, as in `unknown`; None if that is not known."""
     return others.get(re.sub("[-_ ]", "", name.lower()))
 

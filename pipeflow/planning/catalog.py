@@ -59,5 +59,5 @@ def model_named(name: str) -> Model:
         if name.lower().startswith(start):
             raise UsageError(f"{name} cannot be planned: {why}. A plan counts attention and MLPs alone")
     if name not in MODELS:
-        raise unknown("model", name, MODELS, OTHER_NAMES)
+        raise unknown("model", name.rpartition("/")[2].lower(), MODELS, OTHER_NAMES)
     return MODELS[name]

@@ -164,7 +164,8 @@ class Engine:
         non_finite: Literal["stop", "skip", "ignore"] = "stop",
     ) -> None:
         if not isinstance(model, Pipeline):
-            raise UsageError(f"an Engine trains a pipeflow.Pipeline, got {type(model).__name__}")
+            made = "write Engine(model, optimizer), and make the model with Pipeline.from_module"
+            raise UsageError(f"an Engine trains a pipeflow.Pipeline, got {type(model).__name__}: {made}")
         require_parameters_of(model, optimizer)
         require_no_closure(optimizer)
         require_positive(gradient_accumulation=gradient_accumulation)

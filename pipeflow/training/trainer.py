@@ -126,7 +126,8 @@ class Trainer:
 
     def __init__(self, engine: Engine, hooks: Sequence[Hook] = (), *, progress: bool = False) -> None:
         if not isinstance(engine, Engine):
-            raise UsageError(f"a Trainer needs a pipeflow.training.Engine, got {type(engine).__name__}")
+            made = "make one, as in Engine(model, optimizer)"
+            raise UsageError(f"a Trainer needs a pipeflow.training.Engine, got {type(engine).__name__}: {made}")
         for hook in hooks:
             if not isinstance(hook, Hook):
                 made = isinstance(hook, type) and issubclass(hook, Hook)

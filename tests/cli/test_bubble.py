@@ -27,7 +27,8 @@ def test_a_drawing_says_both(capsys: pytest.CaptureFixture[str], command: str) -
 
 
 def test_tables_say_both(capsys: pytest.CaptureFixture[str]) -> None:
-    titles, above, row, *_ = [line.split("  ") for line in out(capsys, "compare", "zb-h2", "1f1b", *SIZES).splitlines()]
+    shown = out(capsys, "compare", "zb-h2", "1f1b", *SIZES).partition("\n\n")[2]
+    titles, above, row, *_ = [line.split("  ") for line in shown.splitlines()]
     assert "bubble" in [title.strip() for title in above]
     assert "of span" in [title.strip() for title in above]
     assert titles

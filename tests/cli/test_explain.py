@@ -40,7 +40,9 @@ def traces(tmp_path: Path) -> Path:
 
 def test_for_people(capsys: pytest.CaptureFixture[str], traces: Path) -> None:
     shown = out(capsys, "explain", traces)
-    assert shown.startswith("1f1b: 4 ranks, 4 stages, 8 microbatches\nstep: ")
+    said = r"Rank 2, the busiest one, was idle for \d+\.\d% of the step; what stands out most:\s+stage 2 "
+    assert re.match(said, shown)
+    assert "\n1f1b: 4 ranks, 4 stages, 8 microbatches\nstep: " in shown
     assert "replayed under its own costs: " in shown
     assert re.search(r"stage 2 \(rank 2\) computes 1\.\d+ times\s+as long as the median stage", shown)
     assert re.search(r"1f1b, equal stages +\d+\.?\d* ms +\+\d", shown)

@@ -169,7 +169,7 @@ def test_what_can_be_focused_has_a_name() -> None:
     assert (lanes["aria-label"] or "").startswith("paired, 2 ranks, 4 microbatches: makespan")
     assert lanes["tabindex"] == "0"
     assert all(
-        attributes.get("aria-label") or attributes["id"] in ("whole", "forget")
+        attributes.get("aria-label") or attributes["id"] in ("whole", "forget", "play")
         for tag, attributes in page.elements
         if tag == "button"
     )

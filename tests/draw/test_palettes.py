@@ -71,7 +71,7 @@ def test_a_reduction_belongs_to_no_microbatch() -> None:
 def test_every_mode_has_a_legend_of_the_colours_that_it_shows(timeline: Timeline) -> None:
     made = parts((timeline,), Unit())
     for mode in MODES:
-        entries = [line for line in made.legend.splitlines() if f'class="by-{mode}"' in line]
+        entries = [line for line in made.legend.splitlines() if f'class="by-{mode}' in line]
         kinds = {letter for row in made.data["timelines"][0]["rows"] for letter in row["actions"] if letter.isalpha()}
         used = {colour for letter in kinds for colour in made.data["kinds"][letter]["colours"][mode]}
         assert all(any(colour in entry for entry in entries) for colour in used)

@@ -79,6 +79,12 @@ class Explorer:
         self.browser.execute_script(script, f"field-{name}", str(value), "input" if moving else "change")
         return self.settled()
 
+    def unfold(self) -> Explorer:
+        """Opens all parts of the form."""
+        script = "document.querySelectorAll('#controls details').forEach((each) => { each.open = true; })"
+        self.browser.execute_script(script)
+        return self
+
     def complaints(self) -> list[str]:
         """What the browser logged."""
         return [entry["message"] for entry in self.browser.get_log("browser")]

@@ -116,8 +116,7 @@ def look(explorer: Explorer, request: pytest.FixtureRequest) -> Iterator[Explore
 
 
 UNFOLD = """
-document.querySelectorAll("#export, #window").forEach((each) => { each.open = true; });
-if (document.documentElement.clientWidth < 500) document.getElementById("fold").click();
+document.querySelectorAll("#export, #window, #words, #controls details").forEach((each) => { each.open = true; });
 """
 
 

@@ -114,7 +114,7 @@ class TestOnThePage:
 
     @pytest.mark.exhaustive
     def test_a_model_replaces_the_costs(self, explorer: Explorer) -> None:
-        explorer.open(ranks=8, microbatches=16)
+        explorer.open(ranks=8, microbatches=16).unfold()
         assert explorer.find("#field-forward").is_displayed()
         explorer.set("tensor", 8).set("model", "gpt3-175b")
         assert not explorer.find("#field-forward").is_displayed()

@@ -56,7 +56,7 @@ def test_arrow_keys_in_a_box_are_a_movement_of_its_slider(explorer: Explorer) ->
     explorer.browser.back()
     assert explorer.settled().fields == {"microbatches": "130"}
     assert box.get_property("value") == "130"
-    cap = explorer.find("#field-bandwidth")
+    cap = explorer.unfold().find("#field-bandwidth")
     assert cap.get_attribute("placeholder") == "no limit"
     cap.send_keys(Keys.ARROW_DOWN)
     assert explorer.settled().fields["bandwidth"] == "63"

@@ -156,18 +156,22 @@ class TestOnThePage:
         assert explorer.settled().fields == {"microbatches": "10"}
 
     @pytest.mark.exhaustive
-    def test_controls_fold_where_there_is_little_room(self, explorer: Explorer) -> None:
+    def test_a_phone_keeps_the_timeline_in_view_while_a_slider_moves(self, explorer: Explorer) -> None:
         metrics = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": False}
         explorer.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         try:
-            explorer.open(schedule="zb-v", memory_cap=3, colour="microbatch")
-            assert not explorer.find("#controls").is_displayed()
-            assert explorer.find(".lanes").rect["y"] < 600
+            explorer.open(schedule="zb-v")
+            sheet, lanes = explorer.find("#sheet").rect, explorer.find(".lanes").rect
+            explorer.set("microbatches", 3, moving=True)
+            assert explorer.find(".lanes").rect == lanes
+            assert explorer.browser.execute_script("return scrollY") == 0
+            assert lanes["y"] + lanes["height"] / 2 < sheet["y"]
             assert explorer.browser.execute_script("return document.documentElement.scrollWidth") <= 390
-            explorer.find("#fold").click()
             assert explorer.find("#field-ranks").is_displayed()
             explorer.find("#fold").click()
             assert not explorer.find("#controls").is_displayed()
+            explorer.find("#fold").click()
+            assert explorer.find("#controls").is_displayed()
         finally:
             explorer.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         assert not explorer.find("#fold").is_displayed()

@@ -242,11 +242,11 @@ def test_costs_of_actions_that_named_schedules_lack_are_shown_with_a_table(explo
     def shown() -> list[bool]:
         return [bool(explorer.find(f"#field-{name}").is_displayed()) for name in ("offload", "saved_bytes")]
 
-    explorer.open(schedule="zb-v")
+    explorer.open(schedule="zb-v").unfold()
     assert shown() == [False, True]
     drop(explorer, again_csv=make_schedule("gpipe", ranks=16, microbatches=80, recompute=True).to_csv())
     until(explorer, lambda: len(chips(explorer)) == 2)
     assert explorer.fields["schedule"] == "zb-v,file:again.csv"
     assert shown() == [True, True]
-    explorer.open(schedule="custom", edit=1, rows="0F0 0B0")
+    explorer.open(schedule="custom", edit=1, rows="0F0 0B0").unfold()
     assert shown() == [True, True]

@@ -65,3 +65,14 @@ def test_a_loss_that_is_none_is_explained(
     with pytest.raises(TypeError) as caught:
         show(SimpleNamespace(loss=None, weight=None))
     assert ("pass broadcast_loss=True" in written(capsys, 0, caught.value)) is hints
+
+
+@pytest.mark.parametrize(
+    ("show", "hints"), [(lambda output: output.outputs.argmax(), True), (lambda output: output.timeline.rows, False)]
+)
+def test_outputs_that_are_none_are_explained(
+    capsys: pytest.CaptureFixture[str], show: Callable[[object], object], hints: bool
+) -> None:
+    with pytest.raises(AttributeError, match="NoneType") as caught:
+        show(SimpleNamespace(outputs=None, timeline=None))
+    assert ("None without return_outputs=True" in written(capsys, 0, caught.value)) is hints

@@ -2,10 +2,14 @@
 
 import {focusOn, listenToKeys} from "./keys.js";
 import {by} from "./page.js";
+import {makeMinimap} from "./minimap.js";
+import {makePlayer} from "./play.js";
 import {unpoint} from "./pointers.js";
 
 export function listenToBar(page) {
-  listenToKeys(page, () => unpoint(page));
+  makePlayer(page);
+  makeMinimap(page);
+  listenToKeys(page, () => { unpoint(page); page.unplay(); });
   by("path").addEventListener("change", (event) => page.showPath(event.target.checked));
   by("closer").addEventListener("click", () => page.zoom(1 / 1.5));
   by("farther").addEventListener("click", () => page.zoom(1.5));

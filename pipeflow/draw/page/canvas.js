@@ -6,7 +6,7 @@ export const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Liberation S
 /** The colours of the current scheme. */
 export function scheme() {
   const style = getComputedStyle(document.documentElement);
-  const names = ["background", "lane", "grid", "text", "muted", "memory", "accent", "ink"];
+  const names = ["background", "lane", "grid", "text", "muted", "memory", "accent", "ink", "glow"];
   return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 

@@ -61,6 +61,7 @@ function does(page, chart, event, letGo) {
     0: () => page.showAll(), z: () => page.showSelected(), c: () => page.showPath(!page.marks.path),
     Escape: () => { page.clear(); letGo(); },
   };
+  if (chart || event.target === document.body) found[" "] = page.play;
   const on = chart ?? page.charts[0];
   const focus = on.focus ?? {rank: 0, index: -1, start: page.view.first, end: page.view.last};
   found.g = () => focusOn(page, on, gapFrom(page, on, focus, event.shiftKey ? -1 : 1));

@@ -2,7 +2,11 @@
 
 import {gapsOf} from "./data.js";
 import {blockAt, laneAt} from "./geometry.js";
-import {tellBlock, tellMemory, tellNothing} from "./tip.js";
+import {tellBlock, tellNothing, tellText} from "./tip.js";
+import {saidMemory} from "./words.js";
+
+const HINT = "Hold Ctrl while you turn the wheel to zoom, or Shift to move.";
+let hinted = 0; // times
 
 /** What lies under the pointer: a time, a row if it is within the lanes, and the block if there is one. */
 function under(page, chart, event) {
@@ -22,7 +26,7 @@ function gapAt(page, {timeline}, row, time) {
   return gapsOf(row, timeline.makespan, page.least).find(({start, end}) => start <= time && time < end) ?? null;
 }
 
-/** Describes what lies under the pointer, and shows its time on all lanes. */
+/** Describes what lies under the pointer, and shows its time on all lanes; at the right, what the measures are. */
 function point(page, chart, event) {
   const {time, row, lane, block} = under(page, chart, event);
   for (const {cursor, place} of page.charts) {
@@ -31,7 +35,8 @@ function point(page, chart, event) {
   }
   chart.frame(chart.pointed, block);
   if (block) tellBlock(page, block, event.clientX, event.clientY);
-  else if (row !== null && lane === null) tellMemory(page, row, time, event.clientX, event.clientY);
+  else if (row !== null && lane === null) tellText(saidMemory(page.data, row, time, page.view), event.clientX, event.clientY);
+  else if (time > page.view.last) tellText(page.data.margin, event.clientX, event.clientY);
   else tellNothing();
 }
 
@@ -46,7 +51,11 @@ export function unpoint(page) {
 function turn(page, chart, event) {
   const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY) || event.shiftKey;
   const {time, row} = under(page, chart, event);
-  if (row === null || !(sideways || event.ctrlKey || event.metaKey)) return;
+  if (row === null) return;
+  if (!(sideways || event.ctrlKey || event.metaKey)) {
+    if (!hinted++) tellText(HINT, event.clientX, event.clientY);
+    return;
+  }
   event.preventDefault();
   const lines = event.deltaMode === WheelEvent.DOM_DELTA_LINE ? 16 : 1;
   if (sideways) page.move(((event.deltaX || event.deltaY) * lines) / chart.place.width);

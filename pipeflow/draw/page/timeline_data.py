@@ -16,11 +16,13 @@ from pipeflow.core.analysis.idle_time import IDLE, SENTENCES, Cause, causes, cri
 from pipeflow.core.analysis.measures import utilisations
 from pipeflow.core.dataflow import DATAFLOW, PASSING, SEVERAL, VALUE, Content, Stream
 from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
 from pipeflow.core.text import percent
 from pipeflow.core.timeline import Row, Span, Timeline
 from pipeflow.draw.captions import Unit, amount_text, escaped, heading, peaks, unit_of
 from pipeflow.draw.colours import RGB, between, css, shade
 from pipeflow.draw.lane_times import Lane, all_lanes, heights, kinds, num_chunks, shortest
+from pipeflow.draw.page.glossary import GLOSSARY, tip_of
 
 MODES = "kind", "chunk", "microbatch"  # what colours can stand for
 MOST = 64  # colours of microbatches; then they begin again
@@ -49,14 +51,16 @@ def legend(timelines: tuple[Timeline, ...]) -> Iterator[tuple[str, str]]:
     present = kinds(timelines)
     for kind in present:
         yield "kind", _entry(kind, [shade(kind, chunk, chunks) for chunk in range(chunks)], DATAFLOW[kind].name)
+    ways = _ways(timelines)
     if chunks > 1:
-        yield "kind", "lighter: later chunk"
+        is_v = chunks == 2 and any(ways)
+        yield "kind", "darker: chunk 0 (down), lighter: chunk 1 (up)" if is_v else "lighter: later chunk"
     computing = [kind for kind in present if DATAFLOW[kind].stream is Stream.COMPUTE]
     beside = [kind for kind in present if kind not in computing]
     microbatches = max(timeline.num_microbatches for timeline in timelines)
     of_chunks = [palettes(kind, chunks, 1)["chunk"] for kind in computing]
     for chunk in range(chunks):
-        yield "chunk", f"{_swatches([colours[chunk] for colours in of_chunks])} chunk {chunk}"
+        yield "chunk", f"{_swatches([colours[chunk] for colours in of_chunks])} chunk {chunk}{ways[chunk % 2]}"
     yield "chunk", ", ".join(DATAFLOW[kind].name for kind in computing)
     few = min(microbatches, 16)
     if computing:
@@ -67,6 +71,14 @@ def legend(timelines: tuple[Timeline, ...]) -> Iterator[tuple[str, str]]:
     for mode in ("chunk", "microbatch"):
         for kind in beside:
             yield mode, _entry(kind, palettes(kind, chunks, 1)[mode], DATAFLOW[kind].name)
+
+
+def _ways(timelines: tuple[Timeline, ...]) -> tuple[str, str]:
+    """How even and odd chunks go through the ranks, if all chunks go down and up in turn; else nothing."""
+    placements = {timeline.placement for timeline in timelines} - {Placement.linear(len(timelines[0].rows))}
+    waves = [(each, max(each.num_stages // (2 * each.num_ranks), 1)) for each in placements]
+    is_v = bool(waves) and all(each == Placement.zigzag(each.num_ranks, number) for each, number in waves)
+    return (" (down)", " (up)") if is_v else ("", "")
 
 
 def _entry(kind: Kind, colours: list[str], name: str) -> str:
@@ -152,9 +164,10 @@ def _ends(lanes: Sequence[Lane], unit: Unit) -> list[str]:
 
 def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table with a caption, the titles of its columns, and its lines; the first cell of each line is its title."""
-    titles = "".join(f'<th scope="col">{escaped(title)}</th>' for title in head)
+    titles = "".join(f'<th scope="col"{tip_of(title)}>{escaped(title)}</th>' for title in head)
     lines = "".join(
-        f'<tr><th scope="row">{escaped(first)}</th>{"".join(f"<td>{escaped(cell)}</td>" for cell in rest)}</tr>\n'
+        f'<tr><th scope="row"{tip_of(first)}>{escaped(first)}</th>'
+        f"{''.join(f'<td>{escaped(cell)}</td>' for cell in rest)}</tr>\n"
         for first, *rest in rows
     )
     return (
@@ -185,6 +198,7 @@ def page_data(timelines: tuple[Timeline, ...], unit: Unit, cap: Cap = None) -> d
         "kinds": {kind.value: _kind_data(kind, chunks, microbatches) for kind in Kind},
         "sentences": {**SENTENCES, **IDLE, "value": VALUE},
         "find": FIND,
+        "margin": f"{GLOSSARY['busy']} Below it: {GLOSSARY['peak'][0].lower()}{GLOSSARY['peak'][1:]}",
         "contents": CONTENTS,
         "timelines": [_timeline(timeline, _caps(timeline, cap)) for timeline in timelines],
     }

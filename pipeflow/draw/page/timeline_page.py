@@ -18,6 +18,7 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.draw.captions import Unit, escaped, heading, summary, unit_of
 from pipeflow.draw.colours import DARK, INK, LIGHT, Scheme
 from pipeflow.draw.lane_times import several
+from pipeflow.draw.page.glossary import tip_of
 from pipeflow.draw.page.timeline_data import Cap, legend, measures_table, page_data, ranks_table
 
 IMPORT = re.compile(r'^import \{([\w, ]+)\} from "\./(\w+)\.js";$', re.MULTILINE)
@@ -173,7 +174,7 @@ def variables() -> str:
 
 def _legend(timelines: tuple[Timeline, ...], capped: bool) -> Iterator[str]:
     for mode, entry in legend(timelines):
-        yield f'<li class="by-{mode}">{entry}</li>'
+        yield _entry(entry, f"by-{mode}")
     entries = []
     if any(span.partner for timeline in timelines for span in timeline):
         entries.append('<i class="pair"></i> overlapped pair')
@@ -182,12 +183,17 @@ def _legend(timelines: tuple[Timeline, ...], capped: bool) -> Iterator[str]:
     entries += [f'<i class="memory"></i> {counted} kept for backwards, dot = peak' for counted in units]
     if capped:
         entries.append('<i class="cap"></i> memory cap, <i class="above"></i> above it')
-    yield from (f"<li>{entry}</li>" for entry in entries)
+    yield from map(_entry, entries)
+
+
+def _entry(entry: str, more: str = "") -> str:
+    """An entry of the legend, with the meaning of its word."""
+    return f"<li{tip_of(entry.rpartition('</i> ')[2], more)}>{entry}</li>"
 
 
 def _chart(timeline: Timeline, unit: Unit) -> str:
     title, said = escaped(heading(timeline)), escaped(summary(timeline, unit))
-    parts = "".join(f"<span>{part}</span>" for part in said.split("  "))
+    parts = "".join(f"<span{tip_of(part)}>{part}</span>" for part in said.split("  "))
     return (
         f'<section>\n<h2>{title}</h2>\n<p class="said">{parts}</p>\n'
         '<div class="chart"><canvas class="axis" aria-hidden="true"></canvas>'

@@ -2,7 +2,7 @@
 
 import {shadeOf} from "./data.js";
 import {by} from "./page.js";
-import {facts, saidGap, saidMemory, sentences} from "./words.js";
+import {facts, saidGap, sentences} from "./words.js";
 
 function element(name, text, more = {}) {
   return Object.assign(document.createElement(name), {textContent: text}, more);
@@ -38,8 +38,8 @@ export function tellBlock(page, block, x, y) {
   tell(described(page, block), x, y);
 }
 
-export function tellMemory({data, view}, row, time, x, y) {
-  tell([element("div", saidMemory(data, row, time, view))], x, y);
+export function tellText(text, x, y) {
+  tell([element("div", text)], x, y);
 }
 
 export function tellNothing() {

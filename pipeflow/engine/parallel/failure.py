@@ -122,6 +122,7 @@ def _trace(error: BaseException) -> str:
 
 _LONGEST = 100  # characters of the error that a line has
 _PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"
+_NO_OUTPUTS = "Output.outputs is None without return_outputs=True, and on ranks without the last stage"
 _NO_LOSS = "Output.loss is None on ranks without the last stage: format it there, or pass broadcast_loss=True"
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
@@ -150,8 +151,8 @@ class _Hook:
                 return
             if isinstance(error, UsageError) and not isinstance(error, PipelineError):
                 _leave_own_frames_out(traceback)
-            if isinstance(error, TypeError) and _formats_a_loss(error, traceback):
-                error.add_note(_NO_LOSS)
+            for note in _notes(str(error), traceback):
+                error.add_note(note)
         self._before(kind, error, traceback)
 
 
@@ -166,9 +167,12 @@ def _leave_own_frames_out(traceback: TracebackType | None) -> None:
         last.tb_next = None
 
 
-def _formats_a_loss(error: TypeError, traceback: TracebackType | None) -> bool:
-    """Whether code that reads an attribute `loss` has formatted None as a number."""
+def _notes(said: str, traceback: TracebackType | None) -> Iterator[str]:
+    """Why a result of a step is None, if an error is about None and its code reads an attribute of that name."""
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
-    formats = "format string passed to NoneType" in str(error)
-    return formats and traceback is not None and "loss" in traceback.tb_frame.f_code.co_names
+    names = () if traceback is None else traceback.tb_frame.f_code.co_names
+    if "format string passed to NoneType" in said and "loss" in names:
+        yield _NO_LOSS
+    if "'NoneType' object" in said and "outputs" in names:
+        yield _NO_OUTPUTS

@@ -91,7 +91,8 @@ def stages_from(
 
 def _require_plain(module: object) -> None:
     if not isinstance(module, nn.Module):
-        raise UsageError(f"from_module takes an nn.Module, got {type(module).__name__}")
+        name = f": make the module that {module!r} names first" if isinstance(module, str) else ""
+        raise UsageError(f"from_module takes an nn.Module, got {type(module).__name__}{name}")
     compiled = next((name or "the module" for name, each in module.named_modules() if is_compiled(each)), None)
     if compiled is not None:
         raise UsageError(

@@ -292,10 +292,13 @@ def _samples(pair: tuple[object, object]) -> int:
     leaves = tree_leaves(pair, _is_whole)
     lengths = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
     lengths |= {leaf.size() for leaf in leaves if isinstance(leaf, Along)}
+    if not lengths:
+        found = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves)) or "nothing"
+        raise UsageError(f"a batch needs a tensor with one entry per sample, got {found}: convert with torch.as_tensor")
     if len(lengths) != 1:
-        found = f"differ in dim 0: {sorted(lengths)}" if lengths else "are missing"
         raise UsageError(
-            f"the tensors of a batch {found}; each needs one entry per sample along dim 0, or must be wrapped: "
+            f"the tensors of a batch differ in dim 0: {sorted(lengths)}; each needs one entry per sample along dim 0, "
+            "or must be wrapped: "
             "pipeflow.Along(tensor, dim) has its samples along another dim, pipeflow.Whole(tensor) has none"
         )
     [samples] = lengths

@@ -127,6 +127,8 @@ class Pipeline(nn.Module):
         loss_over: LossOver = "microbatches",
     ) -> None:
         require_schedule(schedule)
+        if isinstance(criterion, type):
+            raise UsageError(f"criterion is the class {criterion.__name__}: make one, as in {criterion.__name__}()")
         super().__init__()
         self.context = context = current_context()
         self.chunks = chunks if isinstance(chunks, nn.ModuleList) else nn.ModuleList([chunks])
@@ -395,7 +397,8 @@ def execute_pipeline(
             are then undefined. The next step works again, unless a rank died.
     """
     if not isinstance(model, Pipeline):
-        raise UsageError(f"execute_pipeline runs a pipeflow.Pipeline, got {type(model).__name__}")
+        made = "make one, as in Pipeline.from_module(module, schedule, example=batch, criterion=criterion)"
+        raise UsageError(f"execute_pipeline runs a pipeflow.Pipeline, got {type(model).__name__}: {made}")
     if not forward_only and not torch.is_grad_enabled():
         raise UsageError("gradients are disabled here: pass forward_only=True to evaluate")
     if schedule is not None:

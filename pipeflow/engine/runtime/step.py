@@ -58,6 +58,10 @@ class Output:
     samples: int = 0
     weight: float = 0.0
 
+    def backward(self) -> None:
+        """Raises UsageError, since the step has run the backwards."""
+        _Ran()()
+
 
 class _Ran:
     """Takes the place of `Tensor.backward` on the loss of a training step, whose gradients exist already. The loss is a

@@ -25,6 +25,7 @@ from pipeflow.draw.columns import COLUMNS, Column, changes, columns_in, differen
 from pipeflow.planning.estimate import MEANINGS, Breakdown
 from pipeflow.schedules import SCHEDULES
 from pipeflow.schedules.registry import COMPARED
+from pipeflow.tools.cli.conclusions import change_said, compared_said
 from pipeflow.tools.cli.options import UNITS, Commands, add_costs, add_sizes, add_units, schedule_name
 from pipeflow.tools.cli.outputs import add_outputs, files_named, show, wrapped, write, write_drawings
 from pipeflow.tools.cli.plan_reports import breakdowns_svg
@@ -120,7 +121,8 @@ def _show(found: Found, refused: Mapping[str, str], columns: Mapping[str, Column
     notes = [f"{' '.join(column.title.split())}: {column.cell(first)} for all schedules" for column in same]
     notes += [f"left out: {line}" for line in grouped(refused)]
     table = _compared_table(found, [column for column in shown if column not in same])
-    show(table, *[""] * bool(notes), *notes, "", Scatter(*plot(found)))
+    said = compared_said(found, columns["makespan"].text)
+    show(*said, "", table, *[""] * bool(notes), *notes, "", Scatter(*plot(found)))
 
 
 def _compared_table(found: Found, columns: list[Column]) -> Table:
@@ -224,9 +226,12 @@ def run_diff(arguments: argparse.Namespace) -> int:
         return 0
 
     lines = difference_lines(*schedules)
-    table = _changes_table(names, schedules, timelines, Unit.of(timelines, unit, factor))
+    written, (first, second) = Unit.of(timelines, unit, factor), timelines
+    one, other = titles if first.name == second.name else (first.name, second.name)
+    said = change_said(one, first.makespan, other, second.makespan, written.text)
+    table = _changes_table(names, schedules, timelines, written)
     picture = Comparison(timelines[0], timelines[1], unit, factor, titles, arguments.memory)
-    show(*lines, "", table, *_ratio(timelines, measured), "", picture)
+    show(said, *lines, "", table, *_ratio(timelines, measured), "", picture)
     return 0
 
 
@@ -325,7 +330,7 @@ def _diff_plans(names: list[str], svg: str | None) -> int:
     plans = (first, second)
     times = _plans_table(plans, [{"step": each.seconds, **each.times} for each in plans], MEANINGS, seconds_text)
     memory = _plans_table(plans, [{"peak": sum(each.bytes.values()), **each.bytes} for each in plans], (), bytes_text)
-    show(_layouts_table(first, second), "", times, "", memory, "", *wrapped(_summary(first, second)))
+    show(*wrapped(_summary(first, second)), "", _layouts_table(first, second), "", times, "", memory)
     return 0
 
 

@@ -18,6 +18,7 @@ from pipeflow.core.text import number, percent
 from pipeflow.draw import Table
 from pipeflow.draw.captions import Unit
 from pipeflow.planning.replanning import Candidate
+from pipeflow.tools.cli.conclusions import stands_out
 from pipeflow.tools.cli.jobs import job_for_programs, job_lines
 from pipeflow.tools.cli.options import UNITS, Commands, add_units
 from pipeflow.tools.cli.outputs import doing, files_named, show, wrapped, write, write_drawings
@@ -187,6 +188,12 @@ def _heading(found: Explanation, unit: Unit) -> Iterator[str]:
     what = found.names[0] if found.names else "an order without a name"
     if found.nearest is not None:
         what += f", nearest to {found.nearest.name} ({found.nearest.moved} entries stand elsewhere)"
+    busy = busy_times(timeline)
+    busiest = busy.index(max(busy))
+    idle = percent(timeline.makespan_bubble_ratio)
+    most = max(found.findings, key=lambda each: each.seconds, default=None)
+    first = f"Rank {busiest}, the busiest one, was idle for {idle} of the step"
+    yield from wrapped(f"{first}; {stands_out(most and most.text)}.")
     yield from wrapped(
         f"{what}: {placement.num_ranks} ranks, {placement.num_stages} stages, {timeline.num_microbatches} microbatches"
     )
@@ -203,9 +210,7 @@ def _heading(found: Explanation, unit: Unit) -> Iterator[str]:
         replayed = found.replay.makespan
         apart = f"{replayed / timeline.makespan - 1:+.1%} of the measured step"
         yield f"replayed under its own costs: {unit.text(replayed)} ({apart})"
-    busy = busy_times(timeline)
-    busiest = busy.index(max(busy))
-    yield f"measured bubble: {percent(timeline.makespan_bubble_ratio)} (idle time of rank {busiest}, the busiest rank)"
+    yield f"measured bubble: {idle} (idle time of rank {busiest}, the busiest rank)"
     yield from wrapped(f"critical path: {_path(found, unit)}")
     for violation in found.violations[:5]:
         yield from wrapped(f"wrong: {violation}")

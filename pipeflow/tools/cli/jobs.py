@@ -8,6 +8,7 @@ from typing import Any
 from pipeflow.core.text import number
 from pipeflow.draw import Table
 from pipeflow.draw.captions import Unit
+from pipeflow.tools.cli.conclusions import stands_out
 from pipeflow.tools.cli.outputs import wrapped
 from pipeflow.tools.traces.jobs import Job
 from pipeflow.tools.traces.rank_times import PARTS
@@ -45,6 +46,8 @@ def job_for_programs(found: Job) -> dict[str, Any]:
 
 def job_lines(found: Job, unit: Unit) -> Iterator[Any]:
     """The lines that tell a job."""
+    most = max(found.findings, key=lambda each: each.seconds, default=None)
+    yield from wrapped(f"A step takes {unit.text(found.seconds)}; {stands_out(most and most.text)}.")
     many = len(found.ranks)
     who = "1 rank, which sends to no" if many == 1 else f"{many} ranks, none of which sends to a"
     yield f"no pipeline shows: {who} single other one"

@@ -27,7 +27,7 @@ def add_list(commands: Commands) -> None:
 
 
 def run_list(_: argparse.Namespace) -> int:
-    """Prints one line per schedule. In a terminal that is too narrow, lines are folded, with the options below."""
+    """Prints how many there are, and one line per schedule. In a narrow terminal, lines are folded at words."""
     summaries = {name: (generator.__doc__ or "").partition("\n")[0] for name, generator in SCHEDULES.items()}
     options = {name: " ".join(map(_flag, options_of(name))) for name in SCHEDULES}
     widths = max(map(len, options)), max(map(len, options.values()))
@@ -36,7 +36,7 @@ def run_list(_: argparse.Namespace) -> int:
     ]
     if sys.stdout.isatty():
         lines = _fitting(lines, summaries, options)
-    print("\n".join(lines))
+    print(f"{len(SCHEDULES)} schedules, each with its options; pipeflow draw NAME shows one.", *lines, sep="\n")
     return 0
 
 
@@ -50,7 +50,7 @@ def _fitting(lines: list[str], summaries: dict[str, str], options: dict[str, str
         return lines
     width = max(map(len, options)) + 2
     return [
-        textwrap.fill(text, columns, initial_indent=first, subsequent_indent=" " * width)
+        textwrap.fill(text, columns, initial_indent=first, subsequent_indent=" " * width, break_on_hyphens=False)
         for name, summary in summaries.items()
         for text, first in ((summary, f"{name:{width}}"), (options[name], " " * width))
         if text

@@ -32,6 +32,17 @@ PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {  # from the numbers o
 }
 
 
+OTHER_OPTIONS = {  # what options of other programs are called here, without "-" and "_"; a command has one of them
+    **dict.fromkeys(("tp", "tpsize", "tensorparallel", "tensormodelparallelsize"), ("--tensor",)),
+    **dict.fromkeys(("pp", "ppsize", "pipelineparallel", "pipelinemodelparallelsize"), ("--pipeline", "--ranks")),
+    **dict.fromkeys(("dp", "dpsize", "dataparallel", "replicas"), ("--data",)),
+    **dict.fromkeys(("gpus", "numgpus", "ngpus", "worldsize"), ("--devices", "--ranks")),
+    **dict.fromkeys(("stages", "numstages"), ("--ranks", "--pipeline")),
+    **dict.fromkeys(("globalbatchsize", "batchsize", "gbs"), ("--batch", "--microbatches")),
+    **dict.fromkeys(("mbs", "nummicrobatches", "gradientaccumulationsteps"), ("--microbatches",)),
+}
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises errors as UsageError, and suggests what a misspelt word may mean."""
 
@@ -46,7 +57,10 @@ class Parser(argparse.ArgumentParser):
         if extra:
             option = extra[0].partition("=")[0]
             chosen = meant_by(option, OTHER_NAMES)
-            near = f"the schedule {chosen}" if chosen else closest(option, list(self._known_options()), cutoff=0.75)
+            own = [*self._asked(args)._known_options()]
+            alike = next((each for each in meant_by(option, OTHER_OPTIONS) or () if each in own), None)
+            near = alike or closest(option, [*self._known_options()], cutoff=0.75)
+            near = f"the schedule {chosen}" if chosen else near
             self._asked(args).error(
                 f"unrecognized arguments: {' '.join(extra)}{f'; did you mean {near}?' if near else ''}"
             )

@@ -30,6 +30,7 @@ LONGEST = 24  # letters of a bar in a terminal
 
 def plan_lines(name: str, found: Plan, *, says_layout: bool, has_parts: bool) -> Lines:
     """The plan of the model `name`, with its layout string and the parts of its step if these are asked for."""
+    yield from wrapped(_conclusion(found))
     resized = "" if found.model == model_named(name) else ", resized"
     sizes, *others = found.heading()
     yield f"{name}{resized}: {sizes}"
@@ -57,6 +58,17 @@ def _chosen(found: Plan) -> list[str]:
     chosen += ["--sequence-parallel"] * (setup.sequence_parallel and setup.tensor > 1)
     chosen += ["--overlap" if setup.overlaps else "--no-overlap"] * (devices > 1)
     return chosen + [f"--context-kind {setup.context_kind}"] * (setup.context > 1)
+
+
+def _conclusion(found: Plan) -> str:
+    """How long a step takes, how much of it is idle, and whether the memory is enough."""
+    fullest = max(found.ranks, key=lambda rank: rank.peak_bytes)
+    fits = {True: ", which fits", False: ", which does not fit", None: ""}[found.fits]
+    memory = f"rank {fullest.rank} needs the most memory, {bytes_text(fullest.peak_bytes)}{fits}"
+    idle = f"busiest rank is idle for {percent(found.makespan_bubble_ratio)} of"
+    if found.step_seconds is None:
+        return f"The {idle} a step, and {memory}."
+    return f"A step takes {seconds_text(found.step_seconds)}, the {idle} it, and {memory}."
 
 
 def _layout(found: Plan) -> Iterator[str]:
@@ -228,6 +240,11 @@ def _sizes_text(layout: Layout, *, has_context: bool) -> str:
     return f"{layout.tensor}x{layout.pipeline}x{layout.data}" + f"x{layout.context}" * has_context
 
 
+def _sizes_in_words(layout: Layout) -> str:
+    sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data, "context": layout.context}
+    return ", ".join(f"{name} {size}" for name, size in sizes.items() if name != "context" or size > 1)
+
+
 def search_svg(found: Layouts, *, has_parts: bool) -> str:
     """The layouts as a plot of step time against memory, or the parts of their steps as bars."""
     names = [
@@ -249,6 +266,9 @@ def search_lines(name: str, found: Layouts, fewer: Layouts | None, *, says_layou
     """
     wanted, first = found.wanted, found.ranked[0].plan
     tokens = f"{wanted.batch:,} sequences of {first.sequence:,} tokens"
+    fastest = found.ranked[0]
+    sizes = f"{_schedule_text(fastest.layout)}, {_sizes_in_words(fastest.layout)}"
+    yield from wrapped(f"The fastest layout takes {seconds_text(fastest.step_seconds)} a step: {sizes}.")
     yield f"{name}: {wanted.model.parameters:,} parameters, {tokens} a step"
     yield f"{wanted.devices:,} devices {wanted.cluster.device.name}, at most {bytes_text(wanted.limit)} on each"
     yield ""

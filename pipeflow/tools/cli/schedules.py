@@ -16,6 +16,7 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.draw.captions import Unit
 from pipeflow.schedules import SCHEDULES, options_of
 from pipeflow.schedules.registry import family_options
+from pipeflow.tools.cli.conclusions import timeline_said, too_dense
 from pipeflow.tools.cli.options import UNITS, Commands, add_costs, add_schedule, add_sizes, add_units
 from pipeflow.tools.cli.outputs import FORMATS, STANDARD_OUTPUT, add_outputs, files_named, show, write, write_drawings
 from pipeflow.tools.cli.requests import GivenCosts, changed, ordered_schedule, refuse, timeline_of, violations_of
@@ -48,7 +49,8 @@ def run_draw(arguments: argparse.Namespace) -> int:
     else:
         from pipeflow.draw import Gantt
 
-        show(Gantt(timeline, unit, factor, memory=arguments.memory))
+        said = timeline_said(timeline, Unit.of([timeline], unit, factor))
+        show(said, Gantt(timeline, unit, factor, memory=arguments.memory), *too_dense(timeline))
     if arguments.critical_path:
         from pipeflow.draw import CriticalPath
 
@@ -74,6 +76,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         print(json.dumps(_measures(timeline)))
     else:
         texts = _texts(timeline, arguments.unit, arguments.factor)
+        print(printable(timeline_said(timeline, Unit.of([timeline], arguments.unit, arguments.factor))))
         width = max(map(len, texts))
         for name, text in texts.items():
             print(f"{name:{width}}  {text}")
@@ -146,6 +149,9 @@ def run_verify(arguments: argparse.Namespace) -> int:
         arguments = changed(arguments, memory_cap=None)
     schedule = ordered_schedule(name, arguments, costs)
     violations = violations_of(schedule, cap, costs)
+    if violations:
+        many = f"{len(violations)} violation{'s' * (len(violations) > 1)}"
+        print(f"The schedule is unsound: it has {many}.")
     for violation in violations:
         print(printable(str(violation)))
     if violations:

@@ -76,7 +76,8 @@ class Field(NamedTuple):
         name: its name in the link.
         kind: the values that it takes: names of schedules, a whole number, a number, numbers with commas between, the
             stages that `stages_in` reads, one of `choices`, a flag that is "1" when set, or other text.
-        group: the group of controls that it stands in; empty: it has no control.
+        group: what it is a part of: the schedule, its model or its costs; empty: it has no control.
+        fold: the part of the form that hides its control until it is opened; empty: none.
         label, help: what the page calls it, and one sentence about it.
         default: its value where a link does not set it; empty: none.
         least, most, step: the range of its slider; `most` 0: no slider. A link may go beyond `most`.
@@ -104,8 +105,10 @@ class Field(NamedTuple):
     beside: str = ""
     model: bool | None = None
     shown: bool = False
+    fold: str = ""
 
 
+MORE, PRICES, MEMORY = "Options", "Costs", "Memory"
 RANGES = {  # of the sliders of options: least, most, step
     "chunks": (1, 8, 1),
     "extra_warmup": (0, 16, 1),
@@ -135,7 +138,8 @@ LABELS = {
 def _option(name: str) -> Field:
     """The field of an option of schedules."""
     option = Option.named(name)
-    field = Field(name, "choice", "Schedule", LABELS.get(name, name), option.meaning, takers=option.takers)
+    fold = MEMORY if name.endswith("_cap") else MORE
+    field = Field(name, "choice", "Schedule", LABELS.get(name, name), option.meaning, takers=option.takers, fold=fold)
     if option.choices:
         return field._replace(absent="default", choices=option.choices)
     least, most, step = RANGES.get(name, (0, 0, 1))
@@ -173,32 +177,33 @@ def _cost(name: str, cost: CostField) -> Field:
     help_ = f"{cost.meaning}, in units of time" if cost.unit == "time" else cost.meaning
     help_ += f"; 0: {cost.absent}" if cost.absent else ""
     label = COST_LABELS.get(name, name.replace("_", " "))
-    field = Field(name, "number", "Costs", label, help_, str(cost.default), 0, most, step, model=False)
+    fold = MEMORY if name.startswith(("saved", "deferred")) or name in _BESIDE else PRICES
+    field = Field(name, "number", "Costs", label, help_, str(cost.default), 0, most, step, model=False, fold=fold)
     if name == "bandwidth":  # 0 bytes per unit of time are no bandwidth
         return field._replace(help=f"{help_}; empty: no limit", default="", least=1, absent="no limit")
     return field._replace(takers=_takers(cost), beside=_BESIDE.get(name, ""))
 
 
 def _size(name: str, label: str, help_: str, default: str, most: float) -> Field:
-    return Field(name, "whole", "Model", label, help_, default, 1, most, model=True)
+    return Field(name, "whole", "Model", label, help_, default, 1, most, model=True, fold=PRICES)
 
 
 def _choice(name: str, label: str, help_: str, default: str, choices: Iterable[str]) -> Field:
-    return Field(name, "choice", "Model", label, help_, default, choices=tuple(choices), model=True)
+    return Field(name, "choice", "Model", label, help_, default, choices=tuple(choices), model=True, fold=PRICES)
 
 
 def _setup(name: str, label: str, most: float) -> Field:
     """A field of `Setup`, whose docstring says what it is."""
     help_, default = meanings(Setup)[name].replace("`", "").rstrip("."), getattr(Setup(), name)
     if default is False:
-        return Field(name, "flag", "Model", label, help_, model=True)
+        return Field(name, "flag", "Model", label, help_, model=True, fold=PRICES)
     if name in CHOICES:
         return _choice(name, label, help_, str(getattr(default, "name", default)), map(str, CHOICES[name]))
     return _size(name, label, help_, str(default), most)
 
 
 def _bandwidth(name: str, label: str, help_: str) -> Field:
-    return Field(name, "number", "Model", label, help_, absent="auto", model=True)
+    return Field(name, "number", "Model", label, help_, absent="auto", model=True, fold=PRICES)
 
 
 SHOWN: tuple[Field, ...] = (
@@ -221,6 +226,7 @@ MODEL: tuple[Field, ...] = (
         "a model whose layers are priced on a cluster, in seconds and bytes; none: costs by hand",
         absent="none",
         choices=tuple(MODELS),
+        fold=PRICES,
     ),
     _choice("device", "device", "what one rank computes on", "a100-80gb", DEVICES),
     *(
@@ -254,7 +260,7 @@ ALL: tuple[Field, ...] = (
     _schedule_size("microbatches", "number of microbatches per step", "8", 128),
     *map(_option, family_options()),
     *(  # the reader's own schedule has what its rows have
-        Field(name, "stages", "Schedule", LABELS[name], meaning, absent="none", takers=(*SCHEDULES, FILE))
+        Field(name, "stages", "Schedule", LABELS[name], meaning, absent="none", takers=(*SCHEDULES, FILE), fold=MEMORY)
         for name, meaning in STAGE_OPTIONS.items()
     ),
     *MODEL,
@@ -266,7 +272,9 @@ ALL: tuple[Field, ...] = (
         "depth factors",
         "relative time of equal parts of the model, from the first layers to the last, such as 1,1,1,1.5",
         absent="none",
+        fold=PRICES,
     ),
+    Field("wipe", "whole", shown=True),  # the part in percent that shows the worse of two timelines on each other
     Field("differences", "choice", default="on", choices=("on", "off"), shown=True),
     Field("width", "whole", help="pixels of the plot of all schedules", default="720", least=280, shown=True),
     Field("files", "text", help="the texts of opened files, as a JSON object; in questions, not in links"),

@@ -28,6 +28,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from pipeflow.core.errors import UsageError
+from pipeflow.draw.page.glossary import glossary_list
 from pipeflow.draw.page.timeline_page import as_script_text, file, variables
 from pipeflow.tools.explore.answers import ANSWERS
 from pipeflow.tools.explore.fields import ALL
@@ -73,7 +74,10 @@ def document(fields: Iterable[Mapping[str, Any]] = DESCRIBED) -> str:
     """The page itself, with controls for `fields`."""
     text = resources("pipeflow.tools.explore").joinpath("page", "explore.html").read_text(encoding="utf-8")
     return Template(text).substitute(
-        bar=file("bar.html"), fields=as_script_text([*fields]), tour=as_script_text([each.as_json() for each in STEPS])
+        bar=file("bar.html"),
+        glossary=glossary_list(),
+        fields=as_script_text([*fields]),
+        tour=as_script_text([each.as_json() for each in STEPS]),
     )
 
 

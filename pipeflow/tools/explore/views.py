@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from threading import Condition
 from typing import Any
@@ -29,8 +29,9 @@ from pipeflow.planning.estimate import plan as estimated
 from pipeflow.planning.rank_memory import RankPlan
 from pipeflow.planning.similar import unpriced
 from pipeflow.planning.step_plan import Plan
+from pipeflow.schedules import SCHEDULES
 from pipeflow.schedules.registry import COMPARED, is_searched
-from pipeflow.tools.explore.fields import CUSTOM
+from pipeflow.tools.explore.fields import CUSTOM, split
 from pipeflow.tools.explore.own_schedule import custom
 from pipeflow.tools.explore.state import State
 
@@ -152,6 +153,7 @@ def plan(fields: Mapping[str, str]) -> dict[str, Any]:
 
     - schedules, own, titles: their names; the same with options of their own, and for people.
     - moved, differences: how they differ from the first one.
+    - headline: the conclusion, as `headline` says.
     - misfits: for each timeline the ranks that keep more than the memory cap, or None.
     - priced_by: the file whose measured costs are used; empty if there is none.
     - custom: the facts about the reader's own schedule, if it is among them; it is drawn also if it cannot run.
@@ -168,9 +170,60 @@ def plan(fields: Mapping[str, str]) -> dict[str, Any]:
         names["titles"] = [each.name for each in drawn]
         priced = {"priced_by": "" if state.prices.read is None else state.prices.read.name}
         shown = parts(drawn, state.unit, cap)._asdict()
-        misfits = {"misfits": [above_caps(each, cap) for each in drawn]}
+        misfits = {"misfits": [above_caps(each, cap) for each in drawn], "headline": headline(state, drawn)}
         answer = shown | misfits | names | beside(made, drawn, state.unit) | priced
     return answer if own is None else answer | {"custom": own}
+
+
+COMPARED_FIRST = "1f1b", "zb-v"  # the known one, and the one with the least idle time under even costs
+
+
+def headline(state: State, drawn: Sequence[Timeline]) -> dict[str, Any]:
+    """What the timelines show, as JSON values:
+
+    - idle, said: how much of the step the busiest rank of the first timeline is idle; and a sentence about it.
+    - other: the name of the schedule to compare it with: the second one, or one with another bubble; empty if none is.
+    - sides: what `before` and `after` show, the worse one before; None if there is no other one.
+    - first: which of the two the first timeline is; empty if there is no other one.
+    """
+    first = drawn[0]
+    idle, said = _idle(first), f"waits for {percent(first.makespan_bubble_ratio)} of the step."
+    told: dict[str, Any] = {"idle": idle, "said": f"The busiest rank of {first.name} {said}"}
+    told |= {"other": "", "sides": None, "first": ""}
+    other, beside = _other(state, drawn)
+    if beside is None:
+        return told
+    before = first.makespan_bubble_ratio >= beside.makespan_bubble_ratio
+    worse, better = (first, beside) if before else (beside, first)
+    told["other"], told["first"] = other, "before" if before else "after"
+    told["sides"] = {"before": f"{worse.name}: {_idle(worse)}", "after": f"{better.name}: {_idle(better)}"}
+    if len(drawn) > 1:
+        told["idle"] = f"{_idle(worse).removesuffix(' idle')} \N{RIGHTWARDS ARROW} {_idle(better)}"
+    change = beside.makespan / first.makespan - 1 if first.makespan else 0.0
+    differs = f"{percent(abs(change))} {'more' if change > 0 else 'less'} time"
+    told["said"] += f" {beside.name} takes {'as long' if abs(change) < 5e-4 else differs}."
+    return told
+
+
+def _idle(timeline: Timeline) -> str:
+    """The bubble in whole percent, or with a digit if it is less than one."""
+    bubble = timeline.makespan_bubble_ratio
+    return f"{bubble:.0%} idle" if bubble >= 0.01 or not bubble else f"{percent(bubble)} idle"
+
+
+def _other(state: State, drawn: Sequence[Timeline]) -> tuple[str, Timeline | None]:
+    """The schedule to compare the first timeline with, on as many ranks."""
+    if len(drawn) > 1:
+        return (state.schedules[1], drawn[1]) if len(drawn[1].rows) == len(drawn[0].rows) else ("", None)
+    if split(state.schedules[0])[0] not in SCHEDULES:
+        return "", None
+    for name in COMPARED_FIRST:
+        with suppress(UsageError):
+            state.require_size([*state.schedules, name])
+            found = state.timeline(name)
+            if abs(found.makespan_bubble_ratio - drawn[0].makespan_bubble_ratio) > 1e-6:
+                return name, found
+    return "", None
 
 
 def _timeline(state: State, name: str, own: dict[str, Any] | None) -> Timeline:

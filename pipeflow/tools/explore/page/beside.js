@@ -6,8 +6,8 @@ import {by} from "./page.js";
 export const namesIn = (link) => link.get("schedule").split(",");
 
 /** Sets the names that are shown, each once. */
-export function showNames(link, names, more = {}) {
-  link.set({...more, schedule: [...new Set(names)].join(",")});
+export function showNames(link, names, more = {}, how = {}) {
+  link.set({...more, schedule: [...new Set(names)].join(",")}, how);
 }
 
 /** Shows a schedule instead of the first one. */
@@ -71,7 +71,7 @@ export function showBeside(shared) {
     chips.replaceChildren(...names.map((name, number) => chip(link, name, number, names)));
     toggle.hidden = names.length < 2;
     tick.checked = link.get("differences") === "on";
-    page.marks.differences = tick.checked && names.length > 1;
+    page.marks.differences = tick.checked && names.length > 1 && link.get("wipe") === "";
     page.repaint();
   });
   shown.listen((answer) => {

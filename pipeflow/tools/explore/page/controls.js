@@ -8,10 +8,13 @@ export function make(name, properties = {}, ...children) {
   return element;
 }
 
-/** The group of controls that a field stands in. */
-function groupOf(form, title) {
-  if (!GROUPS.has(title)) GROUPS.set(title, form.appendChild(make("fieldset", {}, make("legend", {textContent: title}))));
-  return GROUPS.get(title);
+/** The group of controls that a field stands in. Those that are not needed at first are folded. */
+function groupOf(form, {group, fold}) {
+  const textContent = fold || group;
+  const made = () => (fold ? make("details", {}, make("summary", {textContent, title: `Show or hide: ${textContent}`}))
+    : make("fieldset", {}, make("legend", {textContent})));
+  if (!GROUPS.has(textContent)) GROUPS.set(textContent, form.appendChild(made()));
+  return GROUPS.get(textContent);
 }
 
 /** A control for a field: its row in the form, and a function that shows a value. */
@@ -63,10 +66,10 @@ export function makeControls({table, link}) {
   fold.addEventListener("click", () => fold.setAttribute("aria-expanded", fold.ariaExpanded !== "true"));
   const controls = table.filter((field) => field.group).map((field) => {
     const control = makeControl(field, link);
-    groupOf(form, field.group).append(control.row);
+    groupOf(form, field).append(control.row);
     return {field, ...control};
   });
-  link.listen(() => {
+  link.listen((fields, changed) => {
     const kindOf = (name) => name.startsWith("file:") ? "file" : name;
     const names = link.get("schedule").split(",").map(kindOf).filter((name) => !name.includes(":"));
     const modelled = link.get("model") !== "";
@@ -75,6 +78,8 @@ export function makeControls({table, link}) {
       const taken = !field.takers.length || names.some((name) => field.takers.includes(name)) || link.fields[field.beside];
       row.hidden = !(applies && taken);
       show(link.get(field.name));
+      if (fields[field.name] && changed.includes(field.name) && field.fold) row.parentElement.open = true;
     }
+    for (const group of GROUPS.values()) group.hidden = !group.querySelector(".control:not([hidden])");
   });
 }

@@ -9,6 +9,7 @@ import {showEditor} from "./edit.js";
 import {openFiles} from "./files.js";
 import {showFit} from "./fit.js";
 import {keepFocus} from "./focus.js";
+import {showHeadline} from "./headline.js";
 import {Link} from "./link.js";
 import {showModel} from "./model.js";
 import {Page, by} from "./page.js";
@@ -27,8 +28,8 @@ const page = new Page((chart) => listenToPointers(page, chart));
 const shared = {table, link, server, page, shown: new Shown(table, link, server, page)};
 listenToBar(page);
 const FEATURES = [
-  makeControls, showBeside, openFiles, readTimelines, showFit, showModel, makeTour, makeExport, showEditor, showScatter,
-  makeToolbars, keepFocus,
+  makeControls, showHeadline, showBeside, openFiles, readTimelines, showFit, showModel, makeTour, makeExport, showEditor,
+  showScatter, makeToolbars, keepFocus,
 ];
 for (const feature of FEATURES) feature(shared);
 link.open();

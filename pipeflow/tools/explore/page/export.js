@@ -41,13 +41,11 @@ export function makeExport({link, server, shown}) {
     return navigator.clipboard.writeText(found).then(() => "Copied.", () => "Press Ctrl+C to copy.");
   }
 
+  const file = (kind, type) => async () => save(`${stem()}.${kind}`, (await ask(kind)).text, type);
   const actions = [
-    ["Table (CSV)", "Save the rows, for pipeflow verify and the engine",
-      async () => save(`${stem()}.csv`, (await ask("csv")).text, "text/csv")],
-    ["Times (JSON)", "Save the timeline, for Timeline.from_json",
-      async () => save(`${stem()}.json`, (await ask("json")).text, "application/json")],
-    ["Picture (SVG)", "Save the timeline as a drawing",
-      async () => save(`${stem()}.svg`, (await ask("svg")).text, "image/svg+xml")],
+    ["Table (CSV)", "Save the rows, for pipeflow verify and the engine", file("csv", "text/csv")],
+    ["Times (JSON)", "Save the timeline, for Timeline.from_json", file("json", "application/json")],
+    ["Picture (SVG)", "Save the timeline as a drawing", file("svg", "image/svg+xml")],
     ["Picture (PNG)", "Save the timeline as an image",
       async () => save(`${stem()}.png`, await pixels((await ask("svg")).text), "image/png")],
     ["Copy Python", "Copy the code that makes the same timeline", async () => copy((await ask("code")).python)],
@@ -66,13 +64,6 @@ export function makeExport({link, server, shown}) {
   const summary = make("summary", {textContent: "Export", title: "Save or copy a schedule"});
   const menu = make("details", {id: "export", className: "menu"}, summary,
     make("div", {role: "group", ariaLabel: "Export"}, which, ...buttons, said, text));
-  menu.addEventListener("keydown", (event) => {
-    if (event.key !== "Escape" || !menu.open) return;
-    event.stopPropagation();
-    menu.open = false;
-    summary.focus();
-  });
-  document.addEventListener("pointerdown", (event) => { if (!menu.contains(event.target)) menu.open = false; });
   by("tools").append(menu);
   shown.listen(({schedules}) => {
     const chosen = which.value;

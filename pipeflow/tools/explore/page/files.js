@@ -41,14 +41,18 @@ async function textOf(file) {
 
 const isTrace = (text) => /^\s*\[\s*\{|"(traceEvents|resourceSpans)"/.test(text);
 
+/** What JSON says; undefined for other text, which Python says what is wrong with. */
+function parsed(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return undefined;
+  }
+}
+
 /** A Chrome trace with only what tells when its actions ran; other text as it is. */
 function slim(text) {
-  let whole;
-  try {
-    whole = JSON.parse(text);
-  } catch {
-    return text;
-  }
+  const whole = parsed(text);
   const events = Array.isArray(whole) ? whole : whole?.traceEvents;
   if (!Array.isArray(events)) return text;
   const kept = events.filter((event) => event?.ph === "X" && CATEGORIES.includes(event.cat)).map(slimEvent);
@@ -81,8 +85,8 @@ async function open({link, server}, file) {
     const size = file.size.toLocaleString("en");
     throw new Refusal(`${file.name} has ${size} bytes, and the page can show at most about 3 million.`);
   }
-  let text = await file.text();
-  if (text.trimStart().startsWith("{")) text = shortened(text);
+  const written = await file.text();
+  const text = written.trimStart().startsWith("{") ? JSON.stringify(parsed(written)) ?? written : written; // without blanks
   const name = nameFor(file, text);
   const names = namesIn(link);
   const asked = {schedule: KEY + name, files: JSON.stringify({[name]: text})};
@@ -103,15 +107,6 @@ async function open({link, server}, file) {
     throw new Refusal(`${file.name} is too large for the browser to keep.`);
   }
   showNames(link, [...names, KEY + name], size);
-}
-
-/** JSON without blanks; other text as it is, for Python to say what is wrong with it. */
-function shortened(text) {
-  try {
-    return JSON.stringify(JSON.parse(text));
-  } catch {
-    return text;
-  }
 }
 
 export function openFiles(shared) {

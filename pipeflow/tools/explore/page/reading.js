@@ -50,7 +50,8 @@ export function readTimelines({link, server, page, shown}) {
   shown.listen(() => { if (!ready) follow(); });
   link.listen((fields, changed) => {
     if (!page.data) return;
-    if (fieldsDiffer(fieldsOf(page), link) || changed.includes("zoom")) follow();
+    const differs = Object.entries(fieldsOf(page)).some(([name, value]) => value !== link.get(name));
+    if (differs || changed.includes("zoom")) follow();
   });
   page.listen((change) => {
     if (!ready) return;
@@ -59,10 +60,6 @@ export function readTimelines({link, server, page, shown}) {
     if (change !== "view") link.set(fieldsOf(page), {moving: change === "moving"});
   });
   showSelection({link, server, page, shown});
-}
-
-function fieldsDiffer(fields, link) {
-  return Object.entries(fields).some(([name, value]) => value !== link.get(name));
 }
 
 /** The boxes of the selected range, and the table of ranks below the timelines. */
@@ -86,10 +83,7 @@ function showSelection({link, server, page, shown}) {
   const tables = make("div");
   const details = make("details", {id: "window", className: "ranks"}, title, tables);
   by("views").append(details);
-  const tell = (answer) => {
-    title.textContent = answer.title;
-    tables.innerHTML = answer.tables;
-  };
+  const tell = (answer) => { [title.textContent, tables.innerHTML] = [answer.title, answer.tables]; };
   const ask = () => {
     if (details.open && page.data) server.follow("window", link.fields, tell, (message) => { tables.textContent = message; });
   };

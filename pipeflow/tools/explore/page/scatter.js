@@ -41,7 +41,7 @@ export function showScatter(shared) {
   const notes = make("ul", {className: "notes"});
   const hint = make("p", {className: "notes", textContent: HINT});
   const section = make("section", {id: "scatter", ariaLabel: "All schedules", hidden: true}, plot, hint, notes);
-  by("views").append(section);
+  by("all").append(section);
   let marks = [];
 
   const choose = (element, beside) => {

@@ -1,17 +1,9 @@
-/* Toolbars: each is one stop of Tab, and the arrow keys go from one of its controls to the next; and the tips of the bar
- * above the timelines. */
+/* Toolbars: each is one stop of Tab, and the arrow keys go from one of its controls to the next. */
 
 import {by} from "./page.js";
 
-const TIPS = {
-  path: "Mark the chain of blocks and transfers that the makespan consists of (C)",
-  colour: "What the colour of a block stands for",
-  find: "Mark an action such as 2F0, or rank, stage, chunk or microbatch with its number; Enter goes to the next one",
-  farther: "Show more time (-)",
-  closer: "Show less time (+)",
-};
 const STEPS = {ArrowLeft: -1, ArrowRight: 1};
-const CONTROLS = "button, select, summary, input:not([type=file])";
+const CONTROLS = "button, select, summary, input:not([type=file], [type=range])";
 
 /** The controls of a toolbar that can be used now, without those of a toolbar or an open menu inside it. */
 function controlsOf(toolbar) {
@@ -49,14 +41,15 @@ function listen(toolbar) {
 }
 
 export function makeToolbars() {
-  for (const [id, title] of Object.entries(TIPS)) by(id).title = title;
-  const help = document.querySelector(".help");
-  help.querySelector("summary").title = "Keys and gestures";
-  help.addEventListener("keydown", (event) => {
-    if (event.key !== "Escape" || !help.open) return;
-    event.stopPropagation();
-    help.open = false;
-  });
+  for (const menu of document.querySelectorAll(".help, .menu")) {
+    menu.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape" || !menu.open) return;
+      event.stopPropagation();
+      menu.open = false;
+      menu.querySelector("summary").focus();
+    });
+    document.addEventListener("pointerdown", ({target}) => { if (!menu.contains(target)) menu.open = false; });
+  }
   by("skip").addEventListener("click", () => document.querySelector(".lanes")?.focus());
   document.querySelectorAll("[role=toolbar]").forEach(listen);
 }

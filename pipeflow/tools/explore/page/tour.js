@@ -100,7 +100,9 @@ export function makeTour({table, link, server, page, shown}) {
     if (number) show(steps[number - 1]);
     for (const {name} of table) {
       const asks = number > 0 && steps[number - 1].controls.includes(name);
-      by(`field-${name}`)?.closest(".control")?.classList.toggle("asked", asks);
+      const control = by(`field-${name}`)?.closest(".control");
+      control?.classList.toggle("asked", asks);
+      if (asks && control?.parentElement.matches("details")) control.parentElement.open = true;
     }
     ask();
   });
