@@ -111,7 +111,7 @@ others: $(OTHERS)/installed     ## train models of other libraries in a pipeline
 	PYTHONPATH=.:examples:$(OTHERS) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m tests.stages.others $(ARGS)
 
 pictures: .venv/installed       ## make the pictures of the README, of docs/simulating.md and, with Chromium, of docs/explore.md
-	$(PY) examples/flow.py gpipe 1f1b zb-v --ranks 4 --microbatches 8 --output docs/pictures/flow.svg
+	$(PY) -m pipeflow compare gpipe 1f1b zb-v --ranks 4 --microbatches 8 --animate docs/pictures/flow.svg
 	$(PY) docs/pictures.py
 	$(PY) docs/shots.py
 

@@ -65,10 +65,9 @@ def test_the_figures_are_those_of_their_script(tmp_path: Path) -> None:
 def test_the_moving_picture_is_that_of_the_command_below_it(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     shown, command = re.findall(
-        r"\((docs/pictures/flow\.svg)\)|^\$ python (examples/flow\.py .*)$", readme, re.MULTILINE
+        r"\((docs/pictures/flow\.svg)\)|^\$ pipeflow (compare .*--animate flow\.svg)$", readme, re.MULTILINE
     )
-    script, *options = command[1].split()
-    run(str(ROOT / script), *options, cwd=tmp_path)
+    run("-m", "pipeflow", *command[1].split(), cwd=tmp_path)
     assert (tmp_path / "flow.svg").read_text(encoding="utf-8") == (ROOT / shown[0]).read_text(encoding="utf-8"), (
         "make pictures writes it"
     )

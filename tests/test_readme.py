@@ -18,7 +18,7 @@ README = guide("README.md")
 ORDER = (  # what stands where
     "(docs/getting-started.md)",
     "(docs/pictures/flow.svg)",
-    "$ python examples/flow.py",
+    "--animate flow.svg",
     "```diff",
     "python -m benchmarks",
     "Works today:",

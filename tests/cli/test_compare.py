@@ -122,6 +122,8 @@ def test_the_picture_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         ("--ranks 0", "ranks must be an integer of at least 1, got 0"),
         ("--costs missing.json", "missing.json: No such file or directory"),
         ("--json --svg -", "standard output can take one output, not --json and --svg"),
+        ("--json --animate -", "standard output can take one output, not --json and --animate"),
+        ("--svg - --animate -", "standard output can take one output, not 2"),
     ],
 )
 def test_what_cannot_be_compared_is_one_line(capsys: pytest.CaptureFixture[str], argv: str, message: str) -> None:

@@ -19,7 +19,7 @@ from pipeflow.core.files import is_number, parse, read_text
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.text import bytes_text, number, percent, seconds_text
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw import Comparison, Scatter, Table, scatter_svg
+from pipeflow.draw import Comparison, Scatter, Table, animated_svg, scatter_svg
 from pipeflow.draw.captions import Unit
 from pipeflow.draw.columns import COLUMNS, Column, changes, columns_in, difference_text, grouped, plot
 from pipeflow.planning.estimate import MEANINGS, Breakdown
@@ -32,6 +32,7 @@ from pipeflow.tools.cli.plan_reports import breakdowns_svg
 from pipeflow.tools.cli.requests import Compared, refuse, refuse_all_but, refuse_costs
 
 Found = dict[str, Measures]
+WRITTEN = "for --animate, whose order is that of the names"
 TABLE = tuple(name for name in COLUMNS if name != "span")
 
 
@@ -53,34 +54,37 @@ def add_compare(commands: Commands) -> None:
     group.add_argument(
         "--svg", metavar="FILE", help="write a plot of bubble against peak memory as SVG (-: standard output)"
     )
+    group.add_argument("--animate", metavar="FILE", help="write the schedules in motion as SVG (-: standard output)")
     group.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=run_compare)
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
     """Measures each schedule and prints the result."""
-    if arguments.json and arguments.svg == "-":
-        raise UsageError("standard output can take one output, not --json and --svg")
-    if arguments.svg is not None and not arguments.json:
-        refuse(arguments, ("sort",), "for --svg, which has no order")
+    paths = files_named(arguments, "svg", "animate")
+    if arguments.json and (name := next((name for name, path in paths.items() if path == "-"), None)):
+        raise UsageError(f"standard output can take one output, not --json and --{name}")
+    if paths and not arguments.json:
+        refuse(arguments, ("sort",), "for --svg, which has no order" if "svg" in paths else WRITTEN)
     names = list(dict.fromkeys(arguments.schedules)) or list(COMPARED)
-    found, refused, unit = _measured(names, arguments)
+    found, refused, timelines = _measured(names, arguments)
     if not found:
         raise UsageError("; ".join(grouped(refused)))
     found = _sorted(found, arguments.sort)
-    if arguments.svg is not None:
-        write({arguments.svg: scatter_svg(*plot(found))})
+    if paths:
+        drawings = {"svg": lambda: scatter_svg(*plot(found)), "animate": lambda: animated_svg(timelines)}
+        write({path: drawings[name]() for name, path in paths.items()})
     if arguments.json:
         schedules = {name: asdict(measures) for name, measures in found.items()}
         print(json.dumps({"schedules": schedules, "refused": refused}))
-    elif arguments.svg is None:
-        _show(found, refused, columns_in(unit))
+    elif not paths:
+        _show(found, refused, columns_in(Unit.of(timelines)))
     return 0
 
 
-def _measured(names: list[str], arguments: argparse.Namespace) -> tuple[Found, dict[str, str], Unit]:
+def _measured(names: list[str], arguments: argparse.Namespace) -> tuple[Found, dict[str, str], list[Timeline]]:
     """The measures of the schedules that can be made with these options, the reasons why the others cannot, and the
-    unit of the times. A name that is unknown, or a file that does not fit, is an error.
+    timelines. A name that is unknown, or a file that does not fit, is an error.
     """
     found, refused = {}, {}
     timelines, schedules = [], []
@@ -97,7 +101,7 @@ def _measured(names: list[str], arguments: argparse.Namespace) -> tuple[Found, d
             refused[name] = " ".join(str(error).split())
     if schedules:
         refuse_costs(compared.costs, *schedules)
-    return found, refused, Unit.of(timelines)
+    return found, refused, timelines
 
 
 def _sorted(found: Found, by: str) -> Found:
