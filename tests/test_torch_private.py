@@ -301,6 +301,7 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "tensors.foreach_reciprocal_": lambda: _foreach("foreach_reciprocal_")[0] == [0.25],
     "tensors.foreach_sqrt": lambda: _foreach("foreach_sqrt") == [[2], [3]],
     "tensors.foreach_sub_": lambda: _foreach("foreach_sub_", [torch.ones(1)] * 2) == [[3], [8]],
+    "tensors.foreach_zero_": lambda: _foreach("foreach_zero_") == [[0], [0]],
     "tensors.has_bf16_units": lambda: isinstance(tensors.has_bf16_units(), bool),
     "tensors.holders": _held,
     "tensors.keep_version": _keeps_version,

@@ -51,6 +51,7 @@ def checks(ranks: int) -> Iterator[Check]:
             shapes = "known shapes" if known else "headers"
             yield Check(f"{name}, {shapes}", sizes[0], 1, partial(train_alike, PlainModel, name, known=known))
     yield Check("tied weights", ranks, 1, partial(train_alike, TiedModel, "1f1b", known=False))
+    yield Check("CUDA graphs", ranks, 1, partial(train_alike, PlainModel, "1f1b", known=True, graph=True))
     if not ranks % 2:
         yield Check("2 tensor ranks", ranks // 2, 2, split_a_module)
         yield Check("2 replicas", ranks // 2, 1, partial(train_alike, PlainModel, "1f1b", known=False))
@@ -101,16 +102,19 @@ def move_large_tensors() -> str:
     return "{:.1f} GiB/s to the next rank, {:.1f} GiB/s in an all-reduce".format(*rates)
 
 
-def train_alike(kind: type[TinyModel], name: str, *, known: bool) -> str:
+def train_alike(kind: type[TinyModel], name: str, *, known: bool, graph: bool = False) -> str:
     """Steps of a tiny model under a schedule have the loss and the gradients of the plain model. Replicas have their
-    own batches. Headers need three steps until receives are posted ahead. The note has the time of the last step.
+    own batches. Headers need three steps until receives are posted ahead, and graphs until they are recorded. The note
+    has the time of the last step.
     """
-    pipeline, model = _pipeline(kind, name, known=known)
+    if graph and current_context().device.type != "cuda":
+        return "left out: only GPUs have CUDA graphs"
+    pipeline, model = _pipeline(kind, name, known=known, graph=graph)
     context = pipeline.context
     samples = 2 * pipeline.schedule.num_microbatches
     batches = [model.batch(samples, seed=replica) for replica in range(context.data_size)]
     before = time.perf_counter()
-    for _ in range(4):
+    for _ in range(6 if graph else 4):
         pipeline.zero_grad()
         _synchronize()
         before = time.perf_counter()
@@ -128,14 +132,15 @@ def train_alike(kind: type[TinyModel], name: str, *, known: bool) -> str:
     return f"{context.data_size} x {context.pipeline_size} ranks, {1000 * seconds:.1f} ms"
 
 
-def _pipeline(kind: type[TinyModel], name: str, *, known: bool) -> tuple[Pipeline, TinyModel]:
+def _pipeline(kind: type[TinyModel], name: str, *, known: bool, graph: bool = False) -> tuple[Pipeline, TinyModel]:
     context = current_context()
     schedule = _schedule(name, context.pipeline_size)
     model = kind(layers=schedule.placement.num_stages)
     chunks = model.chunks(schedule, context.pipeline_rank)
     model.tie(chunks, schedule)
     shape = (2, LENGTH, WIDTH) if known else None
-    return Pipeline(chunks, schedule, criterion=model.criterion, tensor_shape=shape, tensor_dtype=model.dtype), model
+    options: dict[str, Any] = {"tensor_shape": shape, "tensor_dtype": model.dtype, "graph": graph}
+    return Pipeline(chunks, schedule, criterion=model.criterion, **options), model
 
 
 class _Perceptron(nn.Module):

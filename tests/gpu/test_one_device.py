@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -45,12 +46,13 @@ def squares(output: Tensor, labels: Tensor) -> Tensor:
     return (output - labels).square().mean()
 
 
-def pipeline(name: str, microbatches: int, known: bool) -> pipeflow.Pipeline:
+def pipeline(name: str, microbatches: int, known: bool, **options: Any) -> pipeflow.Pipeline:
     context = current_context()
     schedule = pipeflow.make_schedule(name, ranks=context.pipeline_size, microbatches=microbatches)
     chunks = nn.ModuleList(layer(stage) for stage in schedule.placement.stages_of(context.pipeline_rank))
     shape = (SAMPLES // microbatches, WIDTH) if known else None
-    return pipeflow.Pipeline(chunks, schedule, criterion=squares, tensor_shape=shape, tensor_dtype=torch.float64)
+    shapes: dict[str, Any] = {"tensor_shape": shape, "tensor_dtype": torch.float64}
+    return pipeflow.Pipeline(chunks, schedule, criterion=squares, **shapes, **options)
 
 
 def difference_from_plain(name: str, microbatches: int, known: bool) -> float:
@@ -151,6 +153,34 @@ def step_without_synchronisation(name: str) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_a_step_never_waits_for_the_device(name: str) -> None:
     run_threads(step_without_synchronisation, 1, name, device="cuda")
+
+
+def bits_of_steps(name: str, known: bool, graph: bool) -> list[Tensor]:
+    """Losses and gradients of steps on different batches, with dropout. The host never waits for the device."""
+    model = pipeline(name, 8, known, graph=graph)
+    for chunk in model.chunks:
+        chunk.append(nn.Dropout(0.2))  # type: ignore[operator]  # a Sequential
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), list[Tensor]()
+    torch.manual_seed(3)
+    for step in range(9):
+        data = (batch()[0] * (1 + step), batch()[1])
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if step > 4 and current_context().pipeline_size == 1 else "default")
+        told = pipeflow.execute_pipeline(iter([data]), model)
+        torch.cuda.set_sync_debug_mode("default")
+        found += [*told.losses.values(), *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    torch.cuda.synchronize()
+    return [each.cpu() for each in found]
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1"])
+def test_graphs_replay_the_bits_of_other_steps(name: str, known: bool) -> None:
+    """One rank, since threads share the generator of random numbers."""
+    [plain], [found] = (run_threads(bits_of_steps, 1, name, known, graph, device="cuda") for graph in (False, True))
+    assert all(map(torch.equal, plain, found))
 
 
 def losses_of_forms(form: Loss, own: bool) -> list[tuple[float, float]]:

@@ -76,7 +76,7 @@ def gradients_of(pipeline: Pipeline) -> Gradients:
 def plain(value: Any) -> Any:
     """Tensors as arrays, which travel between processes."""
     if isinstance(value, Tensor):
-        return value.detach().numpy().copy()
+        return value.detach().cpu().numpy().copy()
     if isinstance(value, dict):
         return {key: plain(entry) for key, entry in value.items()}
     return value

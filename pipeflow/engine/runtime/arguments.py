@@ -29,6 +29,7 @@ def arguments_of(schedule: Schedule, options: Options) -> dict[str, object]:
         "cost": repr(options.cost),
         "overlap": options.overlap is not None,
         "routes": options.routes,
+        "graph": options.graph,
     }
 
 

@@ -30,6 +30,7 @@ from pipeflow.engine.runtime.gradients.step_end import Gradients
 from pipeflow.engine.runtime.loss import StepCall
 from pipeflow.engine.runtime.original import Original, add_hooks, cut_chunks, name_in_module
 from pipeflow.engine.runtime.program.compile import Options, Programs
+from pipeflow.engine.runtime.program.graphs import require_recordable
 from pipeflow.engine.runtime.program.pairs import Overlap
 from pipeflow.engine.runtime.stage import Names, Stage, names_taken, union
 from pipeflow.engine.runtime.step import LossOver, Output, Runner
@@ -80,12 +81,12 @@ class Pipeline(nn.Module):
             `.grad` keeps it, for MasterWeights. With fully_shard, set its MixedPrecisionPolicy instead.
         gradient_accumulation_fusion: whether linear layers add to weights' gradients while these are computed, as in
             Megatron-LM. This is faster. It rounds otherwise than torch, but alike under all schedules.
+        graph: whether steps that repeat replay CUDA graphs, as the guide to clusters says. It never ran on a GPU.
         cost: times of stages and links, in one unit. Receives are posted earlier by the latency of their link, into
             more buffers, so that no transfer waits for its receiver. By default links take no time.
-        routes: pairs of stages (from, to) that are not neighbours. The first stage of a pair passes tensors to the
-            second, as in skip connections. A stage where routes begin returns a tuple: the value for the next stage,
-            then the value for each route, in the order of the destinations. A stage where routes end takes arguments in
-            that order: of the previous stage, then of each route. Stages made by `from_module` have their own routes.
+        routes: pairs of stages (from, to) that are not neighbours, of which the first passes tensors to the second. A
+            stage where routes begin returns a tuple: the value for the next stage, then one for each route, in the
+            order of destinations. Where routes end, arguments have that order. `from_module` makes its own routes.
 
     Attributes:
         loss_scale: factor of gradients, so that none underflows in half precision; a number or a scalar tensor.
@@ -122,6 +123,7 @@ class Pipeline(nn.Module):
         autocast: torch.dtype | None = None,
         gradient_dtype: torch.dtype | None = None,
         gradient_accumulation_fusion: bool = False,
+        graph: bool = False,
         cost: CostModel | None = None,
         routes: Sequence[tuple[int, int]] | None = None,
         loss_over: LossOver = "microbatches",
@@ -150,7 +152,10 @@ class Pipeline(nn.Module):
             place(self, context.device)
             modules = dict(zip(own, self.chunks, strict=True))
             promise = promised(tensor_shape, tensor_dtype)
-            options = Options(promise, overlap, cost, routed(self.chunks, routes, schedule, promise))
+            if graph:
+                batchwise = loss_over == "batch"
+                require_recordable(context, self.chunks, overlaps=overlap is not None, over_batch=batchwise)
+            options = Options(promise, overlap, cost, routed(self.chunks, routes, schedule, promise), graph)
             taken = self._agree(options, names_taken(modules, options.routes))
             self.gradients = Gradients(self, self._owners(modules), schedule.placement, context, gradient_dtype)
             watched = None if overlap is None else context.device
@@ -203,6 +208,7 @@ class Pipeline(nn.Module):
         autocast: torch.dtype | None = None,
         gradient_dtype: torch.dtype | None = None,
         gradient_accumulation_fusion: bool = False,
+        graph: bool = False,
         cost: CostModel | None = None,
         rules: Sequence[Rule] = DEFAULT_RULES,
     ) -> Self:
@@ -229,7 +235,7 @@ class Pipeline(nn.Module):
             weigh: as in `Pipeline`. By default, what each term of the loss is divided by is read from the operators of
                 the module. A loss that is a sum is added up. A step raises UsageError if it cannot be read.
             loss_over: as in `Pipeline`; "batch" needs a criterion.
-            overlap, autocast, gradient_dtype, gradient_accumulation_fusion: as in `Pipeline`.
+            overlap, autocast, gradient_dtype, gradient_accumulation_fusion, graph: as in `Pipeline`.
             cost: as in `Pipeline`; if it has no `activation_bytes`, those of the plan are used.
             rules: which layers are split over the tensor ranks, and how; with (), none is. Put your own rules first, as
                 in `rules=[Rule("attention", r"attn\.qkv", parts=3), *DEFAULT_RULES]`.
@@ -272,6 +278,7 @@ class Pipeline(nn.Module):
             autocast=autocast,
             gradient_dtype=gradient_dtype,
             gradient_accumulation_fusion=gradient_accumulation_fusion,
+            graph=graph,
             cost=priced(cost, plan),
             loss_over=loss_over,
         )
@@ -318,6 +325,8 @@ class Pipeline(nn.Module):
         Raises UsageError for a mode with CUDA graphs, a stage that is cut within a block, and compiled modules.
         """
         with self.alarm.raised_everywhere():
+            if self.runner.programs.options.graph:
+                raise UsageError("a Pipeline with graph=True records its stages itself: compile one without it")
             compiling = Compiling(backend, mode, options, fullgraph, dynamic)
             compiling.compile(self.runner.stages.values(), self.cut, blocks=blocks)
             self.runner.programs.clear()

@@ -282,6 +282,8 @@ class Runner:
             return
         begun = 0
         self.gradients.begin(compiled.orders)
+        if compiled.graphs is not None:
+            compiled.graphs.begin()
         if compiled.ahead is not None:
             if self.gradients.change:
                 raise UsageError(
@@ -290,6 +292,8 @@ class Runner:
                 )
             begun = self.confirmation.begin(compiled.ahead, [*self.stages.values()])
         run(operations[begun : compiled.closing])
+        if compiled.graphs is not None:
+            compiled.graphs.end()
         batch.backward()
         self.gradients.end(reduce=compiled.mode.reduce)
         run(operations[compiled.closing :])

@@ -26,6 +26,7 @@ with needed():
     foreach_reciprocal_: Function = torch._foreach_reciprocal_
     foreach_sqrt: Function = torch._foreach_sqrt
     foreach_sub_: Function = torch._foreach_sub_
+    foreach_zero_: Function = torch._foreach_zero_
     assert_async: Callable[[Tensor], None] = torch._assert_async
     disable_dynamo: Function = torch._disable_dynamo
     make_subclass: Function = torch.Tensor._make_subclass
@@ -95,6 +96,7 @@ __all__ = [
     "foreach_reciprocal_",
     "foreach_sqrt",
     "foreach_sub_",
+    "foreach_zero_",
     "has_bf16_units",  # of this CPU; nothing public says so
     "holders",
     "keep_version",  # writes in place that backwards need not know of; nothing public

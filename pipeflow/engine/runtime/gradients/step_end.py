@@ -315,6 +315,14 @@ class Gradients:
             self._sums = Sums(self._weights, self._context, self.owners)
         return owners
 
+    def addresses(self) -> list[int]:
+        """Where the parameters and buffers of this rank are."""
+        return [tensor.data_ptr() for _, tensor in named_tensors(self._model)]
+
+    def keep_aside(self, parameter: nn.Parameter, own: Tensor) -> None:
+        """Call after `begin`, for memory that becomes the parameter's gradient of this step."""
+        self._sums.keep_aside(parameter, own)
+
     def prepare(self) -> None:
         """Call before every step. If parameters were on the meta device when ranks last compared theirs, they compare
         again.

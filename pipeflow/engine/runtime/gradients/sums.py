@@ -308,6 +308,12 @@ class Sums:
         for parameter in (*self._averaged, *self._earlier):
             parameter.grad = None
 
+    def keep_aside(self, parameter: nn.Parameter, own: Tensor) -> None:
+        """Moves the parameter's gradient of earlier steps, if it lies in `own`, which this step writes."""
+        for aside in (self._earlier, self._averaged):
+            if parameter in aside and aside[parameter].data_ptr() == own.data_ptr():
+                aside[parameter] = own.clone()
+
     def start(self, stage: int) -> list[Work]:
         """Starts the sums that can begin when all backwards of `stage` are done. Raises LinkError."""
         started = [each for each in self._early if each.after == stage]

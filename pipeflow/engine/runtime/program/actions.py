@@ -19,6 +19,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.route import Routes, sources_of, targets_of
 from pipeflow.engine.runtime.gradients.fully_sharded import Unshard, fully_sharded_in, reshard_all
 from pipeflow.engine.runtime.gradients.step_end import Gradients
+from pipeflow.engine.runtime.program.graphs import GraphedMicrobatch, Graphs
 from pipeflow.engine.runtime.program.memory_actions import HeldMicrobatch, MemoryCopy
 from pipeflow.engine.runtime.program.microbatches import Microbatch
 from pipeflow.engine.runtime.program.operations import Operation, Unawaited, begin, compute
@@ -47,6 +48,7 @@ class Shared:
     given: list[tuple[object, ...]]  # arguments of the first stage, by microbatch
     routes: Routes
     kinds: Mapping[tuple[int, int], frozenset[Kind]]  # of the actions of the rank, by stage and microbatch
+    graphs: Graphs | None  # if computations are recorded
     slots: defaultdict[Value, Slot] = field(default_factory=lambda: defaultdict(Slot))
     microbatches: dict[tuple[int, int], Microbatch] = field(default_factory=dict)
     waits: dict[Value, Operation] = field(default_factory=dict)
@@ -69,7 +71,14 @@ class Shared:
                 f"{action}: stage {action.stage} is under fully_shard, whose weights move in memory: recompute its "
                 "blocks with torch.utils.checkpoint, or do not recompute or offload the stage"
             )
+        if self.graphs is not None and (sharded or kinds & MEMORY_KINDS):
+            raise UsageError(
+                f"{action}: graph=True is not possible with stages under fully_shard, nor with a schedule that "
+                "recomputes or offloads them: leave one of the two out"
+            )
         make: Callable[..., Microbatch] = Microbatch
+        if self.graphs is not None:
+            make = partial(GraphedMicrobatch, graphs=self.graphs)
         if self.training and kinds & MEMORY_KINDS:
             make = partial(HeldMicrobatch, saved=Saved(action.stage, self.host), drops=Kind.C in kinds)
         return make(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import filterfalse, takewhile
@@ -36,6 +36,7 @@ from pipeflow.engine.runtime.gradients.sums import Orders, orders_of
 from pipeflow.engine.runtime.microbatch import Batch
 from pipeflow.engine.runtime.program.actions import OPERATIONS, Shared
 from pipeflow.engine.runtime.program.ahead import Ahead, runs_ahead, split_ahead
+from pipeflow.engine.runtime.program.graphs import Graphs
 from pipeflow.engine.runtime.program.operations import Beside, Doing, Operation, end
 from pipeflow.engine.runtime.program.pairs import Both, Half, Overlap
 from pipeflow.engine.runtime.program.results import Results
@@ -76,12 +77,14 @@ class Options(NamedTuple):
         overlap: runs a pair; None to run the forward before the backward.
         cost: the times of stages and links, by which receives are posted; None if links take no time.
         routes: pairs of stages that are not neighbours, of which the first sends to the second.
+        graph: whether computations of training steps that repeat are recorded as graphs.
     """
 
     promise: Promise | None
     overlap: Overlap | None
     cost: CostModel | None
     routes: Routes
+    graph: bool = False
 
 
 class RunMode(NamedTuple):
@@ -112,6 +115,7 @@ class Compiled:
     given: list[tuple[object, ...]]  # arguments of the first stage, by microbatch
     promise: Promise | None  # on which the shapes of activations rely
     wires: list[ActivationWire]
+    graphs: Graphs | None
     sizes: list[int] = field(default_factory=list)  # samples per microbatch for which these are prepared
     steps: int = 0  # their number
     first: int = 0  # the first of the steps like the last one
@@ -155,6 +159,8 @@ class Programs:
         """
         self.buffers.begin()
         promise, transport, sizes = compiled.promise, self.context.transport, batch.sizes
+        if compiled.graphs is not None:
+            compiled.graphs.look = self._look(batch, region)
         self.expectations.promise = promise
         self.expectations.known = promise is not None or self._repeats(compiled, batch, region)
         if promise is None:
@@ -188,9 +194,7 @@ class Programs:
         planned = all(isinstance(module, ModuleStage) for module in modules)
         if transport.device.type == "cpu" or transport.size == 1 or not planned:
             return False
-        modes = [each.training for module in modules for each in module.modules()]
-        forms = [(each.requires_grad, each.dtype) for module in modules for each in module.parameters()]
-        look = hash((batch.look(), *modes, *forms, region and region.fast_dtype))
+        look = hash(self._look(batch, region))
         compiled.steps += 1
         mine = compiled.steps if self.expectations.vary else compiled.alike.get(look, compiled.steps)
         same = all(first == mine for [first] in all_gather(transport, [float(mine)]))
@@ -205,6 +209,13 @@ class Programs:
                 del compiled.seen[oldest := next(iter(compiled.seen))]
                 compiled.alike = {its: step for its, step in compiled.alike.items() if step != oldest}
         return first < compiled.steps
+
+    def _look(self, batch: Batch, region: torch.autocast | None) -> Hashable:
+        """What the shapes of a step follow from, unless from values of tensors."""
+        modules = [stage.module for stage in self.stages.values()]
+        modes = [each.training for module in modules for each in module.modules()]
+        forms = [(each.requires_grad, each.dtype) for module in modules for each in module.parameters()]
+        return batch.look(), *modes, *forms, region and region.fast_dtype
 
     def get(self, schedule: Schedule, mode: RunMode) -> Compiled:
         """The program for `schedule` in this mode, compiled on first use.
@@ -227,7 +238,7 @@ class Programs:
     def _compile(self, schedule: Schedule, mode: RunMode) -> Compiled:
         ran = self._training(schedule, reduce=mode.reduce) if mode.training else schedule.forward_only()
         ran = ran.first(mode.microbatches)
-        promise, overlap, cost, routes = self.options
+        promise, overlap, cost, routes, graph = self.options
         if overlap is None:
             ran = ran.without_pairs()
         if promise is not None and not (mode.training or promise.is_open):  # an open one fits any batch size
@@ -241,6 +252,8 @@ class Programs:
         kinds = defaultdict[tuple[int, int], frozenset[Kind]](frozenset)
         for action in ran.actions(program.rank):
             kinds[action.stage, action.microbatch] |= {action.kind}
+        sources = self.context, stages, self.gradients, self.buffers, results, given
+        graphs = Graphs(*sources) if graph and mode.training else None
         shared = Shared(
             stages,
             ran.placement.num_stages,
@@ -254,6 +267,7 @@ class Programs:
             given,
             routes,
             kinds,
+            graphs,
         )
         lasting = first_uses(ran.actions(program.rank))
         compiler = _Compiler(shared, transport, self.expectations, promised, overlap, lasting)
@@ -267,7 +281,9 @@ class Programs:
         operations = [*filterfalse(_steps, operations), *steps]
         compiled = schedule, mode, digest_of(schedule), orders_of(ran), operations, len(operations) - len(steps)
         wires = [wire for wire in compiler.wires.values() if isinstance(wire, ActivationWire)]
-        return Compiled(*compiled, ahead, results, given, promise, wires)
+        if graphs is not None:
+            graphs.operations, graphs.wires = operations, list(compiler.wires.values())
+        return Compiled(*compiled, ahead, results, given, promise, wires, graphs)
 
     def _connect(self, program: Program, *, promised: bool, training: bool) -> None:
         transport, rank = self.context.transport, self.context.transport.rank
@@ -289,6 +305,11 @@ class Programs:
             raise UsageError(
                 f"schedule {schedule.name!r} steps the optimizer (S), but the Pipeline has none: make a "
                 "pipeflow.PipelinedOptimizer(model, optimizer), or use the schedule without these steps"
+            )
+        if steps and self.options.graph:
+            raise UsageError(
+                f"schedule {schedule.name!r} steps the optimizer (S), which may run forwards again, so graph=True is "
+                "not possible: use the schedule without these steps"
             )
         if steps and not reduce:
             raise UsageError(

@@ -123,8 +123,12 @@ class Microbatch:
         """W: runs the products that I kept, in the same order."""
         run_products(self.deferred)
 
+    def starts(self) -> list[Tensor]:
+        """The gradients with which a backward starts in the last stage; none in others."""
+        return [] if self.outputs else self.results.gradients(self.index)
+
     def _backward(self, *, defers: bool) -> None:
-        gradients = [] if self.outputs else self.results.gradients(self.index)
+        gradients = self.starts()
         for slot in self.output_gradients:
             gradients += slot.take()
         if self.fills:

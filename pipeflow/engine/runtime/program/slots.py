@@ -61,13 +61,31 @@ class Buffers:
         self.device = device
         self._kept: dict[Form, list[Tensor]] = {}
         self._used: set[Form] = set()  # in this step
+        self._lasting: dict[Form, list[Tensor]] = {}  # which only steps that `stay` use
+        self._other: dict[Form, list[Tensor]] | None = None  # those of other steps, in such a step
+        self._again = False  # whether such a step receives as before
 
     def begin(self) -> None:
         """Call before a step. Frees buffers of shapes that the last one has not used, and leaves others to who still
         holds them.
         """
-        self._kept = {form: list(filter(_is_free, self._kept[form])) for form in self._used}
+        if self._other is not None:
+            self._kept, self._other, self._again = self._other, None, False
+        self._kept = {form: list(filter(_is_free, self._kept[form])) for form in self._used & self._kept.keys()}
         self._used = set()
+
+    def stay(self, *, again: bool) -> None:
+        """Call after `begin` for a step that receives at addresses that graphs know, into buffers that only such steps
+        use. If it repeats one `again`, each receive comes where it did, whoever still holds what came there.
+        """
+        self._again = again
+        if self._other is None:
+            self._kept, self._other = self._lasting, self._kept
+
+    @property
+    def held(self) -> set[int]:
+        """The addresses of those that something else holds."""
+        return {each.data_ptr() for kept in self._kept.values() for each in kept if not _is_free(each)}
 
     def have(self, tensor: Tensor) -> bool:
         """Returns True if the tensor is in one of the buffers."""
@@ -77,7 +95,7 @@ class Buffers:
         """Memory for a tensor that is received, and its place, where the next step looks first."""
         kept = self._kept.setdefault(form, [])
         self._used.add(form)
-        if place >= len(kept) or not _is_free(kept[place]):
+        if place >= len(kept) or not (self._again or _is_free(kept[place])):
             place = next((other for other, each in enumerate(kept) if _is_free(each)), len(kept))
             if place == len(kept):
                 kept.append(torch.empty(form[0], dtype=form[1], device=self.device))
