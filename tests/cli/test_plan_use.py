@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shlex
 from typing import Any
 
@@ -45,23 +46,22 @@ def test_the_lines_of_a_script_run(name: str, options: Any, cut: Any, given: Any
     launched, *lines = script(found, options).text.splitlines()
     assert launched == "context = pipeflow.launch(pipeline=2)"
 
+    class Model(torch.nn.Module):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(SMALL.layers))
+
+        def forward(self, inputs: Any) -> Any:
+            for layer in self.layers:
+                inputs = layer(inputs)
+            return inputs.float().square().mean()
+
+    torch.manual_seed(0)
+    dtype = torch.float32 if given.get("precision") == "float32" else torch.bfloat16
+    model, batch = Model(), {"inputs": torch.randn(8, 3, dtype=dtype)}  # ranks are threads, which share the generator
+
     def train() -> tuple[Any, Any, Any]:
-        torch.manual_seed(0)
-        layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(SMALL.layers))
-
-        class Model(torch.nn.Module):  # type: ignore[name-defined, misc]
-            def __init__(self) -> None:
-                super().__init__()
-                self.layers = layers
-
-            def forward(self, inputs: Any) -> Any:
-                for layer in self.layers:
-                    inputs = layer(inputs)
-                return inputs.float().square().mean()
-
-        dtype = torch.float32 if given.get("precision") == "float32" else torch.bfloat16
-        batch = torch.randn(8, 3, dtype=dtype)
-        names: dict[str, Any] = {"pipeflow": pipeflow, "torch": torch, "module": Model(), "batch": {"inputs": batch}}
+        names: dict[str, Any] = {"pipeflow": pipeflow, "torch": torch, "module": copy.deepcopy(model), "batch": batch}
         exec("\n".join(lines), names)
         before = [each.detach().clone() for each in names["model"].parameters()]
         pipeflow.execute_pipeline(iter([names["batch"]]), names["model"])
