@@ -75,3 +75,14 @@ def test_every_mode_has_a_legend_of_the_colours_that_it_shows(timeline: Timeline
         kinds = {letter for row in made.data["timelines"][0]["rows"] for letter in row["actions"] if letter.isalpha()}
         used = {colour for letter in kinds for colour in made.data["kinds"][letter]["colours"][mode]}
         assert all(any(colour in entry for entry in entries) for colour in used)
+
+
+def test_the_legend_of_a_v_says_which_way_its_chunks_go() -> None:
+    ways = ["darker: chunk 0 (down), lighter: chunk 1 (up)", "chunk 0 (down)", "chunk 1 (up)"]
+    both = (planned("zb-v"), planned("1f1b"))
+    for timelines in (both[:1], both):
+        legend = parts(timelines, Unit()).legend
+        assert all(way in legend for way in ways)
+    looped = parts((planned("zb-v"), planned("interleaved-1f1b", chunks=2)), Unit()).legend
+    assert "lighter: later chunk" in looped
+    assert "(down)" not in looped

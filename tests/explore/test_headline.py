@@ -38,7 +38,9 @@ def test_two_schedules_are_compared_with_each_other_and_a_sentence_says_the_gain
     found = told(schedule="zb-v,gpipe")
     assert (found["idle"], found["first"], found["other"]) == ("27% \N{RIGHTWARDS ARROW} 6% idle", "after", "gpipe")
     assert found["said"].endswith("gpipe takes 29.4% more time.")
-    assert told(schedule="gpipe,1f1b")["said"].endswith("1f1b takes as long.")
+    same = told(schedule="gpipe,1f1b")
+    assert same["said"].endswith("1f1b takes as long.")
+    assert same["idle"] == "27% idle"
 
 
 def test_less_than_a_percent_is_not_nothing() -> None:
@@ -66,6 +68,7 @@ class TestOnThePage:
     def test_the_slider_lays_two_timelines_on_each_other(self, explorer: Explorer) -> None:
         explorer.open()
         assert explorer.text("#conclusion") == "27% idle"
+        assert explorer.find("#wipe").get_property("value") == "100"  # all of what is before
         assert [explorer.text(f"#{side}") for side in ("before", "after")] == ["1f1b: 27% idle", "zb-v: 6% idle"]
         for part in (90, 60, 40):
             self.wipe(explorer, part, "input")
@@ -127,3 +130,22 @@ class TestOnThePage:
             assert explorer.browser.execute_async_script(script) < 0.05
         finally:
             explorer.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+    @pytest.mark.exhaustive
+    def test_no_text_stands_across_the_edge(self, explorer: Explorer) -> None:
+        """The texts of both timelines would make a number that neither has."""
+        explorer.open(schedule="1f1b,zb-v", wipe=50)
+        script = """
+            const moment = document.getElementById('moment');
+            moment.value = 400;
+            moment.dispatchEvent(new Event('input'));
+            const layers = [...document.querySelectorAll('.playing')];
+            return layers.map((layer) => {
+              const copy = Object.assign(document.createElement('canvas'), {width: layer.width, height: 20});
+              const context = copy.getContext('2d', {willReadFrequently: true});
+              context.drawImage(layer, 0, 0);
+              return context.getImageData(0, 0, layer.width, 20).data.some(Boolean);
+            });"""
+        assert explorer.browser.execute_script(script) == [False, False]
+        explorer.find("#apart").click()
+        assert explorer.settled().browser.execute_script(script) == [True, True]

@@ -409,9 +409,8 @@ def test_exports_of_nsight_systems_with_copies(tmp_path: Path) -> None:
 def test_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     written(tmp_path, step_of_rank(10, 30), step_of_rank(35, 5))
     shown = out(capsys, "explain", tmp_path)
-    assert shown.startswith(
-        "no pipeline shows: 2 ranks, none of which sends to a single other one\nstep, from its mark"
-    )
+    assert shown.startswith("A step takes 50 ms; what stands out most: the other ranks wait for rank 1, ")
+    assert "\nno pipeline shows: 2 ranks, none of which sends to a single other one\nstep, from its mark" in shown
     assert ["0", "9", "5", "25", "0.5", "10.5", "50"] in [line.split() for line in shown.splitlines()]
     read = json.loads(out(capsys, "explain", tmp_path, "--json"))
     assert (read["pipeline"], read["step_seconds"]) == (False, pytest.approx(0.05))

@@ -81,7 +81,7 @@ function paintToken(context, {palette}, {place}, {rank, tracks: [{starts, blocks
 
 /** Paints a moment onto a chart. Returns what it says about it. */
 function paintMoment(page, chart, time, colours) {
-  const {place, timeline} = chart;
+  const {place, timeline, timeline: {rows}} = chart;
   const {gaps, sources} = timeline.facts ??= factsOf(timeline, page.least);
   const context = layerOf(chart);
   const right = place.left + place.width;
@@ -96,11 +96,11 @@ function paintMoment(page, chart, time, colours) {
   context.fillStyle = context.strokeStyle = colours.text;
   context.fillRect(Math.round(head), 0, 1.5, place.height);
   const inView = head === place.x(time); // else the tokens are beside the lanes
-  const {rows} = timeline;
   const busy = rows.filter((row) => inView && paintToken(context, page, chart, row, {sources, time, colours})).length;
   const share = (100 * idle) / (Math.min(time, timeline.makespan) * rows.length || 1);
   const count = inView ? `${busy} of ${rows.length} ranks busy, ` : "";
   const said = `${saidTime(page.data, Number(time.toPrecision(3)))}: ${count}${share.toFixed(0)}% idle so far`;
+  if (chart.element.closest(".wiped")) return said; // the edge would cut the text amid a number
   const half = context.measureText(said).width / 2 + 8;
   const middle = Math.min(Math.max(head, place.left + half - 20), right - half + 20);
   context.fillStyle = colours.text;

@@ -197,7 +197,7 @@ def headline(state: State, drawn: Sequence[Timeline]) -> dict[str, Any]:
     worse, better = (first, beside) if before else (beside, first)
     told["other"], told["first"] = other, "before" if before else "after"
     told["sides"] = {"before": f"{worse.name}: {_idle(worse)}", "after": f"{better.name}: {_idle(better)}"}
-    if len(drawn) > 1:
+    if len(drawn) > 1 and _idle(worse) != _idle(better):
         told["idle"] = f"{_idle(worse).removesuffix(' idle')} \N{RIGHTWARDS ARROW} {_idle(better)}"
     change = beside.makespan / first.makespan - 1 if first.makespan else 0.0
     differs = f"{percent(abs(change))} {'more' if change > 0 else 'less'} time"
