@@ -15,6 +15,7 @@ TIMED = {
     "sleep": ENGINE,
     "compute": ENGINE,
     "zero_bubble": ENGINE,
+    "tuning": (*ENGINE, "training"),
     "plans": (*ENGINE, "planning"),
     "links": (*ENGINE, "tools"),
     "lengths": ENGINE,

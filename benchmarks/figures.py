@@ -1,6 +1,6 @@
-"""The figures of README.md and docs/faq.md. Each is a cell of results/NAME.json, with the day and the commit of its
-measurement; `python -m benchmarks --shown --save` measures and writes all of them again. A test holds the documents to
-the results.
+"""The figures of documents. Those of README.md and docs/faq.md are cells of results/NAME.json, with the day and the commit
+of their measurements; other pages show the table of one result. `python -m benchmarks --shown --save` measures and writes
+all of them again. A test holds the documents to the results.
 """
 
 from __future__ import annotations
@@ -60,6 +60,9 @@ FIGURES = (
     ),
 )  # fmt: skip
 IN_README = ("compute", "zero_bubble")
+WHOLE = {"docs/tuning.md": "tuning", "docs/convergence.md": "convergence"}
+"""The pages that show the table of one result."""
+DOCUMENTS = ("README.md", "docs/faq.md", *WHOLE)
 
 
 @cache
@@ -85,6 +88,11 @@ def measured(name: str) -> str:
 
 def table(document: str) -> str:
     """The table of a document, between its marks."""
+    if name := WHOLE.get(document):
+        report = result(name)
+        rows = [report["columns"], ["---", *["---:"] * len(report["columns"][1:])], *report["rows"]]
+        lines = [f"| {' | '.join(row)} |" for row in rows]
+        return "\n".join([*lines, "", f"Measured on {measured(name).replace(', ', ', at commit ')}.", ""])
     titles = ["measured", "command", "pipeflow", "torch.distributed.pipelining", "a loop by hand", "on, commit"]
     lines = [" | ".join(["", *titles, ""]).strip(), "|---|---|---:|---:|---:|---|"]
     for figure in FIGURES:
@@ -102,7 +110,7 @@ def write(document: str) -> str:
 
 def publish() -> None:
     result.cache_clear()
-    for document in ("README.md", "docs/faq.md"):
+    for document in DOCUMENTS:
         (ROOT / document).write_text(write(document), encoding="utf-8")
 
 

@@ -73,7 +73,7 @@ def test_the_moving_picture_is_that_of_the_command_below_it(tmp_path: Path) -> N
     )
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/faq.md"])
+@pytest.mark.parametrize("document", figures.DOCUMENTS)
 def test_measured_figures_are_those_of_the_results(document: str) -> None:
     assert (ROOT / document).read_text(encoding="utf-8") == figures.write(document), (
         "python -m benchmarks --shown --save measures and writes them"
