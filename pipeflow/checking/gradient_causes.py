@@ -7,17 +7,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
+from math import sqrt
 
 import numpy as np
 
 from pipeflow.checking import limits
+from pipeflow.checking.differences import nearest
 from pipeflow.checking.files import INSIDE, Array
 from pipeflow.checking.findings import Cause, Difference, Evidence, explains
 from pipeflow.checking.fits import DTYPES, Fit, as_times, fit, listed, named, root_named, spread_of
-from pipeflow.checking.runs import WholeTensor, norm, owner
+from pipeflow.checking.runs import RecordedRun, WholeTensor, norm, owner
 from pipeflow.checking.two_runs import TwoRuns
 
 NORM = "which parameters and ranks the norm for clipping sums over, and which it counts twice"
+EARLY = "the order of the all-reduce and of clipping: a norm is that of gradients that are added up"
+HARDLY = "all outputs that were compared are right, the loss is hardly another"
+FORMULA = "the formula of the loss: smoothing of labels, weights of classes, terms that are added"
 SCALE = "what the loss and its gradients are divided or multiplied by, and whether a sum is a mean"
 TIE = "the sum of the gradients of its copies"
 MEANS = "whether the mean over tokens is that of the whole batch, or one of each microbatch, replica or sequence"
@@ -37,6 +42,13 @@ def weights_of(rows: Array, values: Array) -> list[float] | None:
         if left < limits.CLEAR * norm(values) and left <= limits.EXPLAINED * norm(values - rows.sum(axis=1)):
             return [float(weight) for weight in np.repeat(found, group)]
     return None
+
+
+def _clipped_to(run: RecordedRun) -> float | None:
+    """The norm that all gradients of a run have in each of several steps, if it is a round number."""
+    norms = [sqrt(sum(each.square for each in run.tensors(step, "gradient").values())) for step in range(run.num_steps)]
+    most = float(f"{norms[0]:.2g}")
+    return most if len(norms) > 1 and all(abs(each - most) < limits.CLIPPED * most for each in norms) else None
 
 
 class Gradients:
@@ -77,9 +89,22 @@ class Gradients:
     @cached_property
     def is_clipped(self) -> bool:
         """Whether a run clipped the gradients, which differ only then."""
-        return self.kind == "gradient" and any(
-            event["value"] > event["most"] for run in self.both.runs for _, event in run.events(self.step, "norm")
+        return self.kind == "gradient" and (
+            any(event["value"] > event["most"] for run in self.both.runs for _, event in run.events(self.step, "norm"))
+            or any(self.clipped_by_hand)
         )
+
+    @cached_property
+    def clipped_by_hand(self) -> tuple[float | None, float | None]:
+        """The norm that all gradients of a run have in each of several steps, if it is a round number; of both runs."""
+        return _clipped_to(self.both.reference), _clipped_to(self.both.candidate)
+
+    @property
+    def _to_which_norms(self) -> str:
+        """To which norm each run clips by hand, in words."""
+        found = zip(("reference", "candidate"), self.clipped_by_hand, strict=True)
+        told = [f"{most:g} in each step of the {whose}" for whose, most in found if most is not None]
+        return f"; their norm is {' and '.join(told)}" if told else ""
 
     def samples(self, names: Sequence[str]) -> Array | None:
         """What each sample of the reference adds to these gradients, [numbers, samples]; None if it was not recorded,
@@ -132,7 +157,7 @@ class Gradients:
     def _absent(self) -> Evidence:
         return None if self.name in self.theirs else f"{self.name} has no gradient in the candidate"
 
-    @explains("norm", "the order of the all-reduce and of clipping: a norm is that of gradients that are added up")
+    @explains("norm", EARLY)
     def _clipped_early(self) -> Evidence:
         """Gradients that differ between ranks when they are clipped, and are equal when the optimizer steps."""
         whole, after = self.theirs[self.name], self.both.candidate.tensors(self.step, "gradient").get(self.name)
@@ -250,6 +275,11 @@ class Gradients:
         if (powers := self._powers(weights)) is not None:
             return powers
         counts = f"{low * base:.3g} to {high * base:.3g} times as in the reference"
+        if self._loss_has_another_factor(float(np.mean(weights))):
+            return Cause("formula", f"{HARDLY}, and samples count {counts}: the loss has another formula", FORMULA)
+        most, others = self.clipped_by_hand
+        if most is not None and others is None:
+            return Cause("norm", f"samples count differently in the gradients: {counts}{self._to_which_norms}", EARLY)
         return Cause("masked_tokens", f"samples count differently in the gradients: {counts}", MEANS)
 
     def _powers(self, weights: Sequence[float]) -> Cause | None:
@@ -258,9 +288,11 @@ class Gradients:
         for weight in sorted(weights, reverse=True):
             if not levels or weight < levels[-1] * (1.0 - limits.WHOLE_COUNT):
                 levels.append(weight)
+        if len(levels) < 3:
+            return None
         factor = levels[1] / levels[0]
         errors = (abs(level / (levels[0] * factor**power) - 1.0) for power, level in enumerate(levels))
-        if len(levels) < 3 or max(errors) > limits.NEAR:
+        if max(errors) > limits.NEAR:
             return None
         counts = f"{', '.join(f'{level:.3g}' for level in levels)} times as in the reference, powers of {factor:.3g}"
         look = "what multiplies gradients again after each part of an accumulation, with those of the parts before"
@@ -273,7 +305,8 @@ class Gradients:
         if not self.is_clipped or len(fits) < len(self.mine) or any(each.error > limits.PARTLY for each in fits):
             return None
         low, high = min(each.factor for each in fits), max(each.factor for each in fits)
-        return f"all gradients are multiples of the reference's, or their parts are: by {low:.3g} to {high:.3g}"
+        how = f"by {low:.3g} to {high:.3g}{self._to_which_norms}"
+        return f"all gradients are multiples of the reference's, or their parts are: {how}"
 
     @explains("scale", SCALE)
     def _factors(self) -> Evidence:
@@ -298,12 +331,21 @@ class Gradients:
         if alike and self.is_clipped:
             root = root_named(first.factor, self.sizes)
             how = f"{times} the reference's{f', {root}' if root else ''}"
-            return Cause("norm", f"all gradients are {how}", NORM, round(first.factor, 6))
+            look = f"{NORM}; whether both runs clip, and to which norm" if any(self.clipped_by_hand) else NORM
+            return Cause("norm", f"all gradients are {how}{self._to_which_norms}", look, round(first.factor, 6))
         if abs(first.factor) < limits.NO_FACTOR:
             return Cause("unknown", f"{count} {verb} zero", "whether the loss reaches this module")
+        if alike and self._loss_has_another_factor(first.factor):
+            what = f"{HARDLY}, and {count} {verb} {times} the reference's: the loss has another formula"
+            return Cause("formula", what, FORMULA)
         size = named(first.factor, self.sizes)
         where = "" if alike else f" ({self.name} first; factors differ)"
         return f"{count} {verb} {times} the reference's{f', {size}' if size else ''}{where}", first.factor
+
+    def _loss_has_another_factor(self, factor: float) -> bool:
+        """Whether the loss is wrong, too, and by much less than the gradients: it is not scaled then."""
+        mine, theirs = (run.losses(self.step) for run in self.both.runs)
+        return self.differs_in_loss and bool(mine and theirs) and nearest(mine, theirs) < limits.APART * abs(factor - 1)
 
     def _of_one_clipping(self, factor: float) -> Evidence:
         """A scale of gradients before clipping, which the reference alone needs: it has the size of something."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 import pipeflow
 from pipeflow import schedules
@@ -71,6 +72,7 @@ class RecordedCalls:
     def __init__(self, changes: Changes) -> None:
         self.changes = changes
         self.recording: Recording | None = None
+        self.initializes = False  # a call that gives lazy modules their shapes, which is no step
         self._launch, self._make, self._execute = (
             launcher.launch,
             registry.make_schedule,
@@ -92,9 +94,15 @@ class RecordedCalls:
         recorded = self
 
         def call(module: nn.Module, *arguments: Any, **named: Any) -> Any:
-            if torch.is_grad_enabled() and (models := trained_around(module)):
+            if recorded.initializes or not torch.is_grad_enabled() or not (models := trained_around(module)):
+                return recorded._call(module, *arguments, **named)
+            recorded.initializes = any(map(is_lazy, (each for model in models for each in model.parameters())))
+            if not recorded.initializes:
                 recorded.step_begins(models)
-            return recorded._call(module, *arguments, **named)
+            try:
+                return recorded._call(module, *arguments, **named)
+            finally:
+                recorded.initializes = False
 
         nn.Module.__call__ = call  # type: ignore[method-assign]  # hooks of modules come too late to add others
 

@@ -13,7 +13,7 @@ from functools import partial
 from numbers import Real
 from typing import Any, Literal, NamedTuple
 
-from pipeflow.core.action import Kind
+from pipeflow.core.action import Action, Kind
 from pipeflow.core.dataflow import DATAFLOW, KEPT, LASTING, MAKERS, ON_HOST, SEVERAL, Content
 from pipeflow.core.errors import UsageError, numbers_of, require_type
 from pipeflow.core.files import parse
@@ -79,6 +79,12 @@ def _routes(name: str, value: object) -> dict[tuple[int, int], float]:
     return {(int(ends[1]), int(ends[2])): found[key] for key in value if (ends := _ENDS.fullmatch(key))}
 
 
+def _late(name: str, value: object) -> dict[str, float]:
+    if not isinstance(value, dict):
+        raise UsageError(f'{name} must be like {{"0F3": 0.2}}, got {value!r}')
+    return {key: _number(f"{name} of {key}", number) for key, number in value.items()}
+
+
 def _groups(name: str, value: object) -> tuple[tuple[int, ...], ...]:
     groups = value if isinstance(value, list) and all(isinstance(group, list) for group in value) else [[None]]
     if not all(type(rank) is int for group in groups for rank in group):
@@ -132,6 +138,7 @@ ARGUMENTS: dict[str, CostField] = {
     "kept_bytes": CostField(read=partial(_table, Content)),
     "route_bytes": CostField(read=_routes),
     "microbatch_factors": CostField(read=partial(_numbers, of="microbatch")),
+    "late": CostField(read=_late),
     "unit": CostField(read=lambda _, value: value),  # CostModel checks it
 }
 """The arguments of `CostModel`."""
@@ -223,6 +230,7 @@ class CostModel:
         route_bytes: per route (from stage, to stage), the bytes that are sent on it.
         microbatch_factors: per microbatch, its times and bytes relative to those above. Empty: all microbatches are
             alike. Reductions and unshards, which serve several microbatches, have no factor.
+        late: by how much single actions, such as "0F3", take longer than others of their kind and stage.
         unit: "s" if times are in seconds; "" if the unit is not known.
         durations: per kind of action, the time per stage: 0 for those that are not given.
         sizes: per content that has a size, the bytes kept per stage. These are all kept bytes above.
@@ -253,6 +261,7 @@ class CostModel:
     microbatch_factors: tuple[float, ...] = ()
     unit: str = ""
     optimizer: tuple[float, ...] = ()
+    late: Mapping[str, float] = field(default_factory=dict, hash=False)
     durations: Mapping[Kind, tuple[float, ...]] = field(init=False, repr=False, compare=False)
     sizes: Mapping[Content, tuple[float, ...]] = field(init=False, repr=False, compare=False)
 
@@ -269,6 +278,10 @@ class CostModel:
         routes_among(stages, self.route_bytes)
         for microbatch, factor in enumerate(self.microbatch_factors):
             _require_cost(f"microbatch_factors of microbatch {microbatch}", factor)
+        for action, number in self.late.items():
+            _require_cost(f"late of {action}", number)
+            if Action.parse(action).stage >= stages:
+                raise UsageError(f"late has {action}, but there are costs of {stages} stages")
         for link in (Link(self.latency, self.bandwidth), *self.links.values()):
             _require_cost("latency", link.latency)
             if not link.bandwidth >= SMALLEST:
@@ -360,17 +373,20 @@ class CostModel:
         return {kind: times for kind, times in {**self.times, **named}.items() if times}
 
     def duration(self, kind: Kind, stage: int, microbatch: int | None = None) -> float:
-        """The time of an action of a `kind` on `stage`, for one `microbatch` or for one of factor 1. Raises UsageError
-        for a stage without a cost.
-        """
+        """The time of an action of one `microbatch`, or of factor 1. Raises UsageError for a stage without a cost."""
         if stage >= len(self.forward):
             raise UsageError(f"the cost model has {len(self.forward)} stages; stage {stage} has no cost")
         time, factors = self.durations[kind][stage], self.microbatch_factors
-        return time if microbatch is None or not factors or kind in SEVERAL else time * factors[microbatch]
+        if microbatch is None:
+            return time
+        late = 0.0
+        if self.late:
+            late = sum(self.late.get(f"{stage}{each}{microbatch}", 0.0) for each in self._taken(kind))
+        return late + (time if not factors or kind in SEVERAL else time * factors[microbatch])
 
     @property
-    def varied(self) -> tuple[Mapping[Kind, tuple[float, ...]], ...]:
-        """Per microbatch, its `durations`. Empty if all microbatches are alike."""
+    def varied(self) -> Mapping[int, Mapping[Kind, Sequence[float]]]:
+        """The `durations` of each microbatch that differs from others."""
         tables = {
             factor: {
                 kind: times if kind in SEVERAL else tuple(factor * time for time in times)
@@ -378,7 +394,21 @@ class CostModel:
             }
             for factor in {*self.microbatch_factors}
         }
-        return tuple(tables[factor] for factor in self.microbatch_factors)
+        found: dict[int, Mapping[Kind, Sequence[float]]] = {
+            microbatch: tables[factor] for microbatch, factor in enumerate(self.microbatch_factors)
+        }
+        for text, extra in self.late.items():
+            action = Action.parse(text)
+            table = found.setdefault(action.microbatch, self.durations)
+            for kind in (each for each in DATAFLOW if action.kind in self._taken(each)):
+                times = [*table[kind]]
+                times[action.stage] += extra
+                table = found[action.microbatch] = {**table, kind: times}
+        return found
+
+    def _taken(self, kind: Kind) -> tuple[Kind, ...]:
+        """The kinds of action whose times add up to that of a kind: itself alone if it has a time of its own."""
+        return kind, *(() if self.given.get(kind) else DATAFLOW[kind].takes)
 
     def pair(self, forward: int, backward: Kind, stage: int) -> float:
         """The time of a pair: a forward on stage `forward`, overlapped with a `backward` (B or I) on `stage`."""

@@ -85,7 +85,7 @@ def replan(measured: Timeline, *, candidates: int = CANDIDATES) -> Replan:
     ran = executed_schedule(measured)
     if ran.is_forward_only:
         raise UsageError("the measured step has no backwards: trace a step of training")
-    cost = measured_costs(measured)
+    cost = measured_costs(measured, late_apart=True)
     reduces = Stream.REDUCE in measured.streams
     now = _candidate(ran, cost, None)
     halved = cost if has_halves(ran) else _with_pauses(measured, cost)
@@ -104,7 +104,7 @@ def _with_pauses(measured: Timeline, cost: CostModel) -> CostModel:
     """The costs if backwards run in halves, and in the measured step they ran whole: the second half is an action more,
     before which the engine works as before others.
     """
-    found = [pause for each in pauses(measured, cost.latency).values() for pause in each]
+    found = [pause for _, pause in pauses(measured, lambda link: cost.link(*link).latency)]
     return replace(cost, backward_weight=tuple(time + fmean(found or [0.0]) for time in cost.backward_weight))
 
 

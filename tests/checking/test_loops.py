@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,66 @@ def test_faults_of_loops(tmp_path: Path, fault: str, step: int, what: str, cause
     assert result.first is not None
     assert result.cause is not None
     assert (result.first.step, result.first.what, result.cause.name) == (step, what, cause), result
+    assert said in result.cause.evidence
+
+
+def by_hand(folder: Path, *, smoothing: float = 0.0, clip: float = 0.0, kind: str = "") -> Path:
+    """A recorded job with a cross entropy and a clipping of its own. It clips the gradient of each of two microbatches
+    before they are added up if `kind` is "early", and leaves out the embedding if it is "part".
+    """
+    torch.manual_seed(0)
+    model = GPT()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    words, labels = batches(STEPS)
+
+    def clipped(gradients: list[Tensor]) -> None:
+        size = torch.stack([each.norm() for each in gradients]).norm()
+        for each in gradients if clip and size > clip else []:
+            each.mul_(clip / size)
+
+    with record(folder, model):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for given, wanted in zip(words[step].chunk(2), labels[step].clamp(min=0).chunk(2), strict=True):
+                chances = torch.log_softmax(model(given), -1)
+                right = chances.gather(-1, wanted[..., None]).mean()
+                before = [each.grad for each in model.parameters()]
+                for each in model.parameters() if kind == "early" else ():
+                    each.grad = None
+                (-((1 - smoothing) * right + smoothing * chances.mean()) / 2).backward()
+                if kind == "early":
+                    clipped([each.grad for each in model.parameters() if each.grad is not None])
+                    for each, old in zip(model.parameters(), before, strict=True):
+                        if old is not None and each.grad is not None:
+                            each.grad += old
+            if kind != "early":
+                clipped([each.grad for each in [*model.parameters()][kind == "part" :] if each.grad is not None])
+            optimizer.step()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("reference", "candidate", "cause", "said"),
+    [
+        ({}, {"smoothing": 0.1}, "formula", "the loss has another formula"),
+        ({"smoothing": 0.2}, {"smoothing": 0.1}, "formula", "the loss has another formula"),
+        ({}, {"clip": 0.05}, "norm", "; their norm is 0.05 in each step of the candidate"),
+        (
+            {"clip": 0.05},
+            {"clip": 0.1},
+            "norm",
+            "0.05 in each step of the reference and 0.1 in each step of the candidate",
+        ),
+        ({"clip": 0.05}, {"clip": 0.05, "kind": "early"}, "norm", "samples count differently in the gradients"),
+        ({"clip": 0.05}, {"clip": 0.05, "kind": "part"}, "norm", "; their norm is 0.05 in each step of the reference"),
+    ],
+)
+def test_losses_and_clipping_by_hand(
+    reference: dict[str, Any], candidate: dict[str, Any], cause: str, said: str, tmp_path: Path
+) -> None:
+    result = check(by_hand(tmp_path / "plain", **reference), by_hand(tmp_path / "wrong", **candidate))
+    assert result.cause is not None
+    assert result.cause.name == cause, result
     assert said in result.cause.evidence
 
 

@@ -63,6 +63,34 @@ def test_a_step_ends_as_the_next_one_begins(script: Write, tmp_path: Path) -> No
     assert result.compared["updates"] == 8
 
 
+LAZY = """
+import torch
+import torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(4), nn.Linear(4, 1))
+inputs, labels = torch.randn(8, 4), torch.randn(8, 1)
+model(inputs)  # gives the layers their shapes
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(inputs[rank::ranks]), labels[rank::ranks]).backward()
+    for each in model.parameters():
+        dist.all_reduce(each.grad)
+        each.grad /= ranks
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_call_that_gives_lazy_modules_their_shapes_is_no_step(script: Write, tmp_path: Path) -> None:
+    result = check(*run_both(script(LAZY), [], tmp_path, ranks=2))
+    assert result.alike, paragraph(result)
+    assert result.compared["updates"] == 12
+
+
 @pytest.mark.slow
 def test_a_script_that_ends_itself_leaves_no_process_group(script: Write, tmp_path: Path) -> None:
     ends = f"""

@@ -9,7 +9,7 @@ import pytest
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.analysis.measured_step import measured_costs
 from pipeflow.core.analysis.simulation import simulate
-from pipeflow.core.cost import CostModel, Link
+from pipeflow.core.cost import CostModel, Link, read_costs
 from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
@@ -102,9 +102,70 @@ def test_measured_costs_count_the_pauses_between_computations_that_waited_for_no
     ):
         rows.append(tuple(Span(Action.parse(text), rank, start, end) for text, (start, end) in times.items()))
     cost = measured_costs(Timeline("by hand", placement, tuple(rows)))
-    assert cost.latency == pytest.approx((1 + 1 + 1.5) / 3)
+    assert [cost.link(*link).latency for link in ((0, 1), (1, 0))] == pytest.approx([1 - 0.5, (1 + 1.5) / 2 - 0.25])
+    assert cost.latency == pytest.approx((0.5 + 1) / 2)
     assert cost.forward == (2 + 0.5, 2 + 0.5)
     assert [cost.duration(Kind.B, stage) for stage in range(2)] == [3 + 0.25, 2.75 + 0.25]
+
+
+def test_a_pause_is_a_part_of_what_other_actions_wait() -> None:
+    """1F3 begins 3 after all is there. The others begin 0.1 after their values were made, so they pause no longer."""
+    times = [[(0.0, 2.0), (2.0, 4.0), (4.0, 6.0), (6.0, 8.0)], [(2.1, 3.9), (4.1, 5.9), (6.1, 9.0), (12.0, 14.0)]]
+    rows = tuple(
+        tuple(Span(Action(Kind.F, rank, number), rank, start, end) for number, (start, end) in enumerate(own))
+        for rank, own in enumerate(times)
+    )
+    cost = measured_costs(Timeline("by hand", Placement.linear(2), rows))
+    assert cost.forward[1] == pytest.approx((1.8 + 1.8 + 2.9 + 2) / 4 + (3 + 0.1 + 0.1 + 0.1) / 4)
+    assert cost.latency == 0
+
+
+def test_late_actions_take_longer_than_others_of_their_kind_and_stage() -> None:
+    """A whole backward takes what its halves take longer."""
+    late = {"1F2": 3.0, "0I1": 1.0, "0W1": 0.5}
+    cost = CostModel((1, 1), (1, 1), (1, 1), late=late)
+    assert [cost.duration(Kind.F, 1, microbatch) for microbatch in range(4)] == [1, 1, 4, 1]
+    assert cost.duration(Kind.F, 1) == 1
+    assert [cost.duration(kind, 0, 1) for kind in (Kind.I, Kind.W, Kind.B)] == [2, 1.5, 3.5]
+    schedule = make_schedule("1f1b", ranks=2, microbatches=4)
+    ran = simulate(schedule, cost)
+    assert {str(span.action): span.end - span.start for span in ran if span.action.microbatch == 1}["0B1"] == 3.5
+    assert ran.makespan == simulate(schedule, CostModel((1, 1), (1, 1), (1, 1))).makespan + 3
+    read = read_costs('{"forward": [1, 1], "backward_input": [1, 1], "backward_weight": [1, 1], "late": {"1F2": 3}}')
+    assert read.late == {"1F2": 3}
+    for wrong, said in (('{"F2": 3}', "'F2' is not an action"), ('{"2F0": 3}', "late has 2F0"), ("3", "be like")):
+        with pytest.raises(UsageError, match=said):
+            read_costs(f'{{"forward": [1], "backward_input": [1], "backward_weight": [1], "late": {wrong}}}')
+
+
+def test_a_late_action_is_measured_apart() -> None:
+    schedule = make_schedule("1f1b", ranks=4, microbatches=8)
+    even = (2.0,) * 4
+    late = dict.fromkeys(("1F3", "2I5", "2W5"), 6.0)
+    step = simulate(schedule, CostModel(even, even, even, latency=0.5, late=late))
+    found = measured_costs(step, late_apart=True)
+    assert found.late == pytest.approx(late)
+    assert found.forward == pytest.approx(even)
+    assert simulate(schedule, found).makespan == pytest.approx(step.makespan)
+    assert measured_costs(step).forward[1] == pytest.approx(2 + 6 / 8)  # part of the mean
+    assert simulate(schedule, measured_costs(step)).makespan < 0.95 * step.makespan
+
+
+def test_links_and_pauses_have_the_times_of_their_own() -> None:
+    """Values of rank 0 arrive while rank 1 computes, and soon after it has ended. Only rank 3 pauses before actions."""
+    schedule = make_schedule("1f1b", ranks=4, microbatches=8)
+    slow = {(0, 1): Link(5.0)}
+    even, pausing = (2.0,) * 4, (2.0, 2.0, 2.0, 3.0)
+    step = simulate(schedule, CostModel(pausing, even, even, latency=0.25, links=slow))
+    rows = [
+        *step.rows[:3],
+        tuple(replace(each, start=each.start + (each.action.kind is Kind.F)) for each in step.rows[3]),
+    ]
+    found = measured_costs(replace(step, rows=tuple(rows)))
+    assert found.forward == pytest.approx(pausing)
+    assert found.link(0, 1).latency == pytest.approx(5)
+    assert found.link(1, 2).latency == found.link(2, 3).latency == pytest.approx(0.25)
+    assert simulate(schedule, found).makespan == pytest.approx(step.makespan)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "dualpipe-v", "hanayo"])

@@ -38,6 +38,7 @@ class Machine:
         jitter: by how much actions differ, as a share of their time.
         slow: per stage, the factor of its times.
         microbatches: per microbatch, the factor of its times.
+        actions: per action, the factor of its time.
         links: per (from, to), the time of a transfer; 0.05 by default.
         late: per rank, the share of its actions that take twice as long.
         stalls: per rank, the share of its actions before which it stands still for twice a forward.
@@ -47,6 +48,7 @@ class Machine:
     jitter: float = 0.03
     slow: Mapping[int, float] = field(default_factory=dict)
     microbatches: Mapping[int, float] = field(default_factory=dict)
+    actions: Mapping[str, float] = field(default_factory=dict)
     links: Mapping[tuple[int, int], float] = field(default_factory=dict)
     late: Mapping[int, float] = field(default_factory=dict)
     stalls: Mapping[int, float] = field(default_factory=dict)
@@ -70,7 +72,7 @@ def ran(schedule: Schedule, machine: Machine | None = None) -> Timeline:
             start += 2e-3 * TIMES[Kind.F] / placement.chunks_per_rank
         for action in turn.actions:
             time = TIMES[action.kind] / placement.chunks_per_rank * machine.slow.get(action.stage, 1.0)
-            time *= machine.microbatches.get(action.microbatch, 1.0)
+            time *= machine.microbatches.get(action.microbatch, 1.0) * machine.actions.get(str(action), 1.0)
             time *= 1 + machine.jitter * chance.uniform(-1, 1)
             time *= 2 if chance.random() < machine.late.get(rank, 0.0) else 1
             partner = next((each for each in turn.actions if each != action), None)

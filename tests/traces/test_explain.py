@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -311,11 +312,42 @@ def test_a_rank_all_of_whose_stages_are_slow_is_one_finding(name: str, tmp_path:
     assert found.text.endswith("times as long as the median rank, on all of its stages")
 
 
-def test_a_microbatch_that_is_slow_everywhere_is_one_finding(tmp_path: Path) -> None:
+NAMED_OR_NOT = pytest.mark.parametrize("name", [of_torch, None], ids=["with names", "without names"])
+
+
+@NAMED_OR_NOT
+def test_a_microbatch_that_is_slow_everywhere_is_one_finding(
+    name: Callable[[Action, str], str] | None, tmp_path: Path
+) -> None:
     timeline = ran(make_schedule("1f1b", ranks=4, microbatches=8), Machine(microbatches={3: 3.0}))
-    [found] = explain([record(tmp_path / "traces", timeline)]).findings
+    explained = explain([record(tmp_path / "traces", timeline, name=name)])
+    [found] = explained.findings
     assert (found.kind, found.where) == ("slow microbatch", 3)
     assert found.text.endswith("times as long as others, on 4 ranks")
+    assert explained.replay is not None
+    assert explained.replay.makespan == pytest.approx(timeline.makespan, rel=0.03)
+
+
+@NAMED_OR_NOT
+def test_a_single_slow_action_is_no_slow_rank(name: Callable[[Action, str], str] | None, tmp_path: Path) -> None:
+    schedule = make_schedule("1f1b", ranks=4, microbatches=8)
+    timeline = ran(schedule, Machine(actions={"1F5": 6.0, "1B5": 6.0}))
+    explained = explain([record(tmp_path / "traces", timeline, name=name)])
+    [found] = explained.findings
+    assert (found.kind, found.where) == ("slow action", 1)
+    assert re.fullmatch(r"1F5 and 1B5 on rank 1 take [56]\.\d+ times as long as for other microbatches", found.text)
+    assert explained.replay is not None
+    assert explained.replay.makespan == pytest.approx(timeline.makespan, rel=0.03)
+    [alone] = explain([record(tmp_path / "one", ran(schedule, Machine(actions={"1F5": 9.0})), name=name)]).findings
+    assert alone.text.startswith("1F5 on rank 1 takes ")
+
+
+def test_a_slow_link_shows_without_names(tmp_path: Path) -> None:
+    timeline = ran(make_schedule("1f1b", ranks=4, microbatches=8), Machine(links={(0, 1): 2.0}))
+    explained = explain([record(tmp_path / "traces", timeline, name=None)])
+    assert (explained.findings[0].kind, explained.findings[0].where) == ("slow link", (0, 1))
+    assert explained.replay is not None
+    assert explained.replay.makespan == pytest.approx(timeline.makespan, rel=0.03)
 
 
 def test_what_all_ranks_lose_is_no_fault_of_one(tmp_path: Path) -> None:

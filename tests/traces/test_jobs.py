@@ -420,3 +420,65 @@ def test_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for option in ("--csv", "--best", "--html", "--svg"):
         why = f"{option} is not read for a job without a pipeline, which has no schedule: leave it out"
         assert why in error(capsys, "explain", tmp_path, option, tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("void deep_ep::intranode::dispatch<8, 768, 8192>(int4*, float*)", "all-to-all"),
+        ("void dpsk::ep::internode::combine<false, 8, __nv_bfloat16>(int4*, float*)", "all-to-all"),
+        ("void deep_ep::internode_ll::dispatch<true, 10>(void*)", "all-to-all"),
+        ("nvshmemi_alltoall_kernel", "all-to-all"),
+        ("rocshmem_barrier", "other"),
+        ("void deep_ep::layout::get_dispatch_layout<256>(long const*)", None),
+        ("void pack<deep_ep::internode::SourceMeta>(int4*)", None),
+        ("void moe::combine<float>(float*)", None),
+    ],
+)
+def test_kernels_that_exchange_tokens_of_experts_do_not_compute(name: str, kind: str | None, tmp_path: Path) -> None:
+    found = explained(tmp_path, [*kernel("gemm", 0, 5, -1), event("kernel", name, 5, 8)]).ranks[0]
+    assert [each.kind for each in found.communications] == ([] if kind is None else [kind])
+    assert found.part("computes") == pytest.approx(5e-3 if kind else 8e-3)
+
+
+def ring(begin: float, *, receives_first: bool = False) -> list[Raw]:
+    """A step of ring attention: its parts are passed on within the forward, and within a node of the backward."""
+
+    def operator(number: int, start: float, end: float) -> Raw:
+        return event("cpu_op", "aten::mm", start, end, **{"Sequence number": number, "Fwd thread id": 0})
+
+    def node(number: int, start: float, end: float) -> Raw:
+        name = "autograd::engine::evaluate_function: RingBackward"
+        return event("cpu_op", name, start, end, **{"Sequence number": number, "Fwd thread id": 1})
+
+    def passed(start: float) -> list[Raw]:
+        both = (("c10d::send", "gloo:send"), ("c10d::recv_", "gloo:recv"))
+        return [
+            event(category, name, start + place / 2, start + place / 2 + 1.5)
+            for place, names in enumerate(both)
+            for category, name in zip(("cpu_op", "user_annotation"), names, strict=True)
+        ]
+
+    events = [
+        *(event("cpu_op", "c10d::recv_", 1, 1.1) for _ in range(receives_first)),
+        operator(1, 2, 5),
+        *passed(5),
+        operator(2, 7, 9),
+        node(2, 10, 14),
+        *passed(12),
+        node(1, 14, 18),
+        event("cpu_op", "c10d::allreduce_", 19, 20),
+        event("user_annotation", "gloo:all_reduce", 19, 20),
+    ]
+    moved = [each | {"ts": each["ts"] + 1e3 * begin} for each in events]
+    return [note("ProfilerStep#1", begin, begin + 25), *moved]
+
+
+def test_sends_of_ring_attention_are_no_pipeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = explained(tmp_path, ring(0), ring(0.3))
+    assert {each.kind for each in found.ranks[0].communications} == {"send/receive", "all-reduce"}
+    shown = " ".join(out(capsys, "explain", tmp_path).split())
+    assert "no pipeline shows: 2 ranks, all of whose sends are parts of their forwards and backwards" in shown
+    assert "sends and receives that no computation hides" in shown
+    with pytest.raises(UsageError, match="fits no pipeline"):  # rank 1 waits for a value before its first forward
+        explain([written(tmp_path, ring(0), ring(0.3, receives_first=True))])

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeflow.core.action import Kind
+from pipeflow.core.action import Action, Kind
 from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.tools.traces import readings
+from pipeflow.tools.traces.action_names import Named, RecordedAction
 from pipeflow.tools.traces.explanation import Explanation
 from pipeflow.tools.traces.steps import Step
 from tests.traces.recording import Machine, explain, ran, record
@@ -211,9 +215,9 @@ def earlier(rank: int, events: Events) -> Events:
 
 
 def pausing(_: int, events: Events) -> Events:
-    """All ranks stand still in the middle of the first step."""
-    starts = sorted(each["ts"] for each in events)
-    return [each | {"ts": each["ts"] + 5e4 * (each["ts"] > starts[len(starts) // 4])} for each in events]
+    """All ranks stand still for 20 ms before their fourth action."""
+    operators = sorted(each["ts"] for each in events if each["name"].startswith(("aten", "autograd")))
+    return [each | {"ts": each["ts"] + 2e4 * (each["ts"] >= operators[6])} for each in events]
 
 
 @pytest.mark.parametrize(
@@ -302,6 +306,41 @@ def test_a_noisy_step_is_left_out_if_others_replay(tmp_path: Path) -> None:
     assert found.notes == ("steps are left out that take much more or less time than their replay: 1",)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_backwards_of_a_named_schedule_may_have_another_order(ranks: int, tmp_path: Path) -> None:
+    """torch runs looped BFS with the backwards of each stage last first."""
+    named = make_schedule("looped-bfs", ranks=ranks, microbatches=6)
+    rows = []
+    for rank in range(ranks):
+        forwards = [action for action in named.actions(rank) if action.kind is Kind.F]
+        rows.append((*forwards, *(replace(action, kind=Kind.B) for action in reversed(forwards))))
+    schedule = replace(named, rows=tuple(rows))
+    found = explain([recorded(tmp_path / "traces", schedule)])
+    assert rows_of(found) == tuple(schedule.to_csv().splitlines())
+    assert found.schedule.placement == schedule.placement
+    assert found.nearest is not None
+    assert found.nearest.name == "looped-bfs"
+
+
+def test_values_are_sent_after_they_are_made_and_received_before_their_use() -> None:
+    """Of rank 0 with stages 0 and 2 of 4: 0F0 sends, 2F0 receives and sends."""
+    actions = [Action(Kind.F, 0, 0), Action(Kind.F, 2, 0)]
+    part = [
+        RecordedAction(each.kind, Named(each.kind, each.stage, each.microbatch), 2.0 * place, 2.0 * place + 1)
+        for place, each in enumerate(actions)
+    ]
+    placement = Placement.looped(2, 2)
+
+    def in_time(sends: list[float], receives: list[float], *, is_after: bool = True) -> bool:
+        return readings._in_time(readings._Messages(0, sends, receives, is_after), part, placement)
+
+    assert in_time([1.0, 3.0], [1.5])
+    assert not in_time([1.0, 3.0], [2.5])
+    assert not in_time([0.5, 3.0], [1.5])
+    assert in_time([0.5, 2.5], [1.5], is_after=False)
+    assert in_time([1.0, 1.1, 3.0], [1.5])  # nothing says how many tensors pass with each action
+
+
 def test_steps_in_another_order_than_most_are_left_out(tmp_path: Path) -> None:
     orders = [make_schedule(name, ranks=2, microbatches=4) for name in ("gpipe", "1f1b", "gpipe")]
     timelines = [ran(order, Machine(seed=seed)) for seed, order in enumerate(orders)]
@@ -310,21 +349,63 @@ def test_steps_in_another_order_than_most_are_left_out(tmp_path: Path) -> None:
     assert found.notes == ("steps are left out in which a rank has other actions or another order: 1",)
 
 
-def test_a_late_action_is_told_where_the_replay_contradicts(tmp_path: Path) -> None:
+def test_a_long_pause_is_told_where_the_replay_contradicts(tmp_path: Path) -> None:
+    """With names, the step is told, and no other order."""
     schedule = make_schedule("1f1b", ranks=3, microbatches=8)
-    with pytest.raises(
-        UsageError, match=r"differs from it by .\d+%, and \d[FB]\d on rank \d took [\d.]+ times as long"
-    ):
+    said = (
+        r"its replay differs from it by .\d+%, and rank . stood still for 20 ms before .F. although nothing was missing"
+    )
+    with pytest.raises(UsageError, match=said):
         explain([rewrite(recorded(tmp_path / "traces", schedule, steps=1), pausing)])
+    found = explain([rewrite(record(tmp_path / "named", ran(schedule)), pausing)])
+    assert (found.replanned, found.gains, found.recut) == (None, (), ())
+    [note] = found.notes
+    assert re.fullmatch(f"no other order is shown for this step: {said}", note)
+
+
+def test_what_the_host_does_in_its_pauses_is_told(tmp_path: Path) -> None:
+    schedule = make_schedule("1f1b", ranks=2, microbatches=8)
+
+    def stalled(name: str, category: str = "user_annotation") -> Callable[[int, Events], Events]:
+        def change(rank: int, events: Events) -> Events:
+            if rank != 1:
+                return events
+            at = sorted(each["ts"] for each in events if each["name"].startswith("PP"))[-1] - 1e-3
+            later = [each | {"ts": each["ts"] + 5e3 * (each["ts"] >= at)} for each in events]
+            done = {
+                "ph": "X",
+                "cat": category,
+                "name": name,
+                "pid": 1,
+                "tid": 1,
+                "ts": at + 200,
+                "dur": 4700,
+                "args": {},
+            }
+            return [*later, *([done] if name else [])]
+
+        return change
+
+    for number, (name, category, said) in enumerate(
+        [
+            ("save checkpoint", "user_annotation", "save checkpoint takes 9"),
+            ("aten::linalg_svd", "cpu_op", "aten::linalg_svd takes 9"),
+            ("", "", "no operator runs then, and nothing names what the host does, such as garbage collection"),
+        ]
+    ):
+        folder = rewrite(record(tmp_path / str(number), ran(schedule)), stalled(name, category))
+        [found, *_] = explain([folder]).findings
+        assert (found.kind, found.where) == ("host stall", 1)
+        assert said in found.text
 
 
 def test_hundreds_of_replicas_are_told_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Readings that begin against the clock of one machine are not compared with named schedules."""
     tried, fitting = list[int](), readings._fitting
 
-    def counted(step: Step) -> Iterator[Schedule | None]:
+    def counted(step: Step, *, messages: bool) -> Iterator[Schedule | None]:
         tried.append(len(step))
-        return fitting(step)
+        return fitting(step, messages=messages)
 
     monkeypatch.setattr(readings, "_fitting", counted)
     schedule = make_schedule("1f1b", ranks=2, microbatches=4)

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
+from statistics import median
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind
@@ -29,6 +30,10 @@ IDLE = {  # of a rank, before an action whose cause is one of SENTENCES, or else
 }
 
 LATE = 2.0  # times the usual transfer: a value has arrived by then
+LATE_ACTION = 1.5  # times the usual time of the action's kind and stage
+FEW = 3  # waits for the values of a link: fewer do not show how long they take
+STEADY = 1.1  # times the shortest delay: values that take as long were waited for
+SHORTEST = 1e-3  # shares of the step: shorter pauses are part of the engine's own work
 Link = tuple[int, int]  # from rank, to rank
 
 
@@ -63,7 +68,7 @@ def causes(timeline: Timeline) -> tuple[tuple[Cause, ...], ...]:
     The time of a transfer is not known from a timeline. So an input made before the rank was free counts as the
     cause only if the rank was idle for more than a twentieth of the span. If ranks also pause where nothing can be
     missing, the timeline was measured, and such a pause may be work of the engine. Then the input counts only if it
-    usually arrives after the rank was free, as `transfer_times` says.
+    usually arrives after the rank was free.
     """
     run = _RunIndex(timeline)
     return tuple(tuple(run.cause(span) for span in row) for row in timeline.rows)
@@ -98,15 +103,48 @@ def hand_overs(timeline: Timeline) -> Iterator[tuple[Span, Span]]:
         yield from ((maker, span) for maker, _ in run.inputs(span.action, span.rank) if maker.rank != span.rank)
 
 
-def waits(timeline: Timeline) -> list[float]:
-    """Every wait of an idle rank for a value from another rank: the time from when the value was made to when the
-    action that needs it started. It is the time of a transfer as the timeline shows it.
+class Arrival(NamedTuple):
+    """A value of another rank, and the action before which it came last.
+
+    Attributes:
+        span, maker, value: the action, the one that made the value, and the value.
+        pause: the time for which the rank stood still before the action.
     """
-    return [span.start - maker.end for maker, span in _RunIndex(timeline).awaited()]
+
+    span: Span
+    maker: Span
+    value: Value
+    pause: float
+
+    @property
+    def delay(self) -> float:
+        """The time from when the value was made until the action began."""
+        return self.span.start - self.maker.end
+
+    @property
+    def link(self) -> Link:
+        """The ranks that the value passed between."""
+        return self.maker.rank, self.span.rank
+
+
+def arrivals(timeline: Timeline) -> list[Arrival]:
+    """The values of other ranks before which computations cannot begin."""
+    return _RunIndex(timeline).arrivals
+
+
+def awaited(timeline: Timeline) -> dict[Link, list[Arrival]]:
+    """Per link, the arrivals that held up their ranks: of values that were made when the rank was idle, or of others if
+    longer pauses end with the shortest delay of all values of the link. The delay is the time of a transfer as the
+    timeline shows it. Links are left out that show too few.
+    """
+    return {link: found.every for link, found in _RunIndex(timeline).links.items() if found.is_known}
 
 
 def transfer_times(timeline: Timeline) -> Mapping[Link, float]:
-    """Per pair of ranks (from, to), the time that a value usually takes: the lower quartile of the `waits` for it."""
+    """Per pair of ranks (from, to), the time that a value usually takes: the lower quartile of the delays of values
+    that were made when the rank was idle, without its usual pause. If these are few, the shortest delay of those that
+    are `awaited`; if there are none, the median of other links.
+    """
     return _RunIndex(timeline).transfers
 
 
@@ -115,22 +153,70 @@ def lower_quartile(times: Sequence[float]) -> float:
     return sorted(times)[len(times) // 4]
 
 
-def pauses(timeline: Timeline, latency: float) -> dict[Kind, list[float]]:
-    """Per kind of computation, the pauses before it on the same rank in which all its inputs had arrived. An input has
-    arrived if its own rank made it, or another rank at least a `latency` before.
+def pauses(timeline: Timeline, latency: Callable[[Link], float]) -> Iterator[tuple[Span, float]]:
+    """The computations whose inputs had all arrived when their rank had ended the one before, with the time from then
+    until they began. An input has arrived if its own rank made it, or another rank at least a `latency` of their link
+    before.
     """
     run = _RunIndex(timeline)
-    found: dict[Kind, list[float]] = defaultdict(list)
     for row in run.streams[Stream.COMPUTE]:
         for previous, span in pairwise(row):
             sent = run.sent(span)
-            if previous.partner is None and (sent is None or sent[0].end + latency <= previous.end):
-                found[span.action.kind].append(span.start - previous.end)
-    return found
+            if previous.partner is None and (
+                sent is None or sent[0].end + latency((sent[0].rank, span.rank)) <= previous.end
+            ):
+                yield span, span.start - previous.end
+
+
+class Usual:
+    """The usual times of the actions of a timeline: by kind and stage, the lower quartile, which late ones do not move.
+
+    Attributes:
+        times: these times.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        found: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+        for row in timeline.on(Stream.COMPUTE):
+            for span in row:
+                found[span.action.kind, span.action.stage].append(span.end - span.start)
+        self.times = {key: lower_quartile(times) for key, times in found.items()}
+
+    def late(self, span: Span) -> float:
+        """By how much a computation took longer than is usual for its kind and stage; 0 if that is little."""
+        usual = self.times[span.action.kind, span.action.stage]
+        extra = span.end - span.start - usual
+        return extra if extra > (LATE_ACTION - 1) * usual else 0.0
 
 
 NOTHING = AtStage((), ())  # for actions of stages that do not exist
 Sent = tuple[Span, Value]
+
+
+class _OfLink(NamedTuple):
+    """What a timeline shows of a link.
+
+    Attributes:
+        every: the arrivals that held up their rank.
+        usual: the time that a value usually takes.
+        is_known: whether it shows these at all.
+    """
+
+    every: list[Arrival]
+    usual: float
+    is_known: bool
+
+    @classmethod
+    def of(cls, own: Sequence[Arrival], pause: float, least: float) -> _OfLink:
+        """That of a link with these arrivals, to a rank with this usual pause. Longer pauses are at least a time longer
+        than that.
+        """
+        shortest = min(each.delay for each in own)
+        idle = [each for each in own if each.delay < each.pause]
+        steady = [each for each in own if each.pause > pause + least and each.delay <= STEADY * shortest]
+        is_known = len(idle) >= FEW or len(steady) >= FEW or any(each.delay < each.pause for each in steady)
+        usual = lower_quartile([each.delay for each in idle]) if len(idle) >= FEW else shortest
+        return cls(list(dict.fromkeys([*idle, *steady])), max(usual - pause, 0.0), is_known)
 
 
 class _RunIndex:
@@ -138,6 +224,7 @@ class _RunIndex:
 
     def __init__(self, timeline: Timeline) -> None:
         require_timeline(timeline)
+        self.makespan = timeline.makespan
         self.streams = {stream: timeline.on(stream) for stream in (Stream.COMPUTE, *timeline.streams)}
         self._flows = flows(timeline.placement.num_stages)
         self._places: dict[Key, tuple[Row, int]] = {}
@@ -183,20 +270,31 @@ class _RunIndex:
                         maker = following if following.action == maker.partner else maker
                     yield maker, value
 
-    def awaited(self) -> Iterator[tuple[Span, Span]]:
-        """The computations that a value of another rank held up, each after the span that made the value."""
+    @cached_property
+    def arrivals(self) -> list[Arrival]:
+        found = list[Arrival]()
         for row in self.streams[Stream.COMPUTE]:
             for previous, span in zip((None, *row), row, strict=False):
                 free, sent = 0.0 if previous is None else previous.end, self.sent(span)
-                if sent is not None and sent[0].rank != span.rank and sent[0].end > free:
-                    yield sent[0], span
+                if sent is not None and sent[0].rank != span.rank:
+                    found.append(Arrival(span, *sent, span.start - free))
+        return found
+
+    @cached_property
+    def links(self) -> Mapping[Link, _OfLink]:
+        """What each link shows."""
+        by_link: dict[Link, list[Arrival]] = defaultdict(list)
+        for each in self.arrivals:
+            by_link[each.link].append(each)
+        gaps = [[b.start - a.end for a, b in pairwise(row)] for row in self.streams[Stream.COMPUTE]]
+        usual, least = [lower_quartile(own or [0.0]) for own in gaps], SHORTEST * self.makespan
+        return {link: _OfLink.of(own, usual[link[1]], least) for link, own in by_link.items()}
 
     @cached_property
     def transfers(self) -> Mapping[Link, float]:
-        found: dict[Link, list[float]] = defaultdict(list)
-        for maker, span in self.awaited():
-            found[maker.rank, span.rank].append(span.start - maker.end)
-        return {link: lower_quartile(times) for link, times in found.items()}
+        known = [each.usual for each in self.links.values() if each.is_known]
+        middle = median(known) if known else 0.0
+        return {link: each.usual if each.is_known else middle for link, each in self.links.items()}
 
     @cached_property
     def _is_measured(self) -> bool:
@@ -207,11 +305,20 @@ class _RunIndex:
             for previous, span in pairwise(row)
         )
 
+    @cached_property
+    def _waits(self) -> Mapping[Link, float]:
+        """Per link, the lower quartile of the waits of idle ranks for its values."""
+        found: dict[Link, list[float]] = defaultdict(list)
+        for each in self.arrivals:
+            if each.delay < each.pause:
+                found[each.link].append(each.delay)
+        return {link: lower_quartile(delays) for link, delays in found.items()}
+
     def _had_arrived(self, maker: Span, previous: Span, span: Span) -> bool:
         """Whether what `maker` made was there when `previous` ended, as far as can be known."""
         if not self._is_measured:
             return False  # nothing but the transfer can have taken the time
-        return maker.end + LATE * self.transfers.get((maker.rank, span.rank), 0.0) <= previous.end
+        return maker.end + LATE * self._waits.get((maker.rank, span.rank), 0.0) <= previous.end
 
     def _needs(self, action: Action, rank: int) -> Iterator[Value]:
         for end in self._flows.get((action.kind, action.stage), NOTHING).needs:

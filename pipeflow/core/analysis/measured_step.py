@@ -4,12 +4,13 @@ and checks of the schedule.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
-from statistics import fmean
+from statistics import fmean, median
 
 from pipeflow.core.action import Action, Entry, Kind, Pair
-from pipeflow.core.analysis.idle_time import pauses, waits
-from pipeflow.core.cost import CostModel, costs_of
+from pipeflow.core.analysis.idle_time import Usual, awaited, pauses
+from pipeflow.core.cost import CostModel, Link, costs_of
 from pipeflow.core.dataflow import DATAFLOW, Stream, Value, makes, needs
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
@@ -54,32 +55,56 @@ COPIED = (Kind.O, Kind.L)
 """The kinds of action whose time is that of a copy between a device and its host."""
 
 
-def measured_costs(timeline: Timeline) -> CostModel:
+def measured_costs(timeline: Timeline, *, late_apart: bool = False) -> CostModel:
     """The costs that a timeline shows. The time of an action is the mean over the actions of its kind and stage. It
     includes the time before an action in which the rank has all inputs, since the engine itself works then. The latency
-    is the mean time that an idle rank waited for a value after it was made. The time of a whole backward is divided
-    between its halves in the proportion of the backwards that ran in halves, or equally if there are none. When several
-    ranks reduce a stage together, the last one to start waits least, so its time is the cost of the reduction.
+    of a link is the median time from when a value was made until the action began that waited for it, without what the
+    engine worked then. The time of a whole backward is divided between its halves in the proportion of the backwards
+    that ran in halves, or equally if there are none. When several ranks reduce a stage together, the last one to start
+    waits least, so its time is the cost of the reduction.
+
+    Args:
+        timeline: the timeline.
+        late_apart: whether actions that took much longer than is usual for their kind and stage are no part of the
+            means, but `CostModel.late`.
     """
     require_timeline(timeline)
-    times: dict[tuple[Kind, int], list[float]] = {}
+    late, times = dict[Action, float](), dict[tuple[Kind, int], list[float]]()
+    known = Usual(timeline)
     for span in timeline:
-        times.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)
+        if late_apart and span.stream is Stream.COMPUTE and known.late(span):
+            late[span.action] = span.end - span.start
+        else:
+            times.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)
 
-    latency = max(fmean(waits(timeline) or [0.0]), 0.0)  # clocks of ranks differ a little
-    between = {kind: fmean(gaps) for kind, gaps in pauses(timeline, latency).items()}
+    engine = _Engine(timeline)
 
     def mean(kind: Kind, stage: int) -> float:
         found = times.get((kind, stage))
-        return fmean(found) + between.get(kind, 0.0) if found else 0.0
+        return fmean(found) + engine.pause(kind, stage) if found else 0.0
+
+    def first_part(stage: int) -> float:
+        """The part of a backward that is its first half."""
+        first, second = mean(Kind.I, stage), mean(Kind.W, stage)
+        return first / (first + second) if first + second else 0.5
 
     def halves(stage: int) -> tuple[float, float]:
         """The times of the two halves of the mean backward on `stage`."""
         whole, apart = len(times.get((Kind.B, stage), ())), len(times.get((Kind.I, stage), ()))
-        first, second = mean(Kind.I, stage), mean(Kind.W, stage)
-        both = (whole * mean(Kind.B, stage) + apart * (first + second)) / max(whole + apart, 1)
-        part = first / (first + second) if first + second else 0.5
+        both = whole * mean(Kind.B, stage) + apart * (mean(Kind.I, stage) + mean(Kind.W, stage))
+        both, part = both / max(whole + apart, 1), first_part(stage)
         return both * part, both * (1 - part)
+
+    def extras() -> Iterator[tuple[str, float]]:
+        """The late actions; of a whole backward, its halves."""
+        for action, time in late.items():
+            kind, stage, microbatch = action.kind, action.stage, action.microbatch
+            extra = time - fmean(times[kind, stage])
+            if kind is Kind.B:
+                yield f"{stage}I{microbatch}", extra * first_part(stage)
+                yield f"{stage}W{microbatch}", extra * (1 - first_part(stage))
+            else:
+                yield str(action), extra
 
     def copy(stage: int) -> float:
         """The mean time of the copies of a stage; of all stages if it has none."""
@@ -97,4 +122,41 @@ def measured_costs(timeline: Timeline) -> CostModel:
         found[Kind.C] = tuple(mean(Kind.C, stage) or mean(Kind.F, stage) for stage in stages)
     if kinds & {*COPIED}:
         found[Kind.O] = tuple(map(copy, stages))
-    return costs_of(found, latency=latency, unit=timeline.unit)
+    usual, links = engine.latencies()
+    return costs_of(found, latency=usual, links=links, late=dict(extras()), unit=timeline.unit)
+
+
+class _Engine:
+    """What a timeline shows of the work of the engine and of transfers."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._awaited = awaited(timeline)
+        delays = {link: median(each.delay for each in found) for link, found in self._awaited.items()}
+        usual = fmean(delays.values()) if delays else 0.0
+        self._pauses: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+        self._of_kind: dict[Kind, list[float]] = defaultdict(list)
+        for span, pause in pauses(timeline, lambda link: delays.get(link, usual)):
+            self._pauses[span.action.kind, span.action.stage].append(pause)
+            self._of_kind[span.action.kind].append(pause)
+        self._delays: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+        for each in (arrival for own in self._awaited.values() for arrival in own):
+            self._delays[each.span.action.kind, each.span.action.stage].append(max(each.delay, 0.0))
+
+    def pause(self, kind: Kind, stage: int) -> float:
+        """The mean pause before an action that has all its inputs. Where it waits for one, the pause is a part of the
+        delay: if delays are shorter, they count as pauses, too.
+        """
+        found = self._pauses.get((kind, stage)) or self._of_kind.get(kind) or [0.0]
+        delays = self._delays.get((kind, stage))
+        return fmean([*found, *delays]) if delays and fmean(delays) < fmean(found) else fmean(found)
+
+    def latencies(self) -> tuple[float, dict[tuple[int, int], Link]]:
+        """The mean latency, and the links of another one."""
+        found = {
+            link: max(
+                median(each.delay - self.pause(each.span.action.kind, each.span.action.stage) for each in own), 0.0
+            )
+            for link, own in self._awaited.items()
+        }  # clocks of ranks differ a little, so delays may be negative
+        usual = fmean(found.values()) if found else 0.0
+        return usual, {link: Link(time) for link, time in found.items() if time != usual}

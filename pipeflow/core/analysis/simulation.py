@@ -241,31 +241,32 @@ def unlimited(
     there: list[float],
     durations: Durations,
     overlap: float,
-    varied: Sequence[Durations] = (),
+    varied: Mapping[int, Durations] = {},
     *,
     joint: bool = True,
     begin: float = 0.0,
 ) -> Iterator[Ran]:
     """The clock of ranks that compute as fast as the costs say: from `begin` on, a turn runs as soon as its values have
     arrived and its stream is free. `turns` come in an order in which their values are made. Joint actions run at the
-    same time on all ranks that have them, unless `joint` is false. `varied` has the durations of each microbatch, if
-    microbatches differ.
+    same time on all ranks that have them, unless `joint` is false. `varied` has the durations of each microbatch that
+    differs from others.
     """
     free: defaultdict[int, float] = defaultdict(lambda: begin)
     beside: defaultdict[tuple[int, Stream], float] = defaultdict(float)  # when each other stream is free
     reached: defaultdict[tuple[Kind, int], list[tuple[float, Turn]]] = defaultdict(list)
+    usual = durations
     for turn in turns:
         rank, actions, needs, _ = turn
         action, start = actions[0], free[rank]
         kind = action.kind
         if varied:
-            durations = varied[action.microbatch]  # joint actions have the same time in all of them
+            durations = varied.get(action.microbatch, usual)  # joint actions have the same time in all of them
         for value in needs:
             if there[value] > start:
                 start = there[value]
         if len(actions) > 1:
             other = actions[1]
-            its = varied[other.microbatch] if varied else durations
+            its = varied.get(other.microbatch, usual)
             whole, first = paired(durations[kind][action.stage], its[other.kind][other.stage], overlap)
             end = free[rank] = start + whole
             yield turn, start, end, start + first

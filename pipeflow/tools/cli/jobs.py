@@ -50,7 +50,10 @@ def job_lines(found: Job, unit: Unit) -> Iterator[Any]:
     yield from wrapped(f"A step takes {unit.text(found.seconds)}; {stands_out(most and most.text)}.")
     many = len(found.ranks)
     who = "1 rank, which sends to no" if many == 1 else f"{many} ranks, none of which sends to a"
-    yield f"no pipeline shows: {who} single other one"
+    who += " single other one"
+    if any(one.kind == "send/receive" for each in found.ranks for one in each.communications):
+        who = f"{many} ranks, all of whose sends are parts of their forwards and backwards"
+    yield from wrapped(f"no pipeline shows: {who}")
     steps = sorted(found.step_seconds)
     several = f", the median of {len(steps)}, from {unit.text(steps[0])} to {unit.text(steps[-1])}" * (len(steps) > 1)
     yield from wrapped(f"{FROM[found.by]}: {unit.text(found.seconds)}{several}")

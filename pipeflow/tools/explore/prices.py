@@ -109,7 +109,7 @@ class LinkPrices:
         if self.read is not None:
             costs = _measured_costs(self.read)  # divided by depth for another number of stages
             times = {kind: spread(each, stages) for kind, each in costs.given.items()}
-            return costs_of(times, latency=costs.latency, unit=costs.unit)
+            return costs_of(times, latency=costs.latency, links=costs.links, unit=costs.unit)
         model = (self.modelled.cost_model if self.modelled else self._by_hand)(placement)
         if not self.factors:
             return model

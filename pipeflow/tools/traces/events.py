@@ -4,6 +4,7 @@ have something else. Must not contain: formats of files, and what events mean.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,9 +39,14 @@ def objects(holder: object, key: str) -> list[dict[str, Any]]:
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
 
+EXCHANGES = re.compile(r"(?:void )?(?:[nr]ccl|[\w:]*(?:nvshmem|rocshmem|\b(?:intra|inter)node(?:_ll)?::))")
+
+
 def is_exchange(name: str) -> bool:
-    """Whether a kernel of this name exchanges tensors between ranks: those of NCCL and RCCL."""
-    return name.startswith(("nccl", "rccl"))
+    """Whether a kernel of this name exchanges tensors between ranks: those of NCCL, RCCL, NVSHMEM, rocSHMEM and DeepEP,
+    which are in namespaces "intranode", "internode" and "internode_ll".
+    """
+    return EXCHANGES.match(name) is not None
 
 
 class Event(NamedTuple):

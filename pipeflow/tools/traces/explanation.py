@@ -25,8 +25,8 @@ from pipeflow.tools.traces.action_names import Names
 from pipeflow.tools.traces.events import RankEvents
 from pipeflow.tools.traces.files import Paths, read, trace_files
 from pipeflow.tools.traces.jobs import OUTLIER, Job, job_of
-from pipeflow.tools.traces.readings import is_alike, median_step, replay
-from pipeflow.tools.traces.rebuild import HOW_TO, NoPipelineError, Outside, Rebuilt, rebuilt
+from pipeflow.tools.traces.readings import is_alike, median_step, replay, unlike
+from pipeflow.tools.traces.rebuild import HOW_TO, Hosts, NoPipelineError, Outside, Rebuilt, rebuilt
 from pipeflow.tools.traces.trace_findings import Finding, Idle, idle_times, what_stands_out
 
 ORDERS = 2_000_000  # actions in all orders that the search tries
@@ -162,10 +162,14 @@ def recorded_steps(files: Sequence[Timeline | Sequence[RankEvents]], names: str 
 
 
 def _explained(
-    steps: Sequence[Timeline], notes: Sequence[str], around: Sequence[Sequence[Outside]] = ()
+    steps: Sequence[Timeline],
+    notes: Sequence[str],
+    around: Sequence[Sequence[Outside]] = (),
+    hosts: Sequence[Hosts] = (),
 ) -> Explanation:
     median = median_step(steps)
-    outside = around[steps.index(median)] if around else ()
+    place = steps.index(median)
+    outside = around[place] if around else ()
     schedule = executed_schedule(median)
     known = recognised(schedule)
     nearest = None if known else _nearest(schedule)
@@ -179,6 +183,8 @@ def _explained(
     if played is not None and is_alike(played, median):
         many = sum(map(len, timeline.rows))
         found = replan(timeline, candidates=max(10, min(1000, ORDERS // many)))
+    elif played is not None:
+        notes = [*notes, f"no other order is shown for this step: {unlike(played, median)}"]
     idle = idle_times(timeline)
     return Explanation(
         timeline,
@@ -192,7 +198,7 @@ def _explained(
         () if found is None else tuple(_recut(found)),
         tuple(idle),
         tuple(outside),
-        tuple(what_stands_out(timeline, idle, outside)),
+        tuple(what_stands_out(timeline, idle, outside, hosts[place] if hosts else None)),
         tuple(notes),
     )
 

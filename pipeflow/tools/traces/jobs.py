@@ -33,6 +33,7 @@ SAID = {  # what costs time, and what can be done, by its kind and what was reco
     "all-reduce": f"all-reduce {HIDDEN}; of gradients, smaller buckets start earlier, and accumulation makes it rarer",
     "all-to-all": f"all-to-all {HIDDEN}; compute on another part of the batch meanwhile, or exchange less",
     "broadcast": f"broadcast {HIDDEN}; what the others wait for the rank that sends is in it",
+    "send/receive": f"sends and receives {HIDDEN}; exchange the next part while this one is computed",
     OTHER: f"communication of an unknown kind {HIDDEN}; start it earlier, while something computes",
     "data loading, alone": "the data loader runs and nothing else{where}; it is in the process itself: set num_workers",
     "data loading, several": "the data loader runs and nothing else{where}; try more workers or a longer prefetch",

@@ -21,7 +21,7 @@ COLLECTIVES = {  # what their names have in them, without underscores
     "reduce-scatter": "reducescatter",
     "all-gather": "allgather",
     "all-reduce": "allreduce",
-    "all-to-all": "alltoall",
+    "all-to-all": "alltoall|(?:intra|inter)node(?:ll)?::",  # the latter of DeepEP
     "broadcast": "broadcast",
     "send/receive": "send|recv",
 }

@@ -5,24 +5,26 @@ how actions are divided into steps.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import attrgetter
+from statistics import median
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind
-from pipeflow.core.analysis.idle_time import LATE, lower_quartile
+from pipeflow.core.analysis.idle_time import LATE, Usual, pauses
 from pipeflow.core.analysis.measured_step import executed_schedule, measured_costs
 from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.soundness.verification import verify
-from pipeflow.core.timeline import Span, Timeline
+from pipeflow.core.text import seconds_text
+from pipeflow.core.timeline import Timeline
 from pipeflow.schedules.families import schedules_on
-from pipeflow.tools.traces.action_names import RecordedAction
+from pipeflow.tools.traces.action_names import RecordedAction, marked_steps
 from pipeflow.tools.traces.events import RankEvents
 from pipeflow.tools.traces.steps import Part, Recorded, Step, shortest, steps_of
 
@@ -67,10 +69,10 @@ class Reading(NamedTuple):
         return f"{len(self.chain)} stages on ranks {some}"
 
 
-def readings_of(actions: Sequence[Recorded], hosts: Sequence[str]) -> Iterator[Reading]:
+def readings_of(actions: Sequence[Recorded], hosts: Sequence[str], *, messages: bool) -> Iterator[Reading]:
     """The ways to read a recording, the plainest first. Where the profiler marks no steps, a step ends where the
-    optimizer steps, or else where a rank has run the backwards of all its forwards. Raises UsageError if there is no
-    step in any way.
+    optimizer steps, or else where a rank has run the backwards of all its forwards. `messages` says whether sends and
+    receives were recorded. Raises UsageError if there is no step in any way.
     """
     everyone = [each for own in actions for each in own]
     updated = any(each.update for each in everyone) and all(each.step is None for each in everyone)
@@ -84,7 +86,7 @@ def readings_of(actions: Sequence[Recorded], hosts: Sequence[str]) -> Iterator[R
                 errors.append(error)
                 continue
             is_possible = steps and _begins_in_turn(steps[0], [hosts[place] for place in chain])
-            for schedule in _fitting(steps[0]) if is_possible else (None,):
+            for schedule in _fitting(steps[0], messages=messages) if is_possible else (None,):
                 is_any = True
                 yield Reading(chain, schedule, [_staged(step, schedule) for step in steps], damaged)
     if errors and not is_any:
@@ -178,11 +180,13 @@ def _named(recorded: RecordedAction, action: Action) -> RecordedAction:
     return replace(recorded, kind=action.kind, named=named)
 
 
-def _fitting(step: Step) -> Iterator[Schedule | None]:
+def _fitting(step: Step, *, messages: bool) -> Iterator[Schedule | None]:
     """The schedules that a step may show: None for one stage per rank, and named ones of several stages. Those come
-    first if they have a name and one stage does not.
+    first if they have a name and one stage does not. Last come those that have the forwards of a named one, and the
+    backwards in another order: without `messages`, nothing would contradict most of them.
     """
     forwards, found = sum(each.kind is Kind.F for each in step[0]), list[Schedule | None]()
+    others: dict[object, Schedule] = {}
     is_said = all(each.named.stage is not None for own in step for each in own)
     for chunks in () if is_said else (each for each in range(1, min(forwards, CHUNKS) + 1) if forwards % each == 0):
         placements = [Placement.looped(len(step), chunks)]
@@ -194,7 +198,27 @@ def _fitting(step: Step) -> Iterator[Schedule | None]:
                 if all(_shown(own, row) is not None for own, row in zip(step, rows, strict=True)):
                     is_plain = chunks == 1 and [*map(len, rows)] == [*map(len, step)]
                     found.append(None if is_plain else schedule)
-    yield from dict.fromkeys([*found, None])
+                elif chunks > 1 and messages and (other := _with_backwards(schedule, step)) is not None:
+                    others.setdefault(other.rows, other)
+    yield from dict.fromkeys([*found, None, *others.values()])
+
+
+def _with_backwards(schedule: Schedule, step: Step) -> Schedule | None:
+    """A schedule with its forwards in their order, and the rest where a step has it; None if operators do not show the
+    forward of each backward.
+    """
+    rows = list[tuple[Action, ...]]()
+    for rank, own in enumerate(step):
+        numbers = [each.index for each in own if each.kind is Kind.F]
+        forwards = [action for action in schedule.actions(rank) if action.kind is Kind.F]
+        place = dict(zip(numbers, forwards, strict=False))
+        if None in numbers or len(place) < len(forwards) or any(each.index not in place for each in own):
+            return None
+        actions = ((each.kind, place[each.index]) for each in own)
+        rows.append(tuple(Action(kind, forward.stage, forward.microbatch) for kind, forward in actions))
+    if [*map(len, rows)] != [len({*row}) for row in rows]:
+        return None
+    return replace(schedule, name=f"{schedule.name}, other backwards", rows=tuple(rows))
 
 
 def _shown(own: Recorded, row: Sequence[Action]) -> list[Action] | None:
@@ -228,7 +252,7 @@ def median_step(steps: Sequence[Timeline]) -> Timeline:
 
 def replay(step: Timeline) -> Timeline:
     """A step, simulated under the costs that it shows."""
-    return simulate(executed_schedule(step), measured_costs(step))
+    return simulate(executed_schedule(step), measured_costs(step, late_apart=True))
 
 
 def is_alike(played: Timeline, step: Timeline) -> bool:
@@ -256,69 +280,121 @@ def require_consistent(
     reading: Reading, steps: Sequence[Timeline], ordered: Sequence[RankEvents], actions: Sequence[Recorded]
 ) -> None:
     """Raises UsageError if what was recorded contradicts a reading."""
-    median = median_step([steps[place] for place in replayed_steps(steps)])
-    schedule, step = executed_schedule(median), reading.steps[steps.index(median)]
+    middle = median_step([steps[place] for place in replayed_steps(steps)])
+    schedule, step = executed_schedule(middle), reading.steps[steps.index(middle)]
     if wrong := verify(schedule):
         raise UsageError(str(wrong[0]))
     hosts = [ordered[place].host for place in reading.chain]
     for (maker, user), delay in shortest([step], schedule.placement.num_stages).items():
-        if hosts[maker] == hosts[user] != "" and delay < -EARLY * median.makespan:
+        if hosts[maker] == hosts[user] != "" and delay < -EARLY * middle.makespan:
             ranks = reading.chain[user], reading.chain[maker]
             raise UsageError(
                 "rank {} would use a value before rank {} makes it, by the clock of one machine".format(*ranks)
             )
-    own = [_messages(ordered[place], part, actions[place]) for place, part in zip(reading.chain, step, strict=True)]
-    if any(map(any, own)):
-        _require_messages(reading, own)
-    if not schedule.is_forward_only and not is_alike(played := replay(median), median):
-        raise UsageError(f"its replay differs from it by {played.makespan / median.makespan - 1:+.0%}{_latest(median)}")
+    parts = zip(reading.chain, step, strict=True)
+    own = [_messages(place, ordered[place], part, actions[place]) for place, part in parts]
+    if any(each.sends or each.receives for each in own):
+        _require_messages(reading, step, own)
+    if not schedule.is_forward_only and not is_alike(played := replay(middle), middle):
+        raise UsageError(unlike(played, middle))
 
 
-def _latest(step: Timeline) -> str:
-    """The action that took longest for its kind and stage, in words; "" if it took little longer than others."""
-    times: defaultdict[tuple[Kind, int], list[Span]] = defaultdict(list)
-    for each in step:
-        times[each.action.kind, each.action.stage].append(each)
-    found = [
-        ((each.end - each.start) / usual, each)
-        for own in times.values()
-        if (usual := lower_quartile([each.end - each.start for each in own]))
-        for each in own
-    ]
-    ratio, latest = max(found, key=lambda each: each[0], default=(0.0, None))
-    if latest is None or ratio <= LATE:
-        return ""
-    return f", and {latest.action} on rank {latest.rank} took {ratio:.1f} times as long as is usual for its stage"
+def unlike(played: Timeline, step: Timeline) -> str:
+    """How far a replay, which has mean pauses, differs from a step, and what it explains least: the pause without a
+    reason that is longest beside what rank and action usually take, if it is much longer.
+    """
+    cost, usual = measured_costs(step), Usual(step)
+    found = [*pauses(step, lambda link: cost.link(*link).latency)]
+    middle = median([pause for _, pause in found] or [0.0])
+    span, longest = max(found, key=lambda each: each[1], default=(None, 0.0))
+    what = f"its replay differs from it by {played.makespan / step.makespan - 1:+.0%}"
+    if span is None or longest <= LATE * (middle + usual.times[span.action.kind, span.action.stage]):
+        return what
+    where = f"rank {span.rank} stood still for {seconds_text(longest)} before {span.action}"
+    return f"{what}, and {where} although nothing was missing"
 
 
-def _messages(events: RankEvents, part: Part, actions: Recorded) -> tuple[int, int]:
-    """How often a rank sent in a step, and received."""
-    first, last = part[0].start, part[-1].end
-    before = max((each.end for each in actions if each.end <= first), default=-math.inf)
-    after = min((each.start for each in actions if each.start >= last), default=math.inf)
-    sent = sum(first <= each.start < after for each in events.sends)
-    return sent, sum(before <= each.start + CLOSE < last for each in events.receives)
+class _Messages(NamedTuple):
+    """When a rank sent in a step, and when it received, in order.
+
+    Attributes:
+        rank: the rank's place among all that were recorded.
+        sends, receives: the times.
+        is_after: whether it sends what it has computed before: a host launches both ahead on a device.
+    """
+
+    rank: int
+    sends: list[float]
+    receives: list[float]
+    is_after: bool
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} sent {len(self.sends)} times and received {len(self.receives)} times"
 
 
-def _require_messages(reading: Reading, messages: Sequence[tuple[int, int]]) -> None:
+def _messages(place: int, events: RankEvents, part: Part, actions: Recorded) -> _Messages:
+    """The messages of a rank in a step: within its mark, or else around its actions."""
+    number = part[0].step
+    if number is not None and (mark := marked_steps(events).get(number)):
+        starts = ends = mark.start, mark.end
+    else:
+        first, last = part[0].start, part[-1].end
+        before = max((each.end for each in actions if each.end <= first), default=-math.inf)
+        after = min((each.start for each in actions if each.start >= last), default=math.inf)
+        starts, ends = (first, after), (before - CLOSE, last - CLOSE)
+    sends, receives = (
+        sorted(each.start for each in every if begin <= each.start < end)
+        for every, (begin, end) in ((events.sends, starts), (events.receives, ends))
+    )
+    return _Messages(place, sends, receives, not events.kernels)
+
+
+def _require_messages(reading: Reading, step: Step, messages: Sequence[_Messages]) -> None:
     """Raises UsageError if ranks do not send and receive what passes between the stages of a reading. How many tensors
     that is between two stages, nothing says.
     """
-    chain, schedule = reading.chain, reading.schedule
+    schedule = reading.schedule
     forwards = sum(each.kind is Kind.F for each in reading.steps[0][0])
     passed = returned = 0.0  # tensors per microbatch: forwards from the rank before, and backwards to it
-    for place, (sent, got) in enumerate(messages):
+    for place, own in enumerate(messages):
+        sent, got = len(own.sends), len(own.receives)
         if schedule is None:
             passed, returned = sent / forwards - returned, got / forwards - passed
-            is_last = place == len(chain) - 1
+            is_last = place == len(messages) - 1
             fits = passed == returned == 0 if is_last else passed >= 1 and passed % 1 == returned % 1 == 0 <= returned
         else:
             edges = [_edges(schedule.placement, rank) for rank in (0, place)]
-            fits = all(
-                count * edges[0] == first * edges[1] for count, first in zip((sent, got), messages[0], strict=True)
-            )
+            first = len(messages[0].sends), len(messages[0].receives)
+            fits = all(count * edges[0] == other * edges[1] for count, other in zip((sent, got), first, strict=True))
+            if fits and not _in_time(own, step[place], schedule.placement):
+                raise UsageError(f"rank {own.rank} sent values before it made them, or received them after their use")
         if not fits:
-            raise UsageError(f"rank {chain[place]} sent {sent} times and received {got} times")
+            raise UsageError(str(own))
+
+
+def _in_time(messages: _Messages, part: Part, placement: Placement) -> bool:
+    """Whether a rank can have received each value of other ranks before its use, and sent its own after they were made,
+    if all values are of the same number of tensors.
+    """
+    taken, made = ([_leaves(each.action, side, placement) for each in part] for side in (-1, 1))
+    counts = [len(each) / (sum(known) or 1) for each, known in ((messages.receives, taken), (messages.sends, made))]
+    if any(count % 1 for count in counts):
+        return True
+    used = [count * counts[0] for count in accumulate(taken)]
+    there = [0.0, *(count * counts[1] for count in accumulate(made))]
+    return all(
+        bisect_right(messages.receives, each.start + CLOSE) >= needed
+        and (not messages.is_after or bisect_left(messages.sends, each.end - CLOSE) <= given)
+        for each, needed, given in zip(part, used, there[:-1], strict=True)
+        if each.start < each.end
+    )
+
+
+def _leaves(action: Action, side: int, placement: Placement) -> bool:
+    """Whether what an action makes (side 1) or needs (side -1) passes between ranks."""
+    path = placement.paths[action.microbatch % len(placement.paths)]
+    other = action.stage + side * {Kind.F: 1, Kind.B: -1, Kind.I: -1}.get(action.kind, 0)
+    return 0 <= other < len(path) and path[other] != path[action.stage]
 
 
 def _edges(placement: Placement, rank: int) -> int:

@@ -4,6 +4,8 @@ files, what annotations mean, how steps and stages are found, and why a rank was
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +19,8 @@ from pipeflow.core.rows import placement_of
 from pipeflow.core.soundness.verification import verify
 from pipeflow.core.timeline import Row, Span, Timeline
 from pipeflow.tools.traces.action_names import MOST, STEP, Named, Names, marked_steps, recorded_actions
-from pipeflow.tools.traces.events import RankEvents
+from pipeflow.tools.traces.events import Event, RankEvents
+from pipeflow.tools.traces.json_traces import TRANSFERS
 from pipeflow.tools.traces.rank_times import computes, sends
 from pipeflow.tools.traces.readings import (
     Reading,
@@ -43,11 +46,13 @@ class Rebuilt(NamedTuple):
         steps: a timeline per step, in seconds from the start of the step.
         notes: sentences on what was missing or mended.
         outside: the times of each step outside of its actions; empty where the profiler marks no steps.
+        hosts: what the hosts of the ranks did in each step; empty for timelines of pipeflow.
     """
 
     steps: list[Timeline]
     notes: list[str]
     outside: Sequence[Sequence[Outside]] = ()
+    hosts: Sequence[Hosts] = ()
 
 
 class Outside(NamedTuple):
@@ -64,6 +69,24 @@ class Outside(NamedTuple):
     is_before: bool
     seconds: float
     named: Mapping[str, float]
+
+
+class Hosts(NamedTuple):
+    """What the hosts of the ranks did in a step.
+
+    Attributes:
+        events: the events of each rank.
+        shifts: the seconds to subtract from a time of each rank's events for that of the step.
+    """
+
+    events: Sequence[RankEvents]
+    shifts: Sequence[float]
+
+    def named(self, rank: int, start: float, end: float) -> dict[str, float]:
+        """The seconds that outermost annotations and operators of a rank take within a time of the step, by name."""
+        events, shift = self.events[rank], self.shifts[rank]
+        every = [*(each for each in events.ranges if not each.name.startswith(TRANSFERS)), *events.work]
+        return _named_between(every, start + shift, end + shift)
 
 
 class NoPipelineError(UsageError):
@@ -112,7 +135,8 @@ def rebuilt(ranks: Sequence[RankEvents], names: Names) -> Rebuilt:
             raise UsageError(f"{cut_off[0]} is cut off, and no step is whole before its end: record the steps again")
         return _replayed(said)
     why: dict[str, None] = {}
-    for reading in readings_of(actions, [each.host for each in ordered]):
+    messages = any(each.transfers for each in ordered)
+    for reading in readings_of(actions, [each.host for each in ordered], messages=messages):
         try:
             read = _timelines(reading, ordered, notes)
             require_consistent(reading, read.steps, ordered, actions)
@@ -132,25 +156,42 @@ def _replayed(read: Rebuilt) -> Rebuilt:
     if not (left := len(read.steps) - len(places)):
         return read
     note = f"steps are left out that take much more or less time than their replay: {left}"
-    outside = [read.outside[place] for place in places]
-    return Rebuilt([read.steps[place] for place in places], [*read.notes, note], outside)
+    outside, hosts = [read.outside[place] for place in places], [read.hosts[place] for place in places]
+    return Rebuilt([read.steps[place] for place in places], [*read.notes, note], outside, hosts)
 
 
 def _require_pipeline(
     ordered: Sequence[RankEvents], actions: Sequence[Recorded], names: Names, notes: Sequence[str]
 ) -> None:
-    """Raises NoPipelineError for ranks that compute, send nothing to a single other rank, and of which no annotation
-    names an action. Annotations that say no stage, such as "forward_step", are those of a pipeline if there are several
-    ranks, and nothing shows how these communicate.
+    """Raises NoPipelineError for ranks that compute, send nothing to a single other rank or only within their own
+    forwards and backwards, and of which no annotation names an action. Annotations that say no stage, such as
+    "forward_step", are those of a pipeline if there are several ranks, and nothing shows how these communicate.
     """
     is_named = any(each.is_named for own in actions for each in own)
     is_said = is_named and _is_said(actions)
     is_alone = len(ordered) == 1 or any(each.collectives for each in ordered)
-    is_pipeline = any(len(each.pipeline) > 1 or sends(each) for each in ordered)
+    is_pipeline = any(len(each.pipeline) > 1 or sends(each) for each in ordered) and not _sends_within(ordered, actions)
     if is_pipeline or names.is_own or is_said or (is_named and not is_alone) or not all(map(computes, ordered)):
         return
     why = "no rank sends anything to another one: a job without a pipeline has no schedule to explain"
     raise NoPipelineError(f"{why}. If it has one, {NAME_THEM}", ordered, notes)
+
+
+def _sends_within(ordered: Sequence[RankEvents], actions: Sequence[Recorded]) -> bool:
+    """Whether all that ranks send is a part of their own forwards and backwards, as in ring attention: they send within
+    nodes of autograd's graph, and none receives anything between its last backward and the first forward of a step.
+    """
+    for events, own in zip(ordered, actions, strict=True):
+        starts = [each.start for each in events.backwards]
+        nodes = ((each.start, bisect_right(starts, each.start)) for each in events.sends)
+        if not any(place and start < events.backwards[place - 1].end for start, place in nodes):
+            return False
+        for before, each in zip((None, *own), own, strict=False):
+            is_first = before is None or before.step != each.step
+            since = -math.inf if before is None else before.end
+            if each.kind is Kind.F and is_first and any(since <= one.start < each.start for one in events.receives):
+                return False
+    return True
 
 
 def _is_said(actions: Sequence[Recorded]) -> bool:
@@ -185,7 +226,10 @@ def _timelines(reading: Reading, ordered: Sequence[RankEvents], notes: Sequence[
     if any(shifts):
         said.append("the clocks of the ranks differ, and were aligned by the values that pass between ranks")
     outside = [_outside(step, shifts, events) for step in steps]
-    return Rebuilt([_timeline(step, placement, shifts) for step in steps], said, outside)
+    zeros = [_zero(step, shifts) for step in steps]
+    hosts = [Hosts(events, [zero - shift for shift in shifts]) for zero in zeros]
+    timelines = [_timeline(step, placement, shifts, zero) for step, zero in zip(steps, zeros, strict=True)]
+    return Rebuilt(timelines, said, outside, hosts)
 
 
 def _outside(step: Step, shifts: Sequence[float], events: Sequence[RankEvents]) -> list[Outside]:
@@ -199,15 +243,16 @@ def _outside(step: Step, shifts: Sequence[float], events: Sequence[RankEvents]) 
         if mark is not None:
             last = max(each.end for each in step[rank])
             start, end = (mark.start, step[rank][0].start) if is_before else (last, mark.end)
-            found.append(Outside(rank, is_before, max(end - start, 0.0), _named_between(events[rank], start, end)))
+            ranges = [each for each in events[rank].ranges if not each.name.startswith("aten::")]
+            found.append(Outside(rank, is_before, max(end - start, 0.0), _named_between(ranges, start, end)))
     return found
 
 
-def _named_between(events: RankEvents, start: float, end: float) -> dict[str, float]:
-    """The seconds that outermost annotations within a time take of it, by name."""
+def _named_between(events: Sequence[Event], start: float, end: float) -> dict[str, float]:
+    """The seconds that the outermost of events within a time take of it, by name."""
     times: defaultdict[str, float] = defaultdict(float)
-    for each in sorted(events.ranges, key=lambda each: (each.start, -each.end)):
-        if start <= each.start and each.end <= end and not each.name.startswith((STEP, "aten::")):
+    for each in sorted(events, key=lambda each: (each.start, -each.end)):
+        if start <= each.start and each.end <= end and not each.name.startswith(STEP):
             times[each.name.partition("#")[0]] += each.end - each.start
             start = each.end
     return dict(sorted(times.items(), key=lambda item: -item[1]))
@@ -283,8 +328,12 @@ def _require_all(ranks: Sequence[RankEvents], actions: Sequence[Recorded]) -> No
     )
 
 
-def _timeline(step: Step, placement: Placement, shifts: Sequence[float]) -> Timeline:
-    zero = min(each.start + shift for own, shift in zip(step, shifts, strict=True) for each in own)
+def _zero(step: Step, shifts: Sequence[float]) -> float:
+    """When a step begins."""
+    return min(each.start + shift for own, shift in zip(step, shifts, strict=True) for each in own)
+
+
+def _timeline(step: Step, placement: Placement, shifts: Sequence[float], zero: float) -> Timeline:
     rows = tuple(_row(own, rank, shifts[rank] - zero) for rank, own in enumerate(step))
     return Timeline("trace", placement, rows, unit="s")
 

@@ -6,55 +6,35 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from statistics import fmean, median
 from typing import NamedTuple
 
-from pipeflow.core.action import Kind
-from pipeflow.core.analysis.idle_time import LATE, Cause, causes, chain, lower_quartile
-from pipeflow.core.dataflow import Key, Stream, Value, makers, needs
+from pipeflow.core.analysis.idle_time import LATE, SHORTEST, Cause, Usual, arrivals, causes, chain, transfer_times
+from pipeflow.core.dataflow import Stream
+from pipeflow.core.text import listed
 from pipeflow.core.timeline import Span, Timeline
-from pipeflow.tools.traces.rebuild import Outside
+from pipeflow.tools.traces.rebuild import Hosts, Outside
 
 SLOW_STAGE = 1.15  # times the median stage
-LATE_ACTION = 1.5  # times the usual time of the action's kind and stage
 
 
-class Usual:
-    """The usual times of a step.
-
-    Args:
-        timeline: the step.
-
-    Attributes:
-        slow_stages: the stages that are much slower than the median one: the seconds by which each exceeds it in the
-            whole step, and its time as a multiple of the median stage's.
+def _slow_stages_of(timeline: Timeline, usual: Usual) -> dict[int, tuple[float, float]]:
+    """The stages that are much slower than the median one: the seconds by which each exceeds it in the whole step, and
+    its time as a multiple of the median stage's.
     """
-
-    def __init__(self, timeline: Timeline) -> None:
-        times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-        for row in timeline.on(Stream.COMPUTE):
-            for span in row:
-                times[span.action.kind, span.action.stage].append(span.end - span.start)
-        self._times = {key: lower_quartile(found) for key, found in times.items()}
-        work: dict[int, float] = defaultdict(float)
-        for (kind, stage), found in times.items():
-            work[stage] += self._times[kind, stage] * len(found)
-        middle = median(work.values()) if work else 0.0
-        self.slow_stages = {
-            stage: (seconds - middle, seconds / middle)
-            for stage, seconds in work.items()
-            if seconds > SLOW_STAGE * middle > 0
-        }
-
-    def late(self, span: Span) -> float:
-        """By how much a span took longer than is usual for its kind and stage; 0 if that is little."""
-        usual = self._times[span.action.kind, span.action.stage]
-        extra = span.end - span.start - usual
-        return extra if extra > (LATE_ACTION - 1) * usual else 0.0
+    work: dict[int, float] = defaultdict(float)
+    for row in timeline.on(Stream.COMPUTE):
+        for span in row:
+            work[span.action.stage] += usual.times[span.action.kind, span.action.stage]
+    middle = median(work.values()) if work else 0.0
+    return {
+        stage: (seconds - middle, seconds / middle)
+        for stage, seconds in work.items()
+        if seconds > SLOW_STAGE * middle > 0
+    }
 
 
-SHORTEST = 1e-3  # shares of the step: shorter pauses are part of the engine's own work
 KINDS = ("fill", "waiting", "slow stage", "straggler", "transfer", "host", "drain")
 
 
@@ -87,79 +67,15 @@ def idle_times(timeline: Timeline) -> list[Idle]:
     return [each for each in found if each.end - each.start > least]
 
 
-class _Arrival(NamedTuple):
-    """A value of another rank, and the action before which it came last.
-
-    Attributes:
-        span, maker, value: the action, the one that made the value, and the value.
-        pause: seconds for which the rank stood still before the action.
-    """
-
-    span: Span
-    maker: Span
-    value: Value
-    pause: float
-
-    @property
-    def delay(self) -> float:
-        """The seconds from when the value was made until the action began."""
-        return self.span.start - self.maker.end
-
-
-FEW = 3  # waits for the values of a link: fewer do not show how long they take
-STEADY = 1.1  # times the shortest delay: values that take as long were waited for
-
-
-def _arrivals(timeline: Timeline) -> Iterator[_Arrival]:
-    made: dict[Key, Span] = {
-        (each.action.kind, each.action.stage, each.action.microbatch): each for row in timeline.rows for each in row
-    }
-    for row in timeline.on(Stream.COMPUTE):
-        for previous, span in zip((None, *row), row, strict=False):
-            came = [
-                (made[key], value)
-                for value in needs(span.action, timeline.placement.num_stages)
-                for key in makers(value)
-                if key in made and made[key].rank != span.rank
-            ]
-            if came:
-                maker, value = max(came, key=lambda each: each[0].end)
-                yield _Arrival(span, maker, value, span.start - (previous.end if previous else 0.0))
-
-
-def _transfers(timeline: Timeline, arrivals: Sequence[_Arrival]) -> dict[tuple[int, int], float]:
-    """Per link, how long its values usually take: the lower quartile of the times for which a rank that was free waited
-    for them, without its usual pause. If it rarely waited for them, but a wait or several pauses end with the
-    shortest delay of all values of the link, they take that long. Otherwise they take as long as on other links.
-    """
-    pauses = [
-        lower_quartile([b.start - a.end for a, b in pairwise(row)] or [0.0]) for row in timeline.on(Stream.COMPUTE)
-    ]
-    links: dict[tuple[int, int], list[_Arrival]] = defaultdict(list)
-    for each in arrivals:
-        links[each.maker.rank, each.span.rank].append(each)
-    found, least = dict[tuple[int, int], float](), SHORTEST * timeline.makespan
-    for link, own in links.items():
-        usual, shortest = pauses[link[1]], min(each.delay for each in own)
-        awaited = [each.delay for each in own if each.delay < each.pause]
-        steady = [each for each in own if each.pause > usual + least and each.delay <= STEADY * shortest]
-        if len(awaited) >= FEW:
-            found[link] = max(lower_quartile(awaited) - usual, 0.0)
-        elif len(steady) >= FEW or any(each.delay < each.pause for each in steady):
-            found[link] = max(shortest - usual, 0.0)
-    middle = median(found.values()) if found else 0.0
-    return {link: found.get(link, middle) for link in links}
-
-
 class _Waits:
     """Divides the pauses of ranks by cause."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline, self._usual = timeline, Usual(timeline)
+        self._slow_stages = _slow_stages_of(timeline, self._usual)
         rows = causes(timeline)
-        arrivals = [*_arrivals(timeline)]
-        self._transfers = _transfers(timeline, arrivals)
-        self._arrivals = {id(each.span): each for each in arrivals}
+        self._transfers = transfer_times(timeline)
+        self._arrivals = {id(each.span): each for each in arrivals(timeline)}
         self._rows = [[cause for cause in row if cause.span.stream is Stream.COMPUTE] for row in rows]
         self._causes = {id(cause.span): cause for row in rows for cause in row}
 
@@ -222,13 +138,14 @@ class _Waits:
             return "straggler", 0.0
         if late := self._usual.late(span):
             return "straggler", late
-        _, ratio = self._usual.slow_stages.get(span.action.stage, (0.0, 1.0))
+        _, ratio = self._slow_stages.get(span.action.stage, (0.0, 1.0))
         return "slow stage", (span.end - span.start) * (1 - 1 / ratio)
 
 
 SLOW_LINK = 2.0  # times the median time of other links
 LEAST = 0.02  # of the step: less is not worth a line
 SMALL = 0.2  # of the most expensive finding: less may be noise
+MAINLY = 0.8  # of what the late actions of a rank lose
 ALIKE = 1.15  # times the factor of another stage
 
 
@@ -236,11 +153,11 @@ class Finding(NamedTuple):
     """Something that makes the step longer.
 
     Attributes:
-        kind: "slow stage", "slow rank", "slow link", "slow microbatch", "straggler", "host stall" or "outside" of the
-            step's actions; of a job without a pipeline, a part of its step or "last rank".
+        kind: "slow stage", "slow rank", "slow link", "slow microbatch", "slow action", "straggler", "host stall" or
+            "outside" of the step's actions; of a job without a pipeline, a part of its step or "last rank".
         where: the stage, the link as (from, to), the microbatch, or the rank.
-        seconds: the time that it costs on its rank or link in the step, or the microbatch on all ranks; of "straggler"
-            and "host stall", the time beyond what other ranks lose in this way.
+        seconds: the time that it costs on its rank or link in the step, or the microbatch on all ranks; of "slow
+            action", "straggler" and "host stall", the time beyond what other ranks lose in this way.
         text: the finding in words.
     """
 
@@ -250,7 +167,9 @@ class Finding(NamedTuple):
     text: str
 
 
-def what_stands_out(timeline: Timeline, idle: Sequence[Idle], outside: Sequence[Outside]) -> list[Finding]:
+def what_stands_out(
+    timeline: Timeline, idle: Sequence[Idle], outside: Sequence[Outside], hosts: Hosts | None = None
+) -> list[Finding]:
     """The causes of lost time, the most expensive first. Those that cost less than 2 % of the step are left out, and
     those that cost less than a fifth of the most expensive one.
     """
@@ -259,7 +178,7 @@ def what_stands_out(timeline: Timeline, idle: Sequence[Idle], outside: Sequence[
         *_stragglers(timeline, usual),
         *_slow_stages(timeline, usual),
         *_slow_links(timeline, idle),
-        *_host_stalls(idle, len(timeline.rows)),
+        *_host_stalls(idle, len(timeline.rows), hosts),
     ]
     found += map(_outside, outside)
     least = max(LEAST * timeline.makespan, SMALL * max((each.seconds for each in found), default=0.0))
@@ -281,7 +200,7 @@ def _outside(each: Outside) -> Finding:
 
 def _slow_stages(timeline: Timeline, usual: Usual) -> Iterator[Finding]:
     """Stages that take longer than others, and ranks on which all of several stages do by the same factor."""
-    slow = dict(usual.slow_stages)
+    slow = _slow_stages_of(timeline, usual)
     for rank in range(timeline.placement.num_ranks):
         own = timeline.placement.stages_of(rank)
         ratios = [slow[stage][1] for stage in own if stage in slow]
@@ -313,8 +232,19 @@ def _stragglers(timeline: Timeline, usual: Usual) -> Iterator[Finding]:
     lost = [sum(extra for span, extra in late.items() if span.rank == rank) for rank in range(len(timeline.rows))]
     for rank, seconds in _beyond_others(lost):
         own = [span for span in late if span.rank == rank]
-        text = f"rank {rank} is late in {len(own)} of {len(timeline.rows[rank])} actions, most in "
-        yield Finding("straggler", rank, seconds, f"{text}{max(own, key=late.__getitem__).action}")
+        worst = max(own, key=late.__getitem__).action
+        one = [span for span in own if (span.action.stage, span.action.microbatch) == (worst.stage, worst.microbatch)]
+        extra = sum(late[span] for span in one)
+        taken = sum(span.end - span.start for span in one)
+        if taken > extra > MAINLY * sum(late[span] for span in own):
+            what, takes = listed([str(span.action) for span in one]), "takes" if len(one) == 1 else "take"
+            text = (
+                f"{what} on rank {rank} {takes} {taken / (taken - extra):.2f} times as long as for other microbatches"
+            )
+            yield Finding("slow action", rank, min(seconds, extra), text)
+        else:
+            text = f"rank {rank} is late in {len(own)} of {len(timeline.rows[rank])} actions, most in {worst}"
+            yield Finding("straggler", rank, seconds, text)
 
 
 def _beyond_others(lost: Sequence[float]) -> Iterator[tuple[int, float]]:
@@ -329,7 +259,7 @@ def _slow_links(timeline: Timeline, idle: Sequence[Idle]) -> Iterator[Finding]:
     for each in idle:
         if each.kind == "transfer" and each.source is not None:
             waits[each.source, each.rank].append(each.end - each.start)
-    transfers = _transfers(timeline, [*_arrivals(timeline)])
+    transfers = transfer_times(timeline)
     for link, times in waits.items():
         others = [time for other, time in transfers.items() if other != link]
         usual = max(median(others or [0.0]), SHORTEST * timeline.makespan)
@@ -338,8 +268,8 @@ def _slow_links(timeline: Timeline, idle: Sequence[Idle]) -> Iterator[Finding]:
             yield Finding("slow link", link, sum(times) - usual * len(times), text)
 
 
-def _host_stalls(idle: Sequence[Idle], ranks: int) -> Iterator[Finding]:
-    """Ranks that stood still although nothing was missing."""
+def _host_stalls(idle: Sequence[Idle], ranks: int, hosts: Hosts | None) -> Iterator[Finding]:
+    """Ranks that stood still although nothing was missing, with what their hosts did then."""
     stalls: dict[int, list[Idle]] = defaultdict(list)
     for each in idle:
         if each.kind == "host":
@@ -348,5 +278,25 @@ def _host_stalls(idle: Sequence[Idle], ranks: int) -> Iterator[Finding]:
     for rank, seconds in _beyond_others(lost):
         times = stalls[rank]
         longest = max(times, key=lambda each: each.end - each.start)
-        text = f"rank {rank} stood still {len(times)} times although nothing was missing, longest where {longest.cause}"
-        yield Finding("host stall", rank, seconds, text)
+        often = "once" if len(times) == 1 else f"{len(times)} times"
+        text = f"rank {rank} stood still {often} although nothing was missing, longest where {longest.cause}"
+        yield Finding("host stall", rank, seconds, f"{text}{_done_meanwhile(times, hosts)}")
+
+
+def _done_meanwhile(times: Sequence[Idle], hosts: Hosts | None) -> str:
+    """What the host of a rank did in its pauses, in words."""
+    if hosts is None:
+        return ""
+    whole, named = sum(each.end - each.start for each in times), defaultdict[str, float](float)
+    for each in times:
+        for name, seconds in hosts.named(each.rank, each.start, each.end).items():
+            named[name] += seconds
+    told = [name for name, seconds in sorted(named.items(), key=lambda item: -item[1]) if seconds > SMALL * whole]
+    if told:
+        return f"; of it, {listed([f'{name} takes {named[name] / whole:.0%}' for name in told])}"
+    if sum(named.values()) < SMALL * whole:
+        return (
+            "; no operator runs then, and nothing names what the host does, such as garbage collection: use "
+            "torch.profiler.record_function"
+        )
+    return ""
