@@ -13,8 +13,9 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import product, starmap
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,13 +25,14 @@ from benchmarks.planner_tables import write_tables
 from benchmarks.report import Report
 from pipeflow.planning.plainness import plainest, ranking
 from pipeflow.planning.rank_memory import ALLOCATOR
-from pipeflow.planning.similar import kind_of
+from pipeflow.planning.similar import Kind, kind_of
 
 COLUMNS = ["", "rows", "mean error", "largest", "bias", "rank corr.", "regret", "largest", "regret without ties"]
 GROUPED = "llm-foundry-a100"
 STUDENT = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83, 1.81, 1.80, 1.78)
 """Within so many spreads are nine of ten, by degrees of freedom."""
 POOLED = 4  # publishers for which the errors of all kinds of jobs count beside those of a kind
+NEAR = 0.5  # of a publisher that measured only kinds that are near
 LOGS = DATA.with_name("allocator_logs.csv")
 
 
@@ -79,29 +81,73 @@ def _is_of(name: str, row: Row) -> bool:
 
 def _add_kinds(report: Report, errors: Sequence[tuple[Row, float]]) -> None:
     """The errors of kinds of jobs, each row planned with coefficients that never saw a row of its publisher."""
-    kinds: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row, error in errors:
-        kinds[kind_of(row.model, row.setup, row.cluster)][publisher(row.source)].append(error)
-    every: defaultdict[str, list[float]] = defaultdict(list)
-    for row, error in errors:
-        every[publisher(row.source)].append(error)
-    pooled = fmean(fmean(each**2 for each in found) for found in every.values())
-    report.data["kinds"] = {kind: promised(list(found.values()), pooled) for kind, found in sorted(kinds.items())}
+    found = [Judged(kind_of(row.model, row.setup, row.cluster), row.source, error) for row, error in errors]
+    promises = {str(kind): promised(kind, found) for kind in starmap(Kind, product(*_values(found)))}
+    report.data["kinds"] = {kind: promise for kind, promise in sorted(promises.items()) if promise}
+    held = [held_of(name, found) for name in dict.fromkeys(each.source for each in found)]
+    report.data["held"] = {each["source"]: each for each in held}
+    report.notes += [
+        f"within what is promised without the publisher, {each['source']}: {each['held']} of {each['rows']}"
+        for each in held
+    ]
+    known = [each for each in held if each["rows"]]
+    report.notes.append(
+        f"within it, of all: {sum(each['held'] for each in known) / sum(each['rows'] for each in known):.1%}, in the "
+        f"mean over sources {fmean(each['held'] / each['rows'] for each in known):.1%}"
+    )
 
 
-def promised(errors: Sequence[Sequence[float]], pooled: float) -> dict[str, float]:
-    """What a plan says of its error, from the errors of several publishers that the fit did not see. The error of
-    another one is taken to have Student's distribution. Each publisher is one observation, however many steps it
-    measured, and the mean square over all kinds of jobs, `pooled`, counts as POOLED of them.
+class Judged(NamedTuple):
+    """A step whose publisher the fit did not see."""
+
+    kind: Kind
+    source: str
+    error: float
+
+
+def _values(found: Sequence[Judged]) -> list[list[Any]]:
+    """What the parts of kinds may be."""
+    return [list(dict.fromkeys(part)) for part in zip(*(each.kind for each in found), strict=True)]
+
+
+def held_of(source: str, found: Sequence[Judged]) -> dict[str, Any]:
+    """How many rows of a source are within what the steps of other publishers promise of them, and of how many they
+    promise something.
     """
-    squares, freedom = sum(fmean(each**2 for each in found) for found in errors), len(errors) - 1 + POOLED
-    spread = math.sqrt((POOLED * pooled + squares) / (POOLED + len(errors)))
+    others = [each for each in found if publisher(each.source) != publisher(source)]
+    most = {kind: promised(kind, others) for kind in {each.kind for each in found if each.source == source}}
+    own = [abs(each.error) <= most[each.kind]["most"] for each in found if each.source == source and most[each.kind]]
+    return {"source": source, "rows": len(own), "held": sum(own)}
+
+
+def promised(kind: Kind, found: Sequence[Judged]) -> dict[str, float]:
+    """What a plan of a kind says of its error, from the errors of at least two publishers; empty for fewer. The error
+    of another one is taken to have Student's distribution. Each publisher is one observation, however many steps it
+    measured, or NEAR of one if it measured near kinds only. The mean square over all jobs counts as POOLED of them.
+    """
+    every: defaultdict[str, list[float]] = defaultdict(list)
+    same: defaultdict[str, list[float]] = defaultdict(list)
+    near: defaultdict[str, list[float]] = defaultdict(list)
+    for each in found:
+        by = [every, *[near] * kind.is_near(each.kind), *[same] * (kind == each.kind)]
+        for one in by:
+            one[publisher(each.source)].append(each.error)
+    if len(near) < 2:
+        return {}
+    used = {name: (1.0, same[name]) if name in same else (NEAR, errors) for name, errors in near.items()}
+    squares = sum(weight * _square(errors) for weight, errors in used.values())
+    whole = POOLED + sum(weight for weight, _ in used.values())
+    spread = math.sqrt((POOLED * fmean(map(_square, every.values())) + squares) / whole)
     return {
-        "rows": sum(map(len, errors)),
-        "sources": len(errors),
-        "error": fmean(fmean(map(abs, found)) for found in errors),
-        "most": STUDENT[min(freedom, len(STUDENT)) - 1] * spread,
+        "rows": sum(len(errors) for _, errors in used.values()),
+        "sources": len(used),
+        "error": fmean(fmean(map(abs, errors)) for _, errors in used.values()),
+        "most": STUDENT[min(len(used) - 1 + POOLED, len(STUDENT)) - 1] * spread,
     }
+
+
+def _square(errors: Sequence[float]) -> float:
+    return fmean(each**2 for each in errors)
 
 
 def _add_lengths(report: Report, every: Sequence[Row], errors: Mapping[str, Sequence[float]]) -> None:

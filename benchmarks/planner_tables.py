@@ -42,7 +42,7 @@ SOURCES = {
     "torchtitan-2025-06-tp": "64 and 256 H100 of 96 GB, FSDP with tensor ranks, Llama 3, bf16 and fp8 (torchtitan)",
     "nemo-24.07": "8 to 512 H100, fp8, GPTs and Llamas ([NeMo 24.07](https://github.com/NVIDIA/NeMo))",
     "dgxc-h100": f"8 to 2,304 H100, Llama 3.1 of 8 to 405 billion, bf16 and fp8 ({DGXC})",
-    "dgxc-grok": "8 to 256 H100 and GB200, Grok-1 of 2 to 64 layers, bf16 and fp8 (DGX Cloud)",
+    "dgxc-grok": "8 to 256 H100 and GB200, Grok-1 of 2 to 64 layers, bf16 and fp8 (DGX Cloud; not fitted)",
     "dgxc-finetune": "8 to 32 H100, fine-tuning of Llama 3, whole and LoRA (DGX Cloud)",
     "dgxc-gb200": "128 to 512 GB200, Llama 3.1 of 405 billion, bf16 and fp8 (DGX Cloud)",
     "dgxc-moe": "DeepSeek-V3 on H100 and GB200 (DGX Cloud; not fitted)",
@@ -69,16 +69,18 @@ def docs_table(data: Mapping[str, Any]) -> str:
     """A line per source: the errors of coefficients that never saw it, that of the planner's own, and that of memory,
     which has no coefficients.
     """
-    seen = "mean error, fitted on all | memory: rows | mean error | largest"
+    seen = "mean error, fitted on all | within what was promised | memory: rows | mean error | largest"
     lines = [f"| published steps | rows | mean error | largest | bias | regret | largest | {seen} |"]
-    lines.append("|---" + "|---:" * 10 + "|")
+    lines.append("|---" + "|---:" * 11 + "|")
     for source, steps in SOURCES.items():
         own, unseen = data["errors"][source], data["errors"][f"{source}, fitted without it"]
         cells = [_percent(unseen[key]) for key in ("error", "largest", "bias", "regret", "largest_regret")]
         memory = _memory(memory_rows()) if source == FORMULA else [""] * 3
-        lines.append(" | ".join([f"| {steps}", f"{own['rows']:,}", *cells, _percent(own["error"]), *memory]) + " |")
+        held = data["held"][source]
+        cells += [_percent(own["error"]), _percent(held["held"] / held["rows"]) if held["rows"] else "nothing was"]
+        lines.append(" | ".join([f"| {steps}", f"{own['rows']:,}", *cells, *memory]) + " |")
     for name, measured in ((MEMORY, memory_commands()), (DEVICES, device_commands())):
-        lines.append(" | ".join([f"| {name}", *[""] * 7, *_memory(measured)]) + " |")
+        lines.append(" | ".join([f"| {name}", *[""] * 8, *_memory(measured)]) + " |")
     lines += ["", "Sharded weights by the length of a sequence, unseen:", ""]
     lines += ["| device | tokens | rows | mean error | bias |", "|---|---:|---:|---:|---:|"]
     for each in data["lengths"]:
@@ -97,7 +99,6 @@ def similar_rows(data: Mapping[str, Any]) -> str:
     return "".join(
         f'    "{kind}": ({found["rows"]}, {found["sources"]}, {found["error"]:.3f}, {found["most"]:.3f}),\n'
         for kind, found in data["kinds"].items()
-        if found["sources"] > 1
     )
 
 

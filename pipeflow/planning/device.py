@@ -13,10 +13,11 @@ data sheets give for both.
 Some values are not certain. H20, H800 and A800 have no public data sheet of NVIDIA, so the numbers are those of their
 resellers. H100 with 96 GB is a part for single customers with slower HBM2e and 500 W instead of 700: its peaks are
 those of H100 SXM at the clock that this power allows, .89 of it, since power grows with the third power of the clock.
-Its bandwidth is an estimate. So is that of H100 with 64 GB, a part for MareNostrum 5. A100 with 64 GB, a part for
-Leonardo (arXiv 2307.16885), has 124 multiprocessors instead of 108. B200 is sold with 180 and 192 GB, B300 with 270 and
-288 GB. On Blackwell, 6 bits have the rate of 8. H100 NVL is joined in pairs (300e9 bytes/s), and the two dies of an
-MI250X by 200e9 bytes/s. The link bandwidth here is that between pairs.
+Its bandwidth is an estimate. So is that of H100 with 64 GB, a part for MareNostrum 5; its peaks are .9 of those of
+H100 SXM, since TOP500 counts 128 multiprocessors of each, which reach its 249 PFLOP/s of 4,480 at 1.7 GHz. A100 with
+64 GB, a part for Leonardo (arXiv 2307.16885), has 124 multiprocessors instead of 108. B200 is sold with 180 and 192
+GB, B300 with 270 and 288 GB. On Blackwell, 6 bits have the rate of 8. H100 NVL is joined in pairs (300e9 bytes/s), and
+the two dies of an MI250X by 200e9 bytes/s. The link bandwidth here is that between pairs.
 
 The link to the host is PCIe with 16 lanes, of generation 3 (16e9 bytes/s), 4 (32e9) or 5 (64e9) as the data sheets say;
 B300 has generation 6 (128e9). In a GB200 and a GB300 it is NVLink-C2C, 450e9 bytes/s in one direction for two GPUs
@@ -193,7 +194,7 @@ _ALL = (  # a device that was not measured is like the nearest one that was
     _DeviceRow("rtx-3090", 24, 936, 32, 32, "a100", "", 71, 35.6, 35.6),
     _DeviceRow("rtx-4090", 24, 1008, 32, 32, "a100", "", 165.2, 82.6, 82.6, 330.3),
     _DeviceRow("h100-80gb", 80, 3350, 450, 64, "h100", "power", 989, 494, 67, 1979),
-    _DeviceRow("h100-64gb", 64, 2020, 450, 64, "h100", "power", 989, 494, 67, 1979, node=4),
+    _DeviceRow("h100-64gb", 64, 2020, 450, 64, "h100", "power", 891, 445, 56, 1782, node=4),
     _DeviceRow("h100-96gb", 96, 2400, 450, 64, "h100", "power", 880, 440, 60, 1761),
     _DeviceRow("h100-pcie", 80, 2000, 64, 64, "h100", "power", 756, 378, 51, 1513),
     _DeviceRow("h100-nvl", 94, 3900, 64, 64, "h100", "power", 835, 417, 60, 1671),

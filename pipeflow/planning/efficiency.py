@@ -41,8 +41,8 @@ class Efficiency:
         attention: share of the peak FLOP/s that attention's products reach, whatever their shape; by the kernel and the
             shape (`planning/attention.py`) unless given.
         fused: rate of fused attention, relative to that of its papers.
-        contention: the time that a collective adds to the computations beside it, relative to its own. NCCL runs a ring
-            on 16 of the 108 multiprocessors of an A100, and computations wait for memory and for each other's order.
+        contention: how often the memory moves each byte of a collective while computations beside it wait. A rank of a
+            ring writes what it receives, and reads this and its own to pass on a sum; it also takes multiprocessors.
 
     Raises UsageError for coefficients that are negative or not finite, and for shares of 0.
     """
@@ -65,7 +65,7 @@ class Efficiency:
     optimizer: float | None = None
     attention: float | None = None
     fused: float = 1.0
-    contention: float = 0.8
+    contention: float = 4.0
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -108,9 +108,9 @@ def _in_half(share: float) -> dict[str, Mapping[str, float]]:
 REACHES: Mapping[str, Mapping[str, Mapping[str, float]]] = {
     "a100": {},
     "a100-pcie": _in_half(0.93),
-    "h100": {**_in_half(0.855), "fp8": {"products": 0.784}},
-    "h20": {"fp8": {"products": 0.784}},
-    "b200": {**_in_half(0.742), "fp8": {"products": 0.679}},
+    "h100": {**_in_half(0.875), "fp8": {"products": 0.793}},
+    "h20": {"fp8": {"products": 0.793}},
+    "b200": {**_in_half(0.714), "fp8": {"products": 0.654}},
     "mi250x": _in_half(0.885),
     "mi300x": _in_half(0.69),
 }
@@ -125,21 +125,21 @@ SHARES = {each.name for each in fields(Efficiency)} - TIMES - {"depth", "rows"}
 """The coefficients that are shares of a rate, or multiples of it; others may be 0."""
 
 PUBLISHED = Efficiency(
-    products=0.809,
-    depth=180,
-    rows=102,
-    fused=0.954,
-    memory=1.16,
-    forward_launch=0.00135,
-    backward_launch=0.000659,
-    sync=1.37e-05,
-    link=0.785,
-    network=0.817,
-    reduction=0.568,
-    collective=0.000128,
-    transfer=0.28,
-    transfer_start=0.000217,
-    contention=0.43,
+    products=0.798,
+    depth=139,
+    rows=98.4,
+    fused=0.951,
+    memory=1.07,
+    forward_launch=0.00133,
+    backward_launch=0.000663,
+    sync=1.44e-05,
+    link=0.77,
+    network=0.859,
+    reduction=0.594,
+    collective=0.000107,
+    transfer=0.273,
+    transfer_start=0.000218,
+    contention=4.1,
 )
 """Fitted on the published steps of docs/planning.md. `python -m benchmarks planner` fits them again, and shows how
 well they predict sources that they were not fitted on.

@@ -142,7 +142,17 @@ def _layer_bytes(model: Transformer, setup: Setup) -> int:
     whole = whole_values(model, setup)
     norms = KeptPerToken(2 * whole, normed_inputs(setup) * _inputs(model, setup)).bytes(setup.precision)
     values = layer_values(model, setup).bytes(setup.precision)
-    return norms + 2 * model.dropout * whole + values + _score_bytes(model, setup)
+    return norms + 2 * model.dropout * whole + values + _score_bytes(model, setup) + _eager_bytes(model, setup)
+
+
+def _eager_bytes(model: Transformer, setup: Setup) -> int:
+    """Bytes per token that a layer keeps more without kernels for norms and gates: an RMSNorm keeps its input in
+    float32 and its output before the weight, and no other input; a gate keeps what its activation function made.
+    """
+    if not setup.eager:
+        return 0
+    norms = (1 if model.parallel_block else 2) * whole_values(model, setup) * (model.norm == "rms")
+    return 4 * norms + setup.precision.weight * model.gated * wide_values(model, setup) // 2
 
 
 def _inputs(model: Transformer, setup: Setup) -> int:

@@ -133,7 +133,7 @@ def _recomputed_seconds(model: Transformer, setup: Setup, mesh: Mesh, rates: Rat
     if (is_op and setup.sequence_parallel) or "mlp" in modules or "shared_experts" in modules:
         summed = tokens_of(model, setup) * model.hidden * setup.precision.weight
         seconds += rates.tensor_sum(mesh.tensor_group, summed)
-    return seconds + (expert_seconds(model, setup, mesh, rates) if "moe" in modules else 0.0)
+    return seconds + (expert_exchange(model, setup, mesh, rates).seconds if "moe" in modules else 0.0)
 
 
 def _copy_seconds(model: Transformer, setup: Setup, rates: Rates) -> float:
@@ -161,11 +161,10 @@ def layer_exchanges(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, 
     beside = layer.forward - layer.scores, layer.backward - layer.weight - layer.scores_backward
     first, second = (_shown(one, computed / sums, setup, mesh) for computed in beside)
     forward, backward = _context(model, setup, mesh, rates, layer)
-    there = back = expert_seconds(model, setup, mesh, rates)
+    sent = expert_exchange(model, setup, mesh, rates)
+    there = back = sent.seconds
     if setup.overlap_experts:  # while another microbatch computes as much
-        there, back = (
-            rates.added(computed, Exchange(each)) for computed, each in ((layer.forward, there), (layer.backward, back))
-        )
+        there, back = (rates.added(computed, sent) for computed in (layer.forward, layer.backward))
     sync = rates.efficiency.sync * (mesh.tensor - 1)
     waiting = sums * sync if rates.cluster.device.runs_ahead else 0.0  # else `one` has it
     return Exchanged(sums * first + forward + there, sums * second + backward + back, waiting, first)
@@ -181,22 +180,21 @@ def _shown(one: float, computed: float, setup: Setup, mesh: Mesh) -> float:
     return alone + max(0.0, one - alone - computed)
 
 
-def expert_seconds(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates) -> float:
-    """Seconds in which tokens go to their experts and back. Each device sends its own part of the tokens, once for each
-    expert. Devices that share an expert then gather what each of them got, and sum its outputs. Shared experts
+def expert_exchange(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates) -> Exchange:
+    """The times in which tokens go to their experts and back. Each device sends its own part of the tokens, once for
+    each expert. Devices that share an expert then gather what each of them got, and sum its outputs. Shared experts
     have a sum of tensor ranks as any MLP.
     """
     if model.experts == 1 or setup.expert == 1 or "experts" in rates.free:
-        return 0.0
-    tokens, row = tokens_of(model, setup), model.hidden * setup.precision.weight
-    sent = tokens / setup.tensor * model.experts_per_token * row
-    gathered = rates.tensor_sum(mesh.expert_tensor_group, sent * setup.expert_split)
-    group = mesh.expert_group
+        return Exchange()
+    tokens, row, group = tokens_of(model, setup), model.hidden * setup.precision.weight, mesh.expert_group
+    devices = nodes = sent = tokens / setup.tensor * model.experts_per_token * row
     if setup.dispatcher != "all-to-all":
-        own = tokens / setup.tensor * row
-        devices, nodes = (own * met(model, parts) for parts in (group.ranks, group.nodes))
-        return setup.imbalance * (2 * rates.exchange(group, devices, nodes) + gathered)
-    return setup.imbalance * (2 * rates.exchange(group, sent, sent) + gathered)
+        devices, nodes = (tokens / setup.tensor * row * met(model, parts) for parts in (group.ranks, group.nodes))
+    gathered = sent * setup.expert_split
+    shared = Exchange(rates.tensor_sum(mesh.expert_tensor_group, gathered), rates.taken(gathered))
+    one = rates.exchange(group, devices, nodes)
+    return one.plus(one, *[shared] * (setup.expert_split > 1)).part(1 / setup.imbalance)
 
 
 def met(model: Transformer, parts: int) -> float:
@@ -220,7 +218,7 @@ def _context(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, layer: 
     key_heads = heads if model.kv_rank is not None else max(1, model.key_heads // setup.tensor)
     if setup.context_kind == "all-to-all":
         sent = tokens * width * (heads + max(key_heads, ranks)) * pair
-        both = rates.exchange(mesh.context_group, sent, sent)
+        both = rates.exchange(mesh.context_group, sent, sent).seconds
         return both, both
     sent = tokens * width * key_heads * pair
     passed = rates.pass_on(mesh.context_group, sent)

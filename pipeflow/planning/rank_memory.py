@@ -18,7 +18,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.engines import engine_named
-from pipeflow.planning.kept import gradient_bytes, recomputed_bytes
+from pipeflow.planning.kept import gradient_bytes, layer_kept, recomputed_bytes
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.shares import Parameters, Share, parameters_of, passed_bytes, shares_of, tokens_of
 from pipeflow.planning.transformer import GPT
@@ -145,6 +145,7 @@ class Held(NamedTuple):
         layer, ends: of these, those of one layer, and those in no layer.
         tables: per stage, numbers of its whole gradients that belong to other tensor ranks.
         adapters: parameters of adapters, which are not among those above.
+        layer_kept: bytes that one layer at least keeps for its backward, for a microbatch.
     """
 
     parts: tuple[Part, ...]
@@ -157,6 +158,7 @@ class Held(NamedTuple):
     ends: Parameters
     tables: tuple[int, ...]
     adapters: int = 0
+    layer_kept: int = 0
 
 
 def state_bytes(
@@ -193,12 +195,13 @@ def held_by(
     if any(share.last for share in own):  # the loss comes before any layer is computed again
         logits, width = round(tokens_of(model, setup) * model.head_outputs(setup.tensor)), setup.precision.weight
         loss = engine.loss if setup.tensor == 1 else engine.loss_parts
-        kept = width * logits if engine.buffers_all and placement.num_ranks > 1 else 0
-        if (in_loss := loss * logits - kept) > again + backward:
+        output = width * logits if engine.buffers_all and placement.num_ranks > 1 else 0
+        if (in_loss := loss * logits - output) > again + backward:
             again, backward = in_loss, 0
-        received += buffers * kept
+        received += buffers * output
     layer = parameters_of(model, [Share(min(1, sum(share.layers for share in own)), first=False, last=False)], setup)
     each = {share: parameters_of(model, [share], setup) for share in set(own)}
+    kept = [layer_kept(kind, its) for share in set(own) for _, kind, its in share.kinds(model, setup)]
     return Held(
         tuple(parts[stage] for stage in stages),
         again,
@@ -210,6 +213,7 @@ def held_by(
         parameters_of(model, [share._replace(layers=0, dense=0) for share in own], setup),
         tuple(_others_rows(model, setup) if share.first else 0 for share in own),
         learned_parameters(model, own, setup).total,
+        tokens_of(model, setup) * min(kept, default=0),
     )
 
 
@@ -320,9 +324,9 @@ def groups_of(setup: Setup, ranks: int) -> int:
 
 
 def _gathered(setup: Setup, held: Held, *, by_layer: bool) -> int:
-    """The `gathered_bytes` of a rank. Of layers, two are whole at a time, the one that computes and the next one; so
-    are their gradients. What is in no layer is whole all the time. A pipeline rank has WHOLE of its stages whole, and
-    two layers in the buffers from which gathered weights are copied.
+    """The `gathered_bytes` of a rank. Of layers, two are whole at a time, the one that computes and the next one. So
+    are their gradients, which are made while what the layers kept is freed. What is in no layer is whole all the time.
+    A pipeline rank has WHOLE of its stages whole, and two layers in the buffers from which gathered weights are copied.
     """
     precision = setup.precision
     if setup.zero < 2:
@@ -330,9 +334,10 @@ def _gathered(setup: Setup, held: Held, *, by_layer: bool) -> int:
     if not by_layer:
         sizes = sorted(_divided(setup, each) for each in held.stages)
         return precision.weight * (sum(sizes[-WHOLE:]) + 2 * _divided(setup, held.layer)) if setup.zero == 3 else 0
-    units = 2 * _divided(setup, held.layer) + _divided(setup, held.ends)
+    layer, ends = _divided(setup, held.layer), _divided(setup, held.ends)
     gradient = 0 if setup.reduce_once else precision.gradient
-    return units * (gradient + (precision.weight if setup.zero == 3 else 0))
+    made = 2 * max(0, gradient * layer - held.layer_kept) + gradient * ends
+    return made + (2 * layer + ends) * (precision.weight if setup.zero == 3 else 0)
 
 
 def _divided(setup: Setup, parameters: Parameters) -> int:

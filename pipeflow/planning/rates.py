@@ -28,20 +28,18 @@ class RankGroup(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Seconds of collectives, and how many of them no byte moves: until they begin, and from rank to rank. Meanwhile
-    they take nothing from computations beside them.
-    """
+    """Seconds of collectives, and those that they take from computations beside them. Waiting for others takes none."""
 
     seconds: float = 0.0
-    still: float = 0.0
+    taken: float = 0.0
 
     def plus(self, *others: Exchange) -> Exchange:
         """One after the other."""
         return Exchange(*map(sum, zip(self, *others, strict=True)))
 
-    def part(self, number: int) -> Exchange:
+    def part(self, number: float) -> Exchange:
         """One of so many equal parts."""
-        return Exchange(self.seconds / number, self.still / number)
+        return Exchange(self.seconds / number, self.taken / number)
 
 
 class Seconds(NamedTuple):
@@ -62,6 +60,9 @@ KINDS = ("products", "attention", "elementwise", "recomputation", "launches", "c
 
 FROZEN = "weight gradients"
 """In `Rates.free` where weights do not learn."""
+
+EXCHANGING = 20 / 132
+"""Of the multiprocessors of H100: those that DeepSeek-V3's all-to-all takes (arXiv 2412.19437, section 3.2.2)."""
 
 _LONG = Scores(None, math.inf, 128, True)
 
@@ -122,11 +123,12 @@ class Rates:
         return count / (self.cluster.device.memory_bandwidth * self.efficiency.memory)
 
     def added(self, computed: float, exchange: Exchange) -> float:
-        """Seconds that communication adds to computations beside it. While bytes move, it takes the share `contention`
-        of the device from them.
-        """
-        moving = exchange.seconds - exchange.still
-        return max(computed + self.efficiency.contention * moving, exchange.seconds) - computed
+        """Seconds that communication adds to computations beside it."""
+        return max(computed + exchange.taken, exchange.seconds) - computed
+
+    def taken(self, moved: float) -> float:
+        """Seconds in which computations wait for the memory, where collectives beside them pass on so many bytes."""
+        return self.efficiency.contention * moved / self.cluster.device.memory_bandwidth
 
     def stepping(self, count: float) -> float:
         """Seconds in which the optimizer reads and writes so many bytes of memory."""
@@ -182,7 +184,8 @@ class Rates:
             bandwidth = min(bandwidth, group.in_node * cluster.network_bandwidth * network)
             hops = (group.ranks - nodes) * near + nodes * far
         start = rounds * (self.efficiency.collective / 2 + hops)  # so that a sum takes as long as its two halves
-        return Exchange(start + rounds * (group.ranks - 1) / group.ranks * count / bandwidth, start)
+        moved = rounds * (group.ranks - 1) / group.ranks * count
+        return Exchange(start + moved / bandwidth, self.taken(moved))
 
     def tensor_sum(self, group: RankGroup, count: float) -> float:
         """Seconds of a tensor-parallel all-reduce, or of the all-gather and reduce-scatter that sequence parallelism
@@ -194,20 +197,21 @@ class Rates:
         waiting = 0.0 if self.cluster.device.runs_ahead else known.sync * (group.ranks - 1)
         return waiting + self.all_reduce(group, count, known.link, known.network)
 
-    def exchange(self, group: RankGroup, count: float, across: float) -> float:
-        """Seconds of an all-to-all in which each rank of a group sends `count` bytes, an equal part to each of them. Of
-        `across` bytes, the parts for other nodes go over the network: `count`, or less if a node forwards one copy to
-        several of its ranks. Parts for ranks of the same node go over its links meanwhile.
+    def exchange(self, group: RankGroup, count: float, across: float) -> Exchange:
+        """The times of an all-to-all in which each rank of a group sends `count` bytes, an equal part to each of them.
+        Of `across` bytes, the parts for other nodes go over the network: `count`, or less if a node forwards one copy
+        to several of its ranks. Parts for ranks of the same node go over its links meanwhile.
         """
         if group.ranks == 1 or not count:
-            return 0.0
+            return Exchange()
         known, cluster = self.efficiency, self.cluster
         away = (group.ranks - group.in_node) / group.ranks
         passed_on = count * away if across < count else 0.0
         inside = (count * (group.in_node - 1) / group.ranks + passed_on) / (cluster.link_bandwidth * known.link)
         outside = across * away / (cluster.network_bandwidth * known.network)
         latency = cluster.network_latency if outside else cluster.link_latency
-        return known.collective + latency + max(inside, outside)
+        seconds = known.collective + latency + max(inside, outside)
+        return Exchange(seconds, self.taken(count) + EXCHANGING * seconds)
 
     def pass_on(self, group: RankGroup, count: float) -> float:
         """Seconds in which each rank of a ring passes so many bytes to the next one."""

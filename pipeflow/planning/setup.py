@@ -130,6 +130,7 @@ class Setup:
         data: number of replicas of the pipeline, each with its own part of the batch.
         microbatch_size: sequences per microbatch.
         sequence: tokens per sequence; the model's `positions` unless given.
+        document: tokens of each document of a sequence, within which fused attention stays; by default there is one.
         precision: types of weights, gradients, optimizer states and activations.
         zero: what is divided among the replicas (ZeRO, arXiv 1910.02054). 0: nothing; 1: master weights and moments;
             2: gradients, too; 3: weights, too, gathered for use (FSDP, arXiv 2304.11277).
@@ -137,24 +138,21 @@ class Setup:
         prefetch: with `zero` 3, a backward gathers a layer while another one computes, not after it.
         reduce_once: with `zero` 3, gradients stay whole until the last microbatch has been computed (FSDP's no_sync).
         engine: the program as which layers compute, and whose own buffers memory counts; none unless given.
-        overlap: gradients are reduced, and weights gathered, while layers compute; tensor ranks, too, communicate then
-            with `sequence_parallel` and `zero` below 3. By default with `zero` 3, and as in Megatron-Core with fused
-            attention in 8 bits or with float32 gradients; a search tries it.
+        overlap: gradients are reduced, and weights gathered, while layers compute; with `sequence_parallel` and `zero`
+            below 3, tensor ranks communicate then, too. By default with `zero` 3, and as in Megatron-Core.
         checkpoint: what a backward recomputes. full: a layer but for its input; selective: scores (arXiv 2205.05198,
             section 5); op: all but attention and every other product, as in torchtitan.
         early_stop: recomputing a layer stops before its last product, as in torch since 2.1; by default as in `engine`.
         sequence_parallel: tensor ranks divide the activations of norms, too (arXiv 2205.05198); a search tries it.
+        eager: norms, rotary positions and gates are computed one operation after the other, not in a kernel for each.
         keep_scores: attention writes its scores to memory, as without scaled_dot_product_attention.
         attention: its kernel: unfused stores scores; FlashAttention 1 to 3, or cuDNN as 3; the device's unless given.
         context: number of context ranks, which share the tokens of each sequence; each has all weights of its stage.
-        context_kind: how attention sees the tokens of other context ranks. ring: keys and values go around, hidden
-            behind attention (arXiv 2310.01889). all-to-all: a rank has some heads of all tokens (arXiv 2309.14509).
-        expert: number of expert ranks, among which the experts of a layer are divided. They are some of the `tensor` x
-            `context` x `data` devices of a stage, which exchange tokens twice in a forward (arXiv 2504.14960).
+        context_kind: in a ring, keys and values go around behind attention; all-to-all: a rank has heads of all tokens.
+        expert: expert ranks, which share the experts of a layer; they are devices of a stage (arXiv 2504.14960).
         expert_tensor: devices that share each expert; as many as `tensor` unless given.
         imbalance: tokens of the fullest expert rank, as a multiple of the mean (arXiv 2408.15664, table 2).
-        dispatcher: how tokens go to experts. all-to-all: once for each expert. deepep and hybridep: once to each node
-            of these experts, and there over the node's links to each device.
+        dispatcher: all-to-all sends a token once to each expert, deepep and hybridep once to each node of its experts.
         overlap_experts: the exchange between experts is hidden behind another microbatch (arXiv 2412.19437, 3.2.1).
         recompute_modules: modules of a layer that its backward computes again.
         checkpoint_layers: with a `checkpoint`, how many layers of each stage have it; all unless given.
@@ -173,11 +171,13 @@ class Setup:
     data: int = 1
     microbatch_size: int = 1
     sequence: int | None = None
+    document: int | None = None
     precision: Precision = PRECISIONS["bf16"]
     zero: int = 0
     checkpoint: Checkpoint | bool = "none"
     early_stop: bool | None = None
     sequence_parallel: bool = False
+    eager: bool = False
     keep_scores: bool = False
     attention: Kernel | None = None
     context: int = 1
@@ -210,7 +210,7 @@ class Setup:
         for name in WORDS:
             self._require_choice(name)
         object.__setattr__(self, "zero", int(self.zero))
-        sizes = {"sequence": self.sequence, "shard_ranks": self.shard_ranks}
+        sizes = {"sequence": self.sequence, "document": self.document, "shard_ranks": self.shard_ranks}
         require_positive(**{name: size for name, size in sizes.items() if size is not None})
         require_positive(tensor=self.tensor, data=self.data, microbatch_size=self.microbatch_size)
         require_positive(context=self.context, expert=self.expert, expert_tensor=self.expert_split)

@@ -26,6 +26,9 @@ ROUTED_VALUES = 4  # per expert of a token and `hidden`: read and written on the
 ADDED_VALUES = 3  # per number of an adapter's output: read beside the linear's own, and their sum is written
 NORM_VALUES = 2  # read and written by a norm
 ROPE_VALUES = 2  # read and written where positions are applied
+EAGER_NORM = 16  # more by RMSNorm in single operations: to float32, square, mean, product, to 16 bits, times a weight
+EAGER_ROPE = 8  # more by positions in single operations: two products, half negated, both halves swapped, a sum
+EAGER_GATE = 2  # more by a gate in two operations: the activation is written and read
 CAST_BYTES = 4  # per number that a product in 8 bits reads: 16 bits read, 8 written as they are and 8 transposed
 LOSS_BYTES = 32.0  # per logit: copied to float32, its maximum, difference, exponential, sum and share, one by one
 TORCH_LOSS_BYTES = 14.0  # per logit of torch's cross_entropy: copied to float32, one log_softmax, and the same back
@@ -81,15 +84,17 @@ def layer_work(model: Transformer, setup: Setup) -> DeviceWork:
     tokens, hidden, width = tokens_of(model, setup), model.hidden, setup.precision.weight
     linears, is_stored, is_causal = model.attention_linears, setup.stores_scores, isinstance(model, GPT)
     is_skipped = is_causal and not is_stored  # fused attention skips what the causal mask leaves out
-    attention = tokens * model.attention_flops(sequence) / tensor
+    near = min(sequence, setup.document or sequence) if is_skipped else sequence
+    attention = tokens * model.attention_flops(near) / tensor
     if is_skipped:
-        attention *= model.seen(sequence) / 2
+        attention *= model.seen(near) / 2
     values = sum({"outputs": each.outputs, "inputs": each.inputs, "none": 0}[each.split] for each in linears) / tensor
     values += (3 if model.gated else 2) * model.active_experts * model.wide / tensor
     parted = tensor if setup.sequence_parallel else 1
     whole = (WHOLE_VALUES - PARALLEL_VALUES * model.parallel_block) * hidden / parted + model.latent_values / parted
     products = (*(_linear_product(linear, tokens, setup) for linear in linears), *_perceptrons(model, tokens, setup))
     cast = CAST_BYTES if setup.precision.products in FEW_BITS else 0
+    values += _eager_values(model, setup)
     moved = width * tokens * (whole + values + _routed_values(model, setup)) + _merged_bytes(model, setup)
     return DeviceWork(
         products,
@@ -100,6 +105,17 @@ def layer_work(model: Transformer, setup: Setup) -> DeviceWork:
         scores=Scores(setup.kernel, _keys_at_once(model, setup), (model.head_width + model.value_width) / 2, is_causal),
         added_bytes=added_bytes(products, setup),
     )
+
+
+def _eager_values(model: Transformer, setup: Setup) -> float:
+    """Numbers per token that a layer reads and writes more where it has no kernels for norms, positions and gates."""
+    if not setup.eager:
+        return 0.0
+    norms = (1 if model.parallel_block else 2) * whole_values(model, setup) * (model.norm == "rms")
+    rotary = isinstance(model, GPT) and not model.position_table
+    rotated = model.query_width + model.key_width if model.kv_rank is None else (model.heads + 1) * model.rope_size
+    gates = model.gated * model.active_experts * model.wide
+    return EAGER_NORM * norms + (EAGER_ROPE * rotary * rotated + EAGER_GATE * gates) / setup.tensor
 
 
 def added_bytes(products: Iterable[MatrixProduct], setup: Setup) -> float:
@@ -123,7 +139,8 @@ def _keys_at_once(model: Transformer, setup: Setup) -> float:
     keys = sequence_of(model, setup)
     if setup.context_kind == "ring":
         keys //= setup.context
-    return keys if model.window is None or model.full_every else min(keys, model.window)
+    window = keys if model.window is None or model.full_every else model.window
+    return min(keys, window, setup.document or keys)
 
 
 def _linear_product(linear: Linear, tokens: float, setup: Setup) -> MatrixProduct:
@@ -239,7 +256,8 @@ def recomputed_work(model: Transformer, setup: Setup) -> DeviceWork:
     if setup.checkpoint == "op":
         rotated = ROPE_VALUES * (model.query_width + model.key_width) / tensor
         products = tuple(_linear_product(linear, tokens, setup) for linear in op_linears(model, setup))
-        return DeviceWork(products, moved_bytes=(norms + rotated + wide) * tokens * setup.precision.weight)
+        values = norms + rotated + wide + _eager_values(model, setup)
+        return DeviceWork(products, moved_bytes=values * tokens * setup.precision.weight)
     latent = [_linear_product(linear, tokens, setup) for linear in model.from_latent]
     rotated = ROPE_VALUES * model.heads / tensor * (2 * model.head_width + model.value_width)
     routed = model.active_experts * wide + _routed_values(model, setup)

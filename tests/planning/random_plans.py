@@ -96,6 +96,8 @@ def _setup(random: Random, cluster: Cluster, experts: int) -> Setup:
         "checkpoint": random.choice(("none", "none", "full", "selective")),
         "sequence_parallel": random.random() < 0.5,
         "keep_scores": random.random() < 0.3,
+        "eager": random.random() < 0.2,
+        "document": random.choice((None, None, 256)),
     }
     return Setup(**given)
 

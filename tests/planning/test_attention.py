@@ -133,3 +133,19 @@ def test_the_kernel_follows_from_the_program_unless_it_is_given() -> None:
     for wrong in ({"keep_scores": True}, {"checkpoint": "selective"}):
         with pytest.raises(UsageError, match="stores its scores, and flash2 does not"):
             Setup(attention="flash2", **wrong)
+
+
+def test_documents_of_a_packed_sequence_see_themselves_alone() -> None:
+    """16 documents of 256 tokens have the attention of 16 sequences of 256 tokens, and everything else of one of 4096.
+    Where scores are stored, all of them are.
+    """
+    model = GPT(layers=1, hidden=1024, heads=8, positions=4096, window=1024)
+    packed, whole = (layer_work(model, Setup(sequence=4096, document=each)) for each in (256, None))
+    apart = layer_work(model, Setup(sequence=256, microbatch_size=16))
+    assert (packed.attention_flops, packed.scores) == (apart.attention_flops, apart.scores)
+    assert (packed.products, packed.moved_bytes) == (whole.products, whole.moved_bytes)
+    assert layer_work(model, Setup(sequence=4096, document=8192)) == whole
+    stored = [layer_work(model, Setup(keep_scores=True, document=each)).attention_flops for each in (256, None)]
+    assert stored[0] == stored[1]
+    with pytest.raises(UsageError, match="document must be"):
+        Setup(document=0)

@@ -137,6 +137,46 @@ class Layer(nn.Module):
         return hidden + self.perceptron(norm(hidden))
 
 
+class EagerNorm(nn.Module):
+    """An RMSNorm of single operations, as in the code of Llama 2."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden))
+
+    def forward(self, given: Tensor) -> Tensor:
+        wide = given.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return normed.type_as(given) * self.weight
+
+
+class EagerPerceptron(Perceptron):
+    def forward(self, given: Tensor) -> Any:
+        gate, up = (linear(given) for linear in self.wide)
+        return self.down(silu(gate) * up)
+
+
+class EagerLayer(Layer):
+    """Its norms and its gate have no kernels of their own."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__(model)
+        self.perceptron = EagerPerceptron(model) if model.gated else self.perceptron
+        self.norms = nn.ModuleList(EagerNorm(model.hidden) for _ in range(2))
+
+    def forward(self, given: Tensor) -> Any:
+        first, second = self.norms
+        hidden = given + self.attention(first(given))
+        return hidden + self.perceptron(second(hidden))
+
+
+@pytest.mark.parametrize("changed", [{}, GATED])
+def test_a_layer_of_single_operations_keeps_what_autograd_saves(changed: dict[str, Any]) -> None:
+    model = replace(MODEL, **changed)
+    torch.manual_seed(0)
+    require_kept(EagerLayer(model), model, Setup(eager=True))
+
+
 @pytest.mark.parametrize(
     "changed",
     [
@@ -207,7 +247,8 @@ def require_kept(layer: Layer, model: GPT, setup: Setup) -> None:
 
     def pack(value: Tensor) -> Tensor:
         storage = value.untyped_storage()
-        is_kept = value.dtype == torch.bfloat16  # plans leave out indices, and sums in float32 of a token or head
+        # plans leave out indices, and sums in float32 of a token or head
+        is_kept = value.dtype == torch.bfloat16 or value.shape[-1:] == (model.hidden,)
         if is_kept and storage.data_ptr() not in own:
             saved[storage.data_ptr()] = storage.nbytes()
         return value

@@ -241,6 +241,8 @@ def test_deepspeed_is_configured(given: dict[str, Any], expected: dict[str, Any]
             {"ranks": 1, "data": 2, "zero": 3},
             "DeepSpeed gathers layers ahead in backwards, too; --prefetch",
         ),
+        ("megatron", {"document": 256}, "documents of 256 tokens have to be packed by the data"),
+        ("deepspeed", {"eager": True}, "--eager plans layers without fused kernels"),
         ("deepspeed", {"data": 2, "zero": 1}, "DeepSpeed puts replicas next to each other"),
         ("deepspeed", {}, "give PipelineModule num_stages=4 and partition_method='type:NAME'"),
         ("deepspeed", {"ranks": 1, "checkpoint": "full"}, "the model has to checkpoint each of them"),

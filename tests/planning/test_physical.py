@@ -18,7 +18,7 @@ from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import head_rates, physical_costs, rates_of
 from pipeflow.planning.rates import RankGroup, Rates
 from pipeflow.planning.setup import Checkpoint
-from pipeflow.planning.work import MatrixProduct, head_work, layer_work
+from pipeflow.planning.work import MatrixProduct, head_work, layer_work, recomputed_work
 from tests.covering import some
 
 A100 = Cluster.of("a100-80gb")
@@ -284,9 +284,10 @@ def test_a_part_takes_a_hop_for_each_rank_and_another_one_for_each_node() -> Non
     """8 ranks in 2 nodes: 6 hops in nodes and 2 between them, in both rounds of a sum, and once to gather."""
     rates = Rates(replace(A100, network_latency=1.0, link_latency=0.25), replace(PUBLISHED, collective=0.5), "bf16")
     group = RankGroup(8, 4)
-    assert rates.reduction(group, 1.0).still == 0.5 + 2 * (6 * 0.25 + 2 * 1.0)
-    assert rates.reduction(group, 1.0, rounds=1).still == rates.reduction(group, 1.0).still / 2
-    assert rates.reduction(RankGroup(4, 4), 1.0).still == 0.5 + 2 * 3 * 0.25
+    assert rates.reduction(group, 1.0).seconds == pytest.approx(0.5 + 2 * (6 * 0.25 + 2 * 1.0))
+    assert rates.reduction(group, 1.0, rounds=1) == rates.reduction(group, 1.0).part(2)
+    assert rates.reduction(RankGroup(4, 4), 1.0).seconds == pytest.approx(0.5 + 2 * 3 * 0.25)
+    assert rates.reduction(group, 8.0).taken == rates.taken(2 * 7)
 
 
 def test_a_mesh_counts_the_ranks_of_a_group_in_a_node() -> None:
@@ -524,3 +525,17 @@ def test_no_faster_chip_or_link_makes_a_step_slower(
     for half in ("forward", "backward_input", "backward_weight"):
         times = zip(getattr(one.cost, half), getattr(other.cost, half), strict=True)
         assert all(after <= before * (1 + 1e-9) for before, after in times)
+
+
+def test_layers_of_single_operations_move_what_their_kernels_would_not() -> None:
+    """Per token of a Llama with 8 heads of 64, 2 of them for keys: two norms of 16 more numbers for each of 512, 8 for
+    each of 512 + 128 where positions are applied, and 2 for each of 1024 in a gate. GPT-2 has kernels for all it has.
+    """
+    llama = GPT(1, 512, 8, 128, kv_heads=2, ffn=1024, gated=True, norm="rms", position_table=False)
+    eager, fused = (layer_work(llama, Setup(eager=each)) for each in (True, False))
+    assert eager.products == fused.products
+    assert eager.moved_bytes - fused.moved_bytes == 2 * 128 * (2 * 16 * 512 + 8 * 640 + 2 * 1024)
+    again = [recomputed_work(llama, Setup(eager=each, checkpoint="op")).moved_bytes for each in (True, False)]
+    assert again[0] - again[1] == eager.moved_bytes - fused.moved_bytes
+    old = GPT(1, 512, 8, 128)
+    assert layer_work(old, Setup(eager=True)) == layer_work(old, Setup())

@@ -9,7 +9,7 @@ import pytest
 
 from pipeflow import GPT, Placement, Setup, UsageError, make_schedule, plan
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.layer_seconds import expert_seconds, layer_exchanges, met
+from pipeflow.planning.layer_seconds import expert_exchange, layer_exchanges, met
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import physical_costs, rates_of, stage_costs
 from pipeflow.planning.rank_memory import held_by, rank_plan
@@ -96,7 +96,7 @@ def test_tokens_go_to_their_experts_and_back_in_both_directions() -> None:
     assert found.forward == found.backward == pytest.approx(2 * (start + 3 / 4 * sent / (450e9 * known.link)))
     setup = Setup(data=8, expert=8)
     far = rates(setup).exchange(RankGroup(8, 4), 8e6, 8e6)
-    assert far == pytest.approx(known.collective + H100.network_latency + 4e6 / (50e9 * known.network))
+    assert far.seconds == pytest.approx(known.collective + H100.network_latency + 4e6 / (50e9 * known.network))
 
 
 def test_deepep_sends_a_token_once_to_each_node() -> None:
@@ -111,22 +111,22 @@ def test_deepep_sends_a_token_once_to_each_node() -> None:
     near = 15 / 8 * 4e6 * (3 / 8 + 1 / 2) / (450e9 * known.link)
     start = known.collective + H100.network_latency
     found = rates(Setup()).exchange(RankGroup(8, 4), 15 / 8 * 4e6, 1.5 * 4e6)
-    assert found == pytest.approx(start + max(away, near))
+    assert found.seconds == pytest.approx(start + max(away, near))
+    assert found.taken == pytest.approx(rates(Setup()).taken(15 / 8 * 4e6) + 20 / 132 * found.seconds)
     flat, once, _ = (Setup(data=64, expert=16, dispatcher=each) for each in CHOICES["dispatcher"])
     many = replace(MIXTURE, experts_per_token=8)
     mesh = Mesh.of(flat, 1, 8)
-    assert expert_seconds(many, once, mesh, rates(once)) < expert_seconds(many, flat, mesh, rates(flat))
+    assert expert_exchange(many, once, mesh, rates(once)) < expert_exchange(many, flat, mesh, rates(flat))
 
 
 def test_the_way_to_experts_may_hide_behind_another_microbatch() -> None:
     shown, hidden = Setup(data=8, expert=8), Setup(data=8, expert=8, overlap_experts=True)
     mesh, layer = Mesh.of(shown, 1, 8), seconds(MIXTURE, shown)
-    sent = expert_seconds(MIXTURE, shown, mesh, rates(shown))
+    sent, taken = expert_exchange(MIXTURE, shown, mesh, rates(shown))
     assert layer_exchanges(MIXTURE, shown, mesh, rates(shown), layer).forward == sent
-    taken = rates(shown).efficiency.contention
     short = layer._replace(forward=sent / 16, backward=2 * sent)
     found = layer_exchanges(MIXTURE, hidden, mesh, rates(hidden), short)
-    assert (found.forward, found.backward) == pytest.approx((sent * 15 / 16, sent * taken))
+    assert (found.forward, found.backward) == pytest.approx((sent * 15 / 16, taken))
 
 
 def test_gradients_of_experts_are_summed_over_the_devices_that_have_them() -> None:
@@ -171,7 +171,7 @@ def test_an_all_to_all_of_heads_is_not_hidden() -> None:
         DENSE, setup, Mesh.of(setup, 1, 8), rates(setup), rates(setup).seconds(layer_work(DENSE, setup))
     )
     sent = 1024 * 2 * (16 + 4) * 128
-    assert found.forward == rates(setup).exchange(RankGroup(4, 4), sent, sent)
+    assert found.forward == rates(setup).exchange(RankGroup(4, 4), sent, sent).seconds
     assert found.backward == found.forward
 
 
@@ -195,3 +195,14 @@ def test_sizes_that_do_not_divide_are_refused(setup: dict[str, Any], message: st
 def test_a_model_without_experts_has_no_expert_ranks() -> None:
     with pytest.raises(UsageError, match="a model without experts cannot have 2 expert ranks"):
         plan(DENSE, make_schedule("1f1b", ranks=1, microbatches=1), Setup(data=2, expert=2))
+
+
+def test_devices_that_share_an_expert_gather_its_tokens_and_a_full_rank_takes_longer() -> None:
+    """Two devices of an expert: each sends 2048 tokens of 2 KiB twice, and gathers what both got."""
+    setup = Setup(tensor=2, data=4, expert=4, expert_tensor=2)
+    mesh, known, sent = Mesh.of(setup, 1, 8), rates(setup), 2048 * 2 * 2048
+    one, gathered = known.exchange(RankGroup(4, 4), sent, sent), known.tensor_sum(RankGroup(2, 2), 2 * sent)
+    even = expert_exchange(MIXTURE, setup, mesh, known)
+    assert even == pytest.approx((2 * one.seconds + gathered, 2 * one.taken + known.taken(2 * sent)))
+    full = expert_exchange(MIXTURE, replace(setup, imbalance=1.5), mesh, known)
+    assert full == pytest.approx((1.5 * even.seconds, 1.5 * even.taken))

@@ -10,7 +10,7 @@ import pytest
 from pipeflow import GPT, Placement, Setup, UsageError, make_schedule, plan
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.kept import layer_kept, recomputed_bytes
-from pipeflow.planning.layer_seconds import expert_seconds
+from pipeflow.planning.layer_seconds import expert_exchange
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import Physical, physical_costs, rates_of, stage_costs
 from pipeflow.planning.setup import PRECISIONS
@@ -77,7 +77,7 @@ def test_backwards_take_as_much_longer_as_the_modules_take() -> None:
 def test_experts_that_are_computed_again_get_their_tokens_again() -> None:
     setup = Setup(microbatch_size=4, data=8, expert=8)
     rates, mesh = rates_of(H100, setup), Mesh.of(setup, 1, 8)
-    sent = expert_seconds(MIXTURE, setup, mesh, rates)
+    sent = expert_exchange(MIXTURE, setup, mesh, rates).seconds
     products = sum(map(rates.product, layer_work(MIXTURE, setup).products[2:]))
     values = 3 * 3 * 2048 + 4 * 2 * 4096
     moved = rates.moving(2 * values * 4 * 4096)
@@ -166,7 +166,7 @@ def test_frozen_weights_have_no_gradients_and_no_optimizer() -> None:
     assert other.optimizer == other.tied == 0
     found = plan(DENSE, make_schedule("1f1b", ranks=1, microbatches=2), frozen, cluster=H100).ranks[0]
     assert (found.weight_bytes, found.gradient_bytes, found.optimizer_bytes) == (2 * DENSE.parameters, 0, 0)
-    assert kind_of(DENSE, frozen, H100) == "h100, 16 bits, frozen weights"
+    assert str(kind_of(DENSE, frozen, H100)) == "h100, 16 bits, frozen weights"
     work = stage_costs(DENSE, Placement.linear(1), frozen, flops=1.0)
     assert work.backward_weight == work.deferred_bytes == (0.0,)
 

@@ -12,6 +12,7 @@ from pipeflow.core.action import Kind
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.device import Device
 from pipeflow.planning.efficiency import PUBLISHED
+from pipeflow.planning.kept import layer_kept
 from pipeflow.planning.layout import Wanted
 from pipeflow.planning.layouts import find_layouts
 from pipeflow.planning.rates import Exchange, RankGroup, Rates
@@ -20,12 +21,13 @@ from pipeflow.planning.shares import Parameters
 from pipeflow.planning.step_plan import Plan
 from pipeflow.schedules.orders.additions import gathering
 
-# links of 1e6 bytes/s without latency, so that a gather of b bytes on n ranks takes (n - 1) / n * b / 1e6 seconds
+# links of 1e6 bytes/s without latency, so that a gather of b bytes on n ranks takes (n - 1) / n * b / 1e6 seconds, and
+# the memory moves each byte so often that this takes a quarter as long
 SIMPLE = replace(
     Cluster.of(Device("simple", {"bf16": 1e12}, 80e9, 1e12), link_bandwidth=1e6, network_bandwidth=1e6),
     link_latency=0.0,
     network_latency=0.0,
-    efficiency={"link": 1.0, "reduction": 1.0, "collective": 0.0, "contention": 0.25},
+    efficiency={"link": 1.0, "reduction": 1.0, "collective": 0.0, "contention": 0.25 * 1e12 / 1e6},
 )
 A100 = Cluster.of("a100-80gb")
 SMALL = GPT(layers=8, hidden=1024, heads=16)
@@ -71,13 +73,14 @@ def test_hybrid_shards_gather_in_a_node_and_sum_their_part_between_nodes() -> No
     assert sharding(zero=3, data=8).gather(others(1e6)).seconds == pytest.approx(7 / 8 * 2)
 
 
-def test_collectives_take_a_quarter_of_the_device_from_the_computations_beside_them() -> None:
-    """In 2 s beside a collective, 1.5 s of work are done, and 8.5 of 10 s are left. A collective that outlasts it
-    hides all of it. While no byte moves, it takes nothing.
+def test_collectives_take_memory_from_the_computations_beside_them_for_each_byte() -> None:
+    """2e6 bytes take 0.5 s of the memory, however long they are on their way. A collective that outlasts computations
+    hides all of it.
     """
-    assert sharding().rates.added(10.0, Exchange(2.0)) == 0.5
-    assert sharding().rates.added(1.0, Exchange(2.0)) == 1.0
-    assert sharding().rates.added(10.0, Exchange(5.0, still=3.0)) == 0.5
+    rates = sharding().rates
+    assert rates.added(10.0, Exchange(2.0, rates.taken(2e6))) == pytest.approx(0.5)
+    assert rates.added(10.0, Exchange(8.0, rates.taken(2e6))) == pytest.approx(0.5)
+    assert rates.added(1.0, Exchange(2.0, rates.taken(2e6))) == 1.0
 
 
 def test_layers_hide_all_gathers_but_the_first_and_all_reductions_but_the_last() -> None:
@@ -141,13 +144,16 @@ def test_a_layer_that_is_recomputed_is_gathered_once_in_its_backward() -> None:
 @pytest.mark.parametrize(("zero", "divided"), [(1, 12), (2, 14), (3, 16)])
 def test_each_stage_of_zero_divides_more_of_16_bytes(zero: int, divided: int) -> None:
     """Weights and gradients take 2 bytes, the states 12. Two layers and the ends are whole for a while: their gradients
-    with ZeRO-2, their weights, too, with ZeRO-3.
+    with ZeRO-2, their weights, too, with ZeRO-3. What a layer keeps is freed as its gradients are made.
     """
     [rank] = planned(zero=zero).ranks
     held = rank.weight_bytes + rank.gradient_bytes + rank.optimizer_bytes
     assert held == pytest.approx(SMALL.parameters * (16 - divided + divided / 8), rel=1e-6)
     units = 2 * LAYER + ENDS
-    assert rank.gathered_bytes == {1: 0, 2: 2 * units, 3: 4 * units}[zero]
+    assert rank.gathered_bytes == {1: 0, 2: 2 * ENDS, 3: 2 * units + 2 * ENDS}[zero]
+    [short] = planned(zero=zero, sequence=256).ranks  # activations are then less than gradients
+    freed = 2 * 256 * layer_kept(SMALL, Setup())
+    assert short.gathered_bytes == {1: 0, 2: 2 * units - freed, 3: 4 * units - freed}[zero]
 
 
 def test_ranks_of_a_pipeline_gather_a_stage_for_several_microbatches_and_hold_three_of_them() -> None:

@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from benchmarks.planner import promised
+from benchmarks.planner import Judged, held_of, promised
 from benchmarks.planner_tables import LAST, MARK, ROOT, SIMILAR, similar_rows
 from pipeflow import GPT, PRECISIONS, Cluster, Setup
-from pipeflow.planning.similar import KINDS, kind_of, said, similar_error
+from pipeflow.planning.similar import KINDS, Kind, kind_of, said, similar_error
 from pipeflow.tools.cli.command import main
 
 MODEL = GPT(4, 512, 4, 512, 8192)
@@ -25,11 +25,12 @@ def test_the_errors_are_those_of_the_benchmark() -> None:
 def test_kinds_of_jobs_differ_in_device_precision_and_sharding() -> None:
     a100, h100, v100 = (Cluster.of(name) for name in ("a100-40gb", "h200", "v100-32gb"))
     fp8, half = (Setup(precision=PRECISIONS[name]) for name in ("fp8", "fp16"))
-    assert kind_of(MODEL, Setup(), a100) == "a100, 16 bits"
-    assert kind_of(MODEL, fp8, h100) == "h100, 8 bits"
-    assert kind_of(MODEL, half, v100) == "v100, 16 bits"
-    assert kind_of(GPT(4, 512, 4, experts=8), Setup(), a100) == "a100, 16 bits, experts"
-    assert kind_of(MODEL, Setup(zero=3, data=2), h100) == "h100, 16 bits, sharded weights"
+    assert str(kind_of(MODEL, Setup(), a100)) == "a100, 16 bits"
+    assert str(kind_of(MODEL, fp8, h100)) == "h100, 8 bits"
+    assert str(kind_of(MODEL, half, v100)) == "v100, 16 bits"
+    assert str(kind_of(GPT(4, 512, 4, experts=8), Setup(), a100)) == "a100, 16 bits, experts"
+    divided = Setup(zero=3, data=2, frozen=True)
+    assert str(kind_of(MODEL, divided, h100)) == "h100, 16 bits, sharded weights, frozen weights"
 
 
 def test_a_plan_prints_the_error_of_similar_jobs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +45,7 @@ def test_a_plan_prints_the_error_of_similar_jobs(capsys: pytest.CaptureFixture[s
     assert found["error"] == KINDS["a100, 16 bits"][2]
 
 
-@pytest.mark.parametrize("words", [["mi300x"], ["v100-32gb", "--precision", "fp16"]], ids=["none", "one publisher"])
+@pytest.mark.parametrize("words", [["mi300x"], ["b200", "--experts", "8"]], ids=["none", "one publisher"])
 def test_a_plan_says_so_if_no_two_publishers_measured_such_jobs(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,13 +54,53 @@ def test_a_plan_says_so_if_no_two_publishers_measured_such_jobs(
     assert "how far this is off is not known: jobs like this were not measured by two publishers" in said
 
 
+A100, H100 = Kind("a100", "16 bits"), Kind("h100", "16 bits")
+
+
+def judged(kind: Kind, source: str, *errors: float) -> list[Judged]:
+    return [Judged(kind, source, error) for error in errors]
+
+
 def test_each_publisher_is_one_observation_of_what_is_promised() -> None:
-    few, many = ([[0.0] * rows, [0.1, -0.1]] for rows in (1, 1000))
-    assert promised(few, 0.01) | {"rows": 0} == promised(many, 0.01) | {"rows": 0}
-    assert promised(few, 0.01)["error"] == 0.05
+    other = judged(A100, "other", 0.1, -0.1)
+    few, many = (promised(A100, [*judged(A100, "one-a100", *[0.0] * rows), *other]) for rows in (1, 1000))
+    assert few | {"rows": 1002} == many
+    assert few["error"] == 0.05
 
 
 def test_errors_of_all_kinds_of_jobs_count_beside_those_of_few_publishers() -> None:
     """As four publishers; within Student's distribution, with five degrees of freedom for two publishers."""
-    assert promised([[0.1]] * 2, 0.04)["most"] == pytest.approx(2.02 * math.sqrt((4 * 0.04 + 2 * 0.01) / 6))
-    assert promised([[0.1]] * 20, 0.01)["most"] == pytest.approx(1.78 * 0.1)
+    far = Kind("b200", "8 bits", experts=True)
+    found = [*judged(A100, "one", 0.1), *judged(A100, "other", 0.1), *judged(far, "third", 0.4)]
+    assert promised(A100, found)["most"] == pytest.approx(2.02 * math.sqrt((4 * 0.06 + 2 * 0.01) / 6))
+    many = [each for number in range(20) for each in judged(A100, f"source{number}", 0.1)]
+    assert promised(A100, many)["most"] == pytest.approx(1.78 * 0.1)
+
+
+def test_a_publisher_of_near_jobs_counts_half() -> None:
+    found = [*judged(A100, "one", 0.1), *judged(H100, "other", 0.2), *judged(A100, "other", 0.0)]
+    most = {kind: promised(kind, found)["most"] for kind in (A100, H100)}
+    pooled = 4 * (0.01 + 0.02) / 2
+    assert most[A100] == pytest.approx(2.02 * math.sqrt((pooled + 0.01 + 0.0) / 6))
+    assert most[H100] == pytest.approx(2.02 * math.sqrt((pooled + 0.5 * 0.01 + 0.04) / 5.5))
+
+
+def test_nothing_is_promised_of_jobs_that_fewer_than_two_publishers_measured() -> None:
+    found = [*judged(A100, "nemo-one", 0.1), *judged(A100, "dgxc-other", 0.1)]  # both are NVIDIA's
+    assert promised(A100, found) == {}
+    both = [*found, *judged(H100, "other", 0.1)]
+    assert promised(A100, both)["sources"] == 2
+    assert promised(A100._replace(experts=True), both) == {}
+    assert promised(Kind("b200", "8 bits"), both) == {}
+
+
+def test_a_promise_is_judged_without_the_publisher() -> None:
+    """The others promise 2.02 x 0.1."""
+    others = [each for name in ("one", "other") for each in judged(A100, name, 0.1)]
+    routed = A100._replace(experts=True)
+    own = judged(A100, "own-a", 0.1, -0.3), judged(A100, "own-b", 0.9), judged(routed, "own-a", 0.1)
+    assert held_of("own-a", [*others, *(each for part in own for each in part)]) == {
+        "source": "own-a",
+        "rows": 2,
+        "held": 1,
+    }

@@ -19,7 +19,7 @@ from pipeflow.planning.libraries.library import (
     SINGLE,
     Library,
     LibraryOptions,
-    gathers_ahead,
+    common_notes,
     has_order,
     no_schedule,
     order_of_ranks,
@@ -56,7 +56,7 @@ def options(found: Plan) -> LibraryOptions:
         config["pipeline"] = {"stages": pipeline, "activation_checkpoint_interval": int(setup.checkpoint == "full")}
     config |= PRECISION[setup.precision.name]
     return LibraryOptions(
-        json.dumps(config, indent=2), (*_notes(found), *gathers_ahead(NAME, found), *order_of_ranks(NAME, found))
+        json.dumps(config, indent=2), (*_notes(found), *common_notes(NAME, found), *order_of_ranks(NAME, found))
     )
 
 

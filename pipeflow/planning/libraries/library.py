@@ -114,8 +114,17 @@ def require_reductions(library: str, found: Plan) -> None:
         )
 
 
-def gathers_ahead(library: str, found: Plan) -> tuple[str, ...]:
-    """The note on a library that gathers layers ahead in backwards, if the plan does not."""
-    if found.setup.zero < 3 or found.setup.prefetch or len(found.ranks) > 1:
-        return ()
-    return (f"{library} gathers layers ahead in backwards, too; --prefetch plans that",)
+def common_notes(library: str, found: Plan) -> tuple[str, ...]:
+    """The notes on any library: that it gathers layers ahead in backwards, if the plan does not, and on what the data
+    and the model's code have to bring.
+    """
+    setup, notes = found.setup, []
+    if setup.zero == 3 and not setup.prefetch and len(found.ranks) == 1:
+        notes.append(f"{library} gathers layers ahead in backwards, too; --prefetch plans that")
+    if setup.document:
+        notes.append(
+            f"documents of {setup.document} tokens have to be packed by the data, and attention to stay in them"
+        )
+    if setup.eager:
+        notes.append("--eager plans layers without fused kernels: leave it out for code that has them or is compiled")
+    return tuple(notes)

@@ -17,7 +17,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.planning.libraries.library import (
     Library,
     LibraryOptions,
-    gathers_ahead,
+    common_notes,
     has_order,
     no_schedule,
     require_language_model,
@@ -59,7 +59,7 @@ def options(found: Plan) -> LibraryOptions:
     require_language_model(NAME, found)
     require_reductions(NAME, found)
     note = f"start {found.devices} processes: {NAME} makes replicas of all that the other sizes leave"
-    return LibraryOptions("\n".join(_flags(found)), (note, *gathers_ahead(NAME, found)))
+    return LibraryOptions("\n".join(_flags(found)), (note, *common_notes(NAME, found)))
 
 
 RECORDING = "--profile --use-pytorch-profiler --profile-step-start 10 --profile-step-end 12 --tensorboard-dir traces"

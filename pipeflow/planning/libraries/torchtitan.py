@@ -25,7 +25,7 @@ from pipeflow.planning.libraries.library import (
     SINGLE,
     Library,
     LibraryOptions,
-    gathers_ahead,
+    common_notes,
     has_order,
     no_schedule,
     order_of_ranks,
@@ -60,7 +60,7 @@ def options(found: Plan) -> LibraryOptions:
     _require_modules(found)
     _require_setup(found)
     return LibraryOptions(
-        "\n".join(_lines(found, schedule)), (*_notes(found), *gathers_ahead(NAME, found), *order_of_ranks(NAME, found))
+        "\n".join(_lines(found, schedule)), (*_notes(found), *common_notes(NAME, found), *order_of_ranks(NAME, found))
     )
 
 
