@@ -1,6 +1,6 @@
-"""The figures of documents. Those of README.md and docs/faq.md are cells of results/NAME.json, with the day and the commit
-of their measurements; other pages show the table of one result. `python -m benchmarks --shown --save` measures and writes
-all of them again. A test holds the documents to the results.
+"""The figures of documents. Those of README.md and docs/faq.md are cells of results/NAME.json, with the day and the
+commit of their measurements; other pages show the table of one result. `python -m benchmarks --shown --save` measures
+and writes all of them again. A test holds the documents to the results.
 """
 
 from __future__ import annotations

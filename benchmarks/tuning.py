@@ -1,5 +1,5 @@
-"""One slow job, made faster move by move: docs/tuning.md tells how each move was found. All variants train the same model
-on the same batches with 2 ranks, in turns. A variant has one more move than the one before it.
+"""One slow job, made faster move by move: docs/tuning.md tells how each move was found. All variants train the same
+model on the same batches with 2 ranks, in turns. A variant has one more move than the one before it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WIDTH, HEADS, BLOCKS, WORDS = 256, 4, 8, 8192
 READING = 0.06  # seconds for which a batch is waited for, as on a slow file system
 
 START = "as it was written"
-MOVES = {
+MOVES: dict[str, dict[str, Any]] = {
     START: {"schedule": "1f1b", "microbatches": 4},
     "a worker reads batches ahead": {"ahead": True},
     "cut by measured costs": {"balanced": True},
