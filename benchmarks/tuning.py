@@ -24,8 +24,9 @@ MOVES: dict[str, dict[str, Any]] = {
     "cut by measured costs": {"balanced": True},
     "no checkpointing, since activations fit": {"checkpointed": False},
     "8 microbatches instead of 4": {"microbatches": 8},
-    "zb-v instead of 1f1b": {"schedule": "zb-v"},
     "gradient_accumulation_fusion": {"fusion": True},
+    "AdamW in one kernel": {"fused": True},
+    "zb-v instead of 1f1b": {"schedule": "zb-v"},
 }
 
 
@@ -71,6 +72,7 @@ def contender(
     ahead: bool = False,
     balanced: bool = False,
     fusion: bool = False,
+    fused: bool = False,
 ) -> Any:
     """A step of the job: it reads a batch, trains, clips and steps."""
     import torch
@@ -87,7 +89,7 @@ def contender(
         costs = pipeflow.measure_layers(blocks, torch.zeros(SAMPLES // microbatches, LENGTH, dtype=torch.long))
     stages = pipeflow.build_stages(blocks, made.placement, partition=costs)
     model = pipeflow.Pipeline(stages, made, criterion=loss, gradient_accumulation_fusion=fusion)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # the rate is 0, so that losses stay alike
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=fused)  # the rate is 0, so that losses stay alike
     batches = iter(torch.utils.data.DataLoader(texts(), batch_size=None, num_workers=int(ahead)))
 
     def step() -> torch.Tensor:

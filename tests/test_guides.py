@@ -379,10 +379,10 @@ def test_the_list_of_commands_runs(
     monkeypatch.setenv("COLUMNS", "80")
     [console] = blocks(SIMULATING, "console", "$ pipeflow list")
     listed = [shlex.split(command)[1:] for command, _ in commands(console)]
-    assert len(listed) == 10
+    assert len(listed) == 11
     for words in listed:
         if "--devices" not in words:
-            assert out(capsys, *words) or words[0] in ("draw", "export")
+            assert out(capsys, *words) or words[0] in ("draw", "export") or "--animate" in words
 
 
 # Memory

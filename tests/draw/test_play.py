@@ -10,6 +10,7 @@ from pipeflow import Timeline, make_schedule, simulate
 from tests.browser import DEADLINE, MARKS, webdriver
 from tests.draw.opened import Keys, Page
 
+support = pytest.importorskip("selenium.webdriver.support.wait", reason="needs selenium")
 pytestmark = MARKS
 LAYER = """
 const [part, row, rows] = arguments;
@@ -75,7 +76,7 @@ def test_it_plays_and_pauses_and_takes_steps_for_who_wants_less_motion(page: Pag
     try:
         page.open(simulate(make_schedule("1f1b", ranks=2, microbatches=3)))
         page.find("#play").click()
-        wait = webdriver.support.wait.WebDriverWait(page.browser, DEADLINE, poll_frequency=0.02)
+        wait = support.WebDriverWait(page.browser, DEADLINE, poll_frequency=0.02)
         wait.until(lambda _: moment(page) > 0)
         page.browser.execute_script("document.querySelector('.lanes').focus({preventScroll: true})")
         page.press(Keys.SPACE)

@@ -51,7 +51,6 @@ def test_the_regret_is_that_of_the_plainest_layout_among_ties() -> None:
 
 BEST = [  # of NVIDIA's and nanotron's jobs: source, layers, devices, and the schedules that the program has
     ("dgxc-h100", 32, 64, ("1f1b", "interleaved-1f1b")),
-    ("dgxc-h100", 80, 256, ("1f1b", "interleaved-1f1b")),
     ("dgxc-h100", 126, 576, ("1f1b", "interleaved-1f1b")),
     ("nanotron", 32, 8, ("1f1b",)),
 ]
