@@ -19,7 +19,8 @@ from pipeflow.checking.files import Array, Blocks, Event, Info, rank_files, read
 from pipeflow.checking.limits import SAME_VALUES, TINY, Rounding, tolerance, unit
 from pipeflow.core.errors import UsageError
 
-_CHUNK = 512  # rows compared with all others at once
+_CHUNK = 64  # rows compared with all others at once
+_PAIRS, _MOST = 2**22, 2**26  # pairs of rows: up to so many all are compared; of more, those that may be alike
 
 Key = tuple[str, int]  # a module and which of its outputs
 Called = tuple[int, Event]  # a rank, and the event of an output
@@ -385,22 +386,56 @@ class Unmatched(NamedTuple):
 
 
 def unmatched(reference: OutputRows, candidate: OutputRows, allowed: float) -> Unmatched:
-    """The rows of each run that no row of the other equals, up to `allowed` of the size of a row."""
+    """The rows of each run that no row of the other equals, up to `allowed` of the size of a row. Raises UsageError for
+    too many rows.
+    """
     size = max(reference.size, TINY)
-    nearest_in_reference = _nearest(candidate.values, reference.values) / size
-    nearest_in_candidate = _nearest(reference.values, candidate.values) / size
+    nearest_in_reference = _nearest(candidate.values, reference.values, allowed * size) / size
+    nearest_in_candidate = _nearest(reference.values, candidate.values, allowed * size) / size
     mine = [index for index, apart in enumerate(nearest_in_candidate) if not apart <= allowed]
     theirs = [index for index, apart in enumerate(nearest_in_reference) if not apart <= allowed]
     return Unmatched(mine, theirs, float(np.max([*nearest_in_reference, *nearest_in_candidate])))
 
 
-def _nearest(rows: Array, others: Array) -> Array:
-    """The distance of each row to the nearest of the others."""
-    found = []
-    for start in range(0, len(rows), _CHUNK):
-        apart = rows[start : start + _CHUNK, None, :8] - others[None, :, :8]
-        found.append(np.sqrt(np.fmin.reduce(np.mean(np.square(apart), axis=2), axis=1)))  # without those of nan
-    return np.concatenate(found)
+def _nearest(rows: Array, others: Array, near: float) -> Array:
+    """The distance of each row to the nearest of the others. If there are many, a row that has others as near as `near`
+    gets its distance to one of them; some of the rest are compared with all, and their largest distance stands for all.
+    """
+    rows, others = rows[:, :8], others[:, :8]
+    if len(rows) * len(others) <= _PAIRS:
+        return _distances(rows, others)
+    found = np.full(len(rows), np.nan)
+    if near < np.inf:
+        if len(rows) == len(others):
+            found = _size(rows - others)
+        order, left = np.argsort(others[:, 0]), np.flatnonzero(~(found <= near))
+        first, reach = others[order, 0], near * sqrt(8)  # a row that is as near has such a first number
+        low = np.searchsorted(first, rows[left, 0] - reach)
+        high = np.searchsorted(first, rows[left, 0] + reach, "right")
+        if (high - low).sum() > _MOST:
+            raise UsageError(f"outputs have {len(rows):,} rows, of which too many are alike: record fewer samples")
+        for index, begin, end in zip(left, low, high, strict=True):
+            if end > begin:
+                found[index] = np.fmin.reduce(_size(others[order[begin:end]] - rows[index]))
+    left = np.flatnonzero(~(found <= near))
+    chosen = left[:: max(1, len(left) * len(others) // _PAIRS)]
+    if len(chosen):
+        apart = _distances(rows[chosen], others)
+        found[left] = np.fmax.reduce(apart)
+        found[chosen] = apart
+    return found
+
+
+def _distances(rows: Array, others: Array) -> Array:
+    """The distance of each row to the nearest of the others, each compared with all."""
+    chunks = range(0, len(rows), _CHUNK)
+    apart = [_size(rows[start : start + _CHUNK, None] - others[None]) for start in chunks]
+    return np.concatenate([np.fmin.reduce(each, axis=1) for each in apart])  # without those of nan
+
+
+def _size(apart: Array) -> Array:
+    found: Array = np.sqrt(np.mean(np.square(apart), axis=-1))
+    return found
 
 
 def numel(events: Sequence[Called]) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -462,3 +463,28 @@ def test_a_parameter_with_the_values_of_another_has_no_copy_that_is_known() -> N
     parts = parts_of([model], None, None)
     find_masters(parts, [each.detach().float() for each in model.parameters()])
     assert all(part.master is None for part in parts)
+
+
+def test_of_many_rows_those_that_have_no_like_are_found_and_measured() -> None:
+    draw = np.random.default_rng(0)
+    values = draw.normal(size=(4000, 9))
+    values[:, 8] = 1.0
+    order = draw.permutation(len(values))
+    others = values[order] * (1 + 1e-9)
+    others[:5] += 1.0
+    mine, theirs = (OutputRows(each, [(0,)] * len(each), [0] * len(each), ()) for each in (values, others))
+    found = unmatched(mine, theirs, 1e-6)
+    assert sorted(found.reference) == sorted(order[:5])
+    assert found.candidate == [0, 1, 2, 3, 4]
+    nearest = [np.sqrt(np.square(values[:, :8] - each[:8]).mean(axis=1)).min() for each in others[:5]]
+    back = [np.sqrt(np.square(others[:, :8] - values[each, :8]).mean(axis=1)).min() for each in order[:5]]
+    assert found.error == pytest.approx(max(*nearest, *back) / mine.size)
+
+
+def test_too_many_rows_that_are_alike_are_refused() -> None:
+    values = np.zeros((20_000, 9))
+    values[:, 8], values[:, 1] = 1.0, np.arange(len(values))
+    others = values + 0.5 * (np.arange(9) == 1)
+    mine, theirs = (OutputRows(each, [(0,)] * len(each), [0] * len(each), ()) for each in (values, others))
+    with pytest.raises(UsageError, match=r"20,000 rows, of which too many are alike: record fewer samples"):
+        unmatched(mine, theirs, 1e-6)
