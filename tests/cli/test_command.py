@@ -97,7 +97,7 @@ def test_what_a_search_is_for_and_may_keep_are_options(capsys: pytest.CaptureFix
 
 def test_simulate(capsys: pytest.CaptureFixture[str]) -> None:
     assert out(capsys, "simulate", "1f1b", "--forward", 2, "--transfer", 0.5) == (
-        "makespan          52\nspan              52\n"
+        "A step takes 52; its busiest rank is idle for 38.5% of it.\nmakespan          52\nspan              52\n"
         "bubble            38.5% of the makespan, in which the busiest rank is idle\nbubble of span    38.5%\n"
         "idle by rank      20 20 20 20\n"
         "peak activations  4 3 2 1\ncritical path     computing 44, waiting 8 (15.4%)\n  by rank         8 12 12 12\n"

@@ -49,15 +49,15 @@ def test_both_bubbles_are_those_of_their_measure(capsys: pytest.CaptureFixture[s
 
 def test_the_best_of_a_column_is_marked_and_rows_are_sorted(capsys: pytest.CaptureFixture[str]) -> None:
     lines = out(capsys, "compare", "gpipe", "1f1b", "zb-h2", "--sort", "activations").splitlines()
-    assert [line.split()[0] for line in lines[2:5]] == ["1f1b", "zb-h2", "gpipe"]
-    assert [[word for word in line.split() if word.endswith("*")] for line in lines[2:5]] == [
+    assert [line.split()[0] for line in lines[4:7]] == ["1f1b", "zb-h2", "gpipe"]
+    assert [[word for word in line.split() if word.endswith("*")] for line in lines[4:7]] == [
         ["4*"],
         ["27*", "11.1%*", "0.0%*"],
         [],
     ]
-    assert lines[6:8] == ["weight copies: 1 for all schedules", "transfers: 48 for all schedules"]
+    assert lines[8:10] == ["weight copies: 1 for all schedules", "transfers: 48 for all schedules"]
     by_name = out(capsys, "compare", "gpipe", "1f1b", "--sort", "name").splitlines()
-    assert [line.split()[0] for line in by_name[2:4]] == ["1f1b", "gpipe"]
+    assert [line.split()[0] for line in by_name[4:6]] == ["1f1b", "gpipe"]
 
 
 def test_memory_is_compared_in_bytes_where_they_are_known(capsys: pytest.CaptureFixture[str]) -> None:

@@ -163,7 +163,9 @@ def test_a_machine_is_cut_off(tmp_path: Path, turn: int) -> None:
 
         def start(folder: str, rank: int, port: int) -> Any:
             command = [*on[rank // 2], sys.executable, "-m", "tests.parallel.drill_rank"]
-            return subprocess.Popen([*command, folder, str(rank), str(port), str(MANY), ADDRESSES[0]], cwd=ROOT)
+            command += [folder, str(rank), str(port), str(MANY), ADDRESSES[0]]
+            own = {name: each for name, each in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}  # of a launch here
+            return subprocess.Popen(command, cwd=ROOT, env=own)
 
         with job(start) as ranks:
             assert ranks.wait(lambda: len(ranks.read("stepping")) == RANKS, 4 * TO_END)
