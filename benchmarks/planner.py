@@ -23,7 +23,7 @@ from benchmarks.measured_steps import DATA, MeasuredBytes, Row, memory_commands,
 from benchmarks.planner_fit import fitted, fitted_without, own_coefficients
 from benchmarks.planner_tables import write_tables
 from benchmarks.report import Report
-from pipeflow.planning.plainness import plainest, ranking
+from pipeflow.planning.layout_ties import plainest, ranking
 from pipeflow.planning.rank_memory import ALLOCATOR
 from pipeflow.planning.similar import Kind, kind_of
 

@@ -150,9 +150,17 @@ def _described(field: Field, sliders: Mapping[str, Range]) -> dict[str, Any]:
     return described
 
 
-def _packed(answers: object) -> str:
-    """The answers as compressed JSON, in base64."""
-    return base64.b64encode(gzip.compress(json.dumps(answers, separators=(",", ":")).encode(), 9, mtime=0)).decode()
+def _packed(answers: Mapping[str, Mapping[str, Any]]) -> str:
+    """The answers as compressed JSON, in base64. Each timeline is there once, since states side by side show others."""
+    numbers: dict[str, int] = {}
+
+    def numbered(plan: Mapping[str, Any]) -> dict[str, Any]:
+        places = [numbers.setdefault(json.dumps(each), len(numbers)) for each in plan["data"]["timelines"]]
+        return {**plan, "data": plan["data"] | {"timelines": places}}
+
+    told = dict(answers) | {"plan": {state: numbered(plan) for state, plan in answers["plan"].items()}}
+    text = json.dumps([told, [json.loads(each) for each in numbers]], separators=(",", ":"))
+    return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
 
 
 def write(folder: Path) -> None:

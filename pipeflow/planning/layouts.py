@@ -21,8 +21,8 @@ from pipeflow.core.text import bytes_text
 from pipeflow.planning.estimate import plan
 from pipeflow.planning.layout import Layout, Wanted
 from pipeflow.planning.layout_cells import Cell, heavier, leanest_cells, lighter, lightest_cells
+from pipeflow.planning.layout_ties import TIE, Timed, plainest, plainness, ranking
 from pipeflow.planning.layout_trials import Kept, LayoutTrial, least_seconds, trials
-from pipeflow.planning.plainness import TIE, Timed, plainest, plainness, ranking
 from pipeflow.planning.step_plan import Plan, StepParts
 
 # Theory of operation

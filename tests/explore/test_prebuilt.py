@@ -136,7 +136,7 @@ def test_it_has_the_tour_every_schedule_and_what_its_sliders_set() -> None:
 @pytest.mark.exhaustive
 def test_it_is_small_enough_for_a_document(tmp_path: Path) -> None:
     MADE["write"](tmp_path)
-    assert (tmp_path / MADE["FILE"]).stat().st_size < 900_000
+    assert (tmp_path / MADE["FILE"]).stat().st_size < 700_000
 
 
 @pytest.mark.slow

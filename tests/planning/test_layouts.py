@@ -14,9 +14,9 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.planning.cuts import cut_by_load, even_cut, least_makespan
 from pipeflow.planning.layout import SEARCHED, Layout, Wanted
 from pipeflow.planning.layout_cells import Cell, Sizes, cells, heavier, lighter, meshes
+from pipeflow.planning.layout_ties import TIE, plainer, plainest, plainness, ranking
 from pipeflow.planning.layout_trials import LayoutTrial, families, least_seconds, trials
 from pipeflow.planning.layouts import faster_on_fewer, find_layouts
-from pipeflow.planning.plainness import TIE, plainer, plainest, plainness, ranking
 from pipeflow.planning.rank_memory import peaks
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.step_plan import Plan

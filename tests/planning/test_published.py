@@ -14,8 +14,8 @@ from benchmarks.planner_fit import own_coefficients
 from benchmarks.planner_tables import ROOT, tables, written
 from pipeflow import GPT, Setup, plan
 from pipeflow.planning.layout import Wanted
+from pipeflow.planning.layout_ties import TIE
 from pipeflow.planning.layouts import find_layouts
-from pipeflow.planning.plainness import TIE
 from pipeflow.planning.rank_memory import ALLOCATOR, LEAST_ALLOCATOR
 
 MODEL = GPT(4, 512, 4, 512, 8192)

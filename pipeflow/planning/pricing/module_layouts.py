@@ -16,8 +16,8 @@ from pipeflow.engine.stages.blocks import Blocks
 from pipeflow.planning.blocks import divisors
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.layout import SEARCHED, Layout
+from pipeflow.planning.layout_ties import ranking
 from pipeflow.planning.layout_trials import ACTIONS, Family, families
-from pipeflow.planning.plainness import ranking
 from pipeflow.planning.pricing.module_plan import CountedModule, ModulePlan
 from pipeflow.planning.setup import Checkpoint, Setup
 

@@ -15,9 +15,9 @@ from pipeflow.planning.catalog import model_named
 from pipeflow.planning.cuts import even_cut
 from pipeflow.planning.estimate import MEANINGS, Breakdown, breakdown
 from pipeflow.planning.layout import Layout
+from pipeflow.planning.layout_ties import TIE, plainer
 from pipeflow.planning.layouts import Layouts, Ranked, described
 from pipeflow.planning.mesh import crossing
-from pipeflow.planning.plainness import TIE, plainer
 from pipeflow.planning.replanning import Candidate, Replan
 from pipeflow.planning.setup import ContextKind
 from pipeflow.planning.similar import said, similar_error, uncounted, unpriced

@@ -6,10 +6,13 @@ import {by} from "./page.js";
 /** An answer that says what is wrong with the question. */
 export class Refusal extends Error {}
 
-/** The answers in the document, which are compressed. */
+/** The answers in the document, which are compressed, and have numbers of timelines in place of these. */
 async function unpacked() {
   const bytes = Uint8Array.from(atob(by("answers").textContent), (letter) => letter.charCodeAt(0));
-  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const [answers, timelines] = await new Response(stream).json();
+  for (const {data} of Object.values(answers.plan)) data.timelines = data.timelines.map((place) => timelines[place]);
+  return answers;
 }
 
 export class Server {
@@ -39,14 +42,9 @@ export class Server {
 
   /** Calls `tell(answer)` or `refuse(message)`. */
   async follow(question, fields, tell, refuse) {
-    let answer;
-    try {
-      answer = await this.ask(question, fields);
-    } catch (error) {
+    return this.ask(question, fields).then(tell, (error) => {
       if (!(error instanceof Refusal)) throw error;
       refuse(error.message);
-      return;
-    }
-    tell(answer);
+    });
   }
 }

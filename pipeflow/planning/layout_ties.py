@@ -1,4 +1,4 @@
-"""Plainness: which layouts are about as fast as others, and which of them are plainer. Must not contain: what layouts
+"""Ties: which layouts are about as fast as others, and which of them are plainer. Must not contain: what layouts
 cost, and the search for them.
 """
 
