@@ -479,6 +479,8 @@ def test_of_many_rows_those_that_have_no_like_are_found_and_measured() -> None:
     nearest = [np.sqrt(np.square(values[:, :8] - each[:8]).mean(axis=1)).min() for each in others[:5]]
     back = [np.sqrt(np.square(others[:, :8] - values[each, :8]).mean(axis=1)).min() for each in order[:5]]
     assert found.error == pytest.approx(max(*nearest, *back) / mine.size)
+    theirs.values[:, 0] += 100.0  # now none has, and only some are measured
+    assert len(unmatched(mine, theirs, 1e-6).reference) == len(values)
 
 
 def test_too_many_rows_that_are_alike_are_refused() -> None:

@@ -28,6 +28,6 @@ def test_both_engines_print_the_same_losses() -> None:
 
 @pytest.mark.exhaustive
 def test_a_run_goes_on_from_the_states_of_its_ranks(tmp_path: Path) -> None:
-    folder = "--folder", str(tmp_path / "run")
-    assert losses(*folder, "--steps", "6") == losses()[:2]
-    assert losses(*folder) == losses()[2:]
+    folder, whole = ("--folder", str(tmp_path / "run")), losses()  # of the steps 0, 5 and 6
+    assert losses(*folder, "--steps", "5")[0] == whole[0]
+    assert losses(*folder) == whole[1:]

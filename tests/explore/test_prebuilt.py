@@ -94,6 +94,8 @@ class TestPage:
             each.get_property("textContent") for each in opened.browser.find_elements("css selector", "section h2")
         ]
         assert shown == [heading(state.timeline(each)) for each in state.schedules]
+        longest = max(state.timeline(each).makespan for each in state.schedules)
+        assert float(opened.text("#view").split()[2]) == pytest.approx(longest, rel=0.01)  # of the lanes themselves
         entries = opened.browser.execute_script(
             "return performance.getEntriesByType('resource').map((each) => each.name)"
         )
