@@ -54,6 +54,12 @@ def test_what_cannot_be_compared_has_no_other_side() -> None:
     assert plan(rows | {"schedule": "custom,1f1b"})["headline"]["sides"] is None  # other ranks
 
 
+def test_of_an_order_that_cannot_run_no_idle_time_is_told() -> None:
+    found = plan({"rows": "0B0 0F0", "schedule": "custom"})["headline"]
+    assert (found["idle"], found["sides"]) == ("not sound", None)
+    assert found["said"] == "What is wrong with custom is listed below."
+
+
 class TestOnThePage:
     pytestmark = MARKS
 

@@ -170,7 +170,7 @@ def plan(fields: Mapping[str, str]) -> dict[str, Any]:
         names["titles"] = [each.name for each in drawn]
         priced = {"priced_by": "" if state.prices.read is None else state.prices.read.name}
         shown = parts(drawn, state.unit, cap)._asdict()
-        misfits = {"misfits": [above_caps(each, cap) for each in drawn], "headline": headline(state, drawn)}
+        misfits = {"misfits": [above_caps(each, cap) for each in drawn], "headline": headline(state, drawn, own)}
         answer = shown | misfits | names | beside(made, drawn, state.unit) | priced
     return answer if own is None else answer | {"custom": own}
 
@@ -178,8 +178,8 @@ def plan(fields: Mapping[str, str]) -> dict[str, Any]:
 COMPARED_FIRST = "1f1b", "zb-v"  # the known one, and the one with the least idle time under even costs
 
 
-def headline(state: State, drawn: Sequence[Timeline]) -> dict[str, Any]:
-    """What the timelines show, as JSON values:
+def headline(state: State, drawn: Sequence[Timeline], own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What the timelines show, as JSON values. Of the reader's `own` schedule, if it is not sound, it says only that:
 
     - idle, said: how much of the step the busiest rank of the first timeline is idle; and a sentence about it.
     - other: the name of the schedule to compare it with: the second one, or one with another bubble; empty if none is.
@@ -190,6 +190,8 @@ def headline(state: State, drawn: Sequence[Timeline]) -> dict[str, Any]:
     idle, said = _idle(first), f"waits for {percent(first.makespan_bubble_ratio)} of the step."
     told: dict[str, Any] = {"idle": idle, "said": f"The busiest rank of {first.name} {said}"}
     told |= {"other": "", "sides": None, "first": ""}
+    if own is not None and not own["sound"]:
+        return told | {"idle": "not sound", "said": f"What is wrong with {CUSTOM} is listed below."}
     other, beside = _other(state, drawn)
     if beside is None:
         return told
