@@ -141,14 +141,18 @@ class _Engine:
         self._delays: dict[tuple[Kind, int], list[float]] = defaultdict(list)
         for each in (arrival for own in self._awaited.values() for arrival in own):
             self._delays[each.span.action.kind, each.span.action.stage].append(max(each.delay, 0.0))
+        self._means: dict[tuple[Kind, int], float] = {}
 
     def pause(self, kind: Kind, stage: int) -> float:
         """The mean pause before an action that has all its inputs. Where it waits for one, the pause is a part of the
         delay: if delays are shorter, they count as pauses, too.
         """
-        found = self._pauses.get((kind, stage)) or self._of_kind.get(kind) or [0.0]
-        delays = self._delays.get((kind, stage))
-        return fmean([*found, *delays]) if delays and fmean(delays) < fmean(found) else fmean(found)
+        if (kind, stage) not in self._means:
+            found = self._pauses.get((kind, stage)) or self._of_kind.get(kind) or [0.0]
+            delays = self._delays.get((kind, stage))
+            joined = [*found, *delays] if delays and fmean(delays) < fmean(found) else found
+            self._means[kind, stage] = fmean(joined)
+        return self._means[kind, stage]
 
     def latencies(self) -> tuple[float, dict[tuple[int, int], Link]]:
         """The mean latency, and the links of another one."""
