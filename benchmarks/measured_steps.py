@@ -24,7 +24,8 @@ from pipeflow.planning.rank_memory import ALLOCATOR, groups_of
 from pipeflow.planning.setup import Checkpoint
 from pipeflow.planning.shares import stage_layers
 from pipeflow.tools.cli.command import parser
-from pipeflow.tools.cli.plan import LAYOUT, cluster_of, cut_of, model_of, setup_of
+from pipeflow.tools.cli.plan import LAYOUT, cut_of, model_of, setup_of
+from pipeflow.tools.cli.plan_cluster import cluster_of
 
 DATA = Path(__file__).parent / "data" / "measured_steps.csv"
 COMMANDS = DATA.with_name("measured_commands.csv")

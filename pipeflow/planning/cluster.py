@@ -1,5 +1,6 @@
-"""Cluster: many devices of one kind, in nodes, the links between them, and how much longer products of measured shapes
-take than the coefficients of `Efficiency` say. Must not contain: what a model costs on it, and how it is measured.
+"""Cluster: many devices in nodes, of one kind or of several, the links between them, and how much longer products of
+measured shapes take than the coefficients of `Efficiency` say. Must not contain: what a model costs on it, where a
+layout lies on it, and how it is measured.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, field, fields
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -53,10 +54,10 @@ class ShapeTime(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Devices of one kind, `devices_per_node` of them in each node, as many nodes as needed.
+    """Devices of one kind, `devices_per_node` of them in each node. Nodes of other kinds or sizes follow as `further`.
 
     Attributes:
-        device: the device, the same everywhere.
+        device: the device, the same in all nodes but those of `further`.
         devices_per_node: devices that reach each other over `link_bandwidth`.
         link_bandwidth: bytes/s that one device sends to others of its node. It may receive as many at the same time.
         link_latency: seconds until the first byte of such a transfer arrives.
@@ -67,11 +68,15 @@ class Cluster:
             while all these ranks compute; while some wait, the others are faster. 1 if each rank has its own device.
         efficiency: measured coefficients of a cost model, by name.
         shapes: measured products, as `ShapeTime`.
+        nodes: number of nodes. None: as many as needed.
+        further: groups of other nodes, each a cluster without `further`. Layouts take the devices of the first group
+            first. The slower of two networks is that between them.
 
     >>> Cluster.of("a100-80gb", network_bandwidth=12.5e9).link_bandwidth
     300000000000.0
 
     Raises UsageError for bandwidths under 1 MB/s or over 100 TB/s and latencies over 1 s, whose unit must be wrong.
+    Also raises it for groups whose number of nodes is not known, and for `sharing` beside other groups.
     """
 
     device: Device
@@ -85,9 +90,13 @@ class Cluster:
     sharing: float = 1.0
     efficiency: Mapping[str, float] = field(default_factory=dict, hash=False)
     shapes: tuple[ShapeTime, ...] = ()
+    nodes: int | None = None
+    further: tuple[Cluster, ...] = ()
 
     def __post_init__(self) -> None:
         require_positive(devices_per_node=self.devices_per_node, devices_per_nic=self.devices_per_nic)
+        if self.nodes is not None:
+            require_positive(nodes=self.nodes)
         if self.devices_per_node % self.devices_per_nic:
             raise UsageError(
                 f"{self.devices_per_nic} devices per network card do not divide {self.devices_per_node} of a node: use "
@@ -100,6 +109,57 @@ class Cluster:
         require_between(1, 1e4, "sharing", self.sharing, "ranks on each processor, at least 1")
         object.__setattr__(self, "efficiency", dict(self.efficiency))
         object.__setattr__(self, "shapes", _shape_times(self.shapes))
+        object.__setattr__(self, "further", tuple(self.further))
+        if self.further:
+            _require_groups(self.groups)
+
+    @property
+    def groups(self) -> tuple[Cluster, ...]:
+        """The groups of nodes, each a cluster of its own."""
+        return (replace(self, further=()), *self.further) if self.further else (self,)
+
+    def taken(self, devices: int) -> tuple[tuple[Cluster, int], ...]:
+        """The kinds of nodes that so many devices lie in, and how many devices lie in each: those of the first groups.
+        Neighbours that are alike are one kind, and each has as many nodes as needed. Raises UsageError for more devices
+        than there are.
+        """
+        if self.nodes is None and not self.further:
+            return ((self, devices),)
+        found: list[tuple[Cluster, int]] = []
+        left = devices
+        for group in self.groups:
+            many = left if group.nodes is None else min(left, group.nodes * group.devices_per_node)
+            kind = replace(group, nodes=None)
+            if found and found[-1][0] == kind:
+                found[-1] = kind, found[-1][1] + many
+            elif many:
+                found.append((kind, many))
+            left -= many
+        if left:
+            raise UsageError(
+                f"the cluster has {devices - left:,} devices, not {devices:,}: use fewer, or add nodes to it"
+            )
+        return tuple(found)
+
+    def used(self, devices: int) -> Cluster:
+        """The part of the cluster that so many devices lie in. Raises UsageError as `taken`."""
+        *full, (last, _) = self.taken(devices)
+        if not full:
+            return last
+        first, *more = (replace(kind, nodes=-(-many // kind.devices_per_node)) for kind, many in full)
+        return replace(first, further=(*more, last))
+
+    def alone(self, devices: int) -> Cluster:
+        """The part of the cluster that so many devices lie in, which must be of one kind. Raises UsageError if it is
+        not.
+        """
+        if (used := self.used(devices)).further:
+            raise UsageError("plans of modules take devices of one kind, in nodes of one size: give one group of nodes")
+        return used
+
+    def is_one_node(self, devices: int) -> bool:
+        """Whether so many devices lie in one node."""
+        return not self.further and devices <= self.devices_per_node
 
     @property
     def usable_bytes(self) -> float:
@@ -135,7 +195,8 @@ class Cluster:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
         """Reads the cluster that `save` wrote, or one written by hand. `efficiency`, `shapes`, `sharing`,
-        `devices_per_nic`, `units` and the device's `runs_ahead`, `like`, `host_bandwidth` and `limit` may be missing.
+        `devices_per_nic`, `nodes`, `units` and the device's `runs_ahead`, `like`, `host_bandwidth` and `limit` may be
+        missing. Several groups of nodes are a list of such objects, named `groups`.
 
         Raises UsageError, which names the file, if it cannot be read or is not JSON. Also raises it for missing or
         unknown keys, other units, and impossible values.
@@ -150,20 +211,62 @@ class Cluster:
         """Writes the cluster as JSON, for `load`. An existing file is replaced atomically. Raises UsageError if the
         file cannot be written.
         """
-        content = {"units": UNITS} | asdict(self)
+        content = {"units": UNITS} | self.content()
         try:
             with replacing(path) as file:
                 file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise UsageError(f"{os.fspath(path)}: {error.strerror}") from None
 
+    def content(self) -> dict[str, Any]:
+        """The values of a cluster file, without its units."""
+        if self.further:
+            return {"groups": [each.content() for each in self.groups]}
+        values = asdict(self)
+        del values["further"]
+        if self.nodes is None:
+            del values["nodes"]
+        return values
+
+
+def _require_groups(groups: tuple[Cluster, ...]) -> None:
+    """Raises UsageError for groups that are none, and for those whose devices cannot be told apart or planned."""
+    for each in groups:
+        require_type("a group of further nodes", each, Cluster)
+    if any(each.further for each in groups):
+        raise UsageError("a group of further nodes has further ones: list all groups one after the other")
+    if any(each.nodes is None for each in groups[:-1]):
+        raise UsageError("each group of nodes before another one needs its number of nodes")
+    if any(each.sharing > 1 for each in groups):
+        raise UsageError("ranks that share processors (sharing) are planned in nodes of one kind alone")
+    if len({each.device.runs_ahead for each in groups}) > 1:
+        raise UsageError("devices of several kinds must all have the same runs_ahead: plan CPUs and GPUs apart")
+
 
 def _from_json(text: str) -> Cluster:
     content = parse(text)
-    known = {each.name for each in fields(Cluster)}
-    cluster = _keys(
-        content, "a cluster", known, optional={"efficiency", "shapes", "sharing", "devices_per_nic", "units"}
-    )
+    if not (isinstance(content, dict) and "groups" in content):
+        return _group(content)
+    groups = content["groups"]
+    if not isinstance(groups, list) or not groups:
+        raise UsageError(f"groups must be a list of clusters, each with its nodes, got {groups!r}")
+    if others := sorted(set(content) - {"groups", "units"}):
+        raise UsageError(f"a cluster with groups has {', '.join(others)}, too: write these in each group")
+    first, *further = (_group({"units": content.get("units", UNITS)} | _object(each)) for each in groups)
+    return replace(first, further=tuple(further))
+
+
+def _object(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UsageError(f"each of the groups must be an object such as a cluster file has, got {value!r}")
+    return value
+
+
+def _group(content: object) -> Cluster:
+    """A cluster of one kind. Raises UsageError for wrong values."""
+    known = {each.name for each in fields(Cluster)} - {"further"}
+    optional = {"efficiency", "shapes", "sharing", "devices_per_nic", "nodes", "units"}
+    cluster = _keys(content, "a cluster", known, optional=optional)
     _require_alike(cluster)
     known = {each.name for each in fields(Device)}
     named = {"runs_ahead", "like", "host_bandwidth", "limit"}
@@ -191,17 +294,13 @@ def _from_json(text: str) -> Cluster:
 
 
 def _require_alike(cluster: Mapping[str, Any]) -> None:
-    """Raises UsageError for several kinds of devices, and for nodes of several sizes."""
-    if isinstance(cluster["device"], list):
-        raise UsageError(
-            "device must be one object, since a plan has devices of one kind: describe the slowest, since a step takes "
-            "no longer with faster ones among them; --cut then gives stages on these more layers"
-        )
-    if isinstance(cluster["devices_per_node"], list):
-        raise UsageError(
-            "devices_per_node must be one number, since a plan has nodes of one size: give that of the smallest node, "
-            "with which no link is planned too fast"
-        )
+    """Raises UsageError for several kinds of devices in one group, and for nodes of several sizes."""
+    for name in ("device", "devices_per_node"):
+        if isinstance(cluster[name], list):
+            raise UsageError(
+                f"{name} must be one value: for several kinds or sizes of nodes, write groups, a list with an object "
+                "such as this for each, which also has its nodes"
+            )
 
 
 def _keys(value: object, what: str, known: set[str], *, optional: frozenset[str] | set[str] = frozenset()) -> Any:

@@ -21,6 +21,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.physical import Physical, physical_costs, stage_costs
+from pipeflow.planning.seating import seating
 from pipeflow.planning.setup import Setup
 
 FIRST = (0.0, 0.5, 1.0, 2.0)  # layers that the part before them is worth
@@ -28,9 +29,11 @@ LAST = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0)  # and the 
 
 
 @lru_cache(maxsize=4096)
-def cut_by_load(layers: int, placement: Placement, first: float, last: float) -> tuple[Part, ...]:
+def cut_by_load(
+    layers: int, placement: Placement, first: float, last: float, paces: tuple[float, ...] = ()
+) -> tuple[Part, ...]:
     """Per stage its layers [start, end). All layers cost 1. The part before them costs `first`, and the part after them
-    costs `last`.
+    costs `last`. `paces` say per rank how many times as long it takes; by default all ranks are alike.
 
     Each stage gets a layer. Each other layer goes to the stage whose rank has the least work with it. Ties go to the
     lightest stage, then to the last one. With one stage per rank, no other cut has a lighter busiest rank.
@@ -44,17 +47,22 @@ def cut_by_load(layers: int, placement: Placement, first: float, last: float) ->
     loads[0] += first
     loads[-1] += last
     holders = [[path[stage] for path in placement.paths] for stage in range(stages)]
+    one = [share * pace for pace in paces or (1.0,) * placement.num_ranks]  # a layer, per rank
     ranks = [0.0] * placement.num_ranks
     for stage, load in enumerate(loads):
         for rank in holders[stage]:
-            ranks[rank] += load * share
+            ranks[rank] += load * one[rank]
     sizes = [1] * stages
+    slower = [each - share for each in one]  # so that a rank counts as it is with one layer more
     for _ in range(layers - stages):
-        stage = min(range(stages), key=lambda each: (max(ranks[rank] for rank in holders[each]), loads[each], -each))
+        stage = min(
+            range(stages),
+            key=lambda each: (max(ranks[rank] + slower[rank] for rank in holders[each]), loads[each], -each),
+        )
         sizes[stage] += 1
         loads[stage] += 1
         for rank in holders[stage]:
-            ranks[rank] += share
+            ranks[rank] += one[rank]
     return tuple(pairwise(accumulate(sizes, initial=0)))
 
 
@@ -97,16 +105,19 @@ def cut_with_ends(layers: int, placement: Placement, first: int | None, last: in
 
 
 class Profile(NamedTuple):
-    """The time of one microbatch in the whole model, and of the parts before and after the layers, in layers."""
+    """The time of one microbatch in the whole model, of the parts before and after the layers, in layers, and of one
+    layer.
+    """
 
     time: float
     first: float
     last: float
+    layer: float
 
 
 def profile(model: Transformer, setup: Setup, cluster: Cluster | None) -> Profile:
-    """The profile under a setup: in seconds on a cluster, else in forwards of a layer, with communication free. Raises
-    UsageError for a model that the setup does not fit, and as `physical_costs`.
+    """The profile under a setup: in seconds on a cluster of one kind, else in forwards of a layer, with communication
+    free. Raises UsageError for a model that the setup does not fit, and as `physical_costs`.
     """
     layers, setup = model.layers, setup if setup.expert > 1 else replace(setup, data=1)
     cut = list(pairwise(sorted({0, 1, max(layers - 1, 1), layers})))
@@ -115,7 +126,45 @@ def profile(model: Transformer, setup: Setup, cluster: Cluster | None) -> Profil
     times = [sum(each) for each in zip(cost.forward, cost.backward_input, cost.backward_weight, strict=True)]
     layer = times[1] / (layers - 2) if layers > 2 else min(times)
     before, after = (round(max(times[end] / layer - 1, 0.0), 1) if layers > 1 else 0.0 for end in (0, -1))
-    return Profile(sum(times), before, after)
+    return Profile(sum(times), before, after, layer)
+
+
+class Loads(NamedTuple):
+    """What cuts by costs start from: the parts before and after the layers, in layers of their ranks, and per rank the
+    time of a layer, as a multiple of the shortest; no times where all ranks are alike.
+    """
+
+    first: float
+    last: float
+    paces: tuple[float, ...] = ()
+
+
+def loads_of(ranks: Sequence[tuple[int, ...]], profiles: Sequence[Profile]) -> Loads:
+    """The loads of ranks that lie on several kinds of devices: per rank, its kinds as places in `profiles`."""
+    if len(profiles) == 1:
+        return Loads(profiles[0].first, profiles[0].last)
+    slowest = [max((profiles[kind] for kind in kinds), key=lambda each: each.layer) for kinds in ranks]
+    least = min(each.layer for each in profiles)
+    return Loads(slowest[0].first, slowest[-1].last, tuple(each.layer / least for each in slowest))
+
+
+def _loads(model: Transformer, placement: Placement, setup: Setup, cluster: Cluster | None) -> Loads:
+    if cluster is None:
+        return loads_of([(0,)] * placement.num_ranks, [profile(model, setup, None)])
+    seats = seating(cluster, setup, placement.num_ranks)
+    return loads_of(seats.ranks, [profile(model, setup, kind) for kind in seats.kinds])
+
+
+@lru_cache(maxsize=1024)
+def part_shares(model: Transformer, setup: Setup, kind: Cluster) -> tuple[float, ...]:
+    """The share of the time of a microbatch that each part of a model takes on one kind of devices. Layers of a part
+    are alike.
+    """
+    layers, setup = model.layers, setup if setup.expert > 1 else replace(setup, data=1)
+    cut = list(pairwise(sorted({0, 1, min(max(model.dense_layers, 1), layers), max(layers - 1, 1), layers})))
+    cost = stage_costs(model, Placement.linear(len(cut)), setup, kind, cut=cut)
+    times = [sum(each) for each in zip(cost.forward, cost.backward_input, cost.backward_weight, strict=True)]
+    return tuple(each / sum(times) for each in times)
 
 
 def cut_by_cost(
@@ -128,30 +177,31 @@ def cut_by_cost(
     >>> cut_by_cost(GPT.named("llama3-8b"), Placement.linear(4), Setup())
     ((0, 8), (8, 16), (16, 25), (25, 32))
     """
-    found = profile(model, setup, cluster)
-    return cut_by_load(model.layers, placement, found.first, found.last)
+    return cut_by_load(model.layers, placement, *_loads(model, placement, setup, cluster))
 
 
-def cuts_to_try(layers: int, placement: Placement) -> Iterator[tuple[Part, ...]]:
-    """Cuts for heads and embeddings of different weights, each once."""
-    loads = (cut_by_load(layers, placement, first, last) for last in LAST for first in FIRST)
+def cuts_to_try(layers: int, placement: Placement, paces: tuple[float, ...] = ()) -> Iterator[tuple[Part, ...]]:
+    """Cuts for heads and embeddings of different weights, each once; with `paces`, also those for these ranks."""
+    kinds = dict.fromkeys(((), paces))
+    loads = (cut_by_load(layers, placement, first, last, each) for each in kinds for last in LAST for first in FIRST)
     yield from dict.fromkeys((even_cut(layers, placement.num_stages), *loads))
 
 
 def fastest_cut(model: Transformer, schedule: Schedule, setup: Setup, cluster: Cluster) -> tuple[Part, ...]:
-    """The one of `cuts_to_try` whose step is shortest; of several, the first. These are the same for every cluster. So
-    on a faster cluster, on which each of them is at least as fast, the best of them is, too. A single cut by the costs
-    of a cluster does not have this property: rounding may make it worse. Raises UsageError as `physical_costs`.
+    """The one of `cuts_to_try` whose step is shortest; of several, the first. These are the same for every cluster of
+    one kind. So on a faster cluster, on which each of them is at least as fast, the best of them is, too. A single cut
+    by the costs of a cluster does not have this property: rounding may make it worse. Raises UsageError as
+    `physical_costs`.
     """
     placement = schedule.placement
+    paces = _loads(model, placement, setup, cluster).paces if cluster.further else ()
     is_split, reducing = has_halves(schedule), schedule.with_reductions()
 
     def least(physical: Physical) -> float:
         return physical.after + least_makespan(physical.cost, placement, schedule.num_microbatches, split=is_split)
 
-    costs = {
-        cut: physical_costs(model, placement, setup, cluster, cut=cut) for cut in cuts_to_try(model.layers, placement)
-    }
+    cuts = cuts_to_try(model.layers, placement, paces)
+    costs = {cut: physical_costs(model, placement, setup, cluster, cut=cut) for cut in cuts}
     best: tuple[float, tuple[Part, ...]] | None = None
     for bound, cut in sorted(((least(physical), cut) for cut, physical in costs.items()), key=lambda each: each[0]):
         if best is not None and bound >= best[0]:

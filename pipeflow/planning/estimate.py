@@ -79,8 +79,9 @@ def plan(
     >>> found.ranks[0].parameters, round(found.makespan_bubble_ratio, 3), round(found.even_makespan_bubble_ratio, 3)
     (2799335424, 0.096, 0.099)
 
-    Raises UsageError for a model that does not fit the setup or the schedule's stages, for a precision that the device
-    does not have, for ZeRO-2 on several pipeline ranks, and for both `flops` and `cluster`.
+    Raises UsageError for a model that does not fit the setup or the schedule's stages, for a precision that a device
+    does not have, for more devices than the cluster has, for ZeRO-2 on several pipeline ranks, and for both `flops` and
+    `cluster`.
     """
     setup, physical = Setup() if setup is None else setup, None
     require_inputs(model, setup, cluster)
@@ -90,6 +91,7 @@ def plan(
     elif flops is not None:
         raise UsageError("flops and cluster both give the speed of a device: pass only one of them")
     else:
+        cluster = cluster.used(len(schedule.rows) * setup.tensor * setup.replicas)
         physical = physical_costs(model, schedule.placement, setup, cluster, cut=cut)
         cost = physical.cost
     cost = replace(cost, microbatch_factors=microbatch_factors)

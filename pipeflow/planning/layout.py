@@ -15,6 +15,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.planning.blocks import Transformer, near_divisors
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.estimate import require_inputs
+from pipeflow.planning.seating import seating
 from pipeflow.planning.setup import Checkpoint, ContextKind, Setup
 from pipeflow.planning.sharding import require_pipeline
 from pipeflow.schedules import SCHEDULES, make_schedule
@@ -97,7 +98,8 @@ class Wanted:
         model, cluster, devices: what is trained, and on what.
         batch: sequences per step, on all devices together.
         memory: the most bytes of a device in a plan; by default the device's memory minus ALLOWANCE, a context, and a
-            communicator for as many kinds of groups as the devices can form.
+            communicator for as many kinds of groups as the devices can form. Of several kinds of devices, each has at
+            most this default.
         setup: the sequence, the precision, the program, and how activations are kept; its other fields are not used.
         tensor, pipeline, context, expert, expert_tensor, microbatch_size, checkpoint, zero, sequence_parallel, overlap:
             if given, all layouts have these values.
@@ -107,7 +109,7 @@ class Wanted:
         kinds: what may save memory in orders that are searched for: "offload", "recompute", "both" or "none".
 
     Raises UsageError for sizes below 1, more pipeline ranks than layers, no schedule or an unknown one, an unknown
-    `checkpoint`, `zero` or `kinds`, and offloads of a device without `host_bandwidth`.
+    `checkpoint`, `zero` or `kinds`, offloads of a device without `host_bandwidth`, and more devices than there are.
     """
 
     model: Transformer
@@ -155,11 +157,12 @@ class Wanted:
         if self.shard_ranks is not None:
             self._require_shards(self.shard_ranks)
         saving = kinds_named(self.kinds)
-        if "offload" in saving and not self.cluster.device.host_bandwidth:
-            raise UsageError(
-                f"device {self.cluster.device.name!r} has no host_bandwidth, which copies to the host take: give it in "
-                "the cluster file, or use kinds recompute"
-            )
+        for kind, _ in self.cluster.taken(self.devices):
+            if "offload" in saving and not kind.device.host_bandwidth:
+                raise UsageError(
+                    f"device {kind.device.name!r} has no host_bandwidth, which copies to the host take: give it in "
+                    "the cluster file, or use kinds recompute"
+                )
         if saving and "zb-auto" not in self.schedules:
             object.__setattr__(self, "schedules", (*self.schedules, "zb-auto"))
         if self.expert is not None:
@@ -185,11 +188,23 @@ class Wanted:
 
     @property
     def limit(self) -> float:
-        """The most bytes of a device in a plan."""
-        if self.memory is not None:
-            return self.memory
+        """The most bytes of a device in a plan; of several kinds, of the one with most."""
+        return max(self.limit_of(kind) for kind, _ in self.cluster.taken(self.devices))
+
+    def limit_of(self, kind: Cluster) -> float:
+        """The most bytes of a device of one kind. One of several kinds never gets more than it has."""
         groups = min(GROUPS, _prime_factors(self.devices))
-        return self.cluster.usable_bytes - self.cluster.outside_bytes(groups)
+        own = kind.usable_bytes - kind.outside_bytes(groups)
+        if self.memory is None:
+            return own
+        return min(own, self.memory) if self.cluster.further else self.memory
+
+    def lacking(self, setup: Setup, pipeline: int) -> tuple[float, ...]:
+        """Per pipeline rank, by how many bytes its devices have less than `limit`."""
+        if not self.cluster.further:
+            return (0.0,) * pipeline
+        seats = seating(self.cluster, setup, pipeline)
+        return tuple(self.limit - min(map(self.limit_of, seats.on(rank))) for rank in range(pipeline))
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:

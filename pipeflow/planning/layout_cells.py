@@ -10,6 +10,7 @@ from the beginning. A new dimension is a loop in `_sizes_of`, or another rung.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain, product
@@ -182,12 +183,16 @@ def meshes(wanted: Wanted) -> list[Sizes]:
 
 
 def _split(wanted: Wanted, devices: int) -> Iterator[Sizes]:
-    """The sizes whose product is `devices`."""
+    """The sizes whose product is `devices`, with the tensor and context ranks of a stage on one kind of nodes."""
+    try:
+        size = math.gcd(*(many for _, many in wanted.cluster.taken(devices)))
+    except UsageError:  # there are fewer
+        return
     for tensor in [wanted.tensor] if wanted.tensor else divisors(wanted.model.heads):
-        if devices % tensor or not _takes(wanted, tensor):
+        if size % tensor or not _takes(wanted, tensor):
             continue
         ranks = devices // tensor
-        contexts = [context for context in _contexts(wanted) if _takes(wanted, tensor, context)]
+        contexts = [each for each in _contexts(wanted) if not size // tensor % each and _takes(wanted, tensor, each)]
         for pipeline in [wanted.pipeline] if wanted.pipeline else range(1, min(ranks, wanted.model.layers) + 1):
             if ranks % pipeline == 0:
                 replicas = ranks // pipeline

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
+from operator import add
 from typing import Any, NamedTuple
 
 from pipeflow.core.analysis.difference import has_halves
@@ -18,11 +19,14 @@ from pipeflow.core.partition import Part
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.planning.cuts import Profile, cut_by_load, even_cut, least_makespan, profile
+from pipeflow.planning.blocks import Transformer
+from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.cuts import Profile, cut_by_load, even_cut, least_makespan, loads_of, part_shares, profile
 from pipeflow.planning.layout import Layout, Wanted
 from pipeflow.planning.layout_cells import Cell
 from pipeflow.planning.physical import Physical, physical_costs
 from pipeflow.planning.rank_memory import ALLOCATOR, RankPeaks, peaks, state_bytes
+from pipeflow.planning.seating import seating
 from pipeflow.planning.setup import Setup
 from pipeflow.schedules import make_schedule, options_of
 from pipeflow.schedules.orders.memory_search import NoOrderError
@@ -112,8 +116,8 @@ class LayoutTrial:
     Attributes:
         cell, family, cut: the layout.
         physical: its costs in seconds.
-        state: per rank, the bytes that it holds besides activations.
-        step: per rank, its bytes during the optimizer's step, or more.
+        state: per rank, the bytes that it holds besides activations, and those that its devices have less than others.
+        step: the same during the optimizer's step, or more.
     """
 
     cell: Cell
@@ -253,16 +257,32 @@ class _Costs(NamedTuple):
 @lru_cache(maxsize=512)
 def _costs(wanted: Wanted, cell: Cell, placement: Placement, limit: float) -> tuple[_Costs | None, ...]:
     """With layers cut evenly, and by what they cost; None for a cut whose devices hold more than `limit`."""
-    model, setup = wanted.model, cell.setup
-    weights = _profile(wanted, _of_one_replica(setup))
-    by_load = cut_by_load(model.layers, placement, weights.first, weights.last)
-    cuts = dict.fromkeys((even_cut(model.layers, placement.num_stages), by_load))
+    cuts = dict.fromkeys(_cuts(wanted, cell, placement))
     return tuple(_costs_of(wanted, cell, placement, limit, cut) for cut in cuts)
+
+
+def _cuts(wanted: Wanted, cell: Cell, placement: Placement) -> Iterator[Cut]:
+    """Evenly, and by what layers cost on each kind of devices alone. With several kinds also by what they cost where
+    they lie, by the memory there, and halfway.
+    """
+    layers, seats = wanted.model.layers, seating(wanted.cluster, cell.setup, cell.pipeline)
+    yield even_cut(layers, placement.num_stages)
+    profiles = [_profile(wanted.model, _of_one_replica(cell.setup), kind) for kind in seats.kinds]
+    yield from (cut_by_load(layers, placement, each.first, each.last) for each in profiles)
+    if len(profiles) > 1 and not seats.is_mixed:
+        first, last, paces = loads_of(seats.ranks, profiles)
+        lacking = wanted.lacking(cell.setup, cell.pipeline)
+        memory = tuple(wanted.limit / (wanted.limit - less) for less in lacking)
+        halfway = tuple((pace * more) ** 0.5 for pace, more in zip(paces, memory, strict=True))
+        yield from (cut_by_load(layers, placement, first, last, each) for each in (paces, memory, halfway))
 
 
 def _costs_of(wanted: Wanted, cell: Cell, placement: Placement, limit: float, cut: Cut) -> _Costs | None:
     model, setup = wanted.model, cell.setup
-    state, step = state_bytes(model, setup, placement, cut, cell.microbatches)
+    lacking = wanted.lacking(setup, cell.pipeline)
+    state, step = (
+        tuple(map(add, each, lacking)) for each in state_bytes(model, setup, placement, cut, cell.microbatches)
+    )
     if max(*state, *step) > limit:
         return None
     physical = physical_costs(model, placement, setup, wanted.cluster, cut=cut)
@@ -282,8 +302,8 @@ def _of_one(cost: CostModel, placement: Placement) -> list[float]:
 
 
 @lru_cache(maxsize=4096)
-def _profile(wanted: Wanted, setup: Setup) -> Profile:
-    return profile(wanted.model, setup, wanted.cluster)
+def _profile(model: Transformer, setup: Setup, kind: Cluster) -> Profile:
+    return profile(model, setup, kind)
 
 
 def _of_one_replica(setup: Setup) -> Setup:
@@ -293,5 +313,14 @@ def _of_one_replica(setup: Setup) -> Setup:
 
 
 def least_seconds(wanted: Wanted, cell: Cell) -> float:
-    """A lower bound on the step time of all layouts of the cell: the average time that its ranks compute."""
-    return _profile(wanted, _of_one_replica(cell.setup)).time * cell.microbatches / cell.pipeline
+    """A lower bound on the step time of all layouts of the cell: the average time that its ranks compute. On several
+    kinds of devices, each part of the model counts as the least share of the whole that it takes on any of them.
+    """
+    seats, setup = seating(wanted.cluster, cell.setup, cell.pipeline), _of_one_replica(cell.setup)
+    times = [_profile(wanted.model, setup, kind).time for kind in seats.kinds]
+    if len(times) == 1 or seats.is_mixed:
+        return max(times) * cell.microbatches / cell.pipeline
+    parts = [part_shares(wanted.model, setup, kind) for kind in seats.kinds]
+    share: float = sum(map(min, zip(*parts, strict=True)))
+    together = sum(1 / times[kinds[0]] for kinds in seats.ranks)
+    return share * cell.microbatches / together

@@ -271,10 +271,11 @@ def _no_room(wanted: Wanted) -> UsageError:
     """The error for a model that fits nowhere."""
     layout, least = smallest(wanted)
     missing = least - wanted.limit
-    return UsageError(
-        f"no layout fits: the closest one, {described(layout)}, needs {bytes_text(least)} on its fullest device, "
-        f"which is {bytes_text(missing)} more than the limit of {bytes_text(wanted.limit)}; {_advice(wanted)}"
-    )
+    needs = f"needs {bytes_text(least)} on its fullest device, which is {bytes_text(missing)} more than the limit of "
+    needs += bytes_text(wanted.limit)
+    if len(wanted.cluster.taken(wanted.devices)) > 1:
+        needs = f"lacks {bytes_text(missing)} on one kind of devices"
+    return UsageError(f"no layout fits: the closest one, {described(layout)}, {needs}; {_advice(wanted)}")
 
 
 def described(layout: Layout) -> str:
@@ -295,8 +296,8 @@ def described(layout: Layout) -> str:
 
 
 def smallest(wanted: Wanted, enough: float = 0.0) -> tuple[Layout, float]:
-    """The layout whose fullest device needs the fewest bytes, and these bytes. The search ends at the first layout that
-    needs at most `enough`.
+    """The layout whose fullest device needs the fewest bytes, and these bytes. What a device has less than `limit`
+    counts as needed. The search ends at the first layout that needs at most `enough`.
     """
     number = count()
     heap: list[tuple[float, int, Cell | LayoutTrial]] = [
@@ -347,8 +348,8 @@ def _least(wanted: Wanted, cell: Cell) -> float:
 
 def _advice(wanted: Wanted) -> str:
     """The changes, each alone, with which a layout fits."""
-    found = [words for words, change in _changes(wanted) if _fits(replace(wanted, **change))]
-    more = next((times for times in MORE if _fits(replace(wanted, devices=wanted.devices * times))), None)
+    found = [words for words, change in _changes(wanted) if _fits(wanted, **change)]
+    more = next((times for times in MORE if _fits(wanted, devices=wanted.devices * times)), None)
     if more is not None:
         found.append(f"{wanted.devices * more} devices")
     return (
@@ -371,8 +372,9 @@ def _changes(wanted: Wanted) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "sequence parallelism", {"sequence_parallel": None}
 
 
-def _fits(wanted: Wanted) -> bool:
+def _fits(wanted: Wanted, **change: Any) -> bool:
     try:
-        return smallest(wanted, wanted.limit)[1] <= wanted.limit
-    except UsageError:  # nothing divides
+        changed = replace(wanted, **change)
+        return smallest(changed, changed.limit)[1] <= changed.limit
+    except UsageError:  # nothing divides, or there are no more devices
         return False

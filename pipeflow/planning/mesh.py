@@ -11,11 +11,17 @@ from pipeflow.planning.setup import Setup
 Order = Literal["pipeline", "data"]
 
 
+def order_of(setup: Setup) -> Order:
+    """What comes next to each other: replicas where they exchange tokens, and else pipeline ranks."""
+    return "data" if setup.expert > 1 else "pipeline"
+
+
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """Devices in the order of their ranks, `per_node` in each node. Tensor ranks are neighbours, then context ranks;
     `inner` is the dimension that comes next: "pipeline" as in pipeflow's launch, or "data" as in Megatron-LM. The
-    devices of a stage are also those of its experts, in the order of their ranks (arXiv 2504.14960).
+    devices of a stage are also those of its experts, in the order of their ranks (arXiv 2504.14960). Each pipeline rank
+    in `starts` begins another node.
     """
 
     tensor: int
@@ -26,13 +32,20 @@ class Mesh:
     context: int = 1
     expert: int = 1
     expert_tensor: int = 1
+    starts: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, setup: Setup, pipeline: int, per_node: int, inner: Order | None = None) -> Mesh:
-        """The mesh of a setup. Unless `inner` is given, replicas are next to each other where they exchange tokens."""
-        usual: Order = "data" if setup.expert > 1 else "pipeline"
+    def of(
+        cls,
+        setup: Setup,
+        pipeline: int,
+        per_node: int,
+        inner: Order | None = None,
+        starts: tuple[int, ...] = (),
+    ) -> Mesh:
+        """The mesh of a setup. Unless `inner` is given, it is `order_of` the setup."""
         sizes = setup.context, setup.expert, setup.expert_split
-        return cls(setup.tensor, pipeline, setup.data, per_node, inner or usual, *sizes)
+        return cls(setup.tensor, pipeline, setup.data, per_node, inner or order_of(setup), *sizes, starts)
 
     @property
     def tensor_group(self) -> RankGroup:
@@ -67,6 +80,11 @@ class Mesh:
 
     def crosses(self, one: int, other: int) -> bool:
         """Whether two pipeline ranks lie in different nodes."""
+        if self.starts:
+            first, second = (max((each for each in self.starts if each <= rank), default=0) for rank in (one, other))
+            if first != second:
+                return True
+            one, other = one - first, other - first
         stride = self.tensor * self.context * (1 if self.inner == "pipeline" else self.data)
         return one * stride // self.per_node != other * stride // self.per_node
 
@@ -92,19 +110,3 @@ class Mesh:
 
     def _in_node(self, ranks: int, stride: int) -> int:
         return max(1, min(ranks, self.per_node // stride))
-
-
-def crossing(setup: Setup, pipeline: int, per_node: int) -> dict[str, bool]:
-    """Per kind of ranks that communicate, whether any of them do so between nodes.
-
-    >>> crossing(Setup(tensor=8, data=2), 4, per_node=8)
-    {'tensor': False, 'pipeline': True, 'data': True}
-    """
-    mesh = Mesh.of(setup, pipeline, per_node)
-    groups = {"tensor": mesh.tensor_group, "context": mesh.context_group, "expert": mesh.expert_group}
-    found = {name: group.nodes > 1 for name, group in groups.items() if group.ranks > 1}
-    if pipeline > 1:
-        found["pipeline"] = any(mesh.crosses(rank, rank + 1) for rank in range(pipeline - 1))
-    if setup.data > 1:
-        found["data"] = mesh.data_group.nodes > 1
-    return found

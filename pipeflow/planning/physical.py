@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 from pipeflow.core.action import Kind
 from pipeflow.core.analysis.simulation import simulate, simulate_shared
@@ -29,6 +30,7 @@ from pipeflow.planning.kept import deferred_bytes, op_linears, recomputed_module
 from pipeflow.planning.layer_seconds import model_layer_times
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.rates import FROZEN, RankGroup, Rates, Seconds, no_units
+from pipeflow.planning.seating import Seating, seating
 from pipeflow.planning.setup import FEW_BITS, Setup
 from pipeflow.planning.sharding import Sharding, StageLayers, holders_of
 from pipeflow.planning.shares import (
@@ -123,22 +125,62 @@ def physical_costs(
     free: frozenset[str] = frozenset(),
 ) -> Physical:
     """The costs of `model`, with the layers of `stage_layers` on each stage. `cluster.efficiency` may replace
-    coefficients of `PUBLISHED`. Devices are as in `mesh`, by default as `Mesh.of` a setup has them. What is in `free`,
-    some of `rates.KINDS`, takes no time.
+    coefficients of `PUBLISHED`. Devices are as in `mesh`, by default as `Mesh.of` a setup has them; of several kinds,
+    those of a rank are as `seating` says. What is in `free`, some of `rates.KINDS`, takes no time.
 
-    Raises UsageError for a model that the setup does not fit, a precision that the device does not have, and unknown
-    coefficients.
+    Raises UsageError for a model that the setup does not fit, a precision that a device does not have, unknown
+    coefficients, and as `seating`.
     """
-    rates = rates_of(cluster, setup, free)
-    mesh = Mesh.of(setup, placement.num_ranks, cluster.devices_per_node) if mesh is None else mesh
+    inner = None if mesh is None else mesh.inner
+    seats = seating(cluster, setup, placement.num_ranks, inner)
     tokens_of(model, setup)  # raises the error for a sequence before others
     parts = stage_layers(model, placement, cut)
-    stages = for_shares(model, parts, lambda share: _stage_costs(model, setup, mesh, rates, share))
     shares = shares_of(model, parts)
-    ranks = {tuple(shares[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)}
-    most = max((_learned(model, own, setup) for own in ranks), key=lambda each: each.total)
-    tied = _tied(model, placement, setup, mesh, rates)
-    return physical_of(stages, placement, setup, mesh, rates, most=most, tied=tied)
+
+    def on_kind(kind: int) -> Physical:
+        rates, own = rates_of(seats.kinds[kind], setup, free), mesh
+        if own is None or len(seats.kinds) > 1:
+            own = seats.mesh(setup, kind, inner)
+        stages = for_shares(model, parts, lambda share: _stage_costs(model, setup, own, rates, share))
+        held = {tuple(shares[stage] for stage in placement.stages_of(rank)) for rank in seats.ranks_on(kind)}
+        most = max((_learned(model, each, setup) for each in held), key=lambda each: each.total)
+        tied = _tied(model, placement, setup, own, rates)
+        return physical_of(stages, placement, setup, own, rates, most=most, tied=tied)
+
+    return _slowest([on_kind(kind) for kind in range(len(seats.kinds))], seats, placement)
+
+
+def _slowest(costs: Sequence[Physical], seats: Seating, placement: Placement) -> Physical:
+    """The costs of a layout that lies on several kinds of devices: `costs` are those if all devices were of one kind. A
+    stage takes as long as on the slowest kind of its ranks, and a transfer as long as on the slower of both ends.
+    """
+    if len(costs) == 1:
+        return costs[0]
+    kinds = [
+        sorted({kind for rank in placement.ranks_of(stage) for kind in seats.ranks[rank]})
+        for stage in range(placement.num_stages)
+    ]
+
+    def of_stages(times: Sequence[Sequence[float]]) -> tuple[float, ...]:
+        return tuple(max(times[kind][stage] for kind in own) for stage, own in enumerate(kinds)) if all(times) else ()
+
+    first = costs[0].cost
+    stage_times: dict[str, Any] = {
+        name: of_stages([getattr(each.cost, name) for each in costs])
+        for name in ("forward", "backward_input", "backward_weight", "reduce", "unshard", "offload")
+    }
+    pairs = {pair for path in placement.paths for pair in pairwise(path)}
+    links = {}
+    for one, other in (ends for pair in pairs for ends in (pair, pair[::-1])):
+        both = [costs[kind].cost.link(one, other) for kind in {*seats.ranks[one], *seats.ranks[other]}]
+        links[one, other] = Link(max(each.latency for each in both), min(each.bandwidth for each in both))
+    return Physical(
+        replace(first, links=links, **stage_times),
+        of_stages([each.communication for each in costs]),
+        max(costs[kind].tied for kind in {*kinds[0], *kinds[-1]}),
+        max(each.optimizer for each in costs),
+        sharding=of_stages([each.sharding for each in costs]),
+    )
 
 
 def rates_of(cluster: Cluster, setup: Setup, free: frozenset[str] = frozenset()) -> Rates:

@@ -74,7 +74,7 @@ def similar_error(model: Transformer, setup: Setup, cluster: Cluster | None) -> 
     seen no step of the publisher. "most": nine of ten errors are expected to be at most this, for a publisher that was
     not among them.
     """
-    kind = "" if cluster is None else str(kind_of(model, setup, cluster))
+    kind = "" if cluster is None or cluster.further else str(kind_of(model, setup, cluster))
     if kind not in KINDS:
         return None
     return {"kind": kind, **dict(zip(("rows", "sources", "error", "most"), KINDS[kind], strict=True))}

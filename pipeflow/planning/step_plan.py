@@ -21,6 +21,7 @@ from pipeflow.planning.engines import engine_named
 from pipeflow.planning.layout_string import LayoutString
 from pipeflow.planning.physical import layer_forward
 from pipeflow.planning.rank_memory import RankPlan, groups_of
+from pipeflow.planning.seating import Seating, seating
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.shares import sequence_of
 
@@ -87,6 +88,24 @@ class StepPlan:
         return max(rank.peak_bytes for rank in self.ranks)
 
     @property
+    def seats(self) -> Seating | None:
+        """The kinds of devices that its ranks lie on. None without a cluster."""
+        return None if self.cluster is None else seating(self.cluster, self.setup, len(self.ranks))
+
+    @property
+    def missing(self) -> tuple[float, Cluster] | None:
+        """By how many bytes the device with least room exceeds it, and its kind; negative where it has room left. None
+        without a cluster.
+        """
+        if (seats := self.seats) is None:
+            return None
+        kinds = [min(seats.on(rank.rank), key=lambda kind: kind.usable_bytes) for rank in self.ranks]
+        needed = [rank.least_bytes + self.outside_bytes for rank in self.ranks]
+        lacking = [most - kind.usable_bytes for most, kind in zip(needed, kinds, strict=True)]
+        worst = max(range(len(lacking)), key=lacking.__getitem__)
+        return lacking[worst], kinds[worst]
+
+    @property
     def outside_bytes(self) -> int:
         """The memory that a process takes from its device outside of tensors: for its context and its communicators. 0
         without a cluster.
@@ -105,8 +124,8 @@ class StepPlan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the fullest device has room for `device_bytes`. None without a cluster."""
-        return None if self.cluster is None else self.device_bytes <= self.cluster.usable_bytes
+        """Whether each device has room for what it needs. None without a cluster."""
+        return None if (missing := self.missing) is None else missing[0] <= 0
 
     @property
     def makespan_bubble_ratio(self) -> float:
@@ -125,9 +144,9 @@ class StepPlan:
 
     @property
     def attention(self) -> Kernel | None:
-        """The kernel of attention. None if neither the setup nor a cluster says which."""
-        fused = None if self.cluster is None else fastest(self.cluster.device.like)
-        return self.setup.kernel or fused
+        """The kernel of attention. None if neither the setup nor a cluster says which, or each kind has another one."""
+        fused = () if self.cluster is None else {fastest(kind.device.like) for kind in self.cluster.groups}
+        return self.setup.kernel or (min(fused) if len(fused) == 1 else None)
 
     @property
     def devices(self) -> int:
@@ -161,6 +180,8 @@ class StepPlan:
             yield f"ZeRO-{setup.zero}: {DIVIDED[setup.zero]} split over {setup.shards} of {setup.replicas} replicas"
         if further := ", ".join(_further(setup)):
             yield f"layers: {further}"
+        if (seats := self.seats) is not None and len(seats.kinds) > 1:
+            yield seats.described(self.schedule.placement)
 
     def rows(self) -> list[list[str]]:
         """The table of ranks, as text. The columns are TITLES."""
@@ -190,9 +211,9 @@ class StepPlan:
         yield f"{peak}, of which {again}{bytes_text(highest.allocator_bytes)} for the allocator"
         if self.outside_bytes:
             yield f"  beside it {bytes_text(self.outside_bytes)} for the context and for communicators"
-        if self.cluster is not None and not self.fits:
-            usable, device = self.cluster.usable_bytes, self.cluster.device.name
-            more = f"{bytes_text(self.device_bytes - usable)} more than {device} has room for ({bytes_text(usable)})"
+        if self.missing is not None and not self.fits:
+            missing, kind = self.missing
+            more = f"{bytes_text(missing)} more than {kind.device.name} has room for ({bytes_text(kind.usable_bytes)})"
             yield f"  does not fit: {more} (pipeflow plan --devices {self.devices} --batch B finds layouts that fit)"
         yield self._step()
         if self.step_parts is not None:

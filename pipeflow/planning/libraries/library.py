@@ -98,8 +98,13 @@ def require_plain_stages(library: str, found: Plan) -> None:
 def order_of_ranks(library: str, found: Plan) -> tuple[str, ...]:
     """The note on a library that puts replicas next to each other, if they are in several nodes."""
     many = min(found.setup.data, len(found.ranks)) > 1
-    if found.cluster is None or not many or found.devices <= found.cluster.devices_per_node:
+    if found.cluster is None or not many or found.cluster.is_one_node(found.devices):
         return ()
+    if found.cluster.further:
+        return (
+            f"{library} puts the devices of a pipeline rank next to each other: list the nodes of each kind together, "
+            "in the order of the plan; transfers and reductions then cross other links",
+        )
     return (
         f"{library} puts replicas next to each other and pipeline ranks apart; the plan has it the other way round, so "
         "transfers and reductions cross other links",

@@ -79,6 +79,7 @@ def find_module_layouts(
     require_positive(devices=devices, batch=batch, top=top)
     schedules = names_of("schedules", schedules)
     base = Setup() if setup is None else setup
+    cluster = cluster.alone(devices)
     limit = cluster.usable_bytes - cluster.outside_bytes(GROUPS) if memory is None else memory
     if not examples:
         raise UsageError("examples is empty: give microbatches by their number of samples, such as {1: batch}")

@@ -158,6 +158,7 @@ class CountedModule:
 
     def plan(self, schedule: Schedule, setup: Setup, cluster: Cluster, cuts: Cuts = None) -> ModulePlan:
         """The plan under a schedule, for the microbatch that was counted. Raises UsageError as `plan_module`."""
+        cluster = cluster.alone(len(schedule.rows) * setup.replicas)
         if cuts is None:
             pieces = _pieces(self.counter, self.found, [])
             cuts = _weights(pieces, rates_of(cluster, setup), setup)

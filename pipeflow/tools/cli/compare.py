@@ -17,7 +17,7 @@ from pipeflow.core.analysis.measures import Measures
 from pipeflow.core.errors import UsageError
 from pipeflow.core.files import is_number, parse, read_text
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.text import bytes_text, number, percent, seconds_text
+from pipeflow.core.text import bytes_text, listed, number, percent, seconds_text
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import Comparison, Scatter, Table, animated_svg, scatter_svg
 from pipeflow.draw.captions import Unit
@@ -305,8 +305,9 @@ class SavedPlan:
         if not layout["step_seconds"]:
             raise UsageError(f"{path} has a plan without seconds: plan it again with --device")
         sizes = {name: value for name, value in {**layout, **layout.get("layout", {})}.items() if name in SIZES}
-        devices, device = found["devices"], found["cluster"]["device"]["name"]
-        words = {"devices": f"{devices} {device}", "schedule": layout["schedule"], **sizes}
+        groups = found["cluster"].get("groups", [found["cluster"]])
+        names = listed([*dict.fromkeys(group["device"]["name"] for group in groups)])
+        words = {"devices": f"{found['devices']} {names}", "schedule": layout["schedule"], **sizes}
         words["microbatches"] = layout["microbatches"]
         times = dict((layout.get("breakdown") or {"parts": layout["step_parts"]})["parts"])
         memory, numbers = dict(layout["peak_parts"]), (layout["step_seconds"], layout["tokens_per_second"])

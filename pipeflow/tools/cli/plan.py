@@ -21,7 +21,6 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.planning.catalog import MODELS, Model, model_named
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.cuts import cut_by_cost, cut_with_ends, fastest_cut
-from pipeflow.planning.device import DEVICES
 from pipeflow.planning.estimate import plan
 from pipeflow.planning.layout import GIVEN, SEARCHED, Wanted
 from pipeflow.planning.layout_string import LayoutString
@@ -47,6 +46,7 @@ from pipeflow.tools.cli.options import (
     values_of,
 )
 from pipeflow.tools.cli.outputs import STANDARD_OUTPUT, doing, show, write
+from pipeflow.tools.cli.plan_cluster import add_cluster, cluster_of
 from pipeflow.tools.cli.plan_use import Planned, print_options, use_lines
 from pipeflow.tools.cli.requests import (
     GivenCosts,
@@ -104,12 +104,6 @@ REFUSED = {  # options that a search does not take, and why
 EXPERTS = ("expert_tensor", "dispatcher", "overlap_experts")
 LAYOUT = tuple(each.name for each in fields(Setup))
 SIZES = {each.name: kind for kind in (ViT, GPT) for each in fields(kind)}
-CLUSTER = {
-    "devices_per_node": "node (default: 72 for gb200 and gb300, else 8)",
-    "link_bandwidth": "inside a node, one way (default: the device's)",
-    "network_bandwidth": "between nodes, one way (default: 25e9)",
-    "devices_per_nic": "network card; a lone sender gets full bandwidth (default: 1)",
-}
 
 
 def add_plan(commands: Commands) -> None:
@@ -128,7 +122,7 @@ def add_plan(commands: Commands) -> None:
     _add_schedule(command)
     _add_layout(command)
     _add_search(command)
-    _add_cluster(command)
+    add_cluster(command)
     add("--flops", type=float, metavar="X", help="FLOP/s of one device; gives times in seconds without communication")
     add("--json", action="store_true", help="print JSON")
     help_ = "print where the time of a step goes, as a table; with --svg as a picture of stacked bars"
@@ -182,28 +176,6 @@ def _add_search(command: Parser) -> None:
     add("--memory", type=argument(memory_size), metavar="BYTES", help=limit)
     add("--top", type=int, metavar="K", help="number of layouts to list (default: 5)")
     add("--svg", metavar="FILE", help="write a plot of step time against memory as SVG, or with --breakdown bars")
-
-
-def _add_cluster(command: Parser) -> None:
-    """With one of --device and --cluster, times are in seconds."""
-    add = command.add_argument_group("cluster", "gives times in seconds, with all communication").add_argument
-    add("--device", metavar="DEVICE", help=", ".join(DEVICES))
-    add("--cluster", metavar="FILE", help="a cluster file, which `pipeflow calibrate` writes")
-    for name, help_ in CLUSTER.items():
-        if name.endswith("bandwidth"):
-            add(flag(name), type=argument(rate), metavar="X", help=f"bytes/s of a device {help_}")
-        else:
-            add(flag(name), type=int, metavar="N", help=f"devices that share a {help_}")
-
-
-def rate(text: str) -> float:
-    """A number of bytes/s. Raises UsageError for anything else, such as one with a unit."""
-    try:
-        return float(text)
-    except ValueError:
-        raise UsageError(
-            f"it must be a number in bytes/s, such as 25e9 for 25 GB/s or 200 Gbit/s; got {text!r}"
-        ) from None
 
 
 UNITS = {"": 1, "b": 1} | {
@@ -377,23 +349,6 @@ def setup_of(arguments: argparse.Namespace, names: Sequence[str]) -> Setup:
     if "precision" in given:
         given["precision"] = PRECISIONS[given["precision"]]
     return Setup(**given)
-
-
-def cluster_of(arguments: argparse.Namespace) -> Cluster | None:
-    """The cluster that the options describe; None where there are none. Raises UsageError for numbers without a device,
-    and as Cluster.
-    """
-    given = values_of(arguments, CLUSTER)
-    if arguments.device is not None and arguments.cluster is not None:
-        raise UsageError("--device and --cluster both say what the devices are: give one of them")
-    if arguments.cluster is not None:
-        return replace(Cluster.load(arguments.cluster), **given)
-    if arguments.device is not None:
-        return Cluster.of(arguments.device, **given)
-    if given:
-        verb = "describes" if len(given) == 1 else "describe"
-        raise UsageError(f"{', '.join(map(flag, given))} {verb} a cluster: say of which devices, with --device")
-    return None
 
 
 def _schedule(

@@ -17,8 +17,8 @@ from pipeflow.planning.estimate import MEANINGS, Breakdown, breakdown
 from pipeflow.planning.layout import Layout
 from pipeflow.planning.layout_ties import TIE, plainer
 from pipeflow.planning.layouts import Layouts, Ranked, described
-from pipeflow.planning.mesh import crossing
 from pipeflow.planning.replanning import Candidate, Replan
+from pipeflow.planning.seating import crossing
 from pipeflow.planning.setup import ContextKind
 from pipeflow.planning.similar import said, similar_error, uncounted, unpriced
 from pipeflow.planning.step_plan import TITLES, Plan
@@ -92,12 +92,14 @@ def _links(found: Plan) -> str:
     """Which ranks communicate within nodes, and which between them; "" where none do, and without a cluster."""
     if (cluster := found.cluster) is None:
         return ""
-    crosses = crossing(found.setup, len(found.ranks), cluster.devices_per_node)
-    rates = {False: ("within", cluster.link_bandwidth), True: ("between", cluster.network_bandwidth)}
+    crosses, groups = crossing(found.setup, len(found.ranks), cluster), cluster.groups
+    link, network = (min(getattr(each, name) for each in groups) for name in ("link_bandwidth", "network_bandwidth"))
+    rates = {False: ("within", link), True: ("between", network)}
     parts = []
     for is_far, (where, rate) in rates.items():
         if who := listed([RANKS[name] for name, far in crosses.items() if far == is_far]):
-            parts.append(f"{who} {where} nodes ({number(rate / 1e9)} GB/s of a device)")
+            slowest = ", on the slowest kind" if len(groups) > 1 else ""
+            parts.append(f"{who} {where} nodes ({number(rate / 1e9)} GB/s of a device{slowest})")
     return f"links: {'; '.join(parts)}" if parts else ""
 
 
@@ -164,16 +166,23 @@ def _model_json(found: Plan) -> dict[str, Any]:
     """What is planned, and what no number counts, which all layouts of a search share."""
     return {
         "model": asdict(found.model),
-        "cluster": None if found.cluster is None else asdict(found.cluster),
+        "cluster": None if found.cluster is None else found.cluster.content(),
         "not_counted": uncounted(found.cluster),
         "not_priced": unpriced(found.model, found.setup),
     }
+
+
+def _kinds_json(found: Plan) -> list[list[str]] | None:
+    """Per pipeline rank, the names of the kinds of devices that it lies on."""
+    ranks = range(len(found.ranks))
+    return None if (seats := found.seats) is None else [[each.device.name for each in seats.on(rank)] for rank in ranks]
 
 
 def _step_json(found: Plan) -> dict[str, Any]:
     """The time and the memory of a step."""
     return {
         "layout_string": found.layout_string,
+        "kinds": _kinds_json(found),
         "step_seconds": found.step_seconds,
         "step_parts": None if found.step_parts is None else found.step_parts._asdict(),
         "breakdown": None if found.step_parts is None else asdict(breakdown(found)),
@@ -270,7 +279,7 @@ def search_lines(name: str, found: Layouts, fewer: Layouts | None, *, says_layou
     sizes = f"{_schedule_text(fastest.layout)}, {_sizes_in_words(fastest.layout)}"
     yield from wrapped(f"The fastest layout takes {seconds_text(fastest.step_seconds)} a step: {sizes}.")
     yield f"{name}: {wanted.model.parameters:,} parameters, {tokens} a step"
-    yield f"{wanted.devices:,} devices {wanted.cluster.device.name}, at most {bytes_text(wanted.limit)} on each"
+    yield _devices(found)
     yield ""
     yield _search_table(found)
     yield ""
@@ -280,6 +289,16 @@ def search_lines(name: str, found: Layouts, fewer: Layouts | None, *, says_layou
     yield from _search_notes(found)
     if says_layout:
         yield from _layout(first)
+
+
+def _devices(found: Layouts) -> str:
+    """How many devices of which kind a search has, and the most that each may hold."""
+    wanted = found.wanted
+    (kind, _), *others = taken = wanted.cluster.taken(wanted.devices)
+    if not others:
+        return f"{wanted.devices:,} devices {kind.device.name}, at most {bytes_text(wanted.limit)} on each"
+    kinds = [f"{many:,} {each.device.name} (at most {bytes_text(wanted.limit_of(each))})" for each, many in taken]
+    return f"{wanted.devices:,} devices: {listed(kinds)}"
 
 
 def _search_table(found: Layouts) -> Table:
@@ -358,8 +377,10 @@ def _search_notes(found: Layouts) -> Lines:
     if any(each.layout.zero == 1 for each in found.ranked) and wanted.zero is None:
         yield "ZeRO-1 splits the optimizer state wherever there are replicas."
     yield from wrapped(" ".join(_split(found)))
-    if not first.layout.setup.stores_scores:
+    if not first.layout.setup.stores_scores and first.plan.attention:
         yield f"All with --attention {first.plan.attention}."
+    if (seats := first.plan.seats) is not None and len(seats.kinds) > 1:
+        yield from wrapped(f"1 has {seats.described(first.plan.schedule.placement)}")
     cut = first.layout.cut
     if cut != even_cut(wanted.model.layers, len(cut)):
         yield from wrapped(f"Layers per stage of 1: {' '.join(str(end - start) for start, end in cut)}")

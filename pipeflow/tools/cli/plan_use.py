@@ -19,6 +19,7 @@ from pipeflow.planning.step_plan import Plan
 from pipeflow.tools.cli.outputs import wrapped
 
 MEETING = "--rdzv-backend c10d --rdzv-endpoint machine-1:29500"
+APART = "--master-addr machine-0 --master-port 29500"  # where the order of nodes is given
 CLUSTER_FILE = "cluster.json"  # which `pipeflow calibrate` writes
 DESCRIBING = (
     "--device",
@@ -45,9 +46,7 @@ def use_lines(found: Sequence[Planned], words: Sequence[str]) -> Iterator[str]:
             refused.append(str(error))
             continue
         yield from wrapped(f"Use it{f' (layout {place}: {refused[0]})' if refused else ''}")
-        yield from _typed(started(each.devices, each.cluster, "train.py"))
-        if each.cluster is not None and (rest := each.devices % each.cluster.devices_per_node) < each.devices and rest:
-            yield f"on the last node with --nproc-per-node {rest}"
+        yield from _launch(each)
         yield "in train.py:"
         yield from (f"{TYPED}{line}" for line in written.text.splitlines())
         yield from (line for note in written.notes for line in wrapped(f"note: {note}"))
@@ -70,6 +69,28 @@ def started(devices: int, cluster: Cluster | None, script: str) -> str:
     return f"torchrun --nnodes {nodes} --nproc-per-node {each} {MEETING} {script}"
 
 
+def _launch(found: Plan) -> Iterator[str]:
+    """What starts the script of a plan, on each node of its kind."""
+    cluster, seats = found.cluster, found.seats
+    if cluster is None or seats is None or not cluster.further:
+        yield from _typed(started(found.devices, cluster, "train.py"))
+        if cluster is not None and (rest := found.devices % cluster.devices_per_node) < found.devices and rest:
+            yield f"on the last node with --nproc-per-node {rest}"
+        return
+    taken, times = cluster.taken(found.devices), 1 if seats.is_mixed else found.setup.data
+    sizes = [kind.devices_per_node for kind, _ in taken]
+    counts = [-(-many // (size * times)) for (_, many), size in zip(taken, sizes, strict=True)]
+    each = [
+        f"{count} of {kind.device.name} with --nproc-per-node {size}"
+        for (kind, _), count, size in zip(taken, counts, sizes, strict=True)
+    ]
+    yield from wrapped(f"nodes R = 0, 1, ... in this order{f', {times} times' if times > 1 else ''}: {', '.join(each)}")
+    command = f"torchrun --nnodes {times * sum(counts)} --node-rank R --nproc-per-node N {APART} train.py"
+    yield from _typed(command)
+    if rest := taken[-1][1] % sizes[-1]:
+        yield f"on the last node with --nproc-per-node {rest}"
+
+
 def expected(found: Plan) -> str:
     """The memory to expect on the fullest device."""
     beside = f", {bytes_text(found.peak_bytes + found.outside_bytes)} with all else" if found.outside_bytes else ""
@@ -78,7 +99,12 @@ def expected(found: Plan) -> str:
 
 def _machine(found: Plan, words: Sequence[str]) -> Iterator[str]:
     """How the machine is measured, and the command that then plans with it; nothing where it was measured already."""
-    if not any(word.partition("=")[0] == "--cluster" for word in words):
+    if found.cluster is not None and found.cluster.further:
+        yield from wrapped(
+            "measure a node or two of each kind first (pipeflow calibrate --output KIND.json), then plan with "
+            "--cluster KIND.json:NODES,KIND.json:NODES instead of --device"
+        )
+    elif not any(word.partition("=")[0] == "--cluster" for word in words):
         most = found.devices if found.cluster is None else min(found.devices, 2 * found.cluster.devices_per_node)
         yield "measure the machine first, then plan with its own rates:"
         yield from _typed(started(most, found.cluster, "-m pipeflow calibrate"))
