@@ -142,7 +142,7 @@ def run(rounds: int | None = None) -> Report:
     count = sum(int(np.prod(shape)) for _, shape, _ in parameters())
     said = " ".join((done.stdout or done.stderr).split())
     report.rows.append(
-        [f"{count / 1e9:.2f} billion", f"{size / 1e6:.1f}", f"{seconds:.1f}", f"{memory:.2f}", said[:40]]
+        [f"{count / 1e9:.2f} billion", f"{size / 1e6:.1f}", f"{seconds:.1f}", f"{memory:.2f}", said.partition(",")[0]]
     )
     report.notes.append("target: 60 s, 4 GB")
     report.data = {"seconds": seconds, "gigabytes": memory, "said": said}

@@ -168,7 +168,7 @@ WHAT = {
 
 
 def paragraph(result: Result) -> str:
-    """One paragraph: where the runs begin to differ, why, the evidence, and what to look at."""
+    """One paragraph: whether the runs differ, since where and why, the evidence, and what to look at."""
     if result.first is None:
         found = {what: f"{count} {what}" for what, count in result.compared.items() if count}
         if result.left_out:
@@ -176,11 +176,13 @@ def paragraph(result: Result) -> str:
             found["weights"] = f"{compared} of {compared + result.left_out} weights"
         counts = [*found.values()]
         listed = f"{', '.join(counts[:-1])} and {counts[-1]}" if len(counts) > 1 else "".join(counts)
-        return f"alike{' in what was compared' * bool(result.left_out)}: {listed} differ by no more than rounding."
+        compared = "alike in what was compared" if result.left_out else "alike"
+        return f"The runs are {compared}: {listed} differ by no more than rounding."
     first, cause = result.first, result.cause
     assert cause is not None
-    evidence = cause.evidence[:1].upper() + cause.evidence[1:]
-    return f"different: {place(first)}. Cause: {cause.name}. {evidence}. Look at {cause.look}."
+    why = "the cause is unknown" if cause.name == "unknown" else f"the likely cause is {cause.name}"
+    told = ". ".join(each[:1].upper() + each[1:] for each in (place(first), cause.evidence))
+    return f"The runs differ from step {first.step} on, and {why}. {told}. Look at {cause.look}."
 
 
 def place(first: Difference) -> str:
@@ -198,7 +200,7 @@ def place(first: Difference) -> str:
     verb = "are" if first.what in ("batch", "weight", "optimizer", "update") else "is"
     size = "the terms that it adds up" if first.what == "gradient" else "the reference"
     return (
-        f"in step {first.step}, {what}{where} {verb} the first to differ, by {first.error:.2g} of {size}, where "
+        f"{what}{where} {verb} the first to differ, by {first.error:.2g} of {size}, where "
         f"rounding explains {first.allowed:.1g}"
     )
 

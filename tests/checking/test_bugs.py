@@ -52,14 +52,14 @@ def test_each_is_found_as_the_page_shows(name: str) -> None:
 def test_each_is_found_at_its_place_with_its_cause(name: str) -> None:
     place, cause = FOUND[name]
     said = " ".join(answer(SHOWN[name][0])[1].split())
-    assert f"in step 0, {place} is the first to differ" in said
-    assert f"Cause: {cause}. " in said
+    assert said.startswith(f"The runs differ from step 0 on, and the likely cause is {cause}. ")
+    assert f". {place[:1].upper()}{place[1:]} is the first to differ" in said
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_each_is_alike_once_it_is_mended(name: str) -> None:
     status, said = answer(f"{SHOWN[name][0]} -- --mended")
-    assert (status, said.partition(":")[0]) == (0, "alike")
+    assert (status, said.partition(":")[0]) == (0, "The runs are alike")
 
 
 def test_the_job_of_a_ci_fails_on_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

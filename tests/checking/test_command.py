@@ -25,7 +25,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def test_runs_that_are_alike(runs: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     said = out(capsys, "check", runs["plain"], runs["four"])
-    assert said.startswith("alike: 1 batches, ")
+    assert said.startswith("The runs are alike: 1 batches, ")
     told = json.loads(out(capsys, "check", runs["plain"], runs["four"], "--json"))
     assert (told["alike"], told["first"], told["cause"]) == (True, None, None)
 
@@ -34,9 +34,9 @@ def test_runs_that_differ(runs: dict[str, str], tmp_path: Path, capsys: pytest.C
     page = tmp_path / "page.html"
     assert main(["check", runs["plain"], runs["wrong"], "--html", str(page)]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "the gradient of blocks.1.up.bias (rank 0) is the first to differ" in said
+    assert "The gradient of blocks.1.up.bias (rank 0) is the first to differ" in said
     assert "of the terms that it adds up, where rounding explains" in said
-    assert re.search(r"Cause: scale\. 2 of \d+ gradients are 4 times the reference's", said)
+    assert re.search(r"the likely cause is scale\. .*?\. 2 of \d+ gradients are 4 times the reference's", said)
     text = page.read_text(encoding="utf-8")
     assert "<script" not in text
     HTMLParser().feed(text)
@@ -89,7 +89,9 @@ while True:  # `check` ends it
 def test_both_runs_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    assert out(capsys, "check", str(script), "--ranks", "2", "--schedule", "zb-h1").startswith("alike: 2 batches")
+    assert out(capsys, "check", str(script), "--ranks", "2", "--schedule", "zb-h1").startswith(
+        "The runs are alike: 2 batches"
+    )
     assert main(["check", str(script), "--ranks", "2", "--plain", "right", "--", "wrong"]) == 1
     said = " ".join(capsys.readouterr().out.split()).lower()
     assert "all gradients are 4 times" in said
@@ -143,6 +145,6 @@ def test_a_loop_of_ones_own_and_another_plain_script(tmp_path: Path, capsys: pyt
     script.write_text(LOOP, encoding="utf-8")
     plain.write_text("ranks = 1\n" + LOOP, encoding="utf-8")
     said = out(capsys, "check", str(script), "--ranks", "2", "--plain", str(plain))
-    assert said.startswith("alike: 2 batches, 4 weights, 4 outputs")
+    assert said.startswith("The runs are alike: 2 batches, 4 weights, 4 outputs")
     assert main(["check", str(script), "--ranks", "2", "--plain", "", "--", "wrong"]) == 1
     assert "all gradients are 2 times" in " ".join(capsys.readouterr().out.split()).lower()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,9 @@ def test_a_machine_is_measured(
     assert "OMP_NUM_THREADS" not in os.environ
     cluster = Cluster.load(file)
     assert cluster.device.name.startswith("cpu, 2 processes of 1 thread on ")
-    assert shown.startswith(f"{cluster.device.name}; 2 in each node\n")
+    said = " ".join(shown.partition("\n\n")[0].split())
+    assert re.fullmatch(r"A device of this machine reaches at most [\d.]+ \wFLOP/s in products of float32, .*%\.", said)
+    assert f"\n{cluster.device.name}; 2 in each node\n" in shown
     assert max(map(len, shown.splitlines())) <= 80
     assert cluster.devices_per_node == 2
     assert Efficiency.of(cluster.efficiency).products == cluster.efficiency["products"] > 0
@@ -45,7 +48,7 @@ def test_a_machine_is_measured(
 def test_a_device_that_is_alone_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "cluster.json"
     shown = out(capsys, "calibrate", "--device", "cpu", "--ranks", 1, "--seconds", 1, "--output", file)
-    assert shown.startswith(f"{Cluster.load(file).device.name}; 1 in each node\n")
+    assert f"\n{Cluster.load(file).device.name}; 1 in each node\n" in shown
     assert "not measured, since there is one device: the network, taken as 25 GB/s" in shown
     assert "transfer" not in shown
     assert "sums" not in shown

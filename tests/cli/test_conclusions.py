@@ -6,9 +6,11 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from pipeflow import make_schedule, simulate
 from pipeflow.tools.cli.conclusions import change_said
 from tests.cli.run import out
 
@@ -54,6 +56,15 @@ def test_a_plan_says_its_time_its_idle_time_and_whether_it_fits(capsys: pytest.C
         found = first(capsys, *model, "--pipeline", pipeline, "--device", "a100-80gb")
         assert re.match(r"A step takes [\d.]+ s, the busiest rank is idle for [\d.]+% of it, and rank 0 needs", found)
         assert found.endswith(f"GiB, {fits}.")
+
+
+def test_a_measured_step_names_the_best_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A planned step stands for a measured one."""
+    file = tmp_path / "run.json"
+    faster = r"\S+ would save [1-9][\d.]+% of the step within the same memory\."
+    for ran, said in (("naive", faster), ("zb-v", r"No schedule within the same memory is faster than zb-v\.")):
+        file.write_text(simulate(make_schedule(ran, ranks=2, microbatches=4)).to_json(), encoding="utf-8")
+        assert re.fullmatch(said, first(capsys, "plan", "--measured", file))
 
 
 @pytest.mark.slow

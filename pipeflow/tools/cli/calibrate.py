@@ -11,7 +11,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.text import number, percent, printable, seconds_text
 from pipeflow.draw import Table
 from pipeflow.tools.cli.options import Commands
-from pipeflow.tools.cli.outputs import doing, show
+from pipeflow.tools.cli.outputs import doing, show, wrapped
 
 if TYPE_CHECKING:
     from pipeflow.planning.cluster import Cluster
@@ -89,6 +89,10 @@ def _require_writable(path: str) -> None:
 
 def _lines(measured: Measured, cluster: Cluster) -> Iterator[str | Table]:
     device, known = cluster.device, cluster.efficiency
+    products = f"{_rate(device.flops[measured.precision], 'FLOP/s')} in products of {measured.precision}"
+    reached = f"of which plans expect {percent(known['products'])}"
+    yield from wrapped(f"A device of this machine reaches at most {products}, {reached}.")
+    yield ""
     yield f"{device.name}; {cluster.devices_per_node} in each node"
     yield ""
     yield _table(measured, cluster)

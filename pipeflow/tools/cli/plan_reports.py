@@ -457,6 +457,13 @@ def replan_json(found: Replan) -> dict[str, object]:
 def replan_lines(found: Replan) -> Lines:
     """Other schedules for a measured step, in a table, and what to do."""
     unit, planned, measured = Unit.of([found.measured]), found.now.timeline.makespan, found.measured.makespan
+    best = found.best
+    if best is found.now:
+        yield from wrapped(f"No schedule within the same memory is faster than {found.measured.name}.")
+    else:
+        gain = percent(found.gain(best))
+        yield from wrapped(f"{best.schedule.name} would save {gain} of the step within the same memory.")
+    yield ""
     yield f"{found.measured.name}: measured {unit.text(measured)}, planned from its own costs {unit.text(planned)}"
     yield "The table compares the schedules with the same stages on the same ranks, under the measured costs."
     yield ""
@@ -471,10 +478,6 @@ def replan_lines(found: Replan) -> Lines:
         for each in found.candidates
     ]
     yield Table(["schedule", "step", "gain", "activations", "memory"], rows)
-    yield ""
-    best = found.best
-    if best is found.now:
-        yield f"No schedule within the same memory is faster than {found.measured.name}."
-    else:
-        yield f"{best.schedule.name} would save {percent(found.gain(best))} of the step within the same memory."
+    if best is not found.now:
+        yield ""
         yield "--csv FILE writes it; Schedule.from_csv reads it, and execute_pipeline(schedule=...) runs it."
