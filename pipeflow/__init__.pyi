@@ -25,6 +25,8 @@ from pipeflow.core.partition import partition_uniform as partition_uniform
 from pipeflow.core.placement import Placement as Placement
 from pipeflow.core.agreement_rounds import step_time as step_time
 from pipeflow.core.schedule import Schedule as Schedule
+from pipeflow.core.slices import attention_share as attention_share
+from pipeflow.core.slices import equal_slices as equal_slices
 from pipeflow.core.soundness.verification import verify as verify
 from pipeflow.core.timeline import Span as Span
 from pipeflow.core.timeline import Timeline as Timeline

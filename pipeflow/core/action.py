@@ -36,41 +36,67 @@ class Kind(StrEnum):
     __hash__ = str.__hash__  # that of an Enum is computed in Python, and kinds are keys wherever schedules are followed
 
 
-_ACTION = re.compile(rf"(\d{{1,9}})([{''.join(Kind)}])(\d{{1,9}})", re.ASCII)
+_ACTION = re.compile(rf"(\d{{1,9}})([{''.join(Kind)}])(\d{{1,9}})(?:\.(\d{{1,9}}))?", re.ASCII)
+
 _PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B", re.ASCII)
+
+
+Work = tuple[int, int, int | None]
+"""A stage, and a microbatch or a slice of one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One computation: `kind` for one `microbatch` on one `stage`. Its text is stage, letter, microbatch.
+    """One computation: `kind` for one `microbatch` on one `stage`. Its text is stage, letter, microbatch. In a schedule
+    whose microbatches are cut into slices, the slice follows after a point.
 
     Attributes:
         kind: which computation it is.
         stage: index of the stage, from 0.
         microbatch: index of the microbatch, from 0. For a reduction or an optimizer's step: the last one that
             it waits for. For an unshard or reshard: its number among those of its stage.
+        slice: index of the slice of the microbatch, from 0. None: the whole microbatch.
 
-    Raises ScheduleError for a negative stage or microbatch.
+    Raises ScheduleError for a negative stage, microbatch or slice.
 
     >>> str(Action(Kind.F, stage=2, microbatch=0))
     '2F0'
     >>> Action.parse("2F0")
-    Action(kind=<Kind.F: 'F'>, stage=2, microbatch=0)
+    Action(kind=<Kind.F: 'F'>, stage=2, microbatch=0, slice=None)
+    >>> str(Action(Kind.F, stage=2, microbatch=0, slice=3))
+    '2F0.3'
     """
 
     kind: Kind
     stage: int
     microbatch: int
+    slice: int | None = None
 
     def __post_init__(self) -> None:
         if self.stage.__class__ is self.microbatch.__class__ is int and self.kind.__class__ is Kind:
             if self.stage >= 0 and self.microbatch >= 0:
+                if self.slice is not None:
+                    _require_slice(self)
                 return
             raise ScheduleError(f"action {self}: stage and microbatch count from 0")
         _require_types(self)
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}{self.microbatch}"
+        return f"{self.stage}{self.kind.value}{self.part}"
+
+    @property
+    def part(self) -> str:
+        """The text of its microbatch and slice, such as "4" or "4.1"."""
+        return f"{self.microbatch}" if self.slice is None else f"{self.microbatch}.{self.slice}"
+
+    @property
+    def work(self) -> Work:
+        """Its stage, microbatch and slice: the work that it is a part of."""
+        return self.stage, self.microbatch, self.slice
+
+    def as_kind(self, kind: Kind) -> Action:
+        """The action of another kind for the same work."""
+        return Action(kind, self.stage, self.microbatch, self.slice)
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -80,7 +106,12 @@ class Action:
             letters = " ".join(Kind)
             form = "2F0" + ", and commas between actions" * any(each in text for each in " ;\t")
             raise ScheduleError(f"{text!r} is not an action: write stage, one of {letters}, microbatch, like {form}")
-        return cls(Kind(match[2]), int(match[1]), int(match[3]))
+        return cls(Kind(match[2]), int(match[1]), int(match[3]), None if match[4] is None else int(match[4]))
+
+
+def _require_slice(action: Action) -> None:
+    if not isinstance(action.slice, int) or action.slice < 0:
+        raise ScheduleError(f"slice of an action must be None or a whole number from 0, got {action.slice!r}")
 
 
 def _require_types(action: Action) -> None:

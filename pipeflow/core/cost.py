@@ -20,6 +20,7 @@ from pipeflow.core.files import parse
 from pipeflow.core.placement import Placement
 from pipeflow.core.route import Route, routes_among
 from pipeflow.core.schedule import Schedule
+from pipeflow.core.slices import require_cut, shares_of
 from pipeflow.core.text import listed
 
 
@@ -139,6 +140,8 @@ ARGUMENTS: dict[str, CostField] = {
     "route_bytes": CostField(read=_routes),
     "microbatch_factors": CostField(read=partial(_numbers, of="microbatch")),
     "late": CostField(read=_late),
+    "attention": CostField(read=_number),
+    "slice_ends": CostField(read=partial(_numbers, of="slice")),
     "unit": CostField(read=lambda _, value: value),  # CostModel checks it
 }
 """The arguments of `CostModel`."""
@@ -230,6 +233,10 @@ class CostModel:
         route_bytes: per route (from stage, to stage), the bytes that are sent on it.
         microbatch_factors: per microbatch, its times and bytes relative to those above. Empty: all microbatches are
             alike. Reductions and unshards, which serve several microbatches, have no factor.
+        attention: the share of a microbatch's times that is causal attention, which costs a token as much as there are
+            tokens before it. The rest costs each token the same. Used where microbatches are cut into slices.
+        slice_ends: where each slice of a microbatch ends, in tokens or any other unit; the last end is the length of
+            the sequence. Empty: slices are equally long. A slice has its part of bytes by its length.
         late: by how much single actions, such as "0F3", take longer than others of their kind and stage.
         unit: "s" if times are in seconds; "" if the unit is not known.
         durations: per kind of action, the time per stage: 0 for those that are not given.
@@ -262,6 +269,8 @@ class CostModel:
     unit: str = ""
     optimizer: tuple[float, ...] = ()
     late: Mapping[str, float] = field(default_factory=dict, hash=False)
+    attention: float = 0.0
+    slice_ends: tuple[float, ...] = ()
     durations: Mapping[Kind, tuple[float, ...]] = field(init=False, repr=False, compare=False)
     sizes: Mapping[Content, tuple[float, ...]] = field(init=False, repr=False, compare=False)
 
@@ -286,6 +295,7 @@ class CostModel:
             _require_cost("latency", link.latency)
             if not link.bandwidth >= SMALLEST:
                 raise UsageError(f"bandwidth must be positive, at least {SMALLEST:g}, got {link.bandwidth}")
+        require_cut(self.attention, self.slice_ends)
         require_unit(self.unit)
         _require_groups(self.copy_groups)
         if not 0 <= self.overlap <= 1:
@@ -299,7 +309,7 @@ class CostModel:
 
     def _take_lists(self) -> None:
         """Makes tuples of the numbers per stage, which may be given as lists. Raises UsageError for other values."""
-        for name in (*PER_STAGE, "microbatch_factors"):
+        for name in (*PER_STAGE, "microbatch_factors", "slice_ends"):
             object.__setattr__(self, name, _tuple_of(name, getattr(self, name)))
         for name in ("times", "kept_bytes"):
             tables = {key: _tuple_of(f"{name} of {key}", numbers) for key, numbers in getattr(self, name).items()}
@@ -371,6 +381,14 @@ class CostModel:
         """The times that were given, by kind of action; `durations` has those that follow from them, too."""
         named = {of: getattr(self, name) for of, name in NAMED.items() if isinstance(of, Kind)}
         return {kind: times for kind, times in {**self.times, **named}.items() if times}
+
+    def slice_lengths(self, slices: int) -> tuple[float, ...]:
+        """The share of each of so many slices in the length of its microbatch."""
+        return shares_of(self.slice_ends or range(1, slices + 1), 0.0)
+
+    def slice_works(self, slices: int) -> tuple[float, ...]:
+        """The share of each of so many slices in the times of its microbatch."""
+        return shares_of(self.slice_ends or range(1, slices + 1), self.attention)
 
     def duration(self, kind: Kind, stage: int, microbatch: int | None = None) -> float:
         """The time of an action of one `microbatch`, or of factor 1. Raises UsageError for a stage without a cost."""
@@ -493,6 +511,15 @@ def require_factors(factors: Sequence[float], microbatches: int) -> None:
         raise UsageError(
             f"microbatch_factors has {len(factors)} numbers, but the schedule has {microbatches} microbatches: give "
             "one per microbatch, or none if all are alike"
+        )
+
+
+def require_ends(ends: Sequence[float], slices: int) -> None:
+    """Raises UsageError unless there is an end for each slice, or none at all."""
+    if len(ends) not in (0, slices):
+        raise UsageError(
+            f"slice_ends has {len(ends)} numbers, but the schedule has {slices} slices: give one per slice, or none if "
+            "all are equally long"
         )
 
 

@@ -5,6 +5,7 @@ new row. Must not contain: rules for one kind of action outside the table.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from functools import lru_cache
 from itertools import combinations
@@ -25,6 +26,8 @@ class Content(StrEnum):
     INPUT = "input"  # the part of what a forward saves from which a recomputation makes the rest
     HOST = "host copy"  # what a forward saved, in the memory of the host
     WEIGHTS = "whole weights"  # the weights of a stage under fully_shard, gathered from all replicas
+    KEYS = "keys and values"  # of attention, for the next slice of the microbatch; a part of what a forward saves
+    KEYS_GRADIENT = "gradient of keys and values"  # the gradient of these, for the previous slice
 
     __hash__ = str.__hash__  # as that of `Kind`
 
@@ -45,16 +48,19 @@ class Value(NamedTuple):
         stage: the stage that makes it.
         microbatch: its microbatch.
         to: the stage that uses it, if it passes on a route. None: the dataflow table says which stage that is.
+        slice: its slice of the microbatch. None: the whole microbatch.
     """
 
     content: Content
     stage: int
     microbatch: int
     to: int | None = None
+    slice: int | None = None
 
     def __str__(self) -> str:
         stage = self.stage if self.to is None else f"{self.stage} for stage {self.to}"
-        return VALUE.format(content=self.content, stage=stage, microbatch=self.microbatch)
+        text = VALUE.format(content=self.content, stage=stage, microbatch=self.microbatch)
+        return text if self.slice is None else f"{text}, slice {self.slice}"
 
     @property
     def user(self) -> int:
@@ -65,7 +71,7 @@ class Value(NamedTuple):
     def answered(self) -> Value:
         """The activation that this gradient belongs to."""
         source = None if self.to is None else self.stage
-        return Value(Content.ACTIVATION, self.user, self.microbatch, source)
+        return Value(Content.ACTIVATION, self.user, self.microbatch, source, self.slice)
 
 
 class Stream(StrEnum):
@@ -101,6 +107,8 @@ class DataflowRow(NamedTuple):
         within: a content of its stage that has to be there while it runs, if its rank makes that content for the stage
             at all. It is not used up, so one serves several microbatches.
         word: the word of torch.distributed.pipelining for it, which tables have in place of letter and microbatch.
+        across: values of other slices of its microbatch on its stage that it needs, as (content, offset from its own
+            slice).
     """
 
     name: str
@@ -113,28 +121,32 @@ class DataflowRow(NamedTuple):
     needs_only: Content | None = None
     within: Content | None = None
     word: str = ""
+    across: Ends = ()
 
 
 DATAFLOW: dict[Kind, DataflowRow] = {
     Kind.F: DataflowRow(
         "forward",
         needs=((Content.ACTIVATION, -1),),
-        makes=((Content.ACTIVATION, 0), (Content.SAVED, 0)),
+        makes=((Content.ACTIVATION, 0), (Content.SAVED, 0), (Content.KEYS, 0)),
         within=Content.WEIGHTS,
+        across=((Content.KEYS, -1),),
     ),
     Kind.B: DataflowRow(
         "backward",
         needs=((Content.GRADIENT, +1), (Content.SAVED, 0)),
-        makes=((Content.GRADIENT, 0), (Content.WEIGHT_GRADIENT, 0)),
+        makes=((Content.GRADIENT, 0), (Content.WEIGHT_GRADIENT, 0), (Content.KEYS_GRADIENT, 0)),
         takes=(Kind.I, Kind.W),
         within=Content.WEIGHTS,
+        across=((Content.KEYS_GRADIENT, +1),),
     ),
     Kind.I: DataflowRow(
         "input gradient",
         needs=((Content.GRADIENT, +1), (Content.SAVED, 0)),
-        makes=((Content.GRADIENT, 0), (Content.DEFERRED, 0)),
+        makes=((Content.GRADIENT, 0), (Content.DEFERRED, 0), (Content.KEYS_GRADIENT, 0)),
         in_place=True,
         within=Content.WEIGHTS,
+        across=((Content.KEYS_GRADIENT, +1),),
     ),
     Kind.W: DataflowRow(
         "weight gradient", needs=((Content.DEFERRED, 0),), makes=((Content.WEIGHT_GRADIENT, 0),), within=Content.WEIGHTS
@@ -174,11 +186,12 @@ LASTING = frozenset(flow.within for flow in DATAFLOW.values() if flow.within)
 """The contents that serve all actions of their stage in a row, from the action that makes them to the one that needs
 them."""
 
-SEVERAL = frozenset(
-    kind
-    for kind, flow in DATAFLOW.items()
-    if flow.joint or LASTING & {content for content, _ in (*flow.needs, *flow.makes)}
+HANDLING_LASTING = frozenset(
+    kind for kind, flow in DATAFLOW.items() if LASTING & {content for content, _ in (*flow.needs, *flow.makes)}
 )
+"""The kinds that make or end a lasting content."""
+
+SEVERAL = HANDLING_LASTING | {kind for kind, flow in DATAFLOW.items() if flow.joint}
 """The kinds of which one action serves several microbatches."""
 
 PASSING: dict[Content, int] = {
@@ -186,6 +199,10 @@ PASSING: dict[Content, int] = {
 }
 """The contents that pass between stages, and so between ranks, with the offset from the stage that makes them to the
 stage that uses them."""
+
+ACROSS: dict[Content, int] = {content: -offset for flow in DATAFLOW.values() for content, offset in flow.across}
+"""The contents that pass between the slices of a microbatch on a stage, with the offset from the slice that makes them
+to the slice that uses them."""
 
 KEPT = frozenset(
     content for flow in DATAFLOW.values() if not flow.joint for content, offset in flow.needs if not offset
@@ -205,10 +222,11 @@ class End(NamedTuple):
     content: Content
     stage: int
     to: int | None = None
+    slice: int | None = None
 
     def of(self, microbatch: int) -> Value:
         """The value of `microbatch` at this end."""
-        return Value(self.content, self.stage, microbatch, self.to)
+        return Value(self.content, self.stage, microbatch, self.to, self.slice)
 
 
 class AtStage(NamedTuple):
@@ -219,8 +237,9 @@ class AtStage(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def flows(num_stages: int, routes: Routes = ()) -> dict[tuple[Kind, int], AtStage]:
-    """The table for a pipeline of `num_stages`: per (kind, stage), the values that an action needs and makes.
+def flows(num_stages: int, routes: Routes = (), slices: int = 1) -> dict[tuple[Kind, int, int | None], AtStage]:
+    """The table for a pipeline of `num_stages`: per (kind, stage, slice), the values that an action needs and makes. If
+    microbatches are not cut into slices, the slice is None.
 
     The first stage's input comes from the batch, and the last stage's gradient from the loss. No action uses the last
     stage's activation or the first stage's gradient. So none of these are values of a schedule.
@@ -231,45 +250,61 @@ def flows(num_stages: int, routes: Routes = ()) -> dict[tuple[Kind, int], AtStag
     stages = frozenset(range(num_stages))
     ways = [(content, *(route if step > 0 else route[::-1])) for content, step in PASSING.items() for route in routes]
 
-    def needed(stage: int, flow: DataflowRow) -> tuple[End, ...]:
-        found = (End(content, stage + offset) for content, offset in flow.needs)
+    def needed(stage: int, part: int | None, flow: DataflowRow) -> tuple[End, ...]:
+        found = [End(content, stage + offset, None, part) for content, offset in flow.needs]
+        if part is not None:
+            found += (End(content, stage, None, part + offset) for content, offset in flow.across)
         passing = {content for content, offset in flow.needs if offset}
-        return (*filter(exists, found), *(End(*each) for each in ways if each[0] in passing and each[2] == stage))
+        routed = (End(*each, part) for each in ways if each[0] in passing and each[2] == stage)
+        return (*filter(exists, found), *routed)
 
-    def made(stage: int, flow: DataflowRow) -> tuple[End, ...]:
-        found = (End(content, stage + offset) for content, offset in flow.makes)
+    def made(stage: int, part: int | None, flow: DataflowRow) -> tuple[End, ...]:
+        found = (End(content, stage + offset, None, part) for content, offset in flow.makes)
         contents = {content for content, _ in flow.makes}
-        return (*filter(exists, found), *(End(*each) for each in ways if each[0] in contents and each[1] == stage))
+        return (
+            *filter(exists, found),
+            *(End(*each, part) for each in ways if each[0] in contents and each[1] == stage),
+        )
 
     def exists(end: End) -> bool:
+        if step := ACROSS.get(end.content):
+            return end.slice is not None and {end.slice, end.slice + step} <= {*range(slices)}
         return {end.stage, end.stage + PASSING.get(end.content, 0)} <= stages
 
+    def parts(kind: Kind) -> Iterable[int | None]:
+        return [None] if slices == 1 or kind in HANDLING_LASTING else range(slices)
+
     return {
-        (kind, stage): AtStage(needed(stage, flow), made(stage, flow))
+        (kind, stage, part): AtStage(needed(stage, part, flow), made(stage, part, flow))
         for kind, flow in DATAFLOW.items()
+        for part in parts(kind)
         for stage in range(num_stages)
     }
 
 
-def needs(action: Action, num_stages: int) -> list[Value]:
+def needs(action: Action, num_stages: int, slices: int = 1) -> list[Value]:
     """The values that `action` uses, without values that pass on routes."""
-    return [end.of(action.microbatch) for end in flows(num_stages)[action.kind, action.stage].needs]
+    return [end.of(action.microbatch) for end in flows(num_stages, (), slices)[_place(action)].needs]
 
 
-def makes(action: Action, num_stages: int) -> list[Value]:
+def makes(action: Action, num_stages: int, slices: int = 1) -> list[Value]:
     """The values that `action` makes, without values that pass on routes."""
-    return [end.of(action.microbatch) for end in flows(num_stages)[action.kind, action.stage].makes]
+    return [end.of(action.microbatch) for end in flows(num_stages, (), slices)[_place(action)].makes]
 
 
-Key = tuple[Kind, int, int]
-"""The kind, the stage and the microbatch of an action."""
+def _place(action: Action) -> tuple[Kind, int, int | None]:
+    return action.kind, action.stage, action.slice
+
+
+Key = tuple[Kind, int, int, int | None]
+"""The kind, the stage, the microbatch and the slice of an action."""
 
 
 def makers(value: Value) -> list[Key]:
     """The actions of which any may make a value, also those that run once for all microbatches, as (kind, stage,
-    microbatch).
+    microbatch, slice).
     """
-    return [(kind, value.stage, value.microbatch) for kind in _MAKERS[value.content]]
+    return [(kind, value.stage, value.microbatch, value.slice) for kind in _MAKERS[value.content]]
 
 
 def stream_of(entry: Entry) -> Stream:
@@ -289,8 +324,8 @@ def sources(kinds: tuple[Kind, ...], num_stages: int) -> dict[Place, Place | Non
     table = flows(num_stages)
     found: dict[Place, Place | None] = {}
     for place in ((kind, stage) for kind in kinds for stage in range(num_stages)):
-        ends = sorted(table[place].needs, key=lambda end: end[0] not in PASSING)
-        makers = ((kind, stage) for content, stage, _ in ends for kind in MAKERS[content] if kind in kinds)
+        ends = sorted(table[*place, None].needs, key=lambda end: end[0] not in PASSING)
+        makers = ((kind, stage) for content, stage, *_ in ends for kind in MAKERS[content] if kind in kinds)
         found[place] = next(makers, None)
     return found
 

@@ -51,13 +51,9 @@ def memory_changes(actions: Sequence[Action]) -> list[MemoryChange]:
     """Per action of a rank, in order, how it changes memory. The changes are those of `REDUCED` before the last action
     that makes again what earlier ones of its stage and microbatch made, such as a recomputation.
     """
-    again = {
-        (action.stage, action.microbatch): position
-        for position, action in enumerate(actions)
-        if DATAFLOW[action.kind].needs_only
-    }
+    again = {action.work: position for position, action in enumerate(actions) if DATAFLOW[action.kind].needs_only}
     return [
-        (REDUCED if position < again.get((action.stage, action.microbatch), 0) else CHANGES)[action.kind]
+        (REDUCED if position < again.get(action.work, 0) else CHANGES)[action.kind]
         for position, action in enumerate(actions)
     ]
 

@@ -49,17 +49,22 @@ class Last(NamedTuple):
 
     Attributes:
         position: index of the entry that makes it.
-        microbatch: its microbatch.
+        microbatch, slice: those of the action that makes it.
     """
 
     position: int
     microbatch: int
+    slice: int | None = None
+
+    def used_by(self, kind: Kind, stage: int) -> Action:
+        """The action of a kind on its stage that uses it."""
+        return Action(kind, stage, self.microbatch, self.slice)
 
 
 def last_made(row: Sequence[Entry], content: Content = Content.WEIGHT_GRADIENT) -> dict[int, Last]:
     """Per stage, the last value of `content` that `row` makes. Stages without such a value are left out."""
     return {
-        action.stage: Last(position, action.microbatch)
+        action.stage: Last(position, action.microbatch, action.slice)
         for position, entry in enumerate(row)
         for action in actions_of(entry)
         if action.kind in MAKERS[content]
@@ -72,9 +77,7 @@ def reduced(row: tuple[Entry, ...]) -> tuple[Entry, ...]:
     """
     have = {action.stage for entry in row for action in actions_of(entry) if action.kind is Kind.R}
     after = {
-        last.position: (Action(Kind.R, stage, last.microbatch),)
-        for stage, last in last_made(row).items()
-        if stage not in have
+        last.position: (last.used_by(Kind.R, stage),) for stage, last in last_made(row).items() if stage not in have
     }
     return tuple(each for position, entry in enumerate(row) for each in (entry, *after.get(position, ())))
 
@@ -120,7 +123,7 @@ def cells(row: tuple[Entry, ...]) -> Iterator[str]:
     for position, entry in enumerate(row):
         word = DATAFLOW[entry.kind].word if isinstance(entry, Action) else ""
         if isinstance(entry, Action) and word:
-            is_usual = _microbatch(entry.kind, entry.stage, row[:position]) == entry.microbatch
+            is_usual = _of_word(entry.kind, entry.stage, row[:position]) == entry
             yield f"{entry.stage}{word}" if is_usual else str(entry)
         else:
             yield str(entry)
@@ -139,18 +142,19 @@ def parse_cell(text: str, before: Sequence[Entry]) -> Entry:
     if match is None:
         return parse_entry(text)
     stage, kind = int(match[1]), WORDS[match[2]]
-    microbatch = _microbatch(kind, stage, before)
-    if microbatch is None:
+    action = _of_word(kind, stage, before)
+    if action is None:
         raise ScheduleError(f"{text} comes before any weight gradient of its stage: put it after {stage}B or {stage}W")
-    return Action(kind, stage, microbatch)
+    return action
 
 
-def _microbatch(kind: Kind, stage: int, before: Sequence[Entry]) -> int | None:
-    """The microbatch of an action that is written without one: of a joint action, that of the last value that it waits
-    for, if there is one; of another, its number among those of its kind and stage.
+def _of_word(kind: Kind, stage: int, before: Sequence[Entry]) -> Action | None:
+    """An action that is written without a microbatch. A joint action has that of the last value that it waits for, if
+    there is one; another has its number among those of its kind and stage.
     """
     if not DATAFLOW[kind].joint:
-        return sum(isinstance(each, Action) and (each.kind, each.stage) == (kind, stage) for each in before)
+        number = sum(isinstance(each, Action) and (each.kind, each.stage) == (kind, stage) for each in before)
+        return Action(kind, stage, number)
     [(content, _)] = DATAFLOW[kind].needs
     last = last_made(before, content).get(stage)
-    return None if last is None else last.microbatch
+    return None if last is None else last.used_by(kind, stage)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -25,6 +25,7 @@ class Schedule(Shown):
         placement: which rank holds which stage.
         num_microbatches: number of microbatches per step.
         rows: per rank, its actions and pairs in order.
+        slices: into how many slices of its sequence each microbatch is cut. 1: microbatches are whole.
 
     Raises ScheduleError unless there is one row per rank of the placement.
     """
@@ -33,9 +34,10 @@ class Schedule(Shown):
     placement: Placement
     num_microbatches: int
     rows: tuple[tuple[Entry, ...], ...]
+    slices: int = 1
 
     def __post_init__(self) -> None:
-        require_positive(num_microbatches=self.num_microbatches)
+        require_positive(num_microbatches=self.num_microbatches, slices=self.slices)
         if len(self.rows) != self.placement.num_ranks:
             raise ScheduleError(
                 f"schedule {self.name!r} has {len(self.rows)} rows for a placement on {self.placement.num_ranks} ranks"
@@ -44,6 +46,7 @@ class Schedule(Shown):
     def __repr__(self) -> str:
         placement = self.placement
         sizes = f"{placement.num_ranks} ranks, {placement.num_stages} stages, {self.num_microbatches} microbatches"
+        sizes += f" of {self.slices} slices" * (self.slices > 1)
         return f"<Schedule {self.name!r}: {sizes}>"
 
     def __str__(self) -> str:
@@ -125,13 +128,14 @@ class Schedule(Shown):
         if microbatches >= self.num_microbatches:
             return self
         rows = tuple(tuple(_ending(_within(row, microbatches))) for row in self.rows)
-        return Schedule(self.name, self.placement, microbatches, rows)
+        return replace(self, num_microbatches=microbatches, rows=rows)
 
     def to_csv(self) -> str:
         """The schedule as CSV in the format of torch.distributed.pipelining: one line per rank, one cell per entry.
 
         torch's `_load_csv` reads only tables without reductions and unshards. It adds reductions itself, in the same
-        places as `with_reductions()`, and unshards as `with_unshard` does.
+        places as `with_reductions()`, and unshards as `with_unshard` does. An action of a slice has the slice after a
+        point, such as `2F0.3`, which torch does not read.
         """
         return "".join(",".join(cells(row)) + "\n" for row in self.rows)
 
@@ -168,7 +172,15 @@ class Schedule(Shown):
             raise ScheduleError(f"the CSV has {largest} microbatches, not {num_microbatches}")
         if placement is None:
             placement = placement_of(rows) or _looped(len(rows), stages)
-        return cls(name, placement, largest if num_microbatches is None else num_microbatches, rows)
+        slices = slices_of(actions)
+        if slices > len(actions):
+            raise ScheduleError(f"the CSV has {len(actions)} actions for {slices} slices: each needs at least one")
+        return cls(name, placement, largest if num_microbatches is None else num_microbatches, rows, slices)
+
+
+def slices_of(actions: Iterable[Action]) -> int:
+    """Into how many slices each microbatch of these actions is cut: the largest slice + 1; 1 if none has a slice."""
+    return max((each.slice for each in actions if each.slice is not None), default=0) + 1
 
 
 def _within(row: tuple[Entry, ...], microbatches: int) -> Iterator[Entry]:
@@ -190,7 +202,7 @@ def _ending(entries: Iterator[Entry]) -> Iterator[Entry]:
         if not (isinstance(entry, Action) and _ends(entry)):
             yield entry
         elif entry.stage in last:
-            yield Action(entry.kind, entry.stage, last[entry.stage].microbatch)
+            yield last[entry.stage].used_by(entry.kind, entry.stage)
 
 
 def _looped(ranks: int, stages: int) -> Placement:
@@ -225,6 +237,15 @@ def _parse_line(line: str, number: int, rank: int) -> tuple[Entry, ...]:
             except UsageError as error:
                 raise ScheduleError(f"line {number} (rank {rank}), cell {column}: {error}") from None
     return tuple(entries)
+
+
+def require_whole(schedule: Schedule, who: str) -> None:
+    """Raises UsageError for a schedule with slices, which `who` cannot take yet."""
+    if schedule.slices > 1:
+        raise UsageError(
+            f"{who} cannot take slices of microbatches yet, and schedule {schedule.name!r} has {schedule.slices} of "
+            "each: make it with slices=1"
+        )
 
 
 def require_schedule(schedule: object) -> None:

@@ -55,10 +55,16 @@ Curve = tuple[tuple[float, float], ...]
 """(time, amount from that time on), in order of time."""
 
 
-def kept(row: Row, sizes: Mapping[Content, Sequence[float]], factors: Sequence[float] = ()) -> Curve:
+def kept(
+    row: Row,
+    sizes: Mapping[Content, Sequence[float]],
+    factors: Sequence[float] = (),
+    lengths: Sequence[float] = (),
+) -> Curve:
     """The amount that a rank keeps while it runs `row`. `sizes` has the amount per content and stage. Values that no
     action of the row uses, such as activations without backwards, are kept only while the action that makes them runs.
-    Stages without a size keep nothing. With `factors` per microbatch, each microbatch keeps its multiple of that.
+    Stages without a size keep nothing. With `factors` per microbatch, each microbatch keeps its multiple of that, and a
+    slice keeps its part of it: `lengths` has the share of each slice.
     """
     actions = [span.action for span in row]
     effects = memory_changes(actions)
@@ -69,6 +75,8 @@ def kept(row: Row, sizes: Mapping[Content, Sequence[float]], factors: Sequence[f
         at_start, at_end = table[id(change)]
         stage, alike = span.action.stage, not factors or span.action.kind in SEVERAL
         factor = 1 if alike else factors[span.action.microbatch]
+        if span.action.slice is not None and span.action.kind not in SEVERAL:
+            factor = factor * lengths[span.action.slice]
         if at_start:
             changes.append((span.start, at_start[stage] * factor))
         if at_end:
@@ -120,6 +128,7 @@ class Timeline(Shown):
         kept_bytes: per further content, the bytes kept per stage.
         unit: "s" if times are in seconds, as in every measured timeline; "" if the unit is not known.
         microbatch_factors: those of the cost model. Memory counts each microbatch by its factor.
+        slice_lengths: the share of each slice in the sequence of its microbatch. Empty: microbatches are whole.
     """
 
     name: str
@@ -130,13 +139,15 @@ class Timeline(Shown):
     kept_bytes: Mapping[Content, tuple[float, ...]] = field(default_factory=dict, hash=False)
     unit: str = ""
     microbatch_factors: tuple[float, ...] = ()
+    slice_lengths: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, schedule: Schedule, rows: tuple[Row, ...], cost: CostModel) -> Timeline:
         """The timeline of `schedule` with these spans, which keeps bytes, unit and factors of `cost`."""
         sizes = dict(cost.sizes)
         own = sizes.pop(Content.SAVED, ()), sizes.pop(Content.DEFERRED, ())
-        return cls(schedule.name, schedule.placement, rows, *own, sizes, cost.unit, cost.microbatch_factors)
+        lengths = cost.slice_lengths(schedule.slices) if schedule.slices > 1 else ()
+        return cls(schedule.name, schedule.placement, rows, *own, sizes, cost.unit, cost.microbatch_factors, lengths)
 
     def __repr__(self) -> str:
         sizes = f"{len(self.rows)} ranks, {sum(map(len, self.rows))} spans, makespan {number(self.makespan)}"
@@ -242,7 +253,7 @@ class Timeline(Shown):
         return tuple(self._kept(row, sizes) for row in self.rows)
 
     def _kept(self, row: Row, sizes: Mapping[Content, tuple[float, ...]]) -> Curve:
-        return kept(row, sizes, self.microbatch_factors)
+        return kept(row, sizes, self.microbatch_factors, self.slice_lengths)
 
     def to_json(self) -> str:
         """The timeline as JSON, with one line per span: action, start, end, and the other action of a pair.
@@ -250,7 +261,7 @@ class Timeline(Shown):
         """
         import json  # most commands and programs write none
 
-        optional = ("kept_bytes", "unit", "microbatch_factors")
+        optional = ("kept_bytes", "unit", "microbatch_factors", "slice_lengths")
         given = {
             "name": self.name,
             "paths": self.placement.paths,
@@ -288,6 +299,7 @@ class Timeline(Shown):
             {Content(name): _bytes(value, name, placement) for name, value in kept_bytes.items()},
             unit,
             _factors(given.get("microbatch_factors", []), rows),
+            _lengths(given.get("slice_lengths", []), rows),
         )
 
 
@@ -353,6 +365,14 @@ def _factors(value: object, rows: tuple[Row, ...]) -> tuple[float, ...]:
     many = max((span.action.microbatch + 1 for row in rows for span in row), default=0)
     if numbers and len(numbers) < many:
         raise UsageError(f"microbatch_factors: there are {len(numbers)} for {many} microbatches")
+    return numbers
+
+
+def _lengths(value: object, rows: tuple[Row, ...]) -> tuple[float, ...]:
+    numbers = _amounts(value, "slice_lengths")
+    parts = [span.action.slice for row in rows for span in row if span.action.slice is not None]
+    if parts and len(numbers) <= max(parts):
+        raise UsageError(f"slice_lengths: there are {len(numbers)} for {max(parts) + 1} slices")
     return numbers
 
 

@@ -117,7 +117,7 @@ def _tokens(timeline: Timeline, at: Frame, longest: float) -> Iterator[str]:
         start = LEAD + PLAY * maker.end / longest - FLIGHT / 2 - TURN
         look = f"animation-delay:{start:.2f}s;--y:{at.y(span.rank) - at.y(maker.rank):g}px"
         fill = css(hue(maker.action.kind).rgb)
-        number = text_at(x, y + 3.2, str(maker.action.microbatch), "number tight")
+        number = text_at(x, y + 3.2, maker.action.part, "number tight")
         yield f'<g class="token" style="{look}"><circle cx="{x:g}" cy="{y:g}" r="7" fill="{fill}"/>{number}</g>'
 
 

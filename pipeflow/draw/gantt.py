@@ -79,7 +79,7 @@ class Letters:
         """The full text of a piece, whatever its width."""
         if self.chunks > 2:
             return str(piece.action)
-        return f"{self._letter(piece.kind, piece.chunk)}{piece.action.microbatch}"
+        return f"{self._letter(piece.kind, piece.chunk)}{piece.action.part}"
 
     def memory(self, amounts: list[float], memory: MemoryScale) -> Painted:
         """A digit in each column in which the amount changes."""
@@ -132,7 +132,7 @@ class Colours:
         if not piece.is_computation:
             yield BAR * piece.width, colour
             return
-        number = str(piece.action.microbatch)
+        number = piece.action.part
         room = piece.width - 1
         ink = "black" if self.few else INK
         if room:

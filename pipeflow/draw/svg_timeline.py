@@ -154,7 +154,7 @@ def _block(block: SpanBox, colour: str, at: Frame, unit: Unit) -> Iterator[str]:
         f'<rect class="block" x="{_n(block.first)}" y="{_n(y)}" width="{_n(width)}" height="{height}"'
         f' fill="{colour}"{rounded}><title>{escaped(_said(span, unit))}</title></rect>'
     )
-    number = str(span.action.microbatch)
+    number = span.action.part
     look = next((look for look, letter in NUMBERS if len(number) * letter <= width - 0.5), None)
     if look and height > 12:
         yield text_at(block.first + width / 2, y + height / 2 + 4, number, look)

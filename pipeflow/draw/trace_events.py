@@ -10,6 +10,7 @@ from typing import Any
 
 from pipeflow.core.dataflow import DATAFLOW, Stream, Value, makes, needs
 from pipeflow.core.rows import first_uses
+from pipeflow.core.schedule import slices_of
 from pipeflow.core.timeline import Span, Timeline
 from pipeflow.draw.captions import heading, unit_of
 from pipeflow.draw.colours import hue
@@ -63,7 +64,7 @@ Bound = dict[str, Any]  # the end of an arrow: a thread, `tid`, and a moment wit
 
 def _slices(timeline: Timeline, process: int, thread: int, factor: float) -> Iterator[Event]:
     """The events of actions, and of the arrows between them."""
-    stages = timeline.placement.num_stages
+    stages, slices = timeline.placement.num_stages, slices_of(span.action for span in timeline)
     made: defaultdict[Value, list[Bound]] = defaultdict(list)
     used: list[tuple[Value, Bound]] = []
     for track, lane in enumerate(_tracks(timeline), start=thread):
@@ -74,9 +75,9 @@ def _slices(timeline: Timeline, process: int, thread: int, factor: float) -> Ite
             times = {"ph": "X", "pid": process, "tid": track, "ts": start, "dur": free - start}
             yield times | _described(span, lane.chunk(span))
             if start < free:  # otherwise no moment lies inside it for an arrow
-                for value in makes(span.action, stages):
+                for value in makes(span.action, stages, slices):
                     made[value].append({"tid": track, "ts": (start + free) / 2})
-                values = [*needs(span.action, stages), *filter(None, [first.get(span.action)])]
+                values = [*needs(span.action, stages, slices), *filter(None, [first.get(span.action)])]
                 used += [(value, {"tid": track, "ts": start}) for value in values]
     yield from _arrows(made, used, process)
 
@@ -103,6 +104,8 @@ def _described(span: Span, chunk: int) -> Event:
         "microbatch": action.microbatch,
         "rank": span.rank,
     }
+    if action.slice is not None:
+        arguments["slice"] = action.slice
     if span.partner is not None:
         arguments["overlapped with"] = str(span.partner)
     return {"name": str(action), "cat": "action", "cname": hue(action.kind).chrome, "args": arguments}

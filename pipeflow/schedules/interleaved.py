@@ -5,11 +5,11 @@ from __future__ import annotations
 from pipeflow.core.action import Entry, Kind
 from pipeflow.core.placement import Placement, require_at_least, require_positive
 from pipeflow.core.schedule import Schedule
-from pipeflow.schedules.row_parts import existing, group_size, in_groups, in_turn
+from pipeflow.schedules.row_parts import existing, group_size, in_groups, in_turn, lead
 
 
 def interleaved_one_f_one_b(
-    ranks: int, microbatches: int, *, chunks: int = 2, group: int | None = None, extra_warmup: int = 0
+    ranks: int, microbatches: int, *, chunks: int = 2, group: int | None = None, extra_warmup: int = 0, slices: int = 1
 ) -> Schedule:
     """1F1B over several stages per rank, so that the pipeline fills in smaller steps.
 
@@ -24,7 +24,8 @@ def interleaved_one_f_one_b(
     A larger group leaves more time between two chunks of a rank, which hides slow transfers. Every rank first runs
     `extra_warmup` additional forwards. Each of them costs an activation, but no time if M is a multiple of g and
     transfers are free. With one of them, adjacent forwards and backwards are of different microbatches on the last rank
-    too, so they can overlap (as in Megatron-core's combined 1F1B).
+    too, so they can overlap (as in Megatron-core's combined 1F1B). `slices` cuts each microbatch, as in seq1f1b; a
+    group then is of slices.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
@@ -36,14 +37,15 @@ def interleaved_one_f_one_b(
     """
     require_positive(chunks=chunks)
     require_at_least(0, extra_warmup=extra_warmup)
-    size = group_size(group, ranks=ranks, microbatches=microbatches, least=ranks)
+    require_positive(slices=slices)
+    size = group_size(group, ranks=ranks, microbatches=microbatches * slices, least=ranks)
 
     def row(rank: int) -> tuple[Entry, ...]:
         stages = range(rank, ranks * chunks, ranks)
-        forwards = in_groups(Kind.F, stages, microbatches, group=size)
-        backwards = in_groups(Kind.B, reversed(stages), microbatches, group=size)
-        warmup = 2 * (ranks - rank - 1) + (chunks - 1) * size + extra_warmup
+        forwards = in_groups(Kind.F, stages, microbatches, group=size, slices=slices)
+        backwards = in_groups(Kind.B, reversed(stages), microbatches, group=size, slices=slices)
+        warmup = 2 * (ranks - rank - 1) + lead(forwards, backwards) + extra_warmup
         return existing(in_turn(warmup, forwards, backwards), microbatches)
 
     rows = tuple(row(rank) for rank in range(ranks))
-    return Schedule("interleaved-1f1b", Placement.looped(ranks, chunks), microbatches, rows)
+    return Schedule("interleaved-1f1b", Placement.looped(ranks, chunks), microbatches, rows, slices)

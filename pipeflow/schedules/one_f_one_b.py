@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pipeflow.core.action import Action, Kind
-from pipeflow.core.placement import Placement, require_at_least
+from pipeflow.core.placement import Placement, require_at_least, require_positive
 from pipeflow.core.schedule import Schedule
-from pipeflow.schedules.row_parts import in_turn
+from pipeflow.schedules.row_parts import in_turn, parts
 
 
-def one_f_one_b(ranks: int, microbatches: int, *, extra_warmup: int = 0) -> Schedule:
+def one_f_one_b(ranks: int, microbatches: int, *, extra_warmup: int = 0, slices: int = 1) -> Schedule:
     """One forward and one backward in turn, so that few activations are kept.
 
     Warm-up: one forward for each rank after this one. Steady state: a forward and a backward in turn. Cool-down: the
@@ -17,7 +17,7 @@ def one_f_one_b(ranks: int, microbatches: int, *, extra_warmup: int = 0) -> Sche
 
     Source: PipeDream-Flush, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473, section 2.2.1. With R ranks and M
     microbatches, the bubble is (R-1)(F+B), as in GPipe. The peak is min(R-r + min(extra_warmup, R-r-1), M) activations
-    on rank r.
+    on rank r. `slices` cuts each microbatch, as in seq1f1b.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
@@ -28,7 +28,7 @@ def one_f_one_b(ranks: int, microbatches: int, *, extra_warmup: int = 0) -> Sche
     rank 3  .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .  .  .
     """
     require_at_least(0, extra_warmup=extra_warmup)
-    return _one_in_turn("1f1b", ranks, microbatches, extra_warmup=extra_warmup)
+    return _one_in_turn("1f1b", ranks, microbatches, extra_warmup=extra_warmup, slices=slices)
 
 
 def eager_one_f_one_b(ranks: int, microbatches: int) -> Schedule:
@@ -52,11 +52,35 @@ def eager_one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     return _one_in_turn("eager-1f1b", ranks, microbatches, extra_warmup=ranks)
 
 
-def _one_in_turn(name: str, ranks: int, microbatches: int, *, extra_warmup: int) -> Schedule:
-    def row(rank: int) -> tuple[Action, ...]:
-        forwards = [Action(Kind.F, rank, microbatch) for microbatch in range(microbatches)]
-        backwards = [Action(Kind.B, rank, microbatch) for microbatch in range(microbatches)]
-        following = ranks - rank - 1
-        return tuple(in_turn(following + min(extra_warmup, following), forwards, backwards))
+def seq1f1b(ranks: int, microbatches: int, *, slices: int = 1) -> Schedule:
+    """1F1B over slices of each sequence: a smaller bubble, and less memory.
 
-    return Schedule(name, Placement.linear(ranks), microbatches, tuple(row(rank) for rank in range(ranks)))
+    For causal models. Each microbatch is cut into q `slices`. The forward of a slice needs the keys and values of the
+    slices before it. Its backward needs their gradient from the slices after it, so backwards begin with the last
+    slice. The warm-up is that of 1F1B with q - 1 more forwards. With one slice, the default, it is 1F1B.
+
+    Source: Seq1F1B, arXiv 2406.03488. With R ranks, M microbatches and slices of equal cost, the bubble is
+    (R-1)(F+B)/q. The peak is min(R-r+q-1, Mq) slices on rank r. Equally long slices of a causal model do not cost the
+    same: `pipeflow.equal_slices` cuts them so that they do. `CostModel` has the share of attention.
+
+    >>> from pipeflow import simulate
+    >>> from pipeflow.draw import picture
+    >>> print(picture(simulate(seq1f1b(4, 2, slices=2))))
+    rank 0  F0.0 F0.1 F1.0 F1.1 .    .    .    .    .    .    .    B0.1----- .    B0.0----- .    B1.1----- B1.0-----
+    rank 1  .    F0.0 F0.1 F1.0 F1.1 .    .    .    .    B0.1----- .    B0.0----- .    B1.1----- B1.0----- .    .
+    rank 2  .    .    F0.0 F0.1 F1.0 .    .    B0.1----- F1.1 B0.0----- .    B1.1----- B1.0----- .    .    .    .
+    rank 3  .    .    .    F0.0 F0.1 B0.1----- F1.0 B0.0----- F1.1 B1.1----- B1.0----- .    .    .    .    .    .
+    """
+    return _one_in_turn("seq1f1b", ranks, microbatches, extra_warmup=0, slices=slices)
+
+
+def _one_in_turn(name: str, ranks: int, microbatches: int, *, extra_warmup: int, slices: int = 1) -> Schedule:
+    require_positive(slices=slices)
+
+    def row(rank: int) -> tuple[Action, ...]:
+        forwards, backwards = (parts(kind, rank, microbatches, slices) for kind in (Kind.F, Kind.B))
+        following = ranks - rank - 1
+        return tuple(in_turn(following + min(extra_warmup, following) + slices - 1, forwards, backwards))
+
+    rows = tuple(row(rank) for rank in range(ranks))
+    return Schedule(name, Placement.linear(ranks), microbatches, rows, slices)

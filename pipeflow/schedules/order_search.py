@@ -14,7 +14,7 @@ from time import perf_counter
 from pipeflow.core.cost import CostModel, require_cost_model
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement, require_placement, require_positive
-from pipeflow.core.schedule import Schedule
+from pipeflow.core.schedule import Schedule, require_whole
 from pipeflow.schedules.families import groups_on, repeated_on, schedules_on
 from pipeflow.schedules.orders.batch_order import BatchOrder, Rerun, ordered
 from pipeflow.schedules.orders.exact import proved, require_solver
@@ -77,7 +77,7 @@ def search(
     require_placement(placement)
     require_cost_model(cost)
     require_positive(microbatches=microbatches)
-    began, begin = perf_counter(), (*schedules_on(placement, microbatches), *start)
+    began, begin = perf_counter(), (*schedules_on(placement, microbatches), *map(_whole, start))
     caps = memory_cap, bytes_cap
     storage = make_storage(placement, microbatches, cost, kinds, *caps, objective) if kinds else None
     if storage is None or caps == (None, None):
@@ -91,6 +91,11 @@ def search(
     return improved_with_memory(
         storage, cost, (*begin, *more), known=known, deadline=began + budget, candidates=candidates, name=name
     )
+
+
+def _whole(schedule: Schedule) -> Schedule:
+    require_whole(schedule, "a search")
+    return schedule
 
 
 def exact(
@@ -122,7 +127,7 @@ def exact(
     require_solver()
     deadline = perf_counter() + budget
     problem = make_problem(placement, microbatches, cost, memory_cap, bytes_cap, objective)
-    begin = (*schedules_on(placement, microbatches), *start)
+    begin = (*schedules_on(placement, microbatches), *map(_whole, start))
     found = improved(problem, cost, begin, deadline=deadline, candidates=CANDIDATES, name="zb-auto")
     return proved(problem, cost, found, deadline=deadline, workers=workers)
 

@@ -16,15 +16,18 @@ from pipeflow.core.placement import Placement, require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules.families import FAMILIES, keywords, sizes_on
 from pipeflow.schedules.gpipe import naive
+from pipeflow.schedules.one_f_one_b import seq1f1b
 from pipeflow.schedules.orders.additions import with_memory_kinds
 from pipeflow.schedules.zb_auto import zb_auto
 
-SCHEDULES: Mapping[str, Callable[..., Schedule]] = MappingProxyType({**FAMILIES, "zb-auto": zb_auto, "naive": naive})
+SCHEDULES: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
+    {**FAMILIES, "zb-auto": zb_auto, "naive": naive, "seq1f1b": seq1f1b}
+)
 """The functions that make schedules, by the schedules' names."""
 
-COMPARED = tuple(name for name in SCHEDULES if name != "naive")
+COMPARED = tuple(name for name in SCHEDULES if name not in ("naive", "seq1f1b"))
 """The schedules that are compared, planned and searched from unless others are named: "naive" only shows what they
-improve on.
+improve on, and "seq1f1b" without slices is "1f1b".
 """
 
 
@@ -117,6 +120,7 @@ MEANINGS = {  # an option without an entry is described by its schedules alone
     "kinds": "what may save memory under a cap: copies to the host, recomputation, or both (default: none)",
     "memory_cap": "most activations kept on a rank, in microbatches",
     "objective": "what the search makes small (default: makespan)",
+    "slices": "into how many slices each microbatch is cut, for causal models",
     "waves": "how often the stages go down the ranks and back up",
 }
 
@@ -168,8 +172,9 @@ def recognised(schedule: Schedule) -> tuple[str, ...]:
     turns = schedule.placement.in_turn
     schedule = schedule.with_ranks([turns.index(rank) for rank in range(len(turns))])
     rows = _alike(schedule)
-    large = schedule.placement.num_stages * schedule.num_microbatches > LARGEST
-    return () if rows is None or large else _known(schedule.placement, schedule.num_microbatches).get(rows, ())
+    large = schedule.placement.num_stages * schedule.num_microbatches * schedule.slices > LARGEST
+    known = _known(schedule.placement, schedule.num_microbatches, schedule.slices)
+    return () if rows is None or large else known.get(rows, ())
 
 
 def _alike(schedule: Schedule) -> Rows | None:
@@ -177,21 +182,25 @@ def _alike(schedule: Schedule) -> Rows | None:
     are renumbered in the order in which they begin, separately for each path. None if one does not begin exactly once.
     """
     paths, stages, many = schedule.placement.paths, schedule.placement.num_stages, schedule.num_microbatches
+    slices = schedule.slices
     numbers: dict[int, int] = {}
     begun = [0] * len(paths)
     firsts = {path[0] for path in paths}
     for rank in firsts:
         for action in schedule.actions(rank):
             path = action.microbatch % len(paths)
-            if action.kind is Kind.F and action.stage == 0 and paths[path][0] == rank:
+            if action.kind is Kind.F and action.stage == 0 and not action.slice and paths[path][0] == rank:
                 numbers[action.microbatch] = path + begun[path] * len(paths)
                 begun[path] += 1
     if sum(begun) != many or len(numbers) != many:
         return None
-    first = {kind: index * stages * many for index, kind in enumerate(KINDS)}
+    first = {kind: index * stages * many * slices for index, kind in enumerate(KINDS)}
     return tuple(
         tuple(
-            tuple(first[each.kind] + each.stage * many + numbers.get(each.microbatch, -1) for each in actions_of(entry))
+            tuple(
+                first[each.kind] + (each.stage * many + numbers.get(each.microbatch, -1)) * slices + (each.slice or 0)
+                for each in actions_of(entry)
+            )
             for entry in row
             if actions_of(entry)[0].kind not in SEVERAL
         )
@@ -200,12 +209,12 @@ def _alike(schedule: Schedule) -> Rows | None:
 
 
 @lru_cache(16)
-def _known(placement: Placement, microbatches: int) -> dict[Rows, tuple[str, ...]]:
+def _known(placement: Placement, microbatches: int, slices: int) -> dict[Rows, tuple[str, ...]]:
     """The names of all rows that the registry has for a placement."""
     found: dict[Rows, tuple[str, ...]] = {}
     for name in SCHEDULES:
         mine: set[Rows] = set()
-        for options in () if is_searched(name) else _variants(name, placement, microbatches):
+        for options in () if is_searched(name) else _variants(name, placement, microbatches, slices):
             rows = _rows(name, placement, microbatches, options)
             if rows is not None and rows not in mine:
                 mine.add(rows)
@@ -224,10 +233,13 @@ def _rows(name: str, placement: Placement, microbatches: int, options: Options) 
         return None
 
 
-def _variants(name: str, placement: Placement, microbatches: int) -> Iterator[Options]:
+def _variants(name: str, placement: Placement, microbatches: int, slices: int) -> Iterator[Options]:
     """Options that a schedule on `placement` may have, those that it needs not first."""
     known, ranks = options_of(name), placement.num_ranks
-    sizes = list(sizes_on(SCHEDULES[name], placement))
+    if (slices > 1 and "slices" not in known) or (slices == 1 and name == "seq1f1b"):
+        return
+    cut = {"slices": slices} if slices > 1 else {}
+    sizes = [size | cut for size in sizes_on(SCHEDULES[name], placement)]
     yield from sizes
     more: list[Options] = []
     if "extra_warmup" in known:

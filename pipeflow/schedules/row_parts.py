@@ -9,13 +9,42 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import require_at_least
 
 
-def in_groups(kind: Kind, stages: Iterable[int], microbatches: int, *, group: int) -> list[Action]:
-    """The actions of `kind` for `group` microbatches on the first of `stages`, then on the next stage, and so on; then
-    for the next group. The last group is padded with microbatches that do not exist: see `existing`.
+def part_of(kind: Kind, stage: int, number: int, slices: int) -> Action:
+    """The action of `kind` for part `number` of a batch, in the order in which a stage runs the parts: microbatches, or
+    if they are cut, their slices. Forwards take the slices of a microbatch in order. Backwards begin with the last one,
+    since the gradient of its keys and values goes to the slices before it.
+    """
+    if slices == 1:
+        return Action(kind, stage, number)
+    microbatch, place = divmod(number, slices)
+    return Action(kind, stage, microbatch, place if kind is Kind.F else slices - 1 - place)
+
+
+def parts(kind: Kind, stage: int, microbatches: int, slices: int) -> list[Action]:
+    """The actions of `kind` on a stage, in the order in which it runs them."""
+    return [part_of(kind, stage, number, slices) for number in range(microbatches * slices)]
+
+
+def in_groups(kind: Kind, stages: Iterable[int], microbatches: int, *, group: int, slices: int = 1) -> list[Action]:
+    """The actions of `kind` for a group of `group` parts on the first of `stages`, then on the next stage, and so on;
+    then for the next group. The last group is padded with microbatches that do not exist: see `existing`.
     """
     stages = tuple(stages)
-    firsts = range(0, microbatches, group)
-    return [Action(kind, stage, first + offset) for first in firsts for stage in stages for offset in range(group)]
+    return [
+        part_of(kind, stage, first + offset, slices)
+        for first in range(0, microbatches * slices, group)
+        for stage in stages
+        for offset in range(group)
+    ]
+
+
+def lead(forwards: Sequence[Action], backwards: Sequence[Action]) -> int:
+    """How many forwards a rank must run before it begins with forwards and backwards in turn, so that each backward
+    comes after the forward of its stage and part.
+    """
+    places = {forward.work: place for place, forward in enumerate(forwards)}
+    needed = (places[each.work] - turn for turn, each in enumerate(backwards) if each.work in places)
+    return max(needed, default=0)
 
 
 def in_turn(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pipeflow.core.action import Action, Kind
-from pipeflow.core.placement import Placement
+from pipeflow.core.placement import Placement, require_positive
 from pipeflow.core.schedule import Schedule
-from pipeflow.schedules.row_parts import in_turn
+from pipeflow.schedules.row_parts import in_turn, parts
 
 
-def zb_h1(ranks: int, microbatches: int) -> Schedule:
+def zb_h1(ranks: int, microbatches: int, *, slices: int = 1) -> Schedule:
     """1F1B with split backwards: no more activations, a third of the bubble.
 
     Warm-up: one forward for each rank after this one. Steady state: a forward and an input-gradient half in turn. From
@@ -26,7 +26,7 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
     rank 2  .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 I3 W1 W2 W3
     rank 3  .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
     """
-    return _zero_bubble("zb-h1", ranks, microbatches, lead=1)
+    return _zero_bubble("zb-h1", ranks, microbatches, lead=1, slices=slices)
 
 
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
@@ -50,15 +50,15 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
     return _zero_bubble("zb-h2", ranks, microbatches, lead=2)
 
 
-def _zero_bubble(name: str, ranks: int, microbatches: int, *, lead: int) -> Schedule:
+def _zero_bubble(name: str, ranks: int, microbatches: int, *, lead: int, slices: int = 1) -> Schedule:
     """The warm-up has `lead` forwards for each rank after this one. Weight-gradient halves are `lead` turns late for
     each rank before it, so that gradients are early.
     """
+    require_positive(slices=slices)
 
     def row(rank: int) -> tuple[Action, ...]:
-        forwards, inputs, weights = (
-            [Action(kind, rank, microbatch) for microbatch in range(microbatches)] for kind in (Kind.F, Kind.I, Kind.W)
-        )
-        return tuple(in_turn(lead * (ranks - rank - 1), forwards, inputs, weights, lag=lead * rank))
+        forwards, inputs, weights = (parts(kind, rank, microbatches, slices) for kind in (Kind.F, Kind.I, Kind.W))
+        return tuple(in_turn(lead * (ranks - rank - 1) + slices - 1, forwards, inputs, weights, lag=lead * rank))
 
-    return Schedule(name, Placement.linear(ranks), microbatches, tuple(row(rank) for rank in range(ranks)))
+    rows = tuple(row(rank) for rank in range(ranks))
+    return Schedule(name, Placement.linear(ranks), microbatches, rows, slices)

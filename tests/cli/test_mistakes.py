@@ -20,7 +20,7 @@ COMMANDS = {
     "draw ScheduleZBVZeroBubble": "'zb-v'",
     "draw 1f1b --stages 4": "--ranks",
     "draw 1f1b --microbatches 0": "at least 1",
-    "draw zb-v --chunks 3": "it has no options",
+    "draw v-min --chunks 3": "it has no options",
     "drow 1f1b": "'draw'",
     "plan meta-llama/Llama-3-8B": "'llama3-8b'",
     "plan gpt3-175b --gpus 64": "--devices",

@@ -22,7 +22,7 @@ from pipeflow.tools.explore.fields import placement_text
 from pipeflow.tools.explore.views import plan
 from tests.explore.edits import EDITS, Edit, Rows, edited
 
-FAMILIES = [name for name in SCHEDULES if name != "zb-auto"]
+FAMILIES = [name for name in SCHEDULES if name not in ("zb-auto", "seq1f1b")]  # the latter is 1f1b here
 
 
 def fields_of(rows: Rows, placement: Placement, microbatches: int, **more: str) -> dict[str, str]:

@@ -33,6 +33,7 @@ OPTIONS = {
     "kinds": "recompute",
     "memory_cap": "5",
     "objective": "span",
+    "slices": "2",
     "waves": "2",
 }
 

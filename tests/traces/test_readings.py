@@ -63,7 +63,7 @@ def test_forwards_that_a_backward_computes_again_are_none(tmp_path: Path) -> Non
     assert rows_of(found) == tuple(schedule.to_csv().splitlines())
 
 
-NEED_NAMES = {"v-half", "v-min", "chimera", "hanayo", "dualpipe", "zb-auto", "naive"}
+NEED_NAMES = {"v-half", "v-min", "chimera", "hanayo", "dualpipe", "zb-auto", "naive", "seq1f1b"}
 """Schedules of which operators and messages do not show which stage and microbatch an action is of."""
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.dataflow import DATAFLOW, AtStage, Key, Stream, Value, flows, makers
 from pipeflow.core.rows import first_uses
+from pipeflow.core.schedule import slices_of
 from pipeflow.core.timeline import Row, Span, Timeline, require_timeline
 
 SENTENCES = {
@@ -226,12 +227,13 @@ class _RunIndex:
         require_timeline(timeline)
         self.makespan = timeline.makespan
         self.streams = {stream: timeline.on(stream) for stream in (Stream.COMPUTE, *timeline.streams)}
-        self._flows = flows(timeline.placement.num_stages)
+        slices = slices_of(span.action for span in timeline)
+        self._flows = flows(timeline.placement.num_stages, (), slices)
         self._places: dict[Key, tuple[Row, int]] = {}
         self._again: dict[int, int] = {}  # per span whose action ran before, its position
         for row in self.rows():
             for position, span in enumerate(row):
-                key = span.action.kind, span.action.stage, span.action.microbatch
+                key = span.action.kind, *span.action.work
                 if key in self._places:
                     self._again[id(span)] = position
                 else:
@@ -321,7 +323,7 @@ class _RunIndex:
         return maker.end + LATE * self._waits.get((maker.rank, span.rank), 0.0) <= previous.end
 
     def _needs(self, action: Action, rank: int) -> Iterator[Value]:
-        for end in self._flows.get((action.kind, action.stage), NOTHING).needs:
+        for end in self._flows.get((action.kind, action.stage, action.slice), NOTHING).needs:
             yield end.of(action.microbatch)
         if lasting := self._first_uses[rank].get(action):
             yield lasting
@@ -329,7 +331,7 @@ class _RunIndex:
     def _before(self, span: Span) -> Span | None:
         """The span before it on its stream."""
         action = span.action
-        row, position = self._places[action.kind, action.stage, action.microbatch]
+        row, position = self._places[action.kind, *action.work]
         if (again := self._again.get(id(span))) is not None:
             row, position = self.streams[span.stream][span.rank], again
         return row[position - 1] if position else None
@@ -360,12 +362,12 @@ class _RunIndex:
         if after is None or after.rank == span.rank:
             return Cause(span, after, None)
         [(content, _), *_] = DATAFLOW[span.action.kind].needs
-        microbatch = next((part for part in parts if part.rank == after.rank), span).action.microbatch
-        return Cause(span, after, Value(content, span.action.stage, microbatch))
+        its = next((part for part in parts if part.rank == after.rank), span).action
+        return Cause(span, after, Value(content, its.stage, its.microbatch, slice=its.slice))
 
     def _made(self, action: Action, span: Span) -> Span | None:
         """The last span before `span` that made what `action` needs, of another kind: a reduction makes it again."""
-        needs = self._flows.get((action.kind, action.stage), NOTHING).needs
+        needs = self._flows.get((action.kind, action.stage, action.slice), NOTHING).needs
         keys = [key for end in needs for key in makers(end.of(action.microbatch)) if key[0] is not action.kind]
         made = [row[position] for row, position in (self._places[key] for key in keys if key in self._places)]
         return max((maker for maker in made if maker.start <= span.start), key=lambda maker: maker.end, default=None)

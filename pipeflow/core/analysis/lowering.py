@@ -81,20 +81,20 @@ def _channels(schedule: Schedule, routes: Routes) -> Channels:
     """The values that pass between ranks, per pair of ranks."""
     table = {
         key: flow._replace(needs=_passing(flow.needs), makes=_passing(flow.makes))
-        for key, flow in flows(schedule.placement.num_stages, routes).items()
+        for key, flow in flows(schedule.placement.num_stages, routes, schedule.slices).items()
     }
     users: dict[End, dict[int, tuple[int, int]]] = defaultdict(dict)  # per microbatch
     for rank, row in enumerate(schedule.rows):
         for position, entry in enumerate(row):
             for action in actions_of(entry):
-                for end in table[action.kind, action.stage].needs:
+                for end in table[action.kind, action.stage, action.slice].needs:
                     users[end][action.microbatch] = rank, position
     channels: Channels = defaultdict(list)
     for rank, row in enumerate(schedule.rows):
         for position, entry in enumerate(row):
             for action in actions_of(entry):
                 microbatch = action.microbatch
-                for end in table[action.kind, action.stage].makes:
+                for end in table[action.kind, action.stage, action.slice].makes:
                     user, used = users[end].get(microbatch, (rank, 0))
                     if user != rank:
                         channels[rank, user].append(_ValueMove(end.of(microbatch), position, used))
@@ -178,17 +178,13 @@ def _buffers(row: tuple[Entry, ...], posts: dict[int, list[Recv]]) -> int:
     """The most received values alive at once. Each is alive from the post of its receive until its stage's last action
     on the microbatch.
     """
-    last = {
-        (action.stage, action.microbatch): position
-        for position, entry in enumerate(row)
-        for action in actions_of(entry)
-    }
+    last = {action.work: position for position, entry in enumerate(row) for action in actions_of(entry)}
     alive = peak = 0
     ends: Counter[int] = Counter()
     for position in range(len(row)):
         for recv in posts.get(position, ()):
             alive += 1
-            ends[last[recv.value.user, recv.value.microbatch]] += 1
+            ends[last[recv.value.user, recv.value.microbatch, recv.value.slice]] += 1
         peak = max(peak, alive)
         alive -= ends[position]
     return peak

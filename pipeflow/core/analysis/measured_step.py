@@ -13,7 +13,7 @@ from pipeflow.core.analysis.idle_time import Usual, awaited, pauses
 from pipeflow.core.cost import CostModel, Link, costs_of
 from pipeflow.core.dataflow import DATAFLOW, Stream, Value, makes, needs
 from pipeflow.core.errors import UsageError
-from pipeflow.core.schedule import Schedule
+from pipeflow.core.schedule import Schedule, require_whole, slices_of
 from pipeflow.core.timeline import Row, Span, Timeline, require_timeline
 
 
@@ -30,20 +30,21 @@ def executed_schedule(timeline: Timeline) -> Schedule:
     microbatches = max((action.microbatch for action in actions), default=0) + 1
     if microbatches > max(len(actions), 1):
         raise UsageError(f"{len(actions)} actions are too few for {microbatches} microbatches")
-    rows = tuple(tuple(_entries(row, timeline.placement.num_stages)) for row in timeline.rows)
-    return Schedule(timeline.name, timeline.placement, microbatches, rows)
+    slices = slices_of(actions)
+    rows = tuple(tuple(_entries(row, timeline.placement.num_stages, slices)) for row in timeline.rows)
+    return Schedule(timeline.name, timeline.placement, microbatches, rows, slices)
 
 
-def _entries(row: Row, num_stages: int) -> Iterator[Entry]:
+def _entries(row: Row, num_stages: int, slices: int) -> Iterator[Entry]:
     """The entries of a row. Joint actions whose inputs nothing in the row made come last."""
     joint = [span.action for span in row if _is_beside(span)]
-    waiting: dict[Value, Action] = {value: action for action in joint for value in needs(action, num_stages)}
+    waiting: dict[Value, Action] = {value: action for action in joint for value in needs(action, num_stages, slices)}
     for span in (span for span in row if not _is_beside(span)):
         if span.partner is None:
             yield span.action
         elif span.action.kind is Kind.F:
             yield Pair(span.action, span.partner)
-        yield from (waiting.pop(value) for value in makes(span.action, num_stages) if value in waiting)
+        yield from (waiting.pop(value) for value in makes(span.action, num_stages, slices) if value in waiting)
     yield from dict.fromkeys(waiting.values())
 
 
@@ -77,6 +78,7 @@ def measured_costs(timeline: Timeline, *, late_apart: bool = False) -> CostModel
         else:
             times.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)
 
+    require_whole(executed_schedule(timeline), "the measurement of costs")
     engine = _Engine(timeline)
 
     def mean(kind: Kind, stage: int) -> float:

@@ -59,9 +59,9 @@ def _transfers(schedule: Schedule) -> int:
     paths = len(placement.paths)
     found = 0
     for rank in range(placement.num_ranks):
-        alike = Counter((each.kind, each.stage, each.microbatch % paths) for each in schedule.actions(rank))
+        alike = Counter((each.kind, each.stage, each.microbatch % paths, each.slice) for each in schedule.actions(rank))
         for like, count in alike.items():
-            values = needs(Action(*like), placement.num_stages)
+            values = needs(Action(*like), placement.num_stages, schedule.slices)
             found += count * sum(placement.rank_of(value.stage, value.microbatch) != rank for value in values)
     return found
 

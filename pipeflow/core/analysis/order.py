@@ -55,7 +55,7 @@ class Order:
 
     def __init__(self, schedule: Schedule, routes: Routes = (), given: Iterable[Value] = ()) -> None:
         num_stages = schedule.placement.num_stages
-        table = flows(num_stages, routes)
+        table = flows(num_stages, routes, schedule.slices)
         self.ends: list[End] = list(dict.fromkeys(end for flow in table.values() for end in flow.makes))
         self._many = schedule.num_microbatches
         self._first = first = {end: index * self._many for index, end in enumerate(self.ends)}
@@ -65,8 +65,8 @@ class Order:
         self._positions = [0] * len(self._rows)
         self._first_uses = {} if HANDLING.isdisjoint(schedule.kinds) else _first_uses(schedule)
         self._made = bytearray(len(self.ends) * self._many)
-        for content, stage, microbatch, to in given:
-            self._made[first[End(content, stage, to)] + microbatch] = 1
+        for content, stage, microbatch, to, part in given:
+            self._made[first[End(content, stage, to, part)] + microbatch] = 1
 
     def __iter__(self) -> Iterator[Turn]:
         rows, positions, made = self._rows, self._positions, self._made
@@ -105,7 +105,7 @@ class Order:
 
     def _numbered(self, rank: int, action: Action) -> Turn:
         stage, microbatch = action.stage, action.microbatch
-        numbers = self._numbers.get((action.kind, stage))
+        numbers = self._numbers.get((action.kind, stage, action.slice))
         if numbers is None or microbatch >= self._many:
             raise ScheduleError(f"rank {rank}: there is no {action} in this schedule; see verify()")
         holders = self._holders[stage]
@@ -155,7 +155,7 @@ def dependency_graph(schedule: Schedule) -> networkx.DiGraph[Action]:
     import networkx
 
     require_schedule(schedule)
-    stages = schedule.placement.num_stages
+    stages, slices = schedule.placement.num_stages, schedule.slices
     for rank in range(len(schedule.rows)):
         if foreign := next((action for action in schedule.actions(rank) if action.stage >= stages), None):
             raise ScheduleError(f"rank {rank}: there is no {foreign} in this schedule; see verify()")
@@ -164,7 +164,7 @@ def dependency_graph(schedule: Schedule) -> networkx.DiGraph[Action]:
     for rank, row in enumerate(schedule.rows):
         for position, entry in enumerate(row):
             graph.add_nodes_from(actions_of(entry), rank=rank, position=position)
-            for value in (value for action in actions_of(entry) for value in makes(action, stages)):
+            for value in (value for action in actions_of(entry) for value in makes(action, stages, slices)):
                 makers[value].append(entry)
         for before, after in _in_row(row):
             graph.add_edges_from(product(actions_of(before), actions_of(after)), reason="row")
@@ -172,7 +172,7 @@ def dependency_graph(schedule: Schedule) -> networkx.DiGraph[Action]:
         for action, value in first_uses(schedule.actions(rank)).items():
             graph.add_edges_from(product(actions_of(makers[value][0]), [action]), reason=str(value))
     for entry in (entry for row in schedule.rows for entry in row):
-        for value in (value for action in actions_of(entry) for value in needs(action, stages)):
+        for value in (value for action in actions_of(entry) for value in needs(action, stages, slices)):
             if makers[value]:  # each use takes the first one made that is not used yet
                 maker = makers[value].pop(0)
                 graph.add_edges_from(product(actions_of(maker), actions_of(entry)), reason=str(value))

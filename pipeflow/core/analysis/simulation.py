@@ -19,8 +19,8 @@ from typing import NamedTuple, final
 
 from pipeflow.core.action import Action, Entry, Kind, actions_of
 from pipeflow.core.analysis.order import Order, Stuck, Turn
-from pipeflow.core.cost import CostModel, require_cost_model, require_factors
-from pipeflow.core.dataflow import COPIES, DATAFLOW, End, Stream
+from pipeflow.core.cost import CostModel, require_cost_model, require_ends, require_factors
+from pipeflow.core.dataflow import COPIES, DATAFLOW, SEVERAL, End, Stream
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.route import Route, routes_among
 from pipeflow.core.schedule import Schedule, require_schedule
@@ -75,10 +75,34 @@ def run(schedule: Schedule, cost: CostModel, processors: float = inf) -> tuple[t
     order = Order(schedule, routes_among(schedule.placement.num_stages, cost.route_bytes))
     moved = transfers(schedule, cost, order)
     there = [inf] * len(moved)
-    clock: Iterable[Ran] = unlimited(order, there, cost.durations, cost.overlap, cost.varied)
+    clock: Iterable[Ran] = unlimited(order, there, cost.durations, cost.overlap, _varied(schedule, cost))
     if processors < inf or (cost.copy_groups and schedule.streams & COPIES) or _waits_for_joint(schedule):
         clock = SharedClock(schedule, cost, processors, order, there, moved)
     return loop(clock, there, moved, len(schedule.rows)), order
+
+
+Part = tuple[int, int | None]
+"""A microbatch, and its slice."""
+
+
+def _varied(schedule: Schedule, cost: CostModel) -> dict[Part, Durations]:
+    """The durations of each microbatch or slice that differs from those of a whole, usual microbatch."""
+    usual, varied = cost.durations, cost.varied
+    if schedule.slices == 1:
+        return {(microbatch, None): table for microbatch, table in varied.items()}
+    works = cost.slice_works(schedule.slices)
+    tables: dict[tuple[int, int], Durations] = {}  # of equal tables of microbatches
+    found: dict[Part, Durations] = {}
+    for microbatch in range(schedule.num_microbatches):
+        whole = varied.get(microbatch, usual)
+        for part, work in enumerate(works):
+            if (id(whole), part) not in tables:
+                tables[id(whole), part] = {
+                    kind: times if kind in SEVERAL else tuple(time * work for time in times)
+                    for kind, times in whole.items()
+                }
+            found[microbatch, part] = tables[id(whole), part]
+    return found
 
 
 def _waits_for_joint(schedule: Schedule) -> bool:
@@ -98,6 +122,7 @@ def require_costs(schedule: Schedule, cost: CostModel) -> None:
             "per stage, as CostModel.even(schedule.placement) does"
         )
     require_factors(cost.microbatch_factors, schedule.num_microbatches)
+    require_ends(cost.slice_ends, schedule.slices)
 
 
 def require_end(schedule: Schedule, order: Order) -> None:
@@ -241,15 +266,15 @@ def unlimited(
     there: list[float],
     durations: Durations,
     overlap: float,
-    varied: Mapping[int, Durations] = {},
+    varied: Mapping[Part, Durations] = {},
     *,
     joint: bool = True,
     begin: float = 0.0,
 ) -> Iterator[Ran]:
     """The clock of ranks that compute as fast as the costs say: from `begin` on, a turn runs as soon as its values have
     arrived and its stream is free. `turns` come in an order in which their values are made. Joint actions run at the
-    same time on all ranks that have them, unless `joint` is false. `varied` has the durations of each microbatch that
-    differs from others.
+    same time on all ranks that have them, unless `joint` is false. `varied` has the durations of each microbatch or
+    slice that differs from others.
     """
     free: defaultdict[int, float] = defaultdict(lambda: begin)
     beside: defaultdict[tuple[int, Stream], float] = defaultdict(float)  # when each other stream is free
@@ -260,13 +285,15 @@ def unlimited(
         action, start = actions[0], free[rank]
         kind = action.kind
         if varied:
-            durations = varied.get(action.microbatch, usual)  # joint actions have the same time in all of them
+            durations = varied.get(
+                (action.microbatch, action.slice), usual
+            )  # joint actions have the same time in all of them
         for value in needs:
             if there[value] > start:
                 start = there[value]
         if len(actions) > 1:
             other = actions[1]
-            its = varied.get(other.microbatch, usual)
+            its = varied.get((other.microbatch, other.slice), usual)
             whole, first = paired(durations[kind][action.stage], its[other.kind][other.stage], overlap)
             end = free[rank] = start + whole
             yield turn, start, end, start + first
@@ -327,6 +354,9 @@ def _of_end(schedule: Schedule, cost: CostModel, end: End) -> list[Transfer]:
         costs = (0.0, 0.0) if stays else (cost.holding(source, *link, route), cost.link(*link).latency)
         by_path.append(Transfer(link, *costs))
     each = [by_path[microbatch % len(paths)] for microbatch in range(schedule.num_microbatches)]
+    if end.slice is not None:
+        length = cost.slice_lengths(schedule.slices)[end.slice]
+        each = [Transfer(link, held * length, latency) for link, held, latency in each]
     factors = cost.microbatch_factors
     if not factors or not any(move.held for move in by_path):
         return each
@@ -374,6 +404,7 @@ class SharedClock:
         moved: Sequence[Transfer],
     ) -> None:
         self._placement, self._cost, self._processors = schedule.placement, cost, processors
+        self._varied = _varied(schedule, cost)
         self._turns: list[deque[Turn]] = [deque() for _ in schedule.rows]
         for turn in turns:
             self._turns[turn.rank].append(turn)
@@ -480,7 +511,9 @@ class SharedClock:
 
     def _times(self, turn: Turn) -> list[float]:
         """The time that each action of a turn takes alone."""
-        return [self._cost.duration(action.kind, action.stage, action.microbatch) for action in turn.actions]
+        usual, varied = self._cost.durations, self._varied
+        tables = [varied.get((action.microbatch, action.slice), usual) for action in turn.actions]
+        return [table[action.kind][action.stage] for table, action in zip(tables, turn.actions, strict=True)]
 
 
 def _stream_of(turn: Turn) -> Stream:

@@ -94,7 +94,7 @@ def waits(schedule: Schedule, stuck: Sequence[Stuck]) -> list[Wait]:
         if value is None:
             found.append(Wait(rank, position, actions[0], None))
             continue
-        action = next(each for each in actions if value in needs(each, schedule.placement.num_stages))
+        action = next(each for each in actions if value in needs(each, schedule.placement.num_stages, schedule.slices))
         holder = schedule.placement.rank_of(value.stage, value.microbatch)
         made = sorted(places[value], key=lambda place: place[0] != holder)
         maker = next((each for each in made if each[1] >= at.get(each[0], each[1] + 1)), None)
@@ -113,7 +113,7 @@ def _places(schedule: Schedule, values: set[Value]) -> dict[Value, list[Place]]:
     for rank, row in enumerate(schedule.rows):
         for position, entry in enumerate(row):
             for action in actions_of(entry):
-                for value in made_by.get((action.kind, action.stage, action.microbatch), ()):
+                for value in made_by.get((action.kind, *action.work), ()):
                     found[value].append((rank, position))
     return found
 
@@ -158,13 +158,15 @@ def sentence_of_wait(schedule: Schedule, wait: Wait, stuck: Collection[Place], w
     place = wait.maker or wait.earlier
     if place is None:
         kinds = MAKERS[value.content]
-        names = [str(Action(kind, value.stage, value.microbatch)) for kind in kinds if kind in schedule.kinds]
-        names = names or [str(Action(kind, value.stage, value.microbatch)) for kind in kinds]
+        names = [
+            str(Action(kind, value.stage, value.microbatch, value.slice)) for kind in kinds if kind in schedule.kinds
+        ]
+        names = names or [str(Action(kind, value.stage, value.microbatch, value.slice)) for kind in kinds]
         holder = schedule.placement.rank_of(value.stage, value.microbatch)
         needed = thing.format(content=value.content, maker=" or ".join(names))
         return f"{waiting} needs {needed}, which is missing on rank {holder}"
     actions = actions_of(schedule.rows[place[0]][place[1]])
-    made = next(each for each in actions if (each.kind, each.stage, each.microbatch) in makers(value))
+    made = next(each for each in actions if (each.kind, *each.work) in makers(value))
     needed = f"{waiting} needs {thing.format(content=value.content, maker=made)}"
     if wait.maker is None:
         return f"{needed}, which is used up already"

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 
 from pipeflow.core.action import Action, Entry, Kind, actions_of
-from pipeflow.core.dataflow import DATAFLOW, KEPT, PASSING, AtStage, Content, Value, flows
+from pipeflow.core.dataflow import ACROSS, DATAFLOW, KEPT, PASSING, AtStage, Content, Value, flows
 from pipeflow.core.errors import Violation
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.core.route import Routes
+from pipeflow.core.schedule import slices_of
 from pipeflow.core.soundness.deadlock_search import Place, cycles
 
 
@@ -41,17 +42,18 @@ def _flows(programs: Sequence[Program], routes: Routes) -> Table:
     """The dataflow table for as many stages as the programs compute, without values that no action of theirs uses:
     saved values without backwards, and weight gradients without reductions.
     """
-    kinds = {
-        (action.kind, action.stage)
+    actions = [
+        action
         for program in programs
         for step in program.instructions
         if isinstance(step, Compute)
         for action in actions_of(step.entry)
-    }
-    table = flows(max((stage for _, stage in kinds), default=-1) + 1, routes)
-    used = {content for kind, _ in kinds for content, _ in DATAFLOW[kind].needs}
+    ]
+    kinds = {(action.kind, action.stage) for action in actions}
+    table = flows(max((stage for _, stage in kinds), default=-1) + 1, routes, slices_of(actions))
+    used = {content for kind, _ in kinds for content, _ in (*DATAFLOW[kind].needs, *DATAFLOW[kind].across)}
     if used & KEPT:  # with backwards, all values that they may need have to be used
-        used |= KEPT | PASSING.keys()
+        used |= KEPT | PASSING.keys() | ACROSS.keys()
     return {
         key: flow._replace(makes=tuple(end for end in flow.makes if end.content in used)) for key, flow in table.items()
     }
@@ -96,13 +98,13 @@ class _Walk:
     def _compute(self, position: int, entry: Entry) -> Iterator[Violation]:
         actions = actions_of(entry)
         for action in actions:
-            for end in self.table[action.kind, action.stage].needs:
+            for end in self.table[action.kind, action.stage, action.slice].needs:
                 value = end.of(action.microbatch)
                 if self.kept.pop(value, None) is None:
                     done = "already used or sent" if value in self.known else "neither made nor received before"
                     yield self._wrong(position, f"{action} needs the {value}, {done}", "every value there for its use")
         for action in actions:
-            needs, makes = self.table[action.kind, action.stage]
+            needs, makes = self.table[action.kind, action.stage, action.slice]
             for end in makes:
                 value = end.of(action.microbatch)
                 back = (end.content in KEPT or end in needs) and value not in self.kept and action not in self.ran
@@ -165,7 +167,7 @@ def _mismatch(channel: Channel, index: int, there: Transfer | None, here: Transf
     return Violation(problem, "the same values in the same order at both ends", rank, position)
 
 
-Table = Mapping[tuple[Kind, int], AtStage]
+Table = Mapping[tuple[Kind, int, int | None], AtStage]
 
 
 def waiting_for_ever(programs: Sequence[Program], table: Table) -> Iterator[Violation]:
@@ -244,7 +246,7 @@ class _UnbufferedRun:
         """The value that `step` waits for because its other end has not begun yet; None if it need not wait."""
         if isinstance(step, Compute):
             for action in actions_of(step.entry):
-                for end in self._table[action.kind, action.stage].needs:
+                for end in self._table[action.kind, action.stage, action.slice].needs:
                     value = end.of(action.microbatch)
                     if value in self._posted and value not in self._started:
                         return value

@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from itertools import product
 
-from pipeflow.core.action import Action, Entry, Kind, actions_of
+from pipeflow.core.action import Action, Entry, Kind, Work, actions_of
 from pipeflow.core.cost import require_factors
-from pipeflow.core.dataflow import DATAFLOW, SEVERAL, WHOLE, Content, Value, makes, needs
+from pipeflow.core.dataflow import DATAFLOW, HANDLING_LASTING, SEVERAL, WHOLE, Content, Value, makes, needs
 from pipeflow.core.errors import Violation
 from pipeflow.core.liveness import MemoryCap, cap_per_rank, memory_changes
 from pipeflow.core.rows import ENDING, HANDLING, MAKING, Last, Lasting, last_made
@@ -18,7 +19,7 @@ from pipeflow.core.schedule import Schedule, require_schedule
 from pipeflow.core.soundness.deadlock_search import Place, deadlocks
 from pipeflow.core.text import listed
 
-Ran = dict[tuple[int, int], list[tuple[Kind, int, int]]]  # (stage, microbatch) -> (kind, rank, position)
+Ran = dict[Work, list[tuple[Kind, int, int]]]  # work -> (kind, rank, position)
 
 
 def verify(
@@ -36,7 +37,8 @@ def verify(
     - No rank waits for ever: the order has no cycle. For this check, actions in a wrong place are left out and missing
       actions count as present, so each cycle is a separate violation. Of deadlocks that hide one
       behind the other, the first twenty are found.
-    - With a `memory_cap`, no rank keeps more activations than that, counted as in `Timeline.peak_activations`.
+    - With a `memory_cap`, no rank keeps more activations than that, counted as in `Timeline.peak_activations`. Slices
+      are taken to be equally long.
 
     Args:
         schedule: the schedule to check.
@@ -51,7 +53,7 @@ def verify(
     for rank, row in enumerate(schedule.rows):
         for position, entry in enumerate(row):
             for action in actions_of(entry):
-                ran.setdefault((action.stage, action.microbatch), []).append((action.kind, rank, position))
+                ran.setdefault(action.work, []).append((action.kind, rank, position))
     violations = [*_foreign(schedule, ran), *_misplaced(schedule, ran), *_not_once(schedule, ran)]
     violations += [*_wrong_joint(schedule), *_wrong_lasting(schedule)]
     if not violations:
@@ -64,56 +66,69 @@ def verify(
 
 def _foreign(schedule: Schedule, ran: Ran) -> Iterator[Violation]:
     stages, microbatches = schedule.placement.num_stages, schedule.num_microbatches
-    for stage, microbatch in ran:
-        if stage < stages and microbatch < microbatches:
-            continue
-        among = f"stages 0..{stages - 1} and microbatches 0..{microbatches - 1}"
-        for kind, rank, position in ran[stage, microbatch]:
-            yield Violation(f"{Action(kind, stage, microbatch)} does not exist", among, rank, position)
+    among = f"stages 0..{stages - 1} and microbatches 0..{microbatches - 1}"
+    if schedule.slices > 1:
+        among += f", each of slices 0..{schedule.slices - 1}"
+    for work, runs in ran.items():
+        for kind, rank, position in runs:
+            if work[0] >= stages or work[1] >= microbatches or not _has_its_slice(schedule, kind, work[2]):
+                yield Violation(f"{Action(kind, *work)} does not exist", among, rank, position)
+
+
+def _has_its_slice(schedule: Schedule, kind: Kind, part: int | None) -> bool:
+    """Whether an action of a kind may have this slice: None if microbatches are whole, and for whole weights."""
+    if schedule.slices == 1 or kind in HANDLING_LASTING:
+        return part is None
+    return part is not None and part < schedule.slices
+
+
+def _parts(schedule: Schedule) -> Iterable[int | None]:
+    """The slices of each microbatch; None alone if it is whole."""
+    return [None] if schedule.slices == 1 else range(schedule.slices)
 
 
 def _misplaced(schedule: Schedule, ran: Ran) -> Iterator[Violation]:
     stages, paths = schedule.placement.num_stages, schedule.placement.paths
-    for (stage, microbatch), runs in ran.items():
+    for (stage, microbatch, part), runs in ran.items():
         if stage >= stages:
             continue
         holder = paths[microbatch % len(paths)][stage]
         for kind, rank, position in runs:
             if rank != holder and not DATAFLOW[kind].joint:
                 wants = f"it on rank {holder}, which holds its stage"
-                yield Violation(f"{Action(kind, stage, microbatch)} is on rank {rank}", wants, rank, position)
+                yield Violation(f"{Action(kind, stage, microbatch, part)} is on rank {rank}", wants, rank, position)
 
 
 def _not_once(schedule: Schedule, ran: Ran) -> Iterator[Violation]:
     ways = ((Kind.F,),) if schedule.is_forward_only else ways_of(schedule)
     wanted = [frozenset(kinds) for kinds in ways]
-    for stage in range(schedule.placement.num_stages):
-        for microbatch in range(schedule.num_microbatches):
-            runs = [run for run in ran.get((stage, microbatch), ()) if run[0] not in SEVERAL]
-            seen: dict[Kind, Place] = {}
-            for kind, rank, position in runs:
-                if kind in seen:
-                    again = f"{Action(kind, stage, microbatch)} runs again"
-                    yield Violation(again, "every action once", rank, position, earlier=seen[kind])
-                seen[kind] = rank, position
-            if seen.keys() not in wanted:
-                holder = schedule.placement.rank_of(stage, microbatch)
-                way = nearest(seen.keys(), ways)
-                problem = _incomplete(seen.keys(), way, stage, microbatch)
-                yield Violation(problem, listed(way), holder, incomplete=(stage, microbatch))
+    stages, microbatches = range(schedule.placement.num_stages), range(schedule.num_microbatches)
+    for work in product(stages, microbatches, _parts(schedule)):
+        stage, microbatch, _ = work
+        runs = [run for run in ran.get(work, ()) if run[0] not in SEVERAL]
+        seen: dict[Kind, Place] = {}
+        for kind, rank, position in runs:
+            if kind in seen:
+                again = f"{Action(kind, *work)} runs again"
+                yield Violation(again, "every action once", rank, position, earlier=seen[kind])
+            seen[kind] = rank, position
+        if seen.keys() not in wanted:
+            holder = schedule.placement.rank_of(stage, microbatch)
+            way = nearest(seen.keys(), ways)
+            yield Violation(_incomplete(seen.keys(), way, work), listed(way), holder, incomplete=(stage, microbatch))
 
 
-def _incomplete(seen: Set[Kind], way: Sequence[Kind], stage: int, microbatch: int) -> str:
+def _incomplete(seen: Set[Kind], way: Sequence[Kind], work: Work) -> str:
     """The faults of the actions of a microbatch on a stage, compared with the `way` that they should follow."""
 
     def said(kinds: Sequence[Kind]) -> str:
-        return listed([str(Action(kind, stage, microbatch)) for kind in kinds])
+        return listed([str(Action(kind, *work)) for kind in kinds])
 
     has = [kind for kind in Kind if kind in seen]
     lacking, surplus = [kind for kind in way if kind not in has], [kind for kind in has if kind not in way]
     parts = [f"{said(lacking)} {'is' if len(lacking) == 1 else 'are'} missing"] * bool(lacking)
     parts += [f"{said(surplus)} should not be there"] * bool(surplus)
-    return f"{', and '.join(parts)}: stage {stage} runs {said(has) or 'nothing'} for microbatch {microbatch}"
+    return f"{', and '.join(parts)}: stage {work[0]} runs {said(has) or 'nothing'} for microbatch {work[1]}"
 
 
 Ways = Sequence[tuple[Kind, ...]]
@@ -126,17 +141,16 @@ def missing(schedule: Schedule) -> list[tuple[int, Action]]:
     A stage lacks what the nearest way to complete its work needs (`nearest`). Reductions do not count.
     """
     stages, many = schedule.placement.num_stages, schedule.num_microbatches
-    seen: dict[tuple[int, int], set[Kind]] = {}
+    seen: dict[Work, set[Kind]] = {}
     for action in _each(schedule):
-        seen.setdefault((action.stage, action.microbatch), set()).add(action.kind)
+        seen.setdefault(action.work, set()).add(action.kind)
     ways = ways_of(schedule)
     found = []
-    for microbatch in range(many):
-        for stage in range(stages):
-            has = seen.get((stage, microbatch), set())
-            rank = schedule.placement.rank_of(stage, microbatch)
-            lacking = (kind for kind in nearest(has, ways) if kind not in has)
-            found += [(rank, Action(kind, stage, microbatch)) for kind in lacking]
+    for microbatch, part, stage in product(range(many), _parts(schedule), range(stages)):
+        has = seen.get((stage, microbatch, part), set())
+        rank = schedule.placement.rank_of(stage, microbatch)
+        lacking = (kind for kind in nearest(has, ways) if kind not in has)
+        found += [(rank, Action(kind, stage, microbatch, part)) for kind in lacking]
     return sorted(found, key=lambda each: each[0])
 
 
@@ -195,9 +209,9 @@ def _wrong_joint_in(schedule: Schedule, kind: Kind, rank: int, row: tuple[Entry,
         if wanted and action.stage < stages and action.microbatch < microbatches:
             yield Violation(f"{action} is wrong here", wanted, rank, position)
         seen.add(action.stage)
-    for stage, (position, microbatch) in last.items():
+    for stage, its in last.items():
         if stage not in seen:
-            wanted = f"{Action(kind, stage, microbatch)} after {row[position]}, since others have one"
+            wanted = f"{its.used_by(kind, stage)} after {row[its.position]}, since others have one"
             yield Violation(f"stage {stage} has no {flow.name}", wanted, rank)
 
 
@@ -211,8 +225,7 @@ def _wanted(row: tuple[Entry, ...], position: int, action: Action, last: Last | 
         return f"one {flow.name} per stage on a rank"
     if position < last.position:
         return f"it after {row[last.position]}, the last {content} of its stage"
-    if action.microbatch != last.microbatch:
-        right = Action(action.kind, action.stage, last.microbatch)
+    if action != (right := last.used_by(action.kind, action.stage)):
         return f"{right}, with the microbatch of the last {content} of its stage"
     return None
 
@@ -273,7 +286,7 @@ def _without_faults(schedule: Schedule) -> tuple[Schedule, list[list[int]]]:
     too many. And per rank, the positions of the remaining entries.
     """
     seen: set[Action] = set()
-    kinds: defaultdict[tuple[int, int], set[Kind]] = defaultdict(set)
+    kinds: defaultdict[Work, set[Kind]] = defaultdict(set)
     kept: list[list[tuple[int, list[Action]]]] = []
     for rank, row in enumerate(schedule.rows):
         kept.append([])
@@ -282,15 +295,14 @@ def _without_faults(schedule: Schedule) -> tuple[Schedule, list[list[int]]]:
             seen.update(actions)
             kept[-1].append((position, actions))
             for action in actions:
-                kinds[action.stage, action.microbatch].add(action.kind)
+                kinds[action.work].add(action.kind)
     ways = ways_of(schedule)
     right = {place: nearest(has, ways) for place, has in kinds.items()}
     rows: list[tuple[Entry, ...]] = []
     positions: list[list[int]] = []
     for row, entries in zip(schedule.rows, kept, strict=True):
         left = [
-            (position, [each for each in actions if each.kind in right[each.stage, each.microbatch]])
-            for position, actions in entries
+            (position, [each for each in actions if each.kind in right[each.work]]) for position, actions in entries
         ]
         left = [(position, actions) for position, actions in left if actions]
         positions.append([position for position, _ in left])
@@ -301,15 +313,16 @@ def _without_faults(schedule: Schedule) -> tuple[Schedule, list[list[int]]]:
 def _belongs(schedule: Schedule, action: Action, rank: int) -> bool:
     placement = schedule.placement
     exists = action.stage < placement.num_stages and action.microbatch < schedule.num_microbatches
+    exists = exists and _has_its_slice(schedule, action.kind, action.slice)
     return exists and action.kind not in SEVERAL and placement.rank_of(action.stage, action.microbatch) == rank
 
 
 def _unmade(schedule: Schedule) -> set[Value]:
     """The values that actions of a schedule need and none makes."""
-    stages = schedule.placement.num_stages
+    stages, slices = schedule.placement.num_stages, schedule.slices
     actions = [action for rank in range(len(schedule.rows)) for action in schedule.actions(rank)]
-    made = {value for action in actions for value in makes(action, stages)}
-    return {value for action in actions for value in needs(action, stages)} - made
+    made = {value for action in actions for value in makes(action, stages, slices)}
+    return {value for action in actions for value in needs(action, stages, slices)} - made
 
 
 def _over_cap(schedule: Schedule, cap: MemoryCap, factors: Sequence[float] = ()) -> Iterator[Violation]:
@@ -317,7 +330,7 @@ def _over_cap(schedule: Schedule, cap: MemoryCap, factors: Sequence[float] = ())
 
     `cap` is in microbatches of a rank's whole share of the model: one number for all ranks, or one per rank.
     Activations are counted as in `Timeline.peak_activations`: from an F to its B or I, and one at a time in a schedule
-    without backwards. Each counts as often as the factor of its microbatch says.
+    without backwards. Each counts as often as the factor of its microbatch says, and slices are taken as equal.
 
     Raises UsageError unless every rank has a positive cap.
     """
@@ -326,6 +339,7 @@ def _over_cap(schedule: Schedule, cap: MemoryCap, factors: Sequence[float] = ())
         (action.microbatch for rank in range(len(schedule.rows)) for action in schedule.actions(rank)), default=0
     )
     each = (*factors, *(1.0,) * (most + 1 - len(factors)))  # of microbatches that do not exist, too
+    each = tuple(factor / schedule.slices for factor in each)
     counts = [_alive(schedule, rank, each) for rank in range(len(schedule.rows))]
     share = schedule.placement.chunks_per_rank
     least = [max(count, default=0) / share for count in counts]

@@ -38,7 +38,7 @@ def with_optimizer_step(schedule: Schedule) -> Schedule:
     for row in schedule.rows:
         have = {action.stage for entry in row for action in actions_of(entry) if action.kind is Kind.S}
         last = sorted(last_made(row).items(), key=lambda each: each[1].position)
-        rows.append((*row, *(Action(Kind.S, stage, made.microbatch) for stage, made in last if stage not in have)))
+        rows.append((*row, *(made.used_by(Kind.S, stage) for stage, made in last if stage not in have)))
     return replace(schedule, rows=tuple(rows))
 
 
@@ -70,14 +70,13 @@ def with_recompute(schedule: Schedule, stages: Iterable[int] | None = None) -> S
 
 
 def _recomputed(row: tuple[Entry, ...], stages: frozenset[int]) -> Iterator[Entry]:
-    has = {(action.stage, action.microbatch) for entry in row for action in actions_of(entry) if action.kind is Kind.C}
+    has = {action.work for entry in row for action in actions_of(entry) if action.kind is Kind.C}
     last: Entry | None = None
     for entry in row:
         for action in actions_of(entry):
-            place = action.stage, action.microbatch
             is_first = action.kind in (Kind.B, Kind.I) and action.stage in stages
-            if is_first and place not in has and last != Action(Kind.F, *place):
-                yield Action(Kind.C, *place)
+            if is_first and action.work not in has and last != action.as_kind(Kind.F):
+                yield action.as_kind(Kind.C)
         yield entry
         last = entry
 

@@ -179,7 +179,7 @@ def shortest(steps: Sequence[Step], num_stages: int) -> dict[tuple[int, int], fl
         made: dict[Key, tuple[int, float]] = {}
         for rank, actions in enumerate(step):
             for each in actions:
-                made[each.action.kind, each.action.stage, each.action.microbatch] = rank, each.end
+                made[each.action.kind, *each.action.work] = rank, each.end
         for rank, actions in enumerate(step):
             for each in actions:
                 others = [value for value in needs(each.action, num_stages) if value.stage != each.action.stage]

@@ -95,6 +95,6 @@ def _sent_ahead(schedule: Schedule, routes: Routes) -> frozenset[Value]:
         (end, action.microbatch)
         for action in ahead
         if isinstance(action, Action)
-        for end in table[action.kind, action.stage].makes
+        for end in table[action.kind, action.stage, action.slice].makes
     )
     return frozenset(end.of(microbatch) for end, microbatch in ends if end.content is Content.ACTIVATION)

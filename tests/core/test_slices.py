@@ -1,0 +1,153 @@
+"""Slices of microbatches: schedules, their checks, times and memory, and cuts of equal cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+
+from pipeflow.core.action import Action, Kind
+from pipeflow.core.analysis.lowering import lower
+from pipeflow.core.analysis.measured_step import executed_schedule, measured_costs
+from pipeflow.core.analysis.simulation import simulate, simulate_shared
+from pipeflow.core.cost import CostModel
+from pipeflow.core.errors import UsageError
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.slices import attention_share, equal_slices, shares_of
+from pipeflow.core.soundness.transfers import verify_programs
+from pipeflow.core.soundness.verification import missing, verify
+from pipeflow.core.timeline import Timeline
+from pipeflow.schedules import make_schedule
+from pipeflow.schedules.orders.additions import with_optimizer_step, with_recompute
+from pipeflow.schedules.registry import recognised
+
+SLICED = "seq1f1b", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_sliced_schedules_of_any_size_are_sound(name: str) -> None:
+    for ranks, microbatches, slices in product((1, 2, 5), (1, 2, 7), (2, 3, 8)):
+        schedule = make_schedule(name, ranks=ranks, microbatches=microbatches, slices=slices)
+        assert (schedule.num_microbatches, schedule.slices) == (microbatches, slices)
+        assert verify(schedule) == []
+        assert verify_programs(lower(schedule)) == []
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_one_slice_is_a_whole_microbatch(name: str) -> None:
+    whole, one = (make_schedule(name, ranks=4, microbatches=6, **cut) for cut in ({}, {"slices": 1}))
+    assert whole == one
+    assert whole.to_csv() == one.to_csv()
+    assert "." not in one.to_csv()
+    assert simulate(whole).to_json() == simulate(one).to_json()
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_more_slices_are_faster_and_keep_less(name: str) -> None:
+    timelines = [simulate(make_schedule(name, ranks=4, microbatches=8, slices=slices)) for slices in (1, 2, 4, 8)]
+    for before, after in pairwise(timelines):
+        assert after.makespan < before.makespan
+        assert max(after.peak_activations) < max(before.peak_activations)
+        assert after.work == pytest.approx(before.work)
+
+
+@pytest.mark.parametrize(
+    ("attention", "slices", "equally_long", "peak"),
+    [
+        (0, 4, 53.25, 2.75),
+        (0, 8, 50.62, 1.88),
+        (0.5, 4, 72.1, 2.98),
+        (0.5, 8, 71.5, 2.12),
+        (0.8, 4, 83.4, 3.12),
+        (0.8, 8, 84.0, 2.25),
+    ],
+)
+def test_equal_cost_keeps_the_gain_that_attention_takes_from_equal_lengths(
+    attention: float, slices: int, equally_long: float, peak: float
+) -> None:
+    schedule = make_schedule("seq1f1b", ranks=8, microbatches=16, slices=slices)
+    cost = replace(CostModel.even(schedule.placement), attention=attention)
+    assert simulate(schedule, cost).makespan == pytest.approx(equally_long, abs=0.05)
+    cut = simulate(schedule, replace(cost, slice_ends=equal_slices(2**20, slices, attention=attention)))
+    assert cut.makespan == pytest.approx((16 * slices + 7) * 3 / slices, abs=0.001)
+    assert max(cut.peak_activations) == pytest.approx(peak, abs=0.01)
+
+
+def test_slices_wait_for_each_other() -> None:
+    early = Schedule.from_csv("0F0.1,0F0.0,0B0.1,0B0.0")
+    assert "needs the keys and values of 0F0.0" in str(verify(early)[0])
+    forward_order = Schedule.from_csv("0F0.0,0F0.1,0B0.0,0B0.1")
+    assert "needs the gradient of keys and values of 0B0.1" in str(verify(forward_order)[0])
+
+
+def test_tables_and_timelines_keep_slices() -> None:
+    schedule = make_schedule("zb-v", ranks=2, microbatches=3, slices=3).with_reductions()
+    schedule = with_optimizer_step(schedule)
+    assert verify(schedule) == []
+    assert Schedule.from_csv(schedule.to_csv(), schedule.placement, name="zb-v") == schedule
+    timeline = simulate(schedule)
+    assert Timeline.from_json(timeline.to_json()) == timeline
+    assert executed_schedule(timeline.from_json(timeline.to_json())).slices == 3
+    assert Action.parse("2F0.3") == Action(Kind.F, 2, 0, 3)
+    assert verify(with_recompute(schedule)) == []
+
+
+def test_wrong_slices_are_told() -> None:
+    whole = make_schedule("1f1b", ranks=1, microbatches=1)
+    assert "0F0 does not exist" in str(verify(replace(whole, slices=2))[0])
+    sliced = make_schedule("1f1b", ranks=1, microbatches=1, slices=2)
+    assert "0F0.0 does not exist" in str(verify(replace(sliced, slices=1))[0])
+    lacks = replace(sliced, rows=(sliced.rows[0][:-1],))
+    assert [str(action) for _, action in missing(lacks)] == ["0B0.0"]
+    with pytest.raises(UsageError, match="slice_ends has 3 numbers, but the schedule has 2 slices"):
+        simulate(sliced, replace(CostModel.even(sliced.placement), slice_ends=(1, 2, 3)))
+    with pytest.raises(UsageError, match="make it with slices=1"):
+        measured_costs(simulate(sliced))
+
+
+def test_slices_count_in_transfers_caps_and_shared_processors() -> None:
+    schedule = make_schedule("seq1f1b", ranks=2, microbatches=2, slices=4)
+    assert verify(schedule, memory_cap=1.25) == []
+    assert verify(schedule, memory_cap=1.2)
+    cost = CostModel.even(schedule.placement)
+    slow = replace(cost, activation_bytes=(4.0, 4.0), bandwidth=4.0)
+    first = next(span for span in simulate(schedule, slow).rows[1])
+    assert first.start == pytest.approx(0.5)  # a quarter of a forward, and of a transfer
+    shared = simulate_shared(schedule, replace(cost, attention=0.5), 64)
+    assert shared.makespan == pytest.approx(simulate(schedule, replace(cost, attention=0.5)).makespan)
+
+
+def test_a_table_of_slices_is_recognised() -> None:
+    schedule = make_schedule("seq1f1b", ranks=2, microbatches=3, slices=2)
+    assert recognised(schedule)[:1] == ("1f1b with slices=2",)
+    assert "seq1f1b with slices=2" in recognised(schedule)
+    assert not any("seq1f1b" in name for name in recognised(make_schedule("1f1b", ranks=2, microbatches=3)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slices", "attention", "multiple"), [(1000, 7, 0.3, 1), (4096, 8, 0.9, 64), (9, 9, 1, 1)]
+)
+def test_cuts_of_equal_cost(tokens: int, slices: int, attention: float, multiple: int) -> None:
+    ends = equal_slices(tokens, slices, attention=attention, multiple_of=multiple)
+    assert (len(ends), ends[-1]) == (slices, tokens)
+    assert sorted({*ends}) == [*ends]
+    assert all(end % multiple == 0 for end in ends[:-1])
+    if tokens > slices:
+        assert max(shares_of(ends, attention)) * slices < 1 + 2.5 * multiple * slices / tokens
+
+
+def test_wrong_cuts_are_refused() -> None:
+    with pytest.raises(UsageError, match="too few for 5 slices of at least a token"):
+        equal_slices(4, 5)
+    with pytest.raises(UsageError, match="attention is a share"):
+        equal_slices(4, 2, attention=1.5)
+    with pytest.raises(UsageError, match="must grow"):
+        replace(CostModel.even(make_schedule("1f1b", ranks=1, microbatches=1).placement), slice_ends=(2, 1))
+
+
+def test_the_share_of_attention_follows_from_measured_costs() -> None:
+    times = {length: 3 * length + 2e-3 * length**2 for length in (500, 1000, 4000)}
+    assert attention_share(times, 1500) == pytest.approx(0.5)
+    with pytest.raises(UsageError, match="at least two lengths"):
+        attention_share({1000: 1.0}, 1000)
