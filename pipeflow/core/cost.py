@@ -216,16 +216,14 @@ class CostModel:
         bandwidth: bytes per unit of time between two ranks. Default: infinite.
         activation_bytes: per stage, the bytes of its output. Empty: a transfer takes its latency alone.
         links: the `Link` of each ordered pair of ranks (from, to) that differs from `latency` and `bandwidth`.
-        overlap: the share of a pair's shorter action that the longer action hides. With 0 a pair takes the sum of both
-            times, with 1 the time of the longer action.
+        overlap: the share of a pair's shorter action that the longer action hides. With 0 a pair takes the sum of both.
         saved_bytes: per stage, the bytes that a forward keeps for its backward. Empty: memory is in activations.
         deferred_bytes: per stage, the bytes that a backward keeps between its two halves. Empty: they are not counted.
         reduce: per stage, the time to reduce its weight gradients over the ranks that hold it. Empty: no time.
         optimizer: per stage, the time of the optimizer's step of its weights. Empty: no time.
         recompute: per stage, the time to compute a forward again. Empty: that of the forward.
         offload: per stage, the time to copy to the host what a forward saved, or back. Empty: no time.
-        copy_groups: the ranks that share a link to their host, one tuple per link. A link carries one copy at a time in
-            each direction. A rank in no group has a link of its own.
+        copy_groups: the ranks that share a link to their host, which carries one copy at a time in each direction.
         input_bytes: per stage, the bytes that a forward keeps if it is computed again. Empty: not counted.
         unshard: per stage, the time to gather its weights, which fully_shard divides over the replicas. Empty: no time.
         times: per kind of action that has no argument here, the time per stage.
@@ -233,10 +231,8 @@ class CostModel:
         route_bytes: per route (from stage, to stage), the bytes that are sent on it.
         microbatch_factors: per microbatch, its times and bytes relative to those above. Empty: all microbatches are
             alike. Reductions and unshards, which serve several microbatches, have no factor.
-        attention: the share of a microbatch's times that is causal attention, which costs a token as much as there are
-            tokens before it. The rest costs each token the same. Used where microbatches are cut into slices.
-        slice_ends: where each slice of a microbatch ends, in tokens or any other unit; the last end is the length of
-            the sequence. Empty: slices are equally long. A slice has its part of bytes by its length.
+        attention: the share of causal attention in the times of a microbatch, for slices of it.
+        slice_ends: where each slice of a microbatch ends, in tokens. Empty: slices are equally long.
         late: by how much single actions, such as "0F3", take longer than others of their kind and stage.
         unit: "s" if times are in seconds; "" if the unit is not known.
         durations: per kind of action, the time per stage: 0 for those that are not given.
@@ -382,14 +378,6 @@ class CostModel:
         named = {of: getattr(self, name) for of, name in NAMED.items() if isinstance(of, Kind)}
         return {kind: times for kind, times in {**self.times, **named}.items() if times}
 
-    def slice_lengths(self, slices: int) -> tuple[float, ...]:
-        """The share of each of so many slices in the length of its microbatch."""
-        return shares_of(self.slice_ends or range(1, slices + 1), 0.0)
-
-    def slice_works(self, slices: int) -> tuple[float, ...]:
-        """The share of each of so many slices in the times of its microbatch."""
-        return shares_of(self.slice_ends or range(1, slices + 1), self.attention)
-
     def duration(self, kind: Kind, stage: int, microbatch: int | None = None) -> float:
         """The time of an action of one `microbatch`, or of factor 1. Raises UsageError for a stage without a cost."""
         if stage >= len(self.forward):
@@ -441,19 +429,25 @@ class CostModel:
     def holding(
         self, stage: int, sender: int | None = None, receiver: int | None = None, route: Route | None = None
     ) -> float:
-        """The time that the activation of `stage`, or its gradient, occupies the link from rank `sender` to rank
-        `receiver`; with `route`, the time of the tensors on that route.
-        """
+        """The time that the activation of `stage`, or its gradient, occupies a link, or of what passes on `route`."""
         if route is None and not self.activation_bytes:
             return 0.0
         size = self.activation_bytes[stage] if route is None else self.route_bytes[route]
         return size / self.link(sender, receiver).bandwidth
 
     def transfer(self, stage: int, sender: int | None = None, receiver: int | None = None) -> float:
-        """The time to move the activation of `stage`, or its gradient, from rank `sender` to rank `receiver` over a
-        link that is free.
-        """
+        """The time to move the activation of `stage`, or its gradient, between two ranks over a link that is free."""
         return self.link(sender, receiver).latency + self.holding(stage, sender, receiver)
+
+
+def slice_lengths(cost: CostModel, slices: int) -> tuple[float, ...]:
+    """The share of each of so many slices in the length of its microbatch."""
+    return shares_of(cost.slice_ends or range(1, slices + 1), 0.0)
+
+
+def slice_works(cost: CostModel, slices: int) -> tuple[float, ...]:
+    """The share of each of so many slices in the times of its microbatch."""
+    return shares_of(cost.slice_ends or range(1, slices + 1), cost.attention)
 
 
 def costs_of(times: TimesByKind, sizes: BytesByContent | None = None, **others: Any) -> CostModel:

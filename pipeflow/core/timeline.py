@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 from pipeflow.core.action import Action
-from pipeflow.core.cost import LARGEST, CostModel, require_unit
+from pipeflow.core.cost import LARGEST, CostModel, require_unit, slice_lengths
 from pipeflow.core.dataflow import DATAFLOW, SEVERAL, Content, Stream
 from pipeflow.core.errors import UsageError, require_type
 from pipeflow.core.files import number as finite
@@ -146,7 +146,7 @@ class Timeline(Shown):
         """The timeline of `schedule` with these spans, which keeps bytes, unit and factors of `cost`."""
         sizes = dict(cost.sizes)
         own = sizes.pop(Content.SAVED, ()), sizes.pop(Content.DEFERRED, ())
-        lengths = cost.slice_lengths(schedule.slices) if schedule.slices > 1 else ()
+        lengths = slice_lengths(cost, schedule.slices) if schedule.slices > 1 else ()
         return cls(schedule.name, schedule.placement, rows, *own, sizes, cost.unit, cost.microbatch_factors, lengths)
 
     def __repr__(self) -> str:

@@ -118,6 +118,13 @@ def test_slices_count_in_transfers_caps_and_shared_processors() -> None:
     assert shared.makespan == pytest.approx(simulate(schedule, replace(cost, attention=0.5)).makespan)
 
 
+def test_each_slice_is_recomputed_by_itself() -> None:
+    """What one slice computes again is kept from then on; the others still keep their inputs alone."""
+    schedule = with_recompute(make_schedule("1f1b", ranks=1, microbatches=1, slices=4))
+    cost = CostModel.even(schedule.placement, saved_bytes=16, input_bytes=1)
+    assert simulate(schedule, cost).peak_bytes == (4 + 3 * 0.25,)
+
+
 def test_a_table_of_slices_is_recognised() -> None:
     schedule = make_schedule("seq1f1b", ranks=2, microbatches=3, slices=2)
     assert recognised(schedule)[:1] == ("1f1b with slices=2",)

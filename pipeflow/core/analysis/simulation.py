@@ -19,7 +19,7 @@ from typing import NamedTuple, final
 
 from pipeflow.core.action import Action, Entry, Kind, actions_of
 from pipeflow.core.analysis.order import Order, Stuck, Turn
-from pipeflow.core.cost import CostModel, require_cost_model, require_ends, require_factors
+from pipeflow.core.cost import CostModel, require_cost_model, require_ends, require_factors, slice_lengths, slice_works
 from pipeflow.core.dataflow import COPIES, DATAFLOW, SEVERAL, End, Stream
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.route import Route, routes_among
@@ -90,7 +90,7 @@ def _varied(schedule: Schedule, cost: CostModel) -> dict[Part, Durations]:
     usual, varied = cost.durations, cost.varied
     if schedule.slices == 1:
         return {(microbatch, None): table for microbatch, table in varied.items()}
-    works = cost.slice_works(schedule.slices)
+    works = slice_works(cost, schedule.slices)
     tables: dict[tuple[int, int], Durations] = {}  # of equal tables of microbatches
     found: dict[Part, Durations] = {}
     for microbatch in range(schedule.num_microbatches):
@@ -355,7 +355,7 @@ def _of_end(schedule: Schedule, cost: CostModel, end: End) -> list[Transfer]:
         by_path.append(Transfer(link, *costs))
     each = [by_path[microbatch % len(paths)] for microbatch in range(schedule.num_microbatches)]
     if end.slice is not None:
-        length = cost.slice_lengths(schedule.slices)[end.slice]
+        length = slice_lengths(cost, schedule.slices)[end.slice]
         each = [Transfer(link, held * length, latency) for link, held, latency in each]
     factors = cost.microbatch_factors
     if not factors or not any(move.held for move in by_path):
