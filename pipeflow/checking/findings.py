@@ -176,8 +176,8 @@ def paragraph(result: Result) -> str:
             found["weights"] = f"{compared} of {compared + result.left_out} weights"
         counts = [*found.values()]
         listed = f"{', '.join(counts[:-1])} and {counts[-1]}" if len(counts) > 1 else "".join(counts)
-        compared = "alike in what was compared" if result.left_out else "alike"
-        return f"The runs are {compared}: {listed} differ by no more than rounding."
+        alike = "alike in what was compared" if result.left_out else "alike"
+        return f"The runs are {alike}: {listed} differ by no more than rounding."
     first, cause = result.first, result.cause
     assert cause is not None
     why = "the cause is unknown" if cause.name == "unknown" else f"the likely cause is {cause.name}"
