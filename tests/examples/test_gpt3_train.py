@@ -20,7 +20,7 @@ from tests.scripts import run_ranks
         ("--schedule 1f2b", "unknown schedule '1f2b'; did you mean '1f1b'?"),
         ("--ranks 9", "9 stages are too many for --preset tiny, which has 8 layers"),
         ("--schedule interleaved-1f1b --chunks 3", "12 stages are too many for --preset tiny, which has 8 layers"),
-        ("--chunks 2", "schedule '1f1b' does not take chunks; its options are extra_warmup"),
+        ("--chunks 2", "schedule '1f1b' does not take chunks; its options are extra_warmup, slices"),
         ("--batch 4", "--batch 4 does not fill --microbatches 8"),
         ("--sequence 257", "--sequence must be 2 to 256 for --preset tiny"),
         ("--batch 8 --replicas 2", "--batch 8 does not fill --microbatches 8 of each of 2 replicas"),
