@@ -65,6 +65,8 @@ def sizes() -> Iterator[Fields]:
         for microbatches in range(1, most + 1):
             yield {"schedule": schedule, "microbatches": str(microbatches)}
         yield {"schedule": schedule, "ranks": "8", "microbatches": "16"}
+        if "slices" in options_of(schedule):
+            yield {"schedule": schedule, "slices": "2"}
         if "chunks" in options_of(schedule):
             yield from ({"schedule": schedule, "chunks": str(chunks)} for chunks in range(1, 5))
 

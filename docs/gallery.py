@@ -18,6 +18,7 @@ RANKS, MICROBATCHES = 4, 8
 SIZES = f"--ranks {RANKS} --microbatches {MICROBATCHES}"
 PAPER = r"arXiv (\d{4}\.\d{5})"
 WIDTHS = (80, 100, 120, 144)
+NEEDED = {"seq1f1b": "--slices 2"}  # options without which a schedule is another one
 
 INTRODUCTION = f"""\
 # The schedules
@@ -47,13 +48,14 @@ def section(name: str) -> str:
     text = inspect.cleandoc(SCHEDULES[name].__doc__ or "").partition(">>>")[0].strip()
     text = re.sub(PAPER, r"[arXiv \1]", text)
     options = ", ".join(f"`--{option.replace('_', '-')}`" for option in options_of(name))
-    command = f"draw {name} {SIZES}"
+    asked = f"{name} {SIZES} {NEEDED.get(name, '')}".rstrip()
+    command = f"draw {asked}"
     parts = [
         f"## {name}\n",
         f"{text}\n",
         f"Options: {options}.\n" if options else "",
         block(command, width(name, command)),
-        f"In the browser: `pipeflow explore {name} {SIZES}`\n",
+        f"In the browser: `pipeflow explore {asked}`\n",
     ]
     return "\n".join(filter(None, parts))
 

@@ -37,7 +37,6 @@ class Kind(StrEnum):
 
 
 _ACTION = re.compile(rf"(\d{{1,9}})([{''.join(Kind)}])(\d{{1,9}})(?:\.(\d{{1,9}}))?", re.ASCII)
-
 _PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B", re.ASCII)
 
 

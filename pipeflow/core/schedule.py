@@ -239,7 +239,7 @@ def _parse_line(line: str, number: int, rank: int) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def require_whole(schedule: Schedule, who: str) -> None:
+def require_unsliced(schedule: Schedule, who: str) -> None:
     """Raises UsageError for a schedule with slices, which `who` cannot take yet."""
     if schedule.slices > 1:
         raise UsageError(

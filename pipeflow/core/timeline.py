@@ -19,7 +19,7 @@ from pipeflow.core.files import number as finite
 from pipeflow.core.files import parse
 from pipeflow.core.liveness import CHANGES, REDUCED, MemoryChange, memory_changes
 from pipeflow.core.placement import Placement
-from pipeflow.core.schedule import Schedule
+from pipeflow.core.schedule import Schedule, slices_of
 from pipeflow.core.text import Shown, number
 
 
@@ -180,6 +180,11 @@ class Timeline(Shown):
     def num_microbatches(self) -> int:
         """The number of different microbatches in the spans."""
         return len({span.action.microbatch for row in self.rows for span in row})
+
+    @cached_property
+    def slices(self) -> int:
+        """Into how many slices each microbatch is cut; 1 if microbatches are whole."""
+        return slices_of(span.action for row in self.rows for span in row)
 
     @cached_property
     def makespan(self) -> float:

@@ -170,7 +170,8 @@ def heading(timeline: Timeline) -> str:
     sizes = {"rank": len(timeline.rows), "chunk": num_chunks(timeline), "microbatch": timeline.num_microbatches}
     if sizes["chunk"] == 1:
         del sizes["chunk"]
-    return ", ".join([timeline.name, *(_count(number, word) for word, number in sizes.items())])
+    cut = f" of {timeline.slices} slices" if timeline.slices > 1 else ""
+    return ", ".join([timeline.name, *(_count(number, word) for word, number in sizes.items())]) + cut
 
 
 def _count(number: int, word: str) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 
 from pipeflow.core.dataflow import DATAFLOW, Stream, Value, makes, needs
 from pipeflow.core.rows import first_uses
-from pipeflow.core.schedule import slices_of
 from pipeflow.core.timeline import Span, Timeline
 from pipeflow.draw.captions import heading, unit_of
 from pipeflow.draw.colours import hue
@@ -64,7 +63,7 @@ Bound = dict[str, Any]  # the end of an arrow: a thread, `tid`, and a moment wit
 
 def _slices(timeline: Timeline, process: int, thread: int, factor: float) -> Iterator[Event]:
     """The events of actions, and of the arrows between them."""
-    stages, slices = timeline.placement.num_stages, slices_of(span.action for span in timeline)
+    stages, slices = timeline.placement.num_stages, timeline.slices
     made: defaultdict[Value, list[Bound]] = defaultdict(list)
     used: list[tuple[Value, Bound]] = []
     for track, lane in enumerate(_tracks(timeline), start=thread):

@@ -20,8 +20,8 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.device_map import map_devices
 from pipeflow.planning.physical import Physical, physical_costs, stage_costs
-from pipeflow.planning.seating import seating
 from pipeflow.planning.setup import Setup
 
 FIRST = (0.0, 0.5, 1.0, 2.0)  # layers that the part before them is worth
@@ -151,8 +151,8 @@ def loads_of(ranks: Sequence[tuple[int, ...]], profiles: Sequence[Profile]) -> L
 def _loads(model: Transformer, placement: Placement, setup: Setup, cluster: Cluster | None) -> Loads:
     if cluster is None:
         return loads_of([(0,)] * placement.num_ranks, [profile(model, setup, None)])
-    seats = seating(cluster, setup, placement.num_ranks)
-    return loads_of(seats.ranks, [profile(model, setup, kind) for kind in seats.kinds])
+    mapped = map_devices(cluster, setup, placement.num_ranks)
+    return loads_of(mapped.ranks, [profile(model, setup, kind) for kind in mapped.kinds])
 
 
 @lru_cache(maxsize=1024)

@@ -18,7 +18,7 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError, require_type
 from pipeflow.core.partition import Cut
-from pipeflow.core.schedule import Schedule, require_schedule, require_whole
+from pipeflow.core.schedule import Schedule, require_schedule, require_unsliced
 from pipeflow.core.timeline import Timeline
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
@@ -86,7 +86,7 @@ def plan(
     setup, physical = Setup() if setup is None else setup, None
     require_inputs(model, setup, cluster)
     require_schedule(schedule)
-    require_whole(schedule, "a plan")
+    require_unsliced(schedule, "a plan")
     if cluster is None:
         cost = stage_costs(model, schedule.placement, setup, flops=flops, cut=cut)
     elif flops is not None:

@@ -14,8 +14,8 @@ from pipeflow.core.placement import require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.blocks import Transformer, near_divisors
 from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.device_map import map_devices
 from pipeflow.planning.estimate import require_inputs
-from pipeflow.planning.seating import seating
 from pipeflow.planning.setup import Checkpoint, ContextKind, Setup
 from pipeflow.planning.sharding import require_pipeline
 from pipeflow.schedules import SCHEDULES, make_schedule
@@ -203,8 +203,8 @@ class Wanted:
         """Per pipeline rank, by how many bytes its devices have less than `limit`."""
         if not self.cluster.further:
             return (0.0,) * pipeline
-        seats = seating(self.cluster, setup, pipeline)
-        return tuple(self.limit - min(map(self.limit_of, seats.on(rank))) for rank in range(pipeline))
+        mapped = map_devices(self.cluster, setup, pipeline)
+        return tuple(self.limit - min(map(self.limit_of, mapped.on(rank))) for rank in range(pipeline))
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:

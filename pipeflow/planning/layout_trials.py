@@ -22,11 +22,11 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.cuts import Profile, cut_by_load, even_cut, least_makespan, loads_of, part_shares, profile
+from pipeflow.planning.device_map import map_devices
 from pipeflow.planning.layout import Layout, Wanted
 from pipeflow.planning.layout_cells import Cell
 from pipeflow.planning.physical import Physical, physical_costs
 from pipeflow.planning.rank_memory import ALLOCATOR, RankPeaks, peaks, state_bytes
-from pipeflow.planning.seating import seating
 from pipeflow.planning.setup import Setup
 from pipeflow.schedules import make_schedule, options_of
 from pipeflow.schedules.orders.memory_search import NoOrderError
@@ -265,12 +265,12 @@ def _cuts(wanted: Wanted, cell: Cell, placement: Placement) -> Iterator[Cut]:
     """Evenly, and by what layers cost on each kind of devices alone. With several kinds also by what they cost where
     they lie, by the memory there, and halfway.
     """
-    layers, seats = wanted.model.layers, seating(wanted.cluster, cell.setup, cell.pipeline)
+    layers, mapped = wanted.model.layers, map_devices(wanted.cluster, cell.setup, cell.pipeline)
     yield even_cut(layers, placement.num_stages)
-    profiles = [_profile(wanted.model, _of_one_replica(cell.setup), kind) for kind in seats.kinds]
+    profiles = [_profile(wanted.model, _of_one_replica(cell.setup), kind) for kind in mapped.kinds]
     yield from (cut_by_load(layers, placement, each.first, each.last) for each in profiles)
-    if len(profiles) > 1 and not seats.is_mixed:
-        first, last, paces = loads_of(seats.ranks, profiles)
+    if len(profiles) > 1 and not mapped.is_mixed:
+        first, last, paces = loads_of(mapped.ranks, profiles)
         lacking = wanted.lacking(cell.setup, cell.pipeline)
         memory = tuple(wanted.limit / (wanted.limit - less) for less in lacking)
         halfway = tuple((pace * more) ** 0.5 for pace, more in zip(paces, memory, strict=True))
@@ -316,11 +316,11 @@ def least_seconds(wanted: Wanted, cell: Cell) -> float:
     """A lower bound on the step time of all layouts of the cell: the average time that its ranks compute. On several
     kinds of devices, each part of the model counts as the least share of the whole that it takes on any of them.
     """
-    seats, setup = seating(wanted.cluster, cell.setup, cell.pipeline), _of_one_replica(cell.setup)
-    times = [_profile(wanted.model, setup, kind).time for kind in seats.kinds]
-    if len(times) == 1 or seats.is_mixed:
+    mapped, setup = map_devices(wanted.cluster, cell.setup, cell.pipeline), _of_one_replica(cell.setup)
+    times = [_profile(wanted.model, setup, kind).time for kind in mapped.kinds]
+    if len(times) == 1 or mapped.is_mixed:
         return max(times) * cell.microbatches / cell.pipeline
-    parts = [part_shares(wanted.model, setup, kind) for kind in seats.kinds]
+    parts = [part_shares(wanted.model, setup, kind) for kind in mapped.kinds]
     share: float = sum(map(min, zip(*parts, strict=True)))
-    together = sum(1 / times[kinds[0]] for kinds in seats.ranks)
+    together = sum(1 / times[kinds[0]] for kinds in mapped.ranks)
     return share * cell.microbatches / together

@@ -25,12 +25,12 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.device_map import DeviceMap, map_devices
 from pipeflow.planning.efficiency import Efficiency
 from pipeflow.planning.kept import deferred_bytes, op_linears, recomputed_modules, saved_bytes
 from pipeflow.planning.layer_seconds import model_layer_times
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.rates import FROZEN, RankGroup, Rates, Seconds, no_units
-from pipeflow.planning.seating import Seating, seating
 from pipeflow.planning.setup import FEW_BITS, Setup
 from pipeflow.planning.sharding import Sharding, StageLayers, holders_of
 from pipeflow.planning.shares import (
@@ -126,38 +126,38 @@ def physical_costs(
 ) -> Physical:
     """The costs of `model`, with the layers of `stage_layers` on each stage. `cluster.efficiency` may replace
     coefficients of `PUBLISHED`. Devices are as in `mesh`, by default as `Mesh.of` a setup has them; of several kinds,
-    those of a rank are as `seating` says. What is in `free`, some of `rates.KINDS`, takes no time.
+    those of a rank are as `map_devices` says. What is in `free`, some of `rates.KINDS`, takes no time.
 
     Raises UsageError for a model that the setup does not fit, a precision that a device does not have, unknown
-    coefficients, and as `seating`.
+    coefficients, and as `map_devices`.
     """
     inner = None if mesh is None else mesh.inner
-    seats = seating(cluster, setup, placement.num_ranks, inner)
+    mapped = map_devices(cluster, setup, placement.num_ranks, inner)
     tokens_of(model, setup)  # raises the error for a sequence before others
     parts = stage_layers(model, placement, cut)
     shares = shares_of(model, parts)
 
     def on_kind(kind: int) -> Physical:
-        rates, own = rates_of(seats.kinds[kind], setup, free), mesh
-        if own is None or len(seats.kinds) > 1:
-            own = seats.mesh(setup, kind, inner)
+        rates, own = rates_of(mapped.kinds[kind], setup, free), mesh
+        if own is None or len(mapped.kinds) > 1:
+            own = mapped.mesh(setup, kind, inner)
         stages = for_shares(model, parts, lambda share: _stage_costs(model, setup, own, rates, share))
-        held = {tuple(shares[stage] for stage in placement.stages_of(rank)) for rank in seats.ranks_on(kind)}
+        held = {tuple(shares[stage] for stage in placement.stages_of(rank)) for rank in mapped.ranks_on(kind)}
         most = max((_learned(model, each, setup) for each in held), key=lambda each: each.total)
         tied = _tied(model, placement, setup, own, rates)
         return physical_of(stages, placement, setup, own, rates, most=most, tied=tied)
 
-    return _slowest([on_kind(kind) for kind in range(len(seats.kinds))], seats, placement)
+    return _slowest([on_kind(kind) for kind in range(len(mapped.kinds))], mapped, placement)
 
 
-def _slowest(costs: Sequence[Physical], seats: Seating, placement: Placement) -> Physical:
+def _slowest(costs: Sequence[Physical], mapped: DeviceMap, placement: Placement) -> Physical:
     """The costs of a layout that lies on several kinds of devices: `costs` are those if all devices were of one kind. A
     stage takes as long as on the slowest kind of its ranks, and a transfer as long as on the slower of both ends.
     """
     if len(costs) == 1:
         return costs[0]
     kinds = [
-        sorted({kind for rank in placement.ranks_of(stage) for kind in seats.ranks[rank]})
+        sorted({kind for rank in placement.ranks_of(stage) for kind in mapped.ranks[rank]})
         for stage in range(placement.num_stages)
     ]
 
@@ -172,7 +172,7 @@ def _slowest(costs: Sequence[Physical], seats: Seating, placement: Placement) ->
     pairs = {pair for path in placement.paths for pair in pairwise(path)}
     links = {}
     for one, other in (ends for pair in pairs for ends in (pair, pair[::-1])):
-        both = [costs[kind].cost.link(one, other) for kind in {*seats.ranks[one], *seats.ranks[other]}]
+        both = [costs[kind].cost.link(one, other) for kind in {*mapped.ranks[one], *mapped.ranks[other]}]
         links[one, other] = Link(max(each.latency for each in both), min(each.bandwidth for each in both))
     return Physical(
         replace(first, links=links, **stage_times),

@@ -17,11 +17,11 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.planning.attention import Kernel, fastest
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.device_map import DeviceMap, map_devices
 from pipeflow.planning.engines import engine_named
 from pipeflow.planning.layout_string import LayoutString
 from pipeflow.planning.physical import layer_forward
 from pipeflow.planning.rank_memory import RankPlan, groups_of
-from pipeflow.planning.seating import Seating, seating
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.shares import sequence_of
 
@@ -88,18 +88,18 @@ class StepPlan:
         return max(rank.peak_bytes for rank in self.ranks)
 
     @property
-    def seats(self) -> Seating | None:
+    def device_map(self) -> DeviceMap | None:
         """The kinds of devices that its ranks lie on. None without a cluster."""
-        return None if self.cluster is None else seating(self.cluster, self.setup, len(self.ranks))
+        return None if self.cluster is None else map_devices(self.cluster, self.setup, len(self.ranks))
 
     @property
     def missing(self) -> tuple[float, Cluster] | None:
         """By how many bytes the device with least room exceeds it, and its kind; negative where it has room left. None
         without a cluster.
         """
-        if (seats := self.seats) is None:
+        if (mapped := self.device_map) is None:
             return None
-        kinds = [min(seats.on(rank.rank), key=lambda kind: kind.usable_bytes) for rank in self.ranks]
+        kinds = [min(mapped.on(rank.rank), key=lambda kind: kind.usable_bytes) for rank in self.ranks]
         needed = [rank.least_bytes + self.outside_bytes for rank in self.ranks]
         lacking = [most - kind.usable_bytes for most, kind in zip(needed, kinds, strict=True)]
         worst = max(range(len(lacking)), key=lacking.__getitem__)
@@ -180,8 +180,8 @@ class StepPlan:
             yield f"ZeRO-{setup.zero}: {DIVIDED[setup.zero]} split over {setup.shards} of {setup.replicas} replicas"
         if further := ", ".join(_further(setup)):
             yield f"layers: {further}"
-        if (seats := self.seats) is not None and len(seats.kinds) > 1:
-            yield seats.described(self.schedule.placement)
+        if (mapped := self.device_map) is not None and len(mapped.kinds) > 1:
+            yield f"stages: {mapped.described(self.schedule.placement)}"
 
     def rows(self) -> list[list[str]]:
         """The table of ranks, as text. The columns are TITLES."""

@@ -14,7 +14,7 @@ from time import perf_counter
 from pipeflow.core.cost import CostModel, require_cost_model
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement, require_placement, require_positive
-from pipeflow.core.schedule import Schedule, require_whole
+from pipeflow.core.schedule import Schedule, require_unsliced
 from pipeflow.schedules.families import groups_on, repeated_on, schedules_on
 from pipeflow.schedules.orders.batch_order import BatchOrder, Rerun, ordered
 from pipeflow.schedules.orders.exact import proved, require_solver
@@ -94,7 +94,7 @@ def search(
 
 
 def _whole(schedule: Schedule) -> Schedule:
-    require_whole(schedule, "a search")
+    require_unsliced(schedule, "a search")
     return schedule
 
 

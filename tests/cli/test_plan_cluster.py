@@ -17,7 +17,7 @@ def test_a_plan_says_which_stages_lie_on_which_kind_and_how_nodes_are_listed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     shown = out(capsys, "plan", *ONE, "--device", "h100-80gb:2,a100-80gb:2")
-    assert "\nstages 0 on h100-80gb (nodes of 8), 1 on a100-80gb (nodes of 8)\n" in shown
+    assert "\nstages: 0 on h100-80gb (nodes of 8), 1 on a100-80gb (nodes of 8)\n" in shown
     used = " ".join(shown.partition("\nUse it")[2].split())
     assert "in this order, 2 times: 1 of h100-80gb with --nproc-per-node 8, 1 of a100-80gb with" in used
     assert "torchrun --nnodes 4 --node-rank R --nproc-per-node N" in used
@@ -64,6 +64,6 @@ def test_kinds_that_do_not_fit_each_other_are_refused(
 def test_a_search_says_what_each_kind_may_hold(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["llama3-8b", "--tensor", 8, "--pipeline", 2, "--schedule", "1f1b", "--devices", 16, "--batch", 8]
     shown = out(capsys, "plan", *argv, "--device", "h100-80gb:1,a100-40gb:1")
-    assert "16 devices: 8 h100-80gb (at most 76." in shown
-    assert "8 a100-40gb (at most 36." in shown
-    assert "1 has stages 0 on h100-80gb" in " ".join(shown.split())
+    assert "16 devices: 8 h100-80gb in nodes of 8 (at most 76." in shown
+    assert "8 a100-40gb in nodes of 8 (at most 36." in " ".join(shown.split())
+    assert "Stages of 1: 0 on h100-80gb" in " ".join(shown.split())

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pipeflow import make_schedule, simulate
 from pipeflow.core.action import Kind
 from pipeflow.core.analysis.idle_time import causes
 from pipeflow.core.analysis.measures import utilisations
@@ -267,3 +268,16 @@ def test_every_rank_says_how_busy_it_is(page: Page) -> None:
     page.open(timeline)
     rows = data_of(page)["timelines"][0]["rows"]
     assert [row["used"] for row in rows] == [f"{used:.1%}" for used in utilisations(timeline)]
+
+
+def test_slices_are_told_apart(page: Page) -> None:
+    timeline = simulate(make_schedule("seq1f1b", ranks=2, microbatches=2, slices=11))
+    page.open(timeline)
+    waiting = next(cause for cause in causes(timeline)[0] if str(cause.span.action) == "0B0.10")
+    assert waiting.value is not None
+    page.place(timeline, "0B0.10")
+    told = page.text("#spoken")
+    assert "microbatch 0.10" in told
+    assert f"{waiting.value} " in told
+    for text, matches in (("F0.1", 2), ("F0.10", 2), ("F0", 22), ("0F1.9", 1)):
+        assert sought(page, text).split()[0] == str(matches)

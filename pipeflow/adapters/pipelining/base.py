@@ -24,7 +24,7 @@ from pipeflow.adapters.pipelining.stage import INDICES, BuilderCall, StageCall, 
 from pipeflow.core.action import Action, Entry, Kind, actions_of
 from pipeflow.core.errors import PipelineError, UsageError
 from pipeflow.core.placement import Placement
-from pipeflow.core.schedule import Schedule, require_whole
+from pipeflow.core.schedule import Schedule, require_unsliced
 from pipeflow.engine.parallel.context import Context, context_if_launched, keep, kept
 from pipeflow.engine.parallel.launcher import launch
 from pipeflow.engine.parallel.transport.agreement import all_gather
@@ -61,7 +61,7 @@ def order_of(name: str, ranks: int, stages: int, microbatches: int) -> dict[int,
             continue
         if len(path) == stages:
             schedule = make_schedule(name, ranks=ranks, microbatches=microbatches, **options)
-            require_whole(schedule, "torch.distributed.pipelining")
+            require_unsliced(schedule, "torch.distributed.pipelining")
             return {rank: [_action(entry) for entry in row] for rank, row in enumerate(schedule.rows)}
     raise UsageError(f"schedule {name!r} does not run {stages} stages on {ranks} ranks, each stage on one of them")
 

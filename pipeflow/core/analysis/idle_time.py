@@ -15,7 +15,6 @@ from typing import NamedTuple
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.dataflow import DATAFLOW, AtStage, Key, Stream, Value, flows, makers
 from pipeflow.core.rows import first_uses
-from pipeflow.core.schedule import slices_of
 from pipeflow.core.timeline import Row, Span, Timeline, require_timeline
 
 SENTENCES = {
@@ -227,8 +226,7 @@ class _RunIndex:
         require_timeline(timeline)
         self.makespan = timeline.makespan
         self.streams = {stream: timeline.on(stream) for stream in (Stream.COMPUTE, *timeline.streams)}
-        slices = slices_of(span.action for span in timeline)
-        self._flows = flows(timeline.placement.num_stages, (), slices)
+        self._flows = flows(timeline.placement.num_stages, (), timeline.slices)
         self._places: dict[Key, tuple[Row, int]] = {}
         self._again: dict[int, int] = {}  # per span whose action ran before, its position
         for row in self.rows():

@@ -13,7 +13,7 @@ from pipeflow.core.analysis.idle_time import Usual, awaited, pauses
 from pipeflow.core.cost import CostModel, Link, costs_of
 from pipeflow.core.dataflow import DATAFLOW, Stream, Value, makes, needs
 from pipeflow.core.errors import UsageError
-from pipeflow.core.schedule import Schedule, require_whole, slices_of
+from pipeflow.core.schedule import Schedule, require_unsliced
 from pipeflow.core.timeline import Row, Span, Timeline, require_timeline
 
 
@@ -30,9 +30,8 @@ def executed_schedule(timeline: Timeline) -> Schedule:
     microbatches = max((action.microbatch for action in actions), default=0) + 1
     if microbatches > max(len(actions), 1):
         raise UsageError(f"{len(actions)} actions are too few for {microbatches} microbatches")
-    slices = slices_of(actions)
-    rows = tuple(tuple(_entries(row, timeline.placement.num_stages, slices)) for row in timeline.rows)
-    return Schedule(timeline.name, timeline.placement, microbatches, rows, slices)
+    rows = tuple(tuple(_entries(row, timeline.placement.num_stages, timeline.slices)) for row in timeline.rows)
+    return Schedule(timeline.name, timeline.placement, microbatches, rows, timeline.slices)
 
 
 def _entries(row: Row, num_stages: int, slices: int) -> Iterator[Entry]:
@@ -70,6 +69,8 @@ def measured_costs(timeline: Timeline, *, late_apart: bool = False) -> CostModel
             means, but `CostModel.late`.
     """
     require_timeline(timeline)
+    if timeline.slices > 1:
+        require_unsliced(executed_schedule(timeline), "the measurement of costs")
     late, times = dict[Action, float](), dict[tuple[Kind, int], list[float]]()
     known = Usual(timeline)
     for span in timeline:
@@ -78,7 +79,6 @@ def measured_costs(timeline: Timeline, *, late_apart: bool = False) -> CostModel
         else:
             times.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)
 
-    require_whole(executed_schedule(timeline), "the measurement of costs")
     engine = _Engine(timeline)
 
     def mean(kind: Kind, stage: int) -> float:

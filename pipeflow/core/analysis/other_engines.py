@@ -19,7 +19,7 @@ from pipeflow.core.dataflow import PASSING, Content, Stream, makes, stream_of
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.rows import HANDLING, cells
-from pipeflow.core.schedule import Schedule, require_whole
+from pipeflow.core.schedule import Schedule, require_unsliced
 
 WAITS_SINCE = (2, 15)  # the version of torch
 LETTERS = {Content.ACTIVATION: "F", Content.GRADIENT: "B"}
@@ -43,7 +43,7 @@ def lowered_csv(schedule: Schedule, torch: str | None = None) -> str:
     Raises UsageError for a schedule of two directions, which torch has none of, or for what is no version, and
     ScheduleError for a schedule that cannot run to its end.
     """
-    require_whole(schedule, "torch.distributed.pipelining")
+    require_unsliced(schedule, "torch.distributed.pipelining")
     placement, schedule = schedule.placement, schedule.with_reductions()
     schedule = replace(schedule, rows=tuple(map(_whole_throughout, schedule.rows)))
     if len(placement.paths) > 1:

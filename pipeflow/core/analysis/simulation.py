@@ -285,9 +285,8 @@ def unlimited(
         action, start = actions[0], free[rank]
         kind = action.kind
         if varied:
-            durations = varied.get(
-                (action.microbatch, action.slice), usual
-            )  # joint actions have the same time in all of them
+            # joint actions have the same time in all of them
+            durations = varied.get((action.microbatch, action.slice), usual)
         for value in needs:
             if there[value] > start:
                 start = there[value]

@@ -49,15 +49,16 @@ function readCurve(memory, levels) {
 }
 
 /** A block: an action in time. `before` is the block before it on its lane, `after` the one it began after, `value` what
- * it waited for, and `partner` the other block of its pair. `followed` is its microbatch, if it belongs to a single one.
- * `notes` are sentences that a feature adds. */
+ * it waited for, and `partner` the other block of its pair. `part` is the text of its microbatch and slice. `followed` is
+ * its microbatch, if it belongs to a single one. `notes` are sentences that a feature adds. */
 function makeBlock(written, row, index, action, kinds, laneOf) {
   const at = action.search(LETTER);
   const kind = kinds[action[at]];
-  const [stage, microbatch] = [Number(action.slice(0, at)), Number(action.slice(at + 1))];
+  const [stage, part] = [Number(action.slice(0, at)), action.slice(at + 1)];
+  const microbatch = parseInt(part, 10);
   return {
     action, kind, row, rank: row.rank, index, lane: laneOf[action[at]], stage, chunk: written.chunks[stage],
-    microbatch, followed: kind.single ? microbatch : null,
+    part, microbatch, followed: kind.single ? microbatch : null,
     start: written.times[2 * index], end: written.times[2 * index + 1],
     before: null, after: null, value: null, partner: null, critical: false, moved: false, notes: [],
   };
@@ -65,9 +66,9 @@ function makeBlock(written, row, index, action, kinds, laneOf) {
 
 /** The cause of a block that did not begin after the one before it: nothing, or a place, or a place and the value made
  * there. */
-function readCause([rank, index, content, stage, microbatch], at) {
+function readCause([rank, index, content, stage, microbatch, slice], at) {
   if (rank === undefined) return {after: null};
-  return {after: at(rank, index), value: content === undefined ? null : {content, stage, microbatch}};
+  return {after: at(rank, index), value: content === undefined ? null : {content, stage, microbatch, slice}};
 }
 
 /** The blocks of a microbatch in a timeline, in order of time. */

@@ -1,6 +1,6 @@
 /* Find: the blocks that a text describes, such as 2F0, F0, stage 2 or rank 1 B. */
 
-const PART = /\s*(?:(rank|stage|chunk|microbatch) *(\d+)|(\d*)([a-z])(\d*))(?:[\s,]+|$)/iy;
+const PART = /\s*(?:(rank|stage|chunk|microbatch) *(\d+)|(\d*)([a-z])(\d*(?:\.\d+)?))(?:[\s,]+|$)/iy;
 
 /** Tests for blocks, all of which must hold; null if the text has not the form. */
 function tests(text, kinds) {
@@ -8,13 +8,13 @@ function tests(text, kinds) {
   PART.lastIndex = 0;
   while (PART.lastIndex < text.length) {
     const match = PART.exec(text);
-    const [, word, number, stage, letter, microbatch] = match ?? [];
+    const [, word, number, stage, letter, part] = match ?? [];
     const kind = letter && kinds[letter.toUpperCase()];
     if (!word && !kind) return null;
     if (word) found.push((block) => block[word.toLowerCase()] === Number(number));
     else {
       found.push((block) => block.kind === kind && (!stage || block.stage === Number(stage))
-        && (!microbatch || block.microbatch === Number(microbatch)));
+        && (!part || (part.includes(".") ? block.part === part : block.microbatch === Number(part))));
     }
   }
   return found;

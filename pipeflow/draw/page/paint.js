@@ -117,7 +117,7 @@ export function paintNumbers(context, blocks, edges, place, marks, colours) {
   blocks.forEach((block, at) => {
     const [left, width] = edges[at];
     const [first, end] = [Math.max(left, place.left), Math.min(left + width, place.left + place.width)];
-    const text = String(block.microbatch);
+    const text = block.part;
     const size = SIZES.find((size) => size < height && text.length * size * 0.63 <= end - first - 1);
     if (size === undefined) return;
     if (size !== font) context.font = `${font = size}px ${FONT}`;

@@ -75,7 +75,7 @@ function paintToken(context, {palette}, {place}, {rank, tracks: [{starts, blocks
   context.fill();
   context.stroke();
   context.fillStyle = colours.ink;
-  if (String(block.microbatch).length * 4 <= radius * 1.7) context.fillText(block.microbatch, x, y + 3.5);
+  if (block.part.length * 4 <= radius * 1.7) context.fillText(block.part, x, y + 3.5);
   return true;
 }
 

@@ -289,13 +289,16 @@ def _row(row: Row) -> dict[str, Any]:
 
 def _causes(timeline: Timeline, row: Sequence[Cause]) -> Iterator[tuple[int, ...]]:
     """For each span whose cause is not the span before it on its stream: its index; rank and index of the span that it
-    started after, unless it started at once; content, stage and microbatch of the value that it waited for, if any.
+    started after, unless it started at once; content, stage, microbatch and, if it has one, slice of the value that it
+    waited for, if any.
     """
     before: dict[Stream, Span] = {}
     for index, (span, after, value) in enumerate(row):
         if value is not None or after is not before.get(span.stream):
             place = () if after is None else _place(timeline, after)
             waited = () if value is None else (CONTENTS.index(value.content), value.stage, value.microbatch)
+            if value is not None and value.slice is not None:
+                waited = (*waited, value.slice)
             yield index, *place, *waited
         before[span.stream] = span
 

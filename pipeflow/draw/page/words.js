@@ -22,7 +22,7 @@ export function saidRange(data, {first, last}) {
 export function facts(data, block) {
   return [
     ["stage", `${block.stage} (chunk ${block.chunk} of its rank)`],
-    [block.kind.counts, block.microbatch],
+    [block.kind.counts, block.part],
     ["rank", block.rank],
     ["start", saidTime(data, block.start)],
     ["end", saidTime(data, block.end)],
@@ -43,7 +43,8 @@ function cause({sentences, contents}, {action, rank, after, value}) {
   if (after === null) return filled(sentences.at_once, {action, rank});
   if (value === null) return filled(sentences.after, {action, rank, other: after.action});
   const said = filled(sentences.value, {...value, content: contents[value.content]});
-  return filled(sentences.waited, {action, rank, value: said, source: after.rank});
+  const part = value.slice === undefined ? "" : `, slice ${value.slice}`;
+  return filled(sentences.waited, {action, rank, value: said + part, source: after.rank});
 }
 
 /** How long its rank computed nothing before a block; 0 for blocks beside the computations. */

@@ -17,7 +17,7 @@ from pipeflow.core.cost import CostModel, require_cost_model
 from pipeflow.core.dataflow import DATAFLOW, Content, Stream, stream_of
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import stages_among
-from pipeflow.core.schedule import Schedule, require_schedule, require_whole
+from pipeflow.core.schedule import Schedule, require_schedule, require_unsliced
 from pipeflow.core.timeline import Span
 
 ROUNDING = 1e-9  # by which times that are equal may differ
@@ -152,7 +152,7 @@ def with_offload(schedule: Schedule, cost: CostModel, stages: Iterable[int] | No
     exist.
     """
     require_schedule(schedule)
-    require_whole(schedule, "offloading")
+    require_unsliced(schedule, "offloading")
     require_cost_model(cost)
     among = stages_among(schedule.placement, stages)
     require_copies(cost)

@@ -13,12 +13,12 @@ from pipeflow.draw import Axis, Bar, Point, Table, bars_svg, scatter_svg
 from pipeflow.draw.captions import Unit
 from pipeflow.planning.catalog import model_named
 from pipeflow.planning.cuts import even_cut
+from pipeflow.planning.device_map import crossing
 from pipeflow.planning.estimate import MEANINGS, Breakdown, breakdown
 from pipeflow.planning.layout import Layout
 from pipeflow.planning.layout_ties import TIE, plainer
 from pipeflow.planning.layouts import Layouts, Ranked, described
 from pipeflow.planning.replanning import Candidate, Replan
-from pipeflow.planning.seating import crossing
 from pipeflow.planning.setup import ContextKind
 from pipeflow.planning.similar import said, similar_error, uncounted, unpriced
 from pipeflow.planning.step_plan import TITLES, Plan
@@ -174,8 +174,9 @@ def _model_json(found: Plan) -> dict[str, Any]:
 
 def _kinds_json(found: Plan) -> list[list[str]] | None:
     """Per pipeline rank, the names of the kinds of devices that it lies on."""
-    ranks = range(len(found.ranks))
-    return None if (seats := found.seats) is None else [[each.device.name for each in seats.on(rank)] for rank in ranks]
+    if (mapped := found.device_map) is None:
+        return None
+    return [[kind.device.name for kind in mapped.on(rank)] for rank in range(len(found.ranks))]
 
 
 def _step_json(found: Plan) -> dict[str, Any]:
@@ -297,7 +298,10 @@ def _devices(found: Layouts) -> str:
     (kind, _), *others = taken = wanted.cluster.taken(wanted.devices)
     if not others:
         return f"{wanted.devices:,} devices {kind.device.name}, at most {bytes_text(wanted.limit)} on each"
-    kinds = [f"{many:,} {each.device.name} (at most {bytes_text(wanted.limit_of(each))})" for each, many in taken]
+    kinds = [
+        f"{many:,} {each.device.name} in nodes of {each.devices_per_node} (at most {bytes_text(wanted.limit_of(each))})"
+        for each, many in taken
+    ]
     return f"{wanted.devices:,} devices: {listed(kinds)}"
 
 
@@ -379,8 +383,8 @@ def _search_notes(found: Layouts) -> Lines:
     yield from wrapped(" ".join(_split(found)))
     if not first.layout.setup.stores_scores and first.plan.attention:
         yield f"All with --attention {first.plan.attention}."
-    if (seats := first.plan.seats) is not None and len(seats.kinds) > 1:
-        yield from wrapped(f"1 has {seats.described(first.plan.schedule.placement)}")
+    if (mapped := first.plan.device_map) is not None and len(mapped.kinds) > 1:
+        yield from wrapped(f"Stages of 1: {mapped.described(first.plan.schedule.placement)}")
     cut = first.layout.cut
     if cut != even_cut(wanted.model.layers, len(cut)):
         yield from wrapped(f"Layers per stage of 1: {' '.join(str(end - start) for start, end in cut)}")

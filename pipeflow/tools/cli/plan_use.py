@@ -71,13 +71,13 @@ def started(devices: int, cluster: Cluster | None, script: str) -> str:
 
 def _launch(found: Plan) -> Iterator[str]:
     """What starts the script of a plan, on each node of its kind."""
-    cluster, seats = found.cluster, found.seats
-    if cluster is None or seats is None or not cluster.further:
+    cluster, mapped = found.cluster, found.device_map
+    if cluster is None or mapped is None or not cluster.further:
         yield from _typed(started(found.devices, cluster, "train.py"))
         if cluster is not None and (rest := found.devices % cluster.devices_per_node) < found.devices and rest:
             yield f"on the last node with --nproc-per-node {rest}"
         return
-    taken, times = cluster.taken(found.devices), 1 if seats.is_mixed else found.setup.data
+    taken, times = cluster.taken(found.devices), 1 if mapped.is_mixed else found.setup.data
     sizes = [kind.devices_per_node for kind, _ in taken]
     counts = [-(-many // (size * times)) for (_, many), size in zip(taken, sizes, strict=True)]
     each = [

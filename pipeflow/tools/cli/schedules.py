@@ -157,9 +157,10 @@ def run_verify(arguments: argparse.Namespace) -> int:
     if violations:
         return 1
     placement = schedule.placement
+    cut = f" of {schedule.slices} slices" if schedule.slices > 1 else ""
     print(
         f"{printable(schedule.name)} is sound: {placement.num_ranks} ranks, {placement.num_stages} stages, "
-        f"{schedule.num_microbatches} microbatches"
+        f"{schedule.num_microbatches} microbatches{cut}"
     )
     return 0
 

@@ -23,7 +23,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.core.route import Routes
 from pipeflow.core.rows import first_uses
-from pipeflow.core.schedule import Schedule, require_whole
+from pipeflow.core.schedule import Schedule, require_unsliced
 from pipeflow.core.soundness.verification import verify
 from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.transport.agreement import all_gather, connect_devices, told_alike
@@ -329,7 +329,7 @@ def require_sound(schedule: Schedule, placement: Placement) -> None:
             f"schedule {schedule.name!r} has another placement than this Pipeline's stages: "
             f"{schedule.placement.paths}, not {placement.paths}; make a Pipeline for it"
         )
-    require_whole(schedule, "the engine")
+    require_unsliced(schedule, "the engine")
     if violations := verify(schedule):
         raise ScheduleError(f"schedule {schedule.name!r} is not sound:", violations)
 

@@ -12,9 +12,9 @@ import pytest
 
 from pipeflow import GPT, Placement, Setup, UsageError, make_schedule, plan
 from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.device_map import map_devices
 from pipeflow.planning.layout import Wanted
 from pipeflow.planning.layouts import find_layouts
-from pipeflow.planning.seating import seating
 
 MODEL = GPT(layers=24, hidden=4096, heads=32, positions=2048, vocabulary=32000)
 FAST, SLOW = Cluster.of("h100-80gb"), Cluster.of("a100-80gb")
@@ -53,20 +53,20 @@ def test_two_kinds_lie_between_one_and_the_other(ranks: int, setup: Setup, name:
 
 def test_a_rank_lies_on_one_kind_where_whole_nodes_can_be_listed_in_turn() -> None:
     two = both(FAST, SLOW, 2)
-    assert seating(two, Setup(tensor=8, data=2), 2).ranks == ((0,), (1,))
-    assert seating(two, Setup(tensor=4, data=4), 2).ranks == ((0, 1),) * 2
+    assert map_devices(two, Setup(tensor=8, data=2), 2).ranks == ((0,), (1,))
+    assert map_devices(two, Setup(tensor=4, data=4), 2).ranks == ((0, 1),) * 2
     uneven = both(FAST, replace(FAST, devices_per_node=4), 3)
-    assert seating(uneven, Setup(tensor=4), 7).ranks == ((0,),) * 6 + ((1,),)
-    assert [kind.devices_per_node for kind in seating(uneven, Setup(tensor=4, data=7), 1).kinds] == [4, 4]
+    assert map_devices(uneven, Setup(tensor=4), 7).ranks == ((0,),) * 6 + ((1,),)
+    assert [kind.devices_per_node for kind in map_devices(uneven, Setup(tensor=4, data=7), 1).kinds] == [4, 4]
     four = replace(FAST, nodes=1, devices_per_node=4)
     with pytest.raises(UsageError, match="groups of 8 tensor and context ranks do not divide the 4 devices"):
-        seating(replace(four, further=(SLOW,)), Setup(tensor=8), 2)
+        map_devices(replace(four, further=(SLOW,)), Setup(tensor=8), 2)
 
 
 def test_kinds_meet_between_nodes_even_if_a_node_would_have_room_for_both() -> None:
     small, large = replace(FAST, nodes=1, devices_per_node=4), replace(SLOW, devices_per_node=72)
-    seats = seating(replace(small, further=(large,)), Setup(), 8)
-    meshes = [seats.mesh(Setup(), kind) for kind in range(2)]
+    mapped = map_devices(replace(small, further=(large,)), Setup(), 8)
+    meshes = [mapped.mesh(Setup(), kind) for kind in range(2)]
     assert [mesh.crosses(3, 4) for mesh in meshes] == [True, True]
     assert not meshes[1].crosses(4, 7)
 

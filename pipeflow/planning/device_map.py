@@ -1,4 +1,4 @@
-"""Seating: the kinds of nodes that each pipeline rank of a layout lies on. Must not contain: what a kind of device
+"""Device map: the kinds of nodes that each pipeline rank of a layout lies on. Must not contain: what a kind of device
 takes.
 
 If the devices of each kind are a whole number of pipeline ranks, in whole nodes, then a rank lies on one kind, and the
@@ -24,7 +24,7 @@ from pipeflow.planning.setup import Setup
 
 
 @dataclass(frozen=True, slots=True)
-class Seating:
+class DeviceMap:
     """Where a layout lies.
 
     Attributes:
@@ -56,31 +56,26 @@ class Seating:
         return tuple(self.kinds[kind] for kind in self.ranks[rank])
 
     def described(self, placement: Placement) -> str:
-        """Which stages lie on which kind, in a line.
+        """Which stages lie on which kind, in a line without its beginning, "stages: ".
 
         >>> fast, slow = Cluster.of("h100-80gb", nodes=1), Cluster.of("a100-80gb")
-        >>> found = seating(replace(fast, further=(slow,)), Setup(tensor=4), 4)
+        >>> found = map_devices(replace(fast, further=(slow,)), Setup(tensor=4), 4)
         >>> found.described(Placement.linear(4))
-        'stages 0-1 on h100-80gb (nodes of 8), 2-3 on a100-80gb (nodes of 8)'
+        '0-1 on h100-80gb (nodes of 8), 2-3 on a100-80gb (nodes of 8)'
         """
         if self.is_mixed:
-            names = listed(list(map(_named, self.kinds)))
-            return (
-                f"each stage on {names}, planned as the slowest of them with nodes of {self.kinds[0].devices_per_node}"
-            )
+            names = listed([*dict.fromkeys(kind.device.name for kind in self.kinds)])
+            slowest = "the slowest of them in " if len({kind.device.name for kind in self.kinds}) > 1 else ""
+            return f"each on all nodes of {names}, planned as {slowest}nodes of {self.kinds[0].devices_per_node}"
         parts = []
         for place, kind in enumerate(self.kinds):
             stages = sorted({stage for rank in self.ranks_on(place) for stage in placement.stages_of(rank)})
-            parts.append(f"{ranges(stages)} on {_named(kind)}")
-        return f"stages {', '.join(parts)}"
+            parts.append(f"{ranges(stages)} on {kind.device.name} (nodes of {kind.devices_per_node})")
+        return ", ".join(parts)
 
     def mesh(self, setup: Setup, kind: int, inner: Order | None = None) -> Mesh:
         """The mesh of the layout as ranks of this kind see it."""
         return Mesh.of(setup, len(self.ranks), self.kinds[kind].devices_per_node, inner, self.starts)
-
-
-def _named(kind: Cluster) -> str:
-    return f"{kind.device.name} (nodes of {kind.devices_per_node})"
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -99,13 +94,13 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 @lru_cache(maxsize=1024)
-def seating(cluster: Cluster, setup: Setup, pipeline: int, inner: Order | None = None) -> Seating:
+def map_devices(cluster: Cluster, setup: Setup, pipeline: int, inner: Order | None = None) -> DeviceMap:
     """Where a layout of so many pipeline ranks lies on a cluster. `inner` is as in `Mesh`.
 
     >>> fast, slow = Cluster.of("h100-80gb", nodes=1), Cluster.of("a100-80gb")
-    >>> seating(replace(fast, further=(slow,)), Setup(tensor=4), 4).ranks
+    >>> map_devices(replace(fast, further=(slow,)), Setup(tensor=4), 4).ranks
     ((0,), (0,), (1,), (1,))
-    >>> seating(replace(fast, further=(slow,)), Setup(data=16), 1).ranks
+    >>> map_devices(replace(fast, further=(slow,)), Setup(data=16), 1).ranks
     ((0, 1),)
 
     Raises UsageError for more devices than the cluster has, and for tensor or context ranks on two kinds.
@@ -113,7 +108,7 @@ def seating(cluster: Cluster, setup: Setup, pipeline: int, inner: Order | None =
     taken = cluster.taken(pipeline * setup.tensor * setup.replicas)
     kinds, devices = zip(*taken, strict=True)
     if len(kinds) == 1:
-        return Seating(kinds, devices, ((0,),) * pipeline)
+        return DeviceMap(kinds, devices, ((0,),) * pipeline)
     copy = setup.tensor * setup.context
     for kind, many in taken:
         if many % copy:
@@ -127,12 +122,12 @@ def seating(cluster: Cluster, setup: Setup, pipeline: int, inner: Order | None =
         for kind, many in taken
     ):
         ranks = ((place,) * (many // (copy * setup.data)) for place, many in enumerate(devices))
-        return Seating(kinds, devices, tuple((place,) for each in ranks for place in each))
+        return DeviceMap(kinds, devices, tuple((place,) for each in ranks for place in each))
     size = math.gcd(*devices, *(kind.devices_per_node for kind in kinds))
     alike = tuple(
         replace(kind, devices_per_node=size, devices_per_nic=math.gcd(size, kind.devices_per_nic)) for kind in kinds
     )
-    return Seating(alike, devices, (tuple(range(len(kinds))),) * pipeline)
+    return DeviceMap(alike, devices, (tuple(range(len(kinds))),) * pipeline)
 
 
 def crossing(setup: Setup, pipeline: int, cluster: Cluster) -> dict[str, bool]:
@@ -141,8 +136,8 @@ def crossing(setup: Setup, pipeline: int, cluster: Cluster) -> dict[str, bool]:
     >>> crossing(Setup(tensor=8, data=2), 4, Cluster.of("a100-80gb"))
     {'tensor': False, 'pipeline': True, 'data': True}
     """
-    seats = seating(cluster, setup, pipeline)
-    meshes = [seats.mesh(setup, kind) for kind in range(len(seats.kinds))]
+    mapped = map_devices(cluster, setup, pipeline)
+    meshes = [mapped.mesh(setup, kind) for kind in range(len(mapped.kinds))]
 
     def is_far(groups: list[RankGroup]) -> bool:
         return any(group.nodes > 1 for group in groups)
