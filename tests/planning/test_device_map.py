@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeflow import GPT, Placement, Setup, UsageError, make_schedule, plan
 from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.cuts import cut_by_load
 from pipeflow.planning.device_map import map_devices
 from pipeflow.planning.layout import Wanted
+from pipeflow.planning.layout_cells import Cell, meshes
+from pipeflow.planning.layout_trials import least_seconds
 from pipeflow.planning.layouts import find_layouts
+from pipeflow.planning.physical import physical_costs
 
 MODEL = GPT(layers=24, hidden=4096, heads=32, positions=2048, vocabulary=32000)
 FAST, SLOW = Cluster.of("h100-80gb"), Cluster.of("a100-80gb")
@@ -135,3 +142,71 @@ def test_both_ranks_of_a_stage_in_two_directions_count() -> None:
     assert placement != Placement.linear(4)
     setup = Setup(tensor=4)
     assert seconds(both(FAST, SLOW), 4, setup, "chimera") == pytest.approx(seconds(SLOW, 4, setup, "chimera"), rel=1e-3)
+
+
+def test_a_transfer_between_two_kinds_takes_the_slower_network() -> None:
+    slow = replace(SLOW, network_bandwidth=FAST.network_bandwidth / 4)
+    cost = physical_costs(MODEL, Placement.linear(4), Setup(tensor=4), both(FAST, slow)).cost
+    assert {cost.link(*ends).bandwidth for ends in ((1, 2), (2, 1))} == {
+        physical_costs(MODEL, Placement.linear(4), Setup(tensor=8), slow).cost.link(1, 2).bandwidth
+    }
+
+
+def test_the_optimizer_of_each_kind_has_the_weights_of_its_own_ranks() -> None:
+    cut, placement = ((0, 23), (23, 24)), Placement.linear(2)
+    fast, slow, mix = (
+        physical_costs(MODEL, placement, Setup(tensor=8), kind, cut=cut).optimizer
+        for kind in (FAST, SLOW, both(FAST, SLOW))
+    )
+    assert fast == mix < slow
+
+
+def test_a_fast_kind_of_little_memory_gets_few_layers() -> None:
+    small = replace(FAST, device=replace(FAST.device, memory_bytes=6 * 2**30))
+    wanted = Wanted(MODEL, both(small, SLOW), 16, 32, tensor=4, pipeline=4, schedules=("1f1b",))
+    best = find_layouts(wanted, top=1).ranked[0]
+    assert best.plan.fits
+    assert [end - start for start, end in best.layout.cut][:2] == [1, 1]
+
+
+@given(layers=st.integers(3, 12), paces=st.tuples(*[st.floats(1, 4)] * 3), ends=st.tuples(*[st.floats(0, 3)] * 2))
+@settings(max_examples=60, deadline=None)
+def test_no_other_cut_has_a_lighter_busiest_rank(
+    layers: int, paces: tuple[float, ...], ends: tuple[float, float]
+) -> None:
+    def busiest(sizes: tuple[int, ...]) -> float:
+        loads = (sizes[0] + ends[0], sizes[1], sizes[2] + ends[1])
+        return max(load * pace for load, pace in zip(loads, paces, strict=True))
+
+    sizes = tuple(end - start for start, end in cut_by_load(layers, Placement.linear(3), *ends, paces))
+    every = [each for each in product(range(1, layers), repeat=3) if sum(each) == layers]
+    assert busiest(sizes) == pytest.approx(min(map(busiest, every)))
+
+
+@pytest.mark.parametrize("mix", [both(FAST, SLOW), both(SLOW, FAST)])
+def test_no_layout_is_faster_than_its_bound(mix: Cluster) -> None:
+    wanted = Wanted(MODEL, mix, 16, 128, tensor=8, pipeline=2, schedules=("zb-v",))
+    for each in find_layouts(wanted, top=3).ranked:
+        cell = Cell(each.layout.setup, each.layout.pipeline, each.layout.microbatches)
+        assert 0.85 * each.step_seconds < least_seconds(wanted, cell) <= each.step_seconds
+
+
+def test_groups_of_tensor_ranks_that_would_lie_on_two_kinds_are_not_tried() -> None:
+    uneven = replace(FAST, nodes=3, further=(replace(FAST, nodes=2, devices_per_node=4),))
+    wanted = Wanted(MODEL, uneven, 32, 32, pipeline=1, schedules=("1f1b",))
+    assert {each.tensor for each in meshes(wanted)} == {1, 2, 4, 8}
+
+
+def test_nodes_that_no_group_fits_count_as_small_as_their_common_divisor() -> None:
+    mixed = replace(FAST, nodes=3, further=(replace(SLOW, devices_per_node=6),))
+    assert [kind.devices_per_node for kind in map_devices(mixed, Setup(data=36), 1).kinds] == [2, 2]
+
+
+def test_neighbours_that_are_alike_are_one_kind() -> None:
+    assert both(FAST, FAST).taken(16) == ((FAST, 16),)
+
+
+def test_kinds_with_other_kernels_have_none_in_common() -> None:
+    schedule = make_schedule("1f1b", ranks=4, microbatches=8)
+    found = [plan(MODEL, schedule, Setup(tensor=4), cluster=each) for each in (FAST, both(FAST, SLOW))]
+    assert [each.attention for each in found] == ["flash3", None]
