@@ -51,6 +51,7 @@ def run_threads(
     device: str = "cpu",
     tensor: int = 1,
     data: int = 1,
+    context: int = 1,
 ) -> list[Any]:
     """Calls `function(*arguments)` on every rank, with ranks as threads of this process over a LocalTransport. Returns
     the list of results by rank.
@@ -63,17 +64,19 @@ def run_threads(
         timeout: the transport's timeout in seconds, as in `launch`.
         device: "cpu", or a GPU; on a GPU each rank computes on its own stream.
         tensor: number of tensor ranks; 1 on a GPU.
-        data: number of replicas; the pipeline has ranks / (tensor * data) ranks.
+        data: number of replicas.
+        context: number of context ranks; 1 on a GPU. The pipeline has the remaining ranks.
 
-    Raises RankError if a rank raised an error, or did not finish within the deadline, and UsageError for tensor ranks
-    on a GPU.
+    Raises RankError if a rank raised an error, or did not finish within the deadline, and UsageError for tensor or
+    context ranks on a GPU.
     """
     keep_device_guard()  # a fake tensor's would end with its thread in torch 2.11 for GPUs where there are none
-    hub, place, layout = Hub(ranks), torch.device(device), WorldLayout.of(ranks, ranks // (tensor * data), tensor)
-    if tensor > 1 and place.type not in _ON_THE_CALLERS_THREAD:
+    hub, place, layout = Hub(ranks), torch.device(device), _layout(ranks, tensor, data, context)
+    if tensor * context > 1 and place.type not in _ON_THE_CALLERS_THREAD:
         raise UsageError(
-            f"tensor ranks that are threads cannot share {place}: autograd runs the backwards of all threads on one "
-            "thread per device, where the first collective would wait for ever; use run_processes, or device='cpu'"
+            f"{'tensor' if tensor > 1 else 'context'} ranks that are threads cannot share {place}: autograd runs the "
+            "backwards of all threads on one thread per device, where the first collective would wait for ever; use "
+            "run_processes, or device='cpu'"
         )
     results: list[Any] = [None] * ranks
     errors: dict[int, str] = {}
@@ -81,8 +84,8 @@ def run_threads(
 
     def run(rank: int) -> None:
         transport = LocalTransport(hub, rank, device=place, timeout=timeout)
-        contexts[rank] = context = Context(rank, layout, place, transport)
-        set_context(context)
+        contexts[rank] = own = Context(rank, layout, place, transport)
+        set_context(own)
         if place.type == "cuda":
             torch.cuda.set_stream(torch.cuda.Stream(place))
         try:
@@ -91,7 +94,7 @@ def run_threads(
             errors[rank] = traceback.format_exc()
             transport.report(Failure(rank, f"its thread ended: {error!r}"))
         finally:
-            context.close()
+            own.close()
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(ranks)]
     for thread in threads:
@@ -109,6 +112,10 @@ def run_threads(
     return results
 
 
+def _layout(ranks: int, tensor: int, data: int, context: int) -> WorldLayout:
+    return WorldLayout.of(ranks, ranks // (tensor * data * context), tensor, context)
+
+
 def run_processes(
     function: Callable[..., Any],
     ranks: int,
@@ -118,12 +125,13 @@ def run_processes(
     may_die: Sequence[int] = (),
     tensor: int = 1,
     data: int = 1,
+    context: int = 1,
 ) -> list[Any]:
     """Calls `function(*arguments)` on every rank, with ranks as processes that have called `launch`. Returns the list
     of results by rank.
 
     Args:
-        function, ranks, arguments, tensor, data: as in `run_threads`; function, arguments and results must be
+        function, ranks, arguments, tensor, data, context: as in `run_threads`; function, arguments and results must be
             picklable.
         deadline: seconds after which ranks that still run are ended.
         timeout: as in `launch`, in seconds.
@@ -131,17 +139,17 @@ def run_processes(
 
     Raises RankError if a rank raised an error or died, or did not finish within the deadline.
     """
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    port, layout = free_port(), WorldLayout.of(ranks, ranks // (tensor * data), tensor)
-    together = context.Barrier(ranks)  # all processes start before `timeout` begins to count
+    start: Any = multiprocessing.get_context("forkserver")
+    start.set_forkserver_preload(PRELOADED)
+    port, layout = free_port(), _layout(ranks, tensor, data, context)
+    together = start.Barrier(ranks)  # all processes start before `timeout` begins to count
     with tempfile.TemporaryDirectory() as folder:
         connections: list[Connection] = []
         processes: list[BaseProcess] = []
         for rank in range(ranks):
-            here, there = context.Pipe(duplex=False)
+            here, there = start.Pipe(duplex=False)
             place = (rank, layout, port, timeout, str(Path(folder, f"{rank}.stack")))
-            process = context.Process(target=_run_rank, args=(there, together, place, function, arguments), daemon=True)
+            process = start.Process(target=_run_rank, args=(there, together, place, function, arguments), daemon=True)
             process.start()
             there.close()
             connections.append(here)
@@ -170,7 +178,7 @@ def _run_rank(
     torch.set_num_threads(1)
     try:
         together.wait()
-        launch(layout.pipeline, layout.tensor, timeout=timeout)
+        launch(layout.pipeline, layout.tensor, context=layout.context, timeout=timeout)
         _send(connection, (True, function(*arguments)))
     except BaseException:
         _send(connection, (False, traceback.format_exc()))

@@ -64,7 +64,7 @@ def measure_layers(layers: Layers, example: Any, *, runs: int = 5, clock: Clock 
         return _measured(layers, example, runs, device, clock)
     with context.alarm.raised_everywhere():
         context.alarm.expect_slow()
-        first = context.pipeline_rank == 0 and context.data_rank == 0  # all tensor ranks of it: they compute together
+        first = context.pipeline_rank == 0 and context.copies.rank == 0  # all tensor ranks of it: they compute together
         costs = _measured(layers, example, runs, context.device, clock) if first else None
         told: Any = all_gather_object(context.world, None if costs is None else asdict(costs))[0]
         return LayerCosts(**told)
@@ -221,7 +221,7 @@ def build_stages(
         own = names[slice(*parts[stage])]
         made = OrderedDict((name, _made(name, named[name], seed)) for name in own)
         chunks.append(nn.Sequential(made))
-        if context is None or (context.data_rank, context.tensor_rank) == (0, 0):
+        if context is None or (context.copies.rank, context.tensor_rank) == (0, 0):
             count = sum(_sizes(chunks[-1]).values())
             LOG.info("number of parameters: %d on pipeline stage %d (layers %s to %s)", count, stage, own[0], own[-1])
     _tie(list(named.values()), parts, placement, rank)

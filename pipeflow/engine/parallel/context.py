@@ -28,17 +28,20 @@ class Context:
 
     Attributes:
         rank: rank in the world.
-        layout: the sizes of the world's dimensions (data, pipeline, tensor).
+        layout: the sizes of the world's dimensions (data, pipeline, context, tensor).
         device: the device on which this process computes.
         world: the transport that connects all ranks.
         transport: the transport that connects the ranks of this rank's pipeline.
-        replicas: the transport that connects the ranks that hold the same weights and process other data.
+        replicas: the transport that connects the ranks that have the same place in other replicas.
+        holders: the transport that connects the ranks that hold the same weights, in all replicas and context ranks.
         tensor: the group of ranks that hold the other parts of the same layers.
+        context: the group of ranks that hold the same weights and the other tokens of the same sequences.
         data: the same ranks as `replicas`, as a group.
+        copies: the same ranks as `holders`, as a group, replica by replica.
         alarm: reports a failure on one rank to all ranks.
         world_size: number of ranks in the world.
-        pipeline_rank, tensor_rank, data_rank: indices of this rank along the dimensions of the layout.
-        pipeline_size, tensor_size, data_size: sizes of these dimensions.
+        pipeline_rank, tensor_rank, data_rank, context_rank: indices of this rank along the dimensions of the layout.
+        pipeline_size, tensor_size, data_size, context_size: sizes of these dimensions.
     """
 
     rank: int
@@ -47,39 +50,54 @@ class Context:
     world: Transport
     transport: Transport = field(init=False)
     replicas: Transport = field(init=False)
+    holders: Transport = field(init=False)
     tensor: Group = field(init=False)
+    context: Group = field(init=False)
     data: Group = field(init=False)
+    copies: Group = field(init=False)
     alarm: Alarm = field(init=False)
     world_size: int = field(init=False)
     pipeline_rank: int = field(init=False)
     tensor_rank: int = field(init=False)
     data_rank: int = field(init=False)
+    context_rank: int = field(init=False)
     pipeline_size: int = field(init=False)
     tensor_size: int = field(init=False)
     data_size: int = field(init=False)
+    context_size: int = field(init=False)
 
     def __post_init__(self) -> None:
         layout = self.layout
-        self.data_rank, self.pipeline_rank, self.tensor_rank = layout.place(self.rank)
+        self.data_rank, self.pipeline_rank, self.tensor_rank, self.context_rank = layout.place(self.rank)
         self.data_size, self.pipeline_size, self.tensor_size = layout.data, layout.pipeline, layout.tensor
-        self.world_size = layout.world_size
-        self.transport = Subset(self.world, self.layout.pipeline_ranks(self.rank))
-        self.replicas = Subset(self.world, self.layout.data_ranks(self.rank))
-        self.tensor = self.world.group(self.layout.tensor_ranks(self.rank))
-        self.data = self.world.group(self.layout.data_ranks(self.rank))
+        self.context_size, self.world_size = layout.context, layout.world_size
+        self.transport = Subset(self.world, layout.pipeline_ranks(self.rank))
+        self.replicas = Subset(self.world, layout.data_ranks(self.rank))
+        self.holders = Subset(self.world, layout.copy_ranks(self.rank))
+        self.tensor = self.world.group(layout.tensor_ranks(self.rank))
+        self.context = self.world.group(layout.context_ranks(self.rank))
+        self.data = self.world.group(layout.data_ranks(self.rank))
+        if 1 in (layout.data, layout.context):  # two groups of the same ranks would share their communicator
+            self.copies = self.context if layout.data == 1 else self.data
+        else:
+            self.copies = self.world.group(layout.copy_ranks(self.rank))
         self.alarm = Alarm(self.world)
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The layout as a `DeviceMesh` for torch's libraries, with dimensions "data", "pipeline" and "tensor".
+        """The layout as a `DeviceMesh` for torch's libraries, with dimensions "data", "pipeline" and "tensor". With
+        context ranks it also has "context", before "tensor".
 
         All ranks must read it together the first time. Raises UsageError if torch.distributed is not initialized: when
         ranks are threads, or in a world of one process without torchrun.
         """
         if not dist.is_initialized():
             raise UsageError("a device mesh needs torch.distributed: start processes, or call init_process_group first")
-        ranks = torch.arange(self.world_size, device="cpu").view(self.data_size, self.pipeline_size, self.tensor_size)
-        return DeviceMesh(self.device.type, ranks, mesh_dim_names=("data", "pipeline", "tensor"))
+        sizes = {"data": self.data_size, "pipeline": self.pipeline_size, "context": self.context_size}
+        sizes = {name: size for name, size in sizes.items() if name != "context" or size > 1}
+        sizes["tensor"] = self.tensor_size
+        ranks = torch.arange(self.world_size, device="cpu").view(*sizes.values())
+        return DeviceMesh(self.device.type, ranks, mesh_dim_names=tuple(sizes))
 
     def close(self) -> None:
         """Closes the connections of this rank; `launch` may then be called again. Each rank closes its own."""

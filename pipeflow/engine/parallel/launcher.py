@@ -50,14 +50,15 @@ def launch(
     pipeline: int | None = None,
     tensor: int = 1,
     *,
+    context: int = 1,
     timeout: float = 60.0,
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Context:
     """Connects this process to the others and returns its context, which all of its threads see.
 
-    The world is arranged as replicas x pipeline x tensor. Tensor ranks are neighbours, then come the ranks of a
-    pipeline. Any further processes become data-parallel replicas.
+    The world is arranged as replicas x pipeline x context x tensor. Tensor ranks are neighbours, then come context
+    ranks, then the ranks of a pipeline. Any further processes become data-parallel replicas.
 
     Reads torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and initializes
     torch.distributed's default process group unless this was done before, also for a world of one process. Without that
@@ -67,6 +68,8 @@ def launch(
     Args:
         pipeline: number of ranks in a pipeline; by default all ranks form one pipeline.
         tensor: number of processes that share every layer.
+        context: number of processes that hold the same weights and share the tokens of each sequence. They read the
+            same batches.
         timeout: seconds to wait for all ranks to launch, and later for another rank that makes the same call. The limit
             is ten times as long if that rank may have to compile first. There is no limit for a rank between calls, for
             example during a long upload, as long as its process answers. On GPUs it must be longer than a step.
@@ -83,7 +86,7 @@ def launch(
     launch in time; the error names the missing ranks.
     """
     rank, world_size = _rank_and_size(group)
-    layout = WorldLayout.of(world_size, pipeline, tensor)
+    layout = WorldLayout.of(world_size, pipeline, tensor, context)
     if world_size > 1:
         prepare(device)
     place = own_device(device)
@@ -93,9 +96,9 @@ def launch(
         write_once(rank)
     elif not dist.is_initialized() and all(name in os.environ for name in _TORCHRUN):
         _initialize(rank, world_size, place, timeout, lambda *_: None)  # for torch's libraries; nothing here needs it
-    context = Context(rank, layout, place, transport)
-    set_process_context(context)
-    return context
+    launched = Context(rank, layout, place, transport)
+    set_process_context(launched)
+    return launched
 
 
 def _rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:

@@ -21,6 +21,14 @@ def real_rows(size: int, rows: int, rank: int) -> int:
     return min(rows, max(0, size - rank * rows))
 
 
+def own_tokens(tensor: Tensor, rank: int, ranks: int, dim: int) -> Tensor:
+    """The tokens of context rank `rank` out of `ranks`: parts `rank` and 2 ranks - 1 - `rank` of 2 ranks equal parts of
+    `tensor` along `dim`. Under a causal mask these pairs have equally many scores.
+    """
+    parts = tensor.chunk(2 * ranks, dim)
+    return torch.cat([parts[rank], parts[2 * ranks - 1 - rank]], dim)
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """A parameter or buffer that is split along `dim`: tensor ranks hold equal parts, in rank order.
@@ -142,7 +150,7 @@ def is_first_holder(tensor: Tensor, layout: WorldLayout, rank: int, *, is_split:
         if any(index and placement.is_replicate() for placement, index in zip(tensor.placements, here, strict=True)):
             return False
         spread = set(mesh.mesh.flatten().tolist())
-    groups = ([] if is_split else [layout.tensor_ranks(rank)]) + [layout.data_ranks(rank)]
+    groups = ([] if is_split else [layout.tensor_ranks(rank)]) + [layout.copy_ranks(rank)]
     return all(group[0] == rank or len(spread.intersection(group)) > 1 for group in groups)
 
 

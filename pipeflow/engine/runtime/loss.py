@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.engine.parallel.context import Context
+from pipeflow.engine.parallel.layout import WorldLayout
 from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_tensor, exchange, told_alike
 from pipeflow.engine.parallel.transport.protocol import Tag, Transport
 from pipeflow.engine.runtime.gradients.step_end import ParameterChange
@@ -69,9 +71,9 @@ def agree(
     Raises UsageError on all ranks if they did different things, or if nothing in the batch counts.
     """
     on_host = is_host(context.device)
-    passes_on = everywhere or context.data.size > 1 or (len(last) > 1 and not on_host)
+    passes_on = everywhere or context.copies.size > 1 or (len(last) > 1 and not on_host)
     loss = None
-    if results.weights.parts and context.data.size == 1:
+    if results.weights.parts and context.copies.size == 1:
         require_some([results.weights.whole])
     if on_host and (
         results.weights.parts or results.settle
@@ -91,7 +93,7 @@ def agree(
         loss, weight = (
             _mean(rows, losses, context) if everywhere or results.weights.parts or loss is not None else (None, 0.0)
         )
-    samples = sum(row.samples for row in rows[:: len(rows) // context.data.size])
+    samples = sum(row.samples for row in rows[:: len(rows) // context.data_size])
     buffers = any(row.buffers for row in rows)
     return Agreed(loss, ParameterChange(int(max(row.change for row in rows))), int(samples), weight, buffers, rows)
 
@@ -125,8 +127,9 @@ def require_alike(rows: Sequence[AgreementRow], context: Context) -> None:
                 f"rank {rank} was given gradient_scale={row.gradient_scale:g}, but rank 0 {rows[0].gradient_scale:g}: "
                 "pass the same one on every rank"
             )
-    for ranks in _replicas(rows, context):
-        first, replica = ranks[0], [rows[rank] for rank in ranks]
+    layout = context.layout
+    for first in range(0, len(rows), len(rows) // layout.data):
+        replica = [rows[rank] for rank in layout.replica_ranks(first)]
         if len({row.samples for row in replica}) > 1:
             sizes = ", ".join(str(int(row.samples)) for row in replica)
             raise UsageError(
@@ -139,7 +142,8 @@ def require_alike(rows: Sequence[AgreementRow], context: Context) -> None:
                     f"rank {rank} read another batch than rank {min(digests)}: all ranks of a replica need the same "
                     "data in the same order; if the script splits or shuffles data, seed its random numbers first"
                 )
-        _require_one_loss([(first + rank, row) for rank, row in enumerate(replica) if row.dtype >= 0])
+    for ranks in _models(context.layout):
+        _require_one_loss([(rank, rows[rank]) for rank in ranks if rows[rank].dtype >= 0])
     if weights := [row.weight for row in rows if row.dtype >= 0]:
         require_some(weights)
 
@@ -190,35 +194,33 @@ def _told_losses(rows: Sequence[AgreementRow]) -> dict[int, Tensor]:
 def _sent_losses(
     rows: Sequence[AgreementRow], results: Results, context: Context, microbatches: int
 ) -> dict[int, Tensor]:
-    """The loss of its replica, on this device, by the first rank of the replica that has a part of it. All ranks call
-    it together; it is summed in microbatch order, also if two ranks have the last stage.
+    """The loss of each copy of the model, on this device, by the copy's first rank that has a part of it. All ranks
+    call it together; it is summed in microbatch order, also if two ranks have the last stage.
     """
     mine = torch.zeros(microbatches, dtype=torch.float64, device=context.device)
     for microbatch, part in results.parts().items():
         mine[microbatch] = part
     everyones = all_gather_tensor(context.world, mine)
     losses = {}
-    for replica in _replicas(rows, context):
-        tellers = [rank for rank in replica if rows[rank].dtype >= 0 and not context.layout.place(rank).tensor]
+    for ranks in _models(context.layout):
+        tellers = [rank for rank in ranks if rows[rank].dtype >= 0 and not context.layout.place(rank).tensor]
         if tellers:
             parts = torch.stack([everyones[rank] for rank in tellers]).sum(dim=0)  # each part stands in one row
             losses[tellers[0]] = parts.to(_DTYPES[int(rows[tellers[0]].dtype)]).sum()
     return losses
 
 
-def _replicas(rows: Sequence[AgreementRow], context: Context) -> list[range]:
-    """The world ranks of each replica."""
-    size = len(rows) // context.data.size
-    return [range(first, first + size) for first in range(0, len(rows), size)]
+@cache
+def _models(layout: WorldLayout) -> list[tuple[int, ...]]:
+    """The world ranks of each copy of the model, which compute one loss: one copy per context rank of each replica."""
+    return list(dict.fromkeys(layout.model_ranks(rank) for rank in range(layout.world_size)))
 
 
 def _mean(rows: Sequence[AgreementRow], losses: Mapping[int, Tensor], context: Context) -> tuple[Tensor, float]:
-    """The mean over the replicas of the `losses` by rank, each counted by its weight, and their weight. A replica
-    counts once.
+    """The mean of the `losses` by rank, each counted by its weight, and their weight. A copy of the model counts once:
+    it has the loss of its replica's batch, or of the tokens of a context rank.
     """
-    tellers = [
-        rank for replica in _replicas(rows, context) for rank in [each for each in replica if each in losses][:1]
-    ]
+    tellers = [rank for ranks in _models(context.layout) for rank in [each for each in ranks if each in losses][:1]]
     weights = [rows[rank].weight for rank in tellers]
     if len(tellers) == 1:
         return losses[tellers[0]].to(context.device), weights[0]

@@ -212,7 +212,7 @@ class Runner:
         told = self._told(call, compiled, batch)
         if compiled.ahead is None:
             return self._agree(told, call, compiled)
-        alone = self.context.data.size == len(self._last_ranks) == 1 and not (call.broadcast_loss or call.trace)
+        alone = self.context.copies.size == len(self._last_ranks) == 1 and not (call.broadcast_loss or call.trace)
         taken = self.confirmation.take(told, alone=alone)
         if taken is self.confirmation.pending:
             return told_alone(told, compiled.results)
@@ -250,7 +250,7 @@ class Runner:
         whether buffers were changed on any rank.
         """
         if buffers:
-            self.gradients.buffers.share(self.context.data)
+            self.gradients.buffers.share(self.context.copies)
         if change:
             self.gradients.renew(change, reduce=reduce)
             for stage in self.stages.values():
@@ -268,7 +268,7 @@ class Runner:
             batch.require_taken(self.taken)
         microbatches, paths = len(batch.sizes), len(schedule.placement.paths)
         least = min(paths, schedule.num_microbatches)
-        if call.training and microbatches < least and (self.context.data.size > 1 or Kind.S in schedule.kinds):
+        if call.training and microbatches < least and (self.context.copies.size > 1 or Kind.S in schedule.kinds):
             raise UsageError(
                 f"a batch of {microbatches} samples leaves one of the {paths} paths of {schedule.name!r} empty, so its "
                 "ranks would reduce or step their stages in another order than others: leave the batch out, as with "

@@ -64,8 +64,8 @@ def weights_of_replicas(context: Context, counted: float, weight: float = 0.0, f
     Raises UsageError on all replicas if they count different things: their weights could not be compared, and they
     would exchange rows of different lengths.
     """
-    rows = all_gather(context.replicas, [counted, float(following), weight])
-    with told_alike(context.replicas):
+    rows = all_gather(context.holders, [counted, float(following), weight])
+    with told_alike(context.holders):
         if any(row[:2] != rows[0][:2] for row in rows):
             raise UsageError(UNKNOWN.format(loss="the loss", why="it is computed in other ways on other replicas"))
     return [each for *_, each in rows]
@@ -107,7 +107,7 @@ def share_of(results: Results, context: Context) -> float:
     own = results.weights
     if not own.parts:
         return 1.0
-    weights = [own.whole] if context.data.size == 1 else weights_of_replicas(context, own.counted, own.whole)
+    weights = [own.whole] if context.copies.size == 1 else weights_of_replicas(context, own.counted, own.whole)
     require_some(weights)
     return own.whole * len(weights) / sum(weights)
 
@@ -147,7 +147,7 @@ class Divisors:
 
         Raises UsageError if it is not known what the loss is divided by, and there are several microbatches.
         """
-        replicas = self._context.data.size
+        replicas = self._context.copies.size
         if batch.own:
             return fractions_of([float(size) for size in batch.sizes])
         if self._stage is None and outputs is None:
@@ -265,7 +265,7 @@ class Divisors:
         """
         told = [float(each) for total in totals for each in total.flatten()]
         weights_of_replicas(self._context, form.digest, following=len(told))
-        sums = iter([sum(column) for column in zip(*all_gather(self._context.replicas, told), strict=True)])
+        sums = iter([sum(column) for column in zip(*all_gather(self._context.holders, told), strict=True)])
         return [
             torch.tensor([next(sums) for _ in range(total.numel())], dtype=torch.float64, device="cpu").view(
                 total.shape
@@ -371,7 +371,7 @@ class Divisors:
         @cache
         def other() -> Other | None:
             made = [partial(LossPart.whole, parts)] if (mine.seen or mine.read) and len(parts) > 1 else []
-            is_whole = bool(mine.seen and made) and self._context.data.size == 1
+            is_whole = bool(mine.seen and made) and self._context.copies.size == 1
             more = dict.fromkeys((part.samples if part.pairs else 1, part.samples))  # halves stay halves
             made += [partial(part.larger, each, donor or part) for each in more]
             for index, make in enumerate(made):

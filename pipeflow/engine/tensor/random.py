@@ -34,7 +34,7 @@ class RandomTracker:
     Args:
         seed: seed, the same on every rank; replicas and pipeline ranks draw different numbers from it.
         device: device of the generators, which must be that of the activations.
-        place: this rank's (data, pipeline, tensor) indices.
+        place: this rank's (replica, pipeline, tensor) indices, where each context rank counts as one more replica.
 
     Attributes:
         shared: generator that draws the same numbers on all ranks of a tensor group.
@@ -47,9 +47,9 @@ class RandomTracker:
     def __init__(
         self, seed: int, *, device: torch.device | str = "cpu", place: tuple[int, int, int] = (0, 0, 0)
     ) -> None:
-        data, pipeline, tensor = place
-        self.shared = _generator(device, seed, "shared", data, pipeline)
-        self.own = _generator(device, seed, "own", data, pipeline, tensor)
+        replica, pipeline, tensor = place
+        self.shared = _generator(device, seed, "shared", replica, pipeline)
+        self.own = _generator(device, seed, "own", replica, pipeline, tensor)
 
     def get_state(self) -> dict[str, Tensor]:
         """The states of both generators as byte tensors, for a checkpoint of this rank."""
@@ -88,7 +88,7 @@ def manual_seed(seed: int) -> RandomTracker:
     """
     tracker = RandomTracker(seed)
     if (context := context_if_launched()) is not None:
-        place = (context.data_rank, context.pipeline_rank, context.tensor_rank)
+        place = (context.copies.rank, context.pipeline_rank, context.tensor_rank)
         tracker = RandomTracker(seed, device=context.device, place=place)
     set_tracker(tracker)
     return tracker
@@ -136,8 +136,8 @@ class Dropout(TensorLayer):
             sequence), which gets its own mask. False if the input, and so the mask, is the same on every rank.
         group: the tensor ranks; by default the tensor group of the context, or a group of one without a launch.
 
-    Raises UsageError in training without `manual_seed` if there are several ranks, and if torch's checkpoint recomputes
-    it: only `pipeflow.tensor.checkpoint` replays a tracker.
+    Raises UsageError in training without `manual_seed` if there are several tensor or context ranks. Also raises it if
+    torch's checkpoint recomputes the layer: only `pipeflow.tensor.checkpoint` replays a tracker.
     """
 
     def __init__(
@@ -164,8 +164,10 @@ class Dropout(TensorLayer):
             return input
         tracker = current_tracker()
         if tracker is None:
-            if self.group.size > 1:
-                raise UsageError("dropout over several tensor ranks needs pipeflow.tensor.manual_seed(seed) first")
+            if self.group.size > 1 or ((context := context_if_launched()) and context.context_size > 1):
+                raise UsageError(
+                    "dropout over several tensor or context ranks needs pipeflow.tensor.manual_seed(seed) first"
+                )
             return functional.dropout(input, self.p, inplace=self.inplace)
         if backward_id() != -1 and not tracker.is_replay:  # inside a backward
             raise UsageError(

@@ -204,7 +204,7 @@ class _Steppings:
         is_known = not targets or not known.keys().isdisjoint(targets)
         if context is None or not is_known or getattr(optimizer, "steps_parts", False):
             return Stepping(targets, is_known, splits)
-        if context.world_size == context.data_size and optimizer not in self.shared:
+        if context.world_size == context.copies.size and optimizer not in self.shared:
             return Stepping(targets, is_known, splits)
         return Stepping(targets, is_known, splits, *_wholes(optimizer, splits))
 

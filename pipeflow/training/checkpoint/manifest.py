@@ -90,14 +90,14 @@ class Manifest:
     def _of(cls, content: dict[str, Any]) -> Manifest:
         if content.pop("sha256") != _sha256(content):
             raise ValueError("its SHA-256 does not match")
-        step, layout = content["step"], content["layout"]
+        step, layout = content["step"], {"context": 1, **content["layout"]}  # older files have no context ranks
         files = {file_name(name): Digest.read(digest) for name, digest in content["files"].items()}
         if INDEX not in files:
             raise ValueError(f"it does not list {INDEX}")
         return cls(
             None if step is None else whole_number(step),
             whole_number(content["sequence"]),
-            WorldLayout(*(whole_number(layout[name]) for name in ("pipeline", "tensor", "data"))),
+            WorldLayout(*(whole_number(layout[name]) for name in ("pipeline", "tensor", "data", "context"))),
             files,
         )
 

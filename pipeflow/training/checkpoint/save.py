@@ -339,7 +339,7 @@ def _content(
     optimizer: Optimizer | None,
     run: dict[str, Any],
 ) -> list[WriteItem]:
-    first_replica = context.data_rank == 0 and context.tensor_rank == 0
+    first_replica = context.copies.rank == 0 and context.tensor_rank == 0
     pieces = state.weight_pieces([each for each in tensors if each.is_parameter or first_replica])
     values: dict[str, bytes] = {}
     if optimizer is not None:

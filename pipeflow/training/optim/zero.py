@@ -49,7 +49,7 @@ class Zero(Wrapper):
         super().__init__(model, optimizer)
         if any(map(is_distributed, self.parameters)):
             raise UsageError("fully_shard already distributes the optimizer's states: use the optimizer without Zero")
-        self._group = model.context.data
+        self._group = model.context.copies
         self.owners = model.gradients.divide(self.parameters)
         self.stepped = {p: p for p in self.parameters if self.owners[p] == self._group.rank}
         for group in optimizer.param_groups:

@@ -79,7 +79,7 @@ def compare(everyone: Sequence[Description], layout: WorldLayout) -> None:
     of them.
     """
     for rank, mine in enumerate(everyone):
-        first = layout.data_ranks(rank)[0]
+        first = layout.copy_ranks(rank)[0]
         _require(f"rank {rank} is a replica of rank {first}", mine.all, everyone[first].all)
         first = layout.tensor_ranks(rank)[0]
         _require(f"rank {rank} holds parts of the same layers as rank {first}", mine.whole, everyone[first].whole)
@@ -283,7 +283,7 @@ class Gradients:
         self._dtype = dtype
         self.change = ParameterChange.NONE
         self._new: Sums | None = None  # of parameters that were replaced since
-        self.owners = Owners(context.data)
+        self.owners = Owners(context.copies)
         self._agree()
 
     @property
@@ -306,7 +306,7 @@ class Gradients:
         """The replica that owns each of these weights from now on: from the largest on, each goes to the one that owns
         least so far. All ranks call it with the same weights.
         """
-        loads, owners = [0] * self._context.data.size, dict[nn.Parameter, int]()
+        loads, owners = [0] * self._context.copies.size, dict[nn.Parameter, int]()
         for parameter in sorted(parameters, key=lambda parameter: -parameter.numel()):
             owners[parameter] = owner = loads.index(min(loads))
             loads[owner] += parameter.numel()
@@ -358,7 +358,8 @@ class Gradients:
         ways = [way for peer in peers for way in ((rank, peer), (peer, rank))]
         context.transport.connect(Channel(*way, Tag.TIED) for way in ways)
         context.tensor.connect()
-        context.data.connect()
+        context.context.connect()
+        context.copies.connect()
 
     def reduce(self, stage: int) -> list[Work]:
         """Starts the sums that can begin when all backwards of `stage` are done; none in a step after a change."""
@@ -397,6 +398,11 @@ class Gradients:
         self._ties = tie(self._model)
         weights = weights_of(self._model, self._stages, self._ties, self._placement)
         for weight in weights:
+            if weight.is_sharded and self._context.context_size > 1:
+                raise UsageError(
+                    f"fully_shard splits {weight.name!r} over replicas alone, so context ranks would not sum its "
+                    "gradient: use pipeflow.Zero, or launch with context=1"
+                )
             if self._dtype is not None and not weight.is_sharded:
                 widen_gradient(weight.parameter, self._dtype)
         return weights
@@ -423,7 +429,7 @@ class Gradients:
         trained = {weight.parameter for weight in self._weights if weight.parameter.requires_grad}
         self._watch = Watch(self._model, self._sums.summed if self._dtype is None else trained)
         self._copied_buffers = {stage: Buffers(self._stages[stage]) for stage in self._copied}
-        self.buffers = Buffers(self._model if self._context.data.size > 1 else nn.Module())
+        self.buffers = Buffers(self._model if self._context.copies.size > 1 else nn.Module())
         self.change, self._new = ParameterChange.NONE, None
 
     @property
@@ -468,7 +474,7 @@ class Gradients:
         self._require_equal_buffers()
         share_in_group(dict(self._whole()), context.tensor)
         sharded = {weight.parameter for weight in self._weights if weight.is_sharded}
-        share_in_group({name: each for name, each in named_tensors(self._model) if each not in sharded}, context.data)
+        share_in_group({name: each for name, each in named_tensors(self._model) if each not in sharded}, context.copies)
 
     def _require_equal_buffers(self) -> None:
         """Raises UsageError if a buffer that every tensor rank has in full has other values than on the first one. It

@@ -254,7 +254,7 @@ class Sums:
         trained = [weight for weight in weights if weight.parameter.requires_grad and not weight.parameter.is_meta]
         tied = [weight for weight in trained if len(weight.ranks) > 1]
         parts = [weight for weight in trained if weight.is_part and context.tensor.size > 1]
-        averaged = [weight for weight in trained if not weight.is_sharded and context.data.size > 1]
+        averaged = [weight for weight in trained if not weight.is_sharded and context.copies.size > 1]
         self.parameters = {weight.parameter for weight in trained}
         self._rank = context.pipeline_rank
         self._tied = [
@@ -267,7 +267,7 @@ class Sums:
             for bucket in in_buckets(weight.parameter for weight in parts)
         ]
         self._averages = [
-            GroupSum(bucket, context.data, alike[0].averaged_after, owners.of.get(bucket[0]), mean=True)
+            GroupSum(bucket, context.copies, alike[0].averaged_after, owners.of.get(bucket[0]), mean=True)
             for alike in _grouped(averaged, lambda weight: (weight.averaged_after is None, weight.averaged_after))
             for bucket in owners.buckets(weight.parameter for weight in alike)
         ]

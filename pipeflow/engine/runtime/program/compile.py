@@ -318,7 +318,7 @@ class Programs:
             )
         if not reduce:
             return schedule.without_reductions()  # then copies are exchanged at the end
-        has_others = self.context.data.size > 1 or len(self.placement.paths) > 1
+        has_others = self.context.copies.size > 1 or len(self.placement.paths) > 1
         return schedule.with_reductions() if has_others else schedule
 
 
