@@ -117,6 +117,8 @@ class GPTModel(GPTStage):
     Raises UsageError if the configuration does not fit the layout, and for another kind of layer or positions.
     """
 
+    shares_tokens = False  # a script of Megatron-LM computes its loss itself
+
     def __init__(
         self,
         config: TransformerConfig,

@@ -20,10 +20,12 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import partition_uniform
 from pipeflow.core.placement import Placement
 from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.sharding import own_tokens
 from pipeflow.engine.runtime.gradients.weights import PipelineSharedModuleWrapper
+from pipeflow.engine.tensor.context_attention import ContextAttention, causal_attention, context_group
 from pipeflow.engine.tensor.cross_entropy import VocabParallelCrossEntropy
 from pipeflow.engine.tensor.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
-from pipeflow.engine.tensor.layer import LayerNorm
+from pipeflow.engine.tensor.layer import LayerNorm, Membership
 from pipeflow.engine.tensor.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelClassifier
 from pipeflow.engine.tensor.random import Dropout, checkpoint, initialize_
 from pipeflow.engine.tensor.regions import scatter_to_sequence_region
@@ -61,7 +63,7 @@ class Attention(nn.Module):
     heads x 3 x head size rows), so that each tensor rank has whole heads.
 
     Without dropout it uses torch's scaled_dot_product_attention. With dropout scores are computed here, because that
-    function cannot draw from the rank's own random generator.
+    function cannot draw from the rank's own random generator. Context ranks each have their tokens, and no mask.
     """
 
     def __init__(
@@ -76,22 +78,29 @@ class Attention(nn.Module):
         )
         self.output = RowParallelLinear(hidden_size, hidden_size, dtype=dtype, sequence_parallel=sequence_parallel)
         self.dropout = Dropout(dropout, parallel_input=True)
+        self.over_context = ContextAttention()
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
         mixed = self.query_key_value(hidden_states).unflatten(-1, (-1, 3, self.head_size))
         query, key, value = mixed.permute(3, 0, 2, 1, 4)
         mask = causal(attention_mask, query.shape[2])
-        if self.training and self.dropout.p:
+        if mask is not None and self.over_context.group.size > 1:
+            raise UsageError("a GPT takes no attention mask over context ranks: leave it out, or launch with context=1")
+        with_dropout = self.training and self.dropout.p
+        if mask is None:
+            seen = self.over_context(query, key, value, self._with_dropout if with_dropout else causal_attention)
+        elif with_dropout:
             seen = self._with_dropout(query, key, value, mask)
         else:
-            seen = functional.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None)
+            seen = functional.scaled_dot_product_attention(query, key, value, mask)
         output: Tensor = self.output(seen.transpose(1, 2).flatten(2))
         return output
 
-    def _with_dropout(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def _with_dropout(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         scores = query @ key.transpose(-1, -2) / self.head_size**0.5
-        if mask is None:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if mask is None:  # the last query sees all keys
+            earlier = scores.shape[-1] - scores.shape[-2]
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(earlier)
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
         kept: Tensor = self.dropout(scores.softmax(-1))
         return kept @ value
@@ -184,15 +193,22 @@ class GPTEmbedding(nn.Module):
         self.position_embeddings = HiddenParallelEmbedding(max_position_embeddings, hidden_size, dtype=dtype)
         self.dropout = Dropout(dropout, parallel_input=sequence_parallel)
         self.sequence_parallel = sequence_parallel
+        self._context = Membership(context_group())
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+            position_ids = self._positions(input_ids.shape[1], input_ids.device)
         positions = self.position_embeddings(position_ids)
         if self.sequence_parallel:
             positions = scatter_to_sequence_region(positions, self.position_embeddings.group)
         output: Tensor = self.dropout(self.word_embeddings(input_ids) + positions)
         return output
+
+    def _positions(self, length: int, device: torch.device) -> Tensor:
+        """The positions of `length` tokens, (1, length): of a context rank's own tokens within the whole sequence."""
+        group = self._context.group
+        positions = torch.arange(length * group.size, device=device)[None]
+        return positions if group.size == 1 else own_tokens(positions, group.rank, group.size, dim=1)
 
 
 class GPTLMHead(VocabParallelClassifier):
@@ -220,6 +236,8 @@ class GPTLMHead(VocabParallelClassifier):
 class GPTLMLoss(nn.Module):
     """Mean cross-entropy of predicting each token from the tokens before it. Takes logits (batch, length, this rank's
     part of the vocabulary) and the input ids (batch, length) as labels, which it shifts by one.
+
+    Over context ranks, labels are `shifted` before tokens are divided, and each rank's loss is `of_shifted`.
     """
 
     def __init__(self) -> None:
@@ -230,6 +248,15 @@ class GPTLMLoss(nn.Module):
         loss: Tensor = self.loss(logits[:, :-1], labels[:, 1:])
         return loss
 
+    def shifted(self, labels: Tensor) -> Tensor:
+        """The label of each token, (batch, length): the next token; that of the last one does not count."""
+        return functional.pad(labels[:, 1:], (0, 1), value=self.loss.ignore_index)
+
+    @property
+    def of_shifted(self) -> VocabParallelCrossEntropy:
+        """The mean cross-entropy of logits and labels that are `shifted`."""
+        return self.loss
+
 
 class GPTStage(nn.Module):
     """A pipeline stage of a GPT: some blocks, with the embedding if it is the first stage, and with the last norm and
@@ -238,6 +265,10 @@ class GPTStage(nn.Module):
     The first stage takes `input_ids` (batch, length) and optionally `position_ids`; other stages take the previous
     stage's output (batch, length, hidden). All take `attention_mask`: (batch, length) with 0 for padding, or one of
     four dimensions as in `causal`. The last stage returns logits (batch, length, this rank's part of the vocabulary).
+    Over context ranks, lengths are those of this rank's tokens, and `attention_mask` must be None.
+
+    Attributes:
+        shares_tokens: True, since it computes over context ranks.
 
     Args:
         num_layers: number of blocks in this stage.
@@ -252,6 +283,8 @@ class GPTStage(nn.Module):
         start: index of its first block in the whole model.
         sequence_parallel: split hidden states over the tensor ranks by length.
     """
+
+    shares_tokens = True
 
     def __init__(
         self,

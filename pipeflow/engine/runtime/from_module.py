@@ -60,6 +60,11 @@ def stages_from(
     given different modules, examples or cuts.
     """
     _require_plain(module)
+    if context.context_size > 1:
+        raise UsageError(
+            f"from_module cannot divide the tokens of {type(module).__name__} over context ranks: make a Pipeline of "
+            "pipeflow.models.build_gpt_pipeline(...), or launch with context=1"
+        )
     require_ranks(schedule, context)
     placement, device = schedule.placement, context.device
     planner = Planner(

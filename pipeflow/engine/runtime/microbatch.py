@@ -97,6 +97,7 @@ class Batch:
         device: device to which `split` moves tensors; None to move none.
         own: whether other ranks have other entries, so that digests are not compared.
         leaves: inputs that require gradients: each part of the batch, and the leaf that a microbatch uses instead.
+        whole: the batch as it was read, if this is the part of a context rank.
     """
 
     inputs: object
@@ -105,6 +106,7 @@ class Batch:
     device: torch.device | None
     own: bool = False
     leaves: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # of inputs that require gradients
+    whole: Batch | None = None
     _cut: dict[int, tuple[object, Sequence[object]]] = field(default_factory=dict, init=False)  # what is split, by id
 
     @property
@@ -189,9 +191,11 @@ class Batch:
         return (*self.sizes, str(spec), *(look_of(_unwrapped(leaf)) for leaf in leaves))
 
     def digest(self) -> float:
-        """A digest of the first and the last row of every tensor. It is nan if a tensor is not in CPU memory, or has a
-        dtype that only torch can read, and if each rank has its own entries.
+        """A digest of the first and the last row of every tensor of the batch as it was read. It is nan if a tensor is
+        not in CPU memory, or has a dtype that only torch can read, and if each rank has its own entries.
         """
+        if self.whole is not None:
+            return self.whole.digest()
         if self.own:
             return math.nan
         digest = 0

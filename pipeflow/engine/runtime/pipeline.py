@@ -164,7 +164,6 @@ class Pipeline(nn.Module):
                 for stage, module in modules.items()
             }
             programs = Programs(schedule.placement, context, prepared, self.gradients, options)
-            weigh = getattr(criterion, "weigh", None) if weigh is None else weigh
             self.runner = Runner(programs, criterion, weigh, taken, autocast, loss_over)
             self.alarm.holders.add(self.runner)
             watch(self)

@@ -19,6 +19,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.engine.parallel.transport.agreement import finish
 from pipeflow.engine.parallel.transport.protocol import Exchange, Transport
+from pipeflow.engine.runtime.context_ranks import ContextTokens, require_no_outputs
 from pipeflow.engine.runtime.devices import outside, region_of
 from pipeflow.engine.runtime.gradients.step_end import ParameterChange
 from pipeflow.engine.runtime.loss import Agreed, AgreementRow, StepCall, agree, told_alone
@@ -45,7 +46,7 @@ class Output:
             was set, and on ranks without the last stage.
         timeline: measured spans of every rank, in seconds. None unless `trace` was set.
         losses: a dict from the index of each microbatch whose loss this rank computed to its mean loss, a scalar
-            tensor.
+            tensor. A context rank has the mean loss of its own tokens.
         samples: number of samples in the batch over all replicas.
         weight: weight of the batch in a mean over several batches, over all replicas. It is the sum of the results of
             `weigh` for its microbatches, or its number of samples. 0 if `loss` is None.
@@ -85,6 +86,7 @@ class Runner:
     Attributes:
         read: function that splits a batch of the iterator into inputs and labels.
         original: the module that was cut, if there is one.
+        tokens: takes this rank's tokens out of batches, if there are context ranks.
     """
 
     def __init__(
@@ -107,8 +109,13 @@ class Runner:
         self.stages = programs.stages
         self.gradients = programs.gradients
         self.confirmation = programs.confirmation
+        self.tokens: ContextTokens | None = None
+        if context.context_size > 1:
+            refused = {"weigh": weigh, "overlap": programs.options.overlap, "loss_over": loss_over == "batch"}
+            self.tokens = ContextTokens(context, [stage.module for stage in self.stages.values()], criterion, refused)
+            criterion = self.tokens.criterion
         self.criterion = criterion
-        self.weigh = weigh
+        self.weigh = getattr(criterion, "weigh", None) if weigh is None else weigh
         self._weigher = Weigher(programs.context, over_batch=loss_over == "batch")
         self.autocast = autocast
         self._pace = Pace(context.world)
@@ -266,6 +273,9 @@ class Runner:
         batch = as_batch(given, schedule.num_microbatches, self.transport.device, self.read)
         if self.taken is not None:
             batch.require_taken(self.taken)
+        if self.tokens is not None:
+            require_no_outputs(call.return_outputs)
+            batch = self.tokens.own(batch)
         microbatches, paths = len(batch.sizes), len(schedule.placement.paths)
         least = min(paths, schedule.num_microbatches)
         if call.training and microbatches < least and (self.context.copies.size > 1 or Kind.S in schedule.kinds):

@@ -114,31 +114,31 @@ _sum_scattered_sequence = partial(sum_scattered, dim=SEQUENCE)
 
 def copy_to_tensor_region(input: Tensor, group: Group) -> Tensor:
     """Returns the input, which is the same on every rank; gradients are summed over the ranks."""
-    return _exchanged(input, group, _same, summed)
+    return exchanged(input, group, _same, summed)
 
 
 def reduce_from_tensor_region(input: Tensor, group: Group) -> Tensor:
     """Sums the input over the ranks; the gradient, which is the same on every rank, is passed on."""
-    return _exchanged(input, group, summed, _same)
+    return exchanged(input, group, summed, _same)
 
 
 def scatter_to_tensor_region(input: Tensor, group: Group) -> Tensor:
     """This rank's piece, along the last dimension, of an input that is equal on all ranks; gradients are gathered."""
-    return _exchanged(input, group, _piece_last, _gathered_last)
+    return exchanged(input, group, _piece_last, _gathered_last)
 
 
 def gather_from_tensor_region(input: Tensor, group: Group) -> Tensor:
     """Concatenates every rank's input along the last dimension. Each rank takes its piece of the gradient, which must
     be the same on every rank.
     """
-    return _exchanged(input, group, _gathered_last, _piece_last)
+    return exchanged(input, group, _gathered_last, _piece_last)
 
 
 def share_in_tensor_region(input: Tensor, ranks: int, group: Group) -> Tensor:
     """Concatenates, along the last dimension, the inputs of each `ranks` consecutive ranks, which hold pieces of one
     tensor. The gradient is summed over these ranks, and each takes its piece.
     """
-    everything = _exchanged(input, group, _gathered_last, _sum_scattered_last)
+    everything = exchanged(input, group, _gathered_last, _sum_scattered_last)
     length = input.shape[-1] * ranks
     return everything.narrow(-1, group.rank // ranks * length, length)
 
@@ -148,21 +148,21 @@ def scatter_to_sequence_region(input: Tensor, group: Group) -> Tensor:
 
     Raises UsageError if the input has fewer than 3 dimensions, or the sequence cannot be split evenly.
     """
-    return _exchanged(_require_sequence(input), group, _piece_sequence, _gathered_sequence)
+    return exchanged(_require_sequence(input), group, _piece_sequence, _gathered_sequence)
 
 
 def gather_from_sequence_region(input: Tensor, group: Group) -> Tensor:
     """Gathers the whole sequence for a computation that is the same on every rank; each rank takes its piece of the
     gradient. Raises UsageError if the input has fewer than 3 dimensions.
     """
-    return _exchanged(_require_sequence(input), group, _gathered_sequence, _piece_sequence)
+    return exchanged(_require_sequence(input), group, _gathered_sequence, _piece_sequence)
 
 
 def gather_to_tensor_region(input: Tensor, group: Group) -> Tensor:
     """Gathers the whole sequence for a computation of which each rank does a part; gradients are summed over the ranks,
     and each takes its piece. Raises UsageError if the input has fewer than 3 dimensions.
     """
-    return _exchanged(_require_sequence(input), group, _gathered_sequence, _sum_scattered_sequence)
+    return exchanged(_require_sequence(input), group, _gathered_sequence, _sum_scattered_sequence)
 
 
 def reduce_scatter_to_sequence_region(input: Tensor, group: Group) -> Tensor:
@@ -170,10 +170,11 @@ def reduce_scatter_to_sequence_region(input: Tensor, group: Group) -> Tensor:
 
     Raises UsageError like `scatter_to_sequence_region`.
     """
-    return _exchanged(_require_sequence(input), group, _sum_scattered_sequence, _gathered_sequence)
+    return exchanged(_require_sequence(input), group, _sum_scattered_sequence, _gathered_sequence)
 
 
-def _exchanged(input: Tensor, group: Group, there: Exchange, back: Exchange) -> Tensor:
+def exchanged(input: Tensor, group: Group, there: Exchange, back: Exchange) -> Tensor:
+    """Returns `there(group, input)`, whose gradient is `back(group, gradient)`; of one rank, the input itself."""
     if group.size == 1:
         return input
     output: Tensor = _Exchanged.apply(input, group, there, back)  # type: ignore[no-untyped-call]  # torch's
@@ -201,4 +202,4 @@ class _Exchanged(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         group, there, back = ctx.exchange
-        return _exchanged(gradient, group, back, there), None, None, None
+        return exchanged(gradient, group, back, there), None, None, None
