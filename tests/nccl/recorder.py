@@ -135,16 +135,16 @@ class _RecordedGroup:
 
 
 def recorded(
-    function: Callable[..., object], ranks: int, *arguments: object, tensor: int = 1, data: int = 1
+    function: Callable[..., object], ranks: int, *arguments: object, tensor: int = 1, data: int = 1, context: int = 1
 ) -> list[list[Issued]]:
     """Calls `function(*arguments)` on every rank, with ranks as threads, and returns what each rank issued."""
 
     def run() -> list[Issued]:
-        context = current_context()
-        plain = context.world
+        here = current_context()
+        plain = here.world
         assert isinstance(plain, LocalTransport)
         recorder = Recorder(plain)
-        recorded = Context(context.rank, context.layout, DEVICE, recorder)
+        recorded = Context(here.rank, here.layout, DEVICE, recorder)
         set_context(recorded)
         try:
             with Watch(recorder.computed, recorder.waited):
@@ -154,4 +154,5 @@ def recorded(
         return recorder.log
 
     with pretended():
-        return run_threads(run, ranks, tensor=tensor, data=data, deadline=_DEADLINE, timeout=_DEADLINE)
+        sizes = {"tensor": tensor, "data": data, "context": context}
+        return run_threads(run, ranks, **sizes, deadline=_DEADLINE, timeout=_DEADLINE)

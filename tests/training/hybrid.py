@@ -4,6 +4,7 @@ ranks. What both have after some steps of training.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -233,9 +234,12 @@ def require_trained(results: list[Trained], expected: Trained, tolerance: float 
                 _require_near(mine, whole, tolerance, f"{kind} {name}")
 
 
+_IS_WORDS = re.compile(r"(.*\.)?(words|word_embeddings)\.weight").fullmatch
+
+
 def _named(name: str, named: dict[str, Any]) -> str:
     """One piece has no name for the head, which is its words."""
-    return name if name in named else "words.weight"
+    return name if name in named else next(filter(_IS_WORDS, named))
 
 
 def _require_near(mine: Tensor, whole: Tensor, tolerance: float, what: str) -> None:

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeflow import Pipeline, Schedule, Zero, clip_grad_norm_, execute_pipeline, make_schedule
+from pipeflow import (
+    Pipeline,
+    Schedule,
+    Zero,
+    clip_grad_norm_,
+    execute_pipeline,
+    load_checkpoint,
+    make_schedule,
+    save_checkpoint,
+)
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.sharding import splits_of
 from pipeflow.models import GPTLMLoss, build_gpt_pipeline, build_stage
@@ -26,6 +35,7 @@ class Gpt:
     pipeline: int = 1
     samples: tuple[int, ...] = (3,)
     steps: int = 3
+    microbatches: int = 3
     checkpoint: bool = False
     sequence_parallel: bool = False
     zero: bool = False
@@ -35,7 +45,7 @@ class Gpt:
     @property
     def schedule(self) -> Schedule:
         options: dict[str, Any] = {"chunks": 2} if self.name == "interleaved-1f1b" else {}
-        return make_schedule(self.name, ranks=self.pipeline, microbatches=3, **options)
+        return make_schedule(self.name, ranks=self.pipeline, microbatches=self.microbatches, **options)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -100,18 +110,22 @@ def pipeline_of(work: Gpt) -> Pipeline:
     return Pipeline(chunks, schedule, criterion=GPTLMLoss())
 
 
-def train(work: Gpt) -> Trained:
-    """On one rank of the layout."""
+def train(work: Gpt, folder: str = "", first: int = 0) -> Trained:
+    """On one rank of the layout, from step `first` on, which a checkpoint in `folder` has; the end is saved there."""
     context, model = current_context(), pipeline_of(work)
     optimizer: Any = adamw(model.parameters())
     optimizer = Zero(model, optimizer) if work.zero else optimizer
     losses, norms = list[float | None](), list[float]()
-    for step in range(work.steps):
+    if first:
+        load_checkpoint(folder, model, optimizer)
+    for step in range(first, work.steps):
         optimizer.zero_grad()
         output = execute_pipeline(iter([work.batch(context.data_rank, step)]), model)
         losses.append(None if output.loss is None else output.loss.item())
         norms.append(float(clip_grad_norm_(model, work.max_norm)))
         optimizer.step()
+    if folder:
+        save_checkpoint(folder, model, optimizer)
     splits = splits_of(model)
     parts = {
         name.removeprefix("chunks.").partition(".")[2]: (part_of(parameter, splits, context.tensor_rank), parameter)

@@ -1,0 +1,178 @@
+"""Attention over context ranks is that of the whole sequence, and costs each rank its share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipeflow import UsageError
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.sharding import own_tokens
+from pipeflow.engine.tensor.context_attention import ContextAttention, causal_attention
+from pipeflow.models import GPTBlock, GPTEmbedding
+from pipeflow.tensor import Dropout, checkpoint, manual_seed
+from pipeflow.testing import run_threads
+from tests.tensor.ranks import Counting, normal, require_near
+
+SHAPE = BATCH, HEADS, LENGTH, SIZE = 2, 3, 24, 4
+
+
+def over_context(function: Any, ranks: int, *arguments: Any, **sizes: int) -> list[Any]:
+    return run_threads(function, ranks, *arguments, context=ranks // sizes.get("tensor", 1), **sizes)
+
+
+def mine(whole: Tensor, dim: int = 2) -> Tensor:
+    context = current_context()
+    return own_tokens(whole, context.context_rank, context.context_size, dim)
+
+
+def attended() -> list[Tensor]:
+    """The output of the whole sequence, and the gradients of queries, keys and values."""
+    inputs = [normal(*SHAPE, seed=seed).requires_grad_() for seed in range(3)]
+    output = functional.scaled_dot_product_attention(*inputs, is_causal=True)
+    output.backward(normal(*SHAPE, seed=9))
+    return [output.detach(), *(each.grad for each in inputs if each.grad is not None)]
+
+
+def attend_here(wholes: list[Tensor]) -> None:
+    inputs = [mine(normal(*SHAPE, seed=seed)).requires_grad_() for seed in range(3)]
+    output = ContextAttention()(*inputs, causal_attention)
+    output.backward(mine(normal(*SHAPE, seed=9)))
+    for found, whole in zip([output, *(each.grad for each in inputs)], wholes, strict=True):
+        require_near(found, mine(whole))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_outputs_and_gradients_are_those_of_the_whole_sequence(ranks: int) -> None:
+    over_context(attend_here, ranks, attended())
+
+
+class Elements(Counting):
+    """Counts the elements that collectives bring to this rank from others, or take from it."""
+
+    elements = 0
+
+    def all_gather(self, whole: Tensor, part: Tensor) -> Any:
+        self.elements += whole.numel() - part.numel()
+        return self.__getattr__("all_gather")(whole, part)
+
+    def reduce_scatter(self, part: Tensor, whole: Tensor) -> Any:
+        self.elements += whole.numel() - part.numel()
+        return self.__getattr__("reduce_scatter")(part, whole)
+
+
+def exchange_counted() -> None:
+    group = Elements(current_context().context)
+    inputs = [mine(normal(*SHAPE, seed=seed)).requires_grad_() for seed in range(3)]
+    output = ContextAttention(group)(*inputs, causal_attention)
+    formula = (group.size - 1) / group.size * 2 * LENGTH * HEADS * SIZE * BATCH
+    assert (group.elements, group.taken()) == (formula, {"all_gather": 1})
+    output.sum().backward()
+    assert (group.elements, group.taken()) == (2 * formula, {"reduce_scatter": 1})
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_is_sent_is_the_formula(ranks: int) -> None:
+    over_context(exchange_counted, ranks)
+
+
+WIDTH, HEADS_OF_BLOCK, TOKENS = 32, 2, 64
+
+
+def operations(length: int, calls: list[tuple[int, int]]) -> float:
+    """Of a block's forward of `length` tokens: those of linear layers as torch counts them, and two products for each
+    pair of a query and a key that it sees.
+    """
+    block = GPTBlock(WIDTH, HEADS_OF_BLOCK)
+
+    def noted(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        calls.append((query.shape[2], key.shape[2]))
+        return torch.zeros_like(query)
+
+    attention = block.attention
+    block.attention.over_context.forward = lambda query, key, value, _: ContextAttention.forward(  # type: ignore[method-assign]
+        attention.over_context, query, key, value, noted
+    )
+    with FlopCounterMode(display=False) as counter:
+        block(torch.zeros(1, length, WIDTH), None)
+    pairs = sum(queries * keys - queries * (queries - 1) / 2 for queries, keys in calls)
+    return float(counter.get_total_flops()) + 2 * 2 * pairs * WIDTH
+
+
+def count_here(ranks: int) -> float:
+    return operations(TOKENS // ranks, [])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_rank_computes_an_equal_share(ranks: int) -> None:
+    whole = operations(TOKENS, [])
+    for found in over_context(count_here, ranks, ranks):
+        assert found / whole == pytest.approx(1 / ranks, abs=0.02)
+
+
+def draw_here() -> Tensor:
+    manual_seed(5)
+    return Dropout(0.5)(torch.ones(64))
+
+
+def test_masks_differ_over_context_ranks_and_are_shared_by_tensor_ranks() -> None:
+    masks = over_context(draw_here, 4, tensor=2)
+    assert torch.equal(masks[0], masks[1])
+    assert torch.equal(masks[2], masks[3])
+    assert not torch.equal(masks[0], masks[2])
+
+
+def refuse_to_draw() -> None:
+    with pytest.raises(UsageError, match=r"context ranks needs pipeflow\.tensor\.manual_seed"):
+        Dropout(0.5)(torch.ones(4))
+
+
+def test_dropout_without_a_seed_is_refused() -> None:
+    over_context(refuse_to_draw, 2)
+
+
+def drop_here() -> None:
+    """A recomputed block gathers again, and draws the masks of its first forward."""
+    manual_seed(5)
+    block = GPTBlock(WIDTH, HEADS_OF_BLOCK, attention_dropout=0.5, dropout=0.5, dtype=torch.float64)
+    for parameter in block.parameters():
+        parameter.data.copy_(normal(*parameter.shape) / 4)
+    found = []
+    for recomputes in (False, True):
+        manual_seed(7)
+        input = normal(2, 8, WIDTH).requires_grad_()
+        call = lambda hidden: block(hidden, None)[0]  # noqa: E731  # the same call twice
+        output = checkpoint(call, input) if recomputes else call(input)
+        output.square().sum().backward()
+        found.append((output.detach(), input.grad))
+    for plain, again in zip(*found, strict=True):
+        assert torch.equal(plain, again)
+
+
+def test_a_recomputed_block_has_the_masks_of_its_forward() -> None:
+    over_context(drop_here, 2)
+
+
+def embed_here() -> None:
+    embedding = GPTEmbedding(4, 5, LENGTH, dtype=torch.float64)
+    embedding.position_embeddings.weight.data.copy_(normal(LENGTH, 4))
+    embedding.word_embeddings.weight.data.zero_()
+    require_near(embedding(torch.zeros(1, LENGTH // 2, dtype=torch.long)), mine(normal(LENGTH, 4)[None], 1))
+
+
+def test_positions_are_those_of_the_rank_s_own_tokens() -> None:
+    over_context(embed_here, 2)
+
+
+def refuse_a_mask() -> None:
+    with pytest.raises(UsageError, match="a GPT takes no attention mask over context ranks"):
+        GPTBlock(WIDTH, HEADS_OF_BLOCK)(torch.zeros(1, 4, WIDTH), torch.ones(1, 1, 1, 4, dtype=torch.bool))
+
+
+def test_a_mask_is_refused() -> None:
+    over_context(refuse_a_mask, 2)

@@ -1,0 +1,95 @@
+"""Training over context ranks is training in one process: losses, norms, every gradient, every weight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeflow import execute_pipeline
+from pipeflow.testing import run_processes, run_threads
+from tests.training.hybrid import Trained, require_trained
+from tests.training.over_context import Gpt, pipeline_of, train, train_in_one_process
+
+TOLERANCE = 1e-12
+SAMPLES = {1: (3,), 2: (3, 5)}
+LAYOUTS = [
+    pytest.param(
+        (context, pipeline, tensor, data),
+        id=f"{data}x{pipeline}x{context}x{tensor}",
+        marks=[] if (context, pipeline, tensor, data) == (2, 2, 1, 2) else [pytest.mark.exhaustive],
+    )
+    for context in (2, 4)
+    for pipeline in (1, 2)
+    for tensor in (1, 2)
+    for data in (1, 2)
+]
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "recomputed": {"checkpoint": True},
+    "zero": {"zero": True},
+    "given positions": {"gives_positions": True, "sequence_parallel": True},
+}
+
+
+@cache
+def expected(samples: tuple[int, ...], gives_positions: bool = False) -> Trained:
+    return train_in_one_process(Gpt(samples=samples, gives_positions=gives_positions))
+
+
+def run(runner: Any, work: Gpt, context: int, tensor: int = 1) -> None:
+    data = len(work.samples)
+    ranks = context * work.pipeline * tensor * data
+    results = runner(train, ranks, work, context=context, tensor=tensor, data=data)
+    require_trained(results, expected(work.samples, work.gives_positions), TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.some(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved-1f1b"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads(kind: str, name: str, layout: tuple[int, int, int, int]) -> None:
+    context, pipeline, tensor, data = layout
+    run(run_threads, Gpt(name, pipeline, SAMPLES[data], **KINDS[kind]), context, tensor)
+
+
+def test_one_stage() -> None:
+    run(run_threads, Gpt(), 2)
+
+
+@pytest.mark.slow
+def test_gloo() -> None:
+    run(run_processes, Gpt("zb-v", 2, zero=True, checkpoint=True), 2)
+
+
+@pytest.mark.exhaustive
+def test_copies_of_a_stage() -> None:
+    run(run_threads, Gpt("dualpipe", 2, samples=(5,), microbatches=4), 2)
+
+
+def evaluate(work: Gpt) -> tuple[float, int, float]:
+    output = execute_pipeline(iter([work.batch(0, 0)]), pipeline_of(work), forward_only=True)
+    assert output.loss is not None
+    return output.loss.item(), output.samples, output.weight
+
+
+def test_an_evaluation_has_the_loss_of_all_tokens() -> None:
+    """Each sample counts once, and each label once."""
+    work = Gpt()
+    labels = work.batch(0, 0)[1][:, 1:]
+    loss = pytest.approx(expected(work.samples).losses[0], abs=TOLERANCE)
+    assert run_threads(evaluate, 2, work, context=2) == [(loss, 3, int((labels != -100).sum()))] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["to one", "from one"])
+def test_a_checkpoint_goes_on_under_another_number_of_context_ranks(tmp_path: Path, sizes: tuple[int, int]) -> None:
+    work, whole = Gpt("1f1b", 2), expected(SAMPLES[1])
+    before, after = sizes
+    run_threads(train, 2 * before, replace(work, steps=2), str(tmp_path / "checkpoint"), context=before)
+    results = run_threads(train, 2 * after, work, str(tmp_path / "checkpoint"), 2, context=after)
+    require_trained(results, replace(whole, losses=whole.losses[2:], norms=whole.norms[2:]), TOLERANCE)
