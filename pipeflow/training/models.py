@@ -29,6 +29,7 @@ from pipeflow.engine.tensor.layer import LayerNorm, Membership
 from pipeflow.engine.tensor.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelClassifier
 from pipeflow.engine.tensor.random import Dropout, checkpoint, initialize_
 from pipeflow.engine.tensor.regions import scatter_to_sequence_region
+from pipeflow.engine.tensor.slices import is_sliced, joined, tokens_before
 
 __all__ = [
     "GPTBlock",
@@ -41,6 +42,10 @@ __all__ = [
 ]
 
 Activation = Callable[[Tensor], Tensor]
+MASKED = (
+    "attention_mask is not possible with slices of a sequence. A causal model needs none for padding at the end: leave "
+    "it out, and give padding the label -100; for other masks, use a schedule with slices=1"
+)
 
 
 def causal(attention_mask: Tensor | None, length: int) -> Tensor | None:
@@ -86,8 +91,11 @@ class Attention(nn.Module):
         mask = causal(attention_mask, query.shape[2])
         if mask is not None and self.over_context.group.size > 1:
             raise UsageError("a GPT takes no attention mask over context ranks: leave it out, or launch with context=1")
+        if mask is not None and is_sliced():
+            raise UsageError(MASKED)
         with_dropout = self.training and self.dropout.p
         if mask is None:
+            key, value = joined(self, key, value)
             seen = self.over_context(query, key, value, self._with_dropout if with_dropout else causal_attention)
         elif with_dropout:
             seen = self._with_dropout(query, key, value, mask)
@@ -205,9 +213,9 @@ class GPTEmbedding(nn.Module):
         return output
 
     def _positions(self, length: int, device: torch.device) -> Tensor:
-        """The positions of `length` tokens, (1, length): of a context rank's own tokens within the whole sequence."""
-        group = self._context.group
-        positions = torch.arange(length * group.size, device=device)[None]
+        """The positions of `length` tokens, (1, length): of a slice's or a context rank's own tokens within the whole sequence."""
+        group, before = self._context.group, tokens_before()
+        positions = torch.arange(before, before + length * group.size, device=device)[None]
         return positions if group.size == 1 else own_tokens(positions, group.rank, group.size, dim=1)
 
 
@@ -237,7 +245,8 @@ class GPTLMLoss(nn.Module):
     """Mean cross-entropy of predicting each token from the tokens before it. Takes logits (batch, length, this rank's
     part of the vocabulary) and the input ids (batch, length) as labels, which it shifts by one.
 
-    Over context ranks, labels are `shifted` before tokens are divided, and each rank's loss is `of_shifted`.
+    Over context ranks and in slices, labels are `shifted` before tokens are divided, and each part's loss is
+    `of_shifted`.
     """
 
     def __init__(self) -> None:
@@ -268,7 +277,7 @@ class GPTStage(nn.Module):
     Over context ranks, lengths are those of this rank's tokens, and `attention_mask` must be None.
 
     Attributes:
-        shares_tokens: True, since it computes over context ranks.
+        shares_tokens: True, since it computes over context ranks, and slices of a sequence.
 
     Args:
         num_layers: number of blocks in this stage.

@@ -97,7 +97,9 @@ class Batch:
         device: device to which `split` moves tensors; None to move none.
         own: whether other ranks have other entries, so that digests are not compared.
         leaves: inputs that require gradients: each part of the batch, and the leaf that a microbatch uses instead.
-        whole: the batch as it was read, if this is the part of a context rank.
+        whole: the batch as it was read, if this is the part of a context rank or is cut into slices.
+        cuts: the ends of the slices of each microbatch, in tokens; each slice has a part and a size of its own. Empty:
+            microbatches are whole.
     """
 
     inputs: object
@@ -107,7 +109,13 @@ class Batch:
     own: bool = False
     leaves: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # of inputs that require gradients
     whole: Batch | None = None
+    cuts: Sequence[Sequence[int]] = ()
     _cut: dict[int, tuple[object, Sequence[object]]] = field(default_factory=dict, init=False)  # what is split, by id
+
+    @property
+    def samples(self) -> int:
+        """The number of samples of the batch."""
+        return sum(self.sizes if self.whole is None else self.whole.sizes)
 
     @property
     def is_divided(self) -> bool:
@@ -157,12 +165,12 @@ class Batch:
 
     def _parts(self, leaf: object) -> Sequence[object]:
         if id(leaf) not in self._cut:
-            self._cut[id(leaf)] = leaf, self._divided(leaf)
+            self._cut[id(leaf)] = leaf, self.divided(leaf)
         parts = self._cut[id(leaf)][1]
         wants = any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(parts[0]))
         return [tree_map(self._leaf, part) for part in parts] if wants else parts
 
-    def _divided(self, leaf: object) -> Sequence[object]:
+    def divided(self, leaf: object) -> Sequence[object]:
         """The leaf on the device, for each microbatch."""
         leaves, spec = tree_flatten(_unwrapped(leaf))
         if (device := self.device) is not None:

@@ -18,11 +18,13 @@ from pipeflow.engine.runtime.microbatch import Batch
 from pipeflow.engine.runtime.original import uncompiled
 from pipeflow.engine.stages.module_state import ModuleState
 from pipeflow.engine.stages.stage import ModuleStage
+from pipeflow.engine.tensor.slices import Past
 from pipeflow.engine.torch_private.tensors import state_of
 
 
 class Stage:
-    """A module that is prepared for split backwards, with its keywords for each microbatch of the current step.
+    """A module that is prepared for split backwards, with its keywords for each microbatch of the current step; if
+    microbatches are cut into slices, also with what the slices of each leave for later ones.
 
     Args:
         index: index of the stage.
@@ -51,6 +53,7 @@ class Stage:
         self.deferral.fuses = fuses
         self.state = ModuleState(f"stage {index}", module.root if isinstance(module, ModuleStage) else module)
         self.keywords: list[dict[str, object]] = []
+        self.pasts: list[Past] = []
         self.takes = Keywords.of(module, inputs=len(sources_of(index, routes)))
 
     @property
@@ -66,6 +69,7 @@ class Stage:
         """Stores, per microbatch, the entries that the module takes, and in which region of autocast it runs."""
         self.call = self._call if region is None else region(self._call)
         self.state.renew()
+        self.pasts = [Past(ends) for ends in batch.cuts]
         self.deferral.copies = None if region is None else {}
         parts = {name: batch.split(entry) for name, entry in batch.named.items() if name in self.takes}
         self.keywords = [{name: part[index] for name, part in parts.items()} for index in range(len(batch.sizes))]
@@ -73,7 +77,7 @@ class Stage:
     def unload(self) -> None:
         """Releases the references that only a running step needs."""
         self.deferral.copies = None
-        self.keywords = []
+        self.keywords, self.pasts = [], []
 
 
 class WatchedCall:

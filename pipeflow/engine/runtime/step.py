@@ -28,6 +28,7 @@ from pipeflow.engine.runtime.original import Original
 from pipeflow.engine.runtime.program.compile import Compiled, Programs, RunMode
 from pipeflow.engine.runtime.program.operations import Awaited, Operation, run
 from pipeflow.engine.runtime.program.results import merged_outputs, require_forwards_first, require_whole_loss
+from pipeflow.engine.runtime.slicing import by_token, ends_of, require_sliceable, sliced
 from pipeflow.engine.runtime.trace import StepTrace
 from pipeflow.engine.runtime.weighing import Weigher, share_of
 from pipeflow.engine.stages.criterion import explained
@@ -191,7 +192,7 @@ class Runner:
         self.gradients.prepare()
         self.confirmation.recover()
         batch, compiled = self._start(data_iter, call)
-        self.transport.place.call = call._replace(batch=(self.context.data_rank, sum(batch.sizes)))
+        self.transport.place.call = call._replace(batch=(self.context.data_rank, batch.samples))
         results = compiled.results
         if compiled.ahead is None or call.trace:
             self.confirmation.confirm_all()
@@ -208,7 +209,7 @@ class Runner:
         outputs = merged_outputs(results, self.transport, self.programs.placement)
         agreed = self._end(call, compiled, batch)
         timeline = None if measured is None else measured.timeline(compiled.schedule)
-        losses = results.computed()
+        losses = results.means()
         self._unload(compiled)
         if call.training and agreed.loss is not None:
             agreed.loss.backward = _Ran()  # type: ignore[method-assign]  # of this tensor alone
@@ -232,7 +233,7 @@ class Runner:
         return AgreementRow(
             call.number,
             compiled.digest,
-            sum(batch.sizes),
+            batch.samples,
             batch.digest(),
             change=gradients.change,
             gradient_scale=call.gradient_scale,
@@ -246,7 +247,7 @@ class Runner:
             compiled.results,
             self.context,
             self._last_ranks,
-            microbatches=compiled.schedule.num_microbatches,
+            microbatches=compiled.schedule.num_microbatches * compiled.schedule.slices,
             everywhere=call.broadcast_loss,
         )
         self.renew(agreed.change, buffers=agreed.buffers, reduce=call.reduce)
@@ -277,6 +278,8 @@ class Runner:
             require_no_outputs(call.return_outputs)
             batch = self.tokens.own(batch)
         microbatches, paths = len(batch.sizes), len(schedule.placement.paths)
+        if schedule.slices > 1:
+            batch = self._sliced(batch, schedule, call)
         least = min(paths, schedule.num_microbatches)
         if call.training and microbatches < least and (self.context.copies.size > 1 or Kind.S in schedule.kinds):
             raise UsageError(
@@ -285,6 +288,19 @@ class Runner:
                 "DataLoader(..., drop_last=True)"
             )
         return batch, self.programs.get(schedule, RunMode(microbatches, call.training, call.training and call.reduce))
+
+    def _sliced(self, batch: Batch, schedule: Schedule, call: StepCall) -> Batch:
+        options = self.programs.options
+        refused = {
+            "tensor_shape": options.promise is not None,
+            "graph=True": options.graph,
+            "weigh": self.weigh is not None,
+            'loss_over="batch"': self.loss_over == "batch",
+        }
+        modules = {index: stage.module for index, stage in self.stages.items()}
+        require_sliceable(schedule, modules, self.criterion, refused)
+        find = partial(ends_of, slices=schedule.slices, cost=options.cost, multiple_of=self.context.tensor.size)
+        return sliced(batch, find, self.criterion)
 
     def _run(self, compiled: Compiled, operations: Sequence[Operation], batch: Batch) -> None:
         if not compiled.mode.training:
@@ -320,12 +336,13 @@ class Runner:
             results = compiled.results
             results.keep_outputs, results.sizes = call.return_outputs, batch.sizes if batch.has_along else []
             if call.training or batch.labels is not None:
-                criterion = None if self.criterion is None else explained(self.criterion)
+                own = by_token(self.criterion) if batch.cuts else self.criterion
+                criterion = None if own is None else explained(own)
                 results.criterion = criterion if region is None or criterion is None else region(criterion)
                 results.labels = batch.split(batch.labels)
-                if self.criterion is not None:
+                if own is not None:
                     last = self.stages[self._last_stage]
-                    self._weigher.load(results, batch, self.criterion, self.weigh, last, training=call.training)
+                    self._weigher.load(results, batch, own, self.weigh, last, training=call.training)
 
     def _unload(self, compiled: Compiled) -> None:
         """Frees the batch and everything made from it."""

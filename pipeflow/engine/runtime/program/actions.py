@@ -49,17 +49,18 @@ class Shared:
     routes: Routes
     kinds: Mapping[tuple[int, int], frozenset[Kind]]  # of the actions of the rank, by stage and microbatch
     graphs: Graphs | None  # if computations are recorded
+    slices: int
     slots: defaultdict[Value, Slot] = field(default_factory=lambda: defaultdict(Slot))
-    microbatches: dict[tuple[int, int], Microbatch] = field(default_factory=dict)
+    microbatches: dict[tuple[int, int, int | None], Microbatch] = field(default_factory=dict)
     waits: dict[Value, Operation] = field(default_factory=dict)
     threads: dict[Stream, ThreadPoolExecutor] = field(default_factory=dict)  # that copy on a CPU; they end with it
     sources: deque[MemoryCopy] = field(default_factory=deque)  # offloads whose memory is not freed yet
 
     def microbatch(self, action: Action) -> Microbatch:
         """The microbatch of an action in its stage."""
-        place = action.stage, action.microbatch
+        place = action.stage, action.microbatch, action.slice
         if place not in self.microbatches:
-            self.microbatches[place] = self._made(action, self.kinds[place])
+            self.microbatches[place] = self._made(action, self.kinds[place[:2]])
         return self.microbatches[place]
 
     def _made(self, action: Action, kinds: frozenset[Kind]) -> Microbatch:
@@ -83,7 +84,7 @@ class Shared:
             make = partial(HeldMicrobatch, saved=Saved(action.stage, self.host), drops=Kind.C in kinds)
         return make(
             stage,
-            action.microbatch,
+            action.microbatch * self.slices + (action.slice or 0),
             [self.slots[value] for value in inputs],
             {value.user: self.slots[value] for value in outputs},
             *gradients,
@@ -92,7 +93,8 @@ class Shared:
             self.buffers,
             training=self.training,
             defers=Kind.I in kinds or stage.deferral.fuses,
-            fills=sharded,  # fully_shard averages in a backward alone
+            fills=sharded or self.slices > 1,  # fully_shard averages, and keys get their gradients, in a backward alone
+            slices=self.slices,
         )
 
     def held(self, action: Action) -> HeldMicrobatch:
@@ -108,22 +110,23 @@ class Shared:
     def inputs(self, action: Action) -> list[Value]:
         """The values that the action's stage receives from earlier stages, in the order of its arguments."""
         sources = sources_of(action.stage, self.routes)
-        return [_activation(source, action.stage, action.microbatch) for source in sources]
+        return [_activation(source, action.stage, action) for source in sources]
 
     def outputs(self, action: Action) -> list[Value]:
         """The values that the action's stage passes to later stages, in the order in which it returns them."""
         targets = targets_of(action.stage, self.num_stages, self.routes)
-        return [_activation(action.stage, target, action.microbatch) for target in targets]
+        return [_activation(action.stage, target, action) for target in targets]
 
 
-def _activation(source: int, target: int, microbatch: int) -> Value:
-    return Value(Content.ACTIVATION, source, microbatch, None if target == source + 1 else target)
+def _activation(source: int, target: int, action: Action) -> Value:
+    route = None if target == source + 1 else target
+    return Value(Content.ACTIVATION, source, action.microbatch, route, action.slice)
 
 
 def _gradient(activation: Value) -> Value:
     """The value that is the gradient of an activation."""
     target = None if activation.to is None else activation.stage
-    return Value(Content.GRADIENT, activation.user, activation.microbatch, target)
+    return Value(Content.GRADIENT, activation.user, activation.microbatch, target, activation.slice)
 
 
 def forward(shared: Shared, action: Action) -> list[Operation]:

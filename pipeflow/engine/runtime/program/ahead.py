@@ -89,7 +89,7 @@ def _is_late(operation: Operation, sent: frozenset[Value]) -> bool:
 
 def _sent_ahead(schedule: Schedule, routes: Routes) -> frozenset[Value]:
     """The activations that the forwards of all ranks make ahead."""
-    table = flows(schedule.placement.num_stages, routes)
+    table = flows(schedule.placement.num_stages, routes, schedule.slices)
     ahead: Iterable[Entry] = (entry for row in schedule.rows for entry in takewhile(runs_ahead, row))
     ends = (
         (end, action.microbatch)

@@ -23,7 +23,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.core.route import Routes
 from pipeflow.core.rows import first_uses
-from pipeflow.core.schedule import Schedule, require_unsliced
+from pipeflow.core.schedule import Schedule
 from pipeflow.core.soundness.verification import verify
 from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.transport.agreement import all_gather, connect_devices, told_alike
@@ -247,8 +247,9 @@ class Programs:
         program = lower(ran, cost, routes)[transport.rank]
         promised = promise is not None
         self._connect(program, promised=promised, training=mode.training)
-        results = Results(ran.num_microbatches)
-        given: list[tuple[object, ...]] = [()] * ran.num_microbatches
+        parts = ran.num_microbatches * ran.slices
+        results = Results(parts, ran.slices)
+        given: list[tuple[object, ...]] = [()] * parts
         kinds = defaultdict[tuple[int, int], frozenset[Kind]](frozenset)
         for action in ran.actions(program.rank):
             kinds[action.stage, action.microbatch] |= {action.kind}
@@ -268,6 +269,7 @@ class Programs:
             routes,
             kinds,
             graphs,
+            ran.slices,
         )
         lasting = first_uses(ran.actions(program.rank))
         compiler = _Compiler(shared, transport, self.expectations, promised, overlap, lasting)
@@ -329,7 +331,6 @@ def require_sound(schedule: Schedule, placement: Placement) -> None:
             f"schedule {schedule.name!r} has another placement than this Pipeline's stages: "
             f"{schedule.placement.paths}, not {placement.paths}; make a Pipeline for it"
         )
-    require_unsliced(schedule, "the engine")
     if violations := verify(schedule):
         raise ScheduleError(f"schedule {schedule.name!r} is not sound:", violations)
 
@@ -417,12 +418,12 @@ class _Compiler:
     def compute(self, action: Action) -> list[Operation]:
         """The operations of an action, after waits for values that other streams of the rank make for it."""
         *before, operation = OPERATIONS[action.kind](self.shared, action)
-        stream, stages = DATAFLOW[action.kind].stream, self.shared.num_stages
-        values = [*needs(action, stages), *filter(None, [self.lasting.get(action)])]
+        stream, sizes = DATAFLOW[action.kind].stream, (self.shared.num_stages, self.shared.slices)
+        values = [*needs(action, *sizes), *filter(None, [self.lasting.get(action)])]
         begun = [self.begun.pop(value) for value in values if value in self.begun]
         others = [each for each in begun if DATAFLOW[each.action.kind].stream is not stream]
         if isinstance(operation.by, Beside):
-            self.begun.update(dict.fromkeys(makes(action, stages), operation.by))
+            self.begun.update(dict.fromkeys(makes(action, *sizes), operation.by))
             operation.by.after, others = others, []
         return [*map(end, others), *before, operation]
 

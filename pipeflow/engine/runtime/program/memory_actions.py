@@ -65,7 +65,7 @@ class HeldMicrobatch(Microbatch):
         if self.drops:
             self._again = self._repetition(arguments, batch)
         with saved.catching(batch, buffers, drop=self.drops):
-            output = stage.call(*arguments, **keywords)
+            output = self.call(*arguments, **keywords)
         stage.state.ran()
         self.keep(output)
 
@@ -109,7 +109,7 @@ class HeldMicrobatch(Microbatch):
             if saved.dropped:
                 with stage.state.as_it_is(before) as now:
                     with replayed():
-                        saved.fill(batch, partial(stage.call, *arguments, **keywords))
+                        saved.fill(batch, partial(self.call, *arguments, **keywords))
                     saved.keep(storages(now.written()))
 
         return again

@@ -16,6 +16,7 @@ from pipeflow.engine.deferral.products import Queue, run_products
 from pipeflow.engine.runtime.program.results import Results
 from pipeflow.engine.runtime.program.slots import Buffers, Slot, Unused, flatten, may_be_overwritten
 from pipeflow.engine.runtime.stage import Stage
+from pipeflow.engine.tensor.slices import Past
 from pipeflow.engine.torch_private.autograd import run_backward
 from pipeflow.engine.torch_private.trees import tree_unflatten
 
@@ -29,7 +30,7 @@ class Microbatch:
 
     Attributes:
         stage: the stage.
-        index: number of the microbatch.
+        index: number of the microbatch; of slices, they are numbered through all microbatches.
         inputs: what earlier stages send, in the order of the stage's arguments; none for the first stage.
         outputs: what later stages take, by stage, in the order in which it is returned; none for the last stage.
         input_gradients, output_gradients: of the inputs, and of the outputs.
@@ -39,6 +40,7 @@ class Microbatch:
         training: whether a backward follows.
         defers: whether layers leave weight gradients for W, or add them themselves.
         fills: whether a backward must begin at each output, with zeros where there is no gradient.
+        slices: into how many slices microbatches are cut.
     """
 
     stage: Stage
@@ -54,6 +56,7 @@ class Microbatch:
     training: bool
     defers: bool
     fills: bool
+    slices: int = 1
     leaves: list[Tensor] = field(default_factory=list, init=False)
     edges: list[GradientEdge] = field(default_factory=list, init=False)
     deferred: Queue = field(default_factory=dict, init=False)
@@ -62,7 +65,23 @@ class Microbatch:
         """F: calls the stage with its input, and keeps the output."""
         stage = self.stage
         stage.deferral.active = self.defers
-        self.keep(stage.call(*self.arguments(), **stage.keywords[self.index]))
+        self.keep(self.call(*self.arguments(), **stage.keywords[self.index]))
+
+    def call(self, *arguments: object, **keywords: object) -> object:
+        """Calls the stage."""
+        if self.slices == 1:
+            return self.stage.call(*arguments, **keywords)
+        past, number = self._past()
+        with past.at(number):
+            output = self.stage.call(*arguments, **keywords)
+        if not self.training and number == self.slices - 1:
+            past.free()
+        return output
+
+    def _past(self) -> tuple[Past, int]:
+        """What the slices of the microbatch leave in the stage, and the number of this slice."""
+        microbatch, number = divmod(self.index, self.slices)
+        return self.stage.pasts[microbatch], number
 
     def arguments(self) -> tuple[object, ...]:
         """The stage's input: that of the batch, or what earlier stages sent, as leaves of a new graph."""
@@ -135,13 +154,20 @@ class Microbatch:
             gradients = [each.zeros() if isinstance(each, Unused) else each for each in gradients]
         self.stage.deferral.active = defers
         if self.edges:
-            self._run(gradients)
+            self._run_slice(gradients) if self.slices > 1 else self._run(gradients)
         leaves, self.leaves = iter(self.leaves), []
         for slot, gradient in zip(self.inputs, self.input_gradients, strict=True):
             gradient.tensors = []
             for wants, leaf in zip(slot.grads, leaves, strict=False):  # those of all inputs
                 if wants:
                     gradient.tensors.append(_gradient_of(leaf))
+
+    def _run_slice(self, gradients: list[Tensor]) -> None:
+        past, number = self._past()
+        with past.at(number):  # a layer may run its forward again
+            self._run(gradients)
+        if not number:
+            past.free()
 
     def _run(self, gradients: list[Tensor]) -> None:
         """torch.autograd.backward without its checks of the arguments, which take as long as a small backward:

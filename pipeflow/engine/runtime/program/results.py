@@ -47,11 +47,11 @@ class Weights(NamedTuple):
 
 class Results:
     """The criterion, labels and weights of a step for the last stage, and, for each microbatch, its loss (a scalar
-    tensor) and, if kept, its output.
+    tensor) and, if kept, its output. If microbatches are cut into slices, each slice counts as one.
     """
 
-    def __init__(self, microbatches: int) -> None:
-        self.microbatches = microbatches
+    def __init__(self, microbatches: int, slices: int = 1) -> None:
+        self.microbatches, self.slices = microbatches, slices
         self.clear()
 
     def clear(self) -> None:
@@ -134,6 +134,18 @@ class Results:
     def computed(self) -> dict[int, Tensor]:
         """The losses that this rank computed, by microbatch."""
         return {microbatch: loss for microbatch, loss in enumerate(self.losses) if loss is not None}
+
+    def means(self) -> dict[int, Tensor]:
+        """The mean losses of whole microbatches that this rank computed."""
+        found, parts = self.computed(), self.parts() if self.slices > 1 else {}
+        if not parts:
+            return found
+        means = {}
+        for first in range(0, self.microbatches, self.slices):
+            its = range(first, first + self.slices)
+            weight = sum(self.weights.parts[part] for part in its)
+            means[first // self.slices] = torch.stack([parts[part] for part in its]).sum() / (weight or torch.nan)
+        return means
 
     def parts(self) -> dict[int, Tensor]:
         """The contribution of each known microbatch loss to the mean loss, in microbatch order. A microbatch of weight
@@ -266,4 +278,7 @@ def merged_outputs(results: Results, transport: Transport, placement: Placement)
     for wire in arriving:
         tensors, spec = wire.slot.tensors, wire.slot.spec
         results.outputs[wire.value.microbatch] = tensors[0] if spec is None else tree_unflatten(tensors, spec)
+    if (slices := results.slices) > 1:
+        firsts = range(0, results.microbatches, slices)
+        return merge([merge(results.outputs[first : first + slices], dim=1) for first in firsts])
     return merge(results.outputs, sizes=results.sizes)

@@ -1,0 +1,128 @@
+"""Slicing: a batch whose microbatches are cut into slices of their sequences, for schedules with slices; and what can
+be cut. Must not contain: what slices keep for each other, which `pipeflow.engine.tensor.slices` has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeflow.core.action import Kind
+from pipeflow.core.cost import CostModel, require_ends
+from pipeflow.core.errors import UsageError
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.slices import equal_slices
+from pipeflow.engine.runtime.gradients.fully_sharded import fully_sharded_in
+from pipeflow.engine.runtime.microbatch import Along, Batch, EntryParts, Whole
+from pipeflow.engine.runtime.original import uncompiled
+from pipeflow.engine.runtime.stage import Stage
+from pipeflow.engine.torch_private.trees import tree_flatten, tree_unflatten
+
+
+def ends_of(tokens: int, slices: int, cost: CostModel | None, *, multiple_of: int = 1) -> tuple[int, ...]:
+    """Where a sequence is cut: the end of each slice, in tokens. The costs of the Pipeline say it: `slice_ends`, or
+    else slices of equal cost by the share of `attention`. Without costs, slices are equally long.
+
+    Raises UsageError if there are too few tokens, and if `slice_ends` are not as many as slices.
+    """
+    if cost is None or not cost.slice_ends:
+        if tokens % multiple_of:
+            multiple_of = 1
+        return equal_slices(tokens, slices, attention=0.0 if cost is None else cost.attention, multiple_of=multiple_of)
+    require_ends(cost.slice_ends, slices)
+    ends = [round(end / cost.slice_ends[-1] * tokens) for end in cost.slice_ends]
+    if any(end <= start for start, end in pairwise([0, *ends])):
+        raise UsageError(f"slice_ends={cost.slice_ends} leave a slice of {tokens} tokens empty: use fewer slices")
+    return tuple(ends)
+
+
+def sliced(batch: Batch, ends: Callable[[int], Sequence[int]], criterion: Any) -> Batch:
+    """The batch with each microbatch cut into slices. All tensors are cut along dim 1, labels after the criterion has
+    shifted them.
+
+    Args:
+        batch: the batch.
+        ends: the ends of the slices of a sequence of so many tokens.
+        criterion: the criterion of the Pipeline, whose `shifted` is applied to labels.
+
+    Raises UsageError for tensors without tokens along dim 1, and for lengths that differ within a microbatch.
+    """
+    inputs, inputs_spec = tree_flatten(batch.inputs, _is_entry)
+    labels, labels_spec = tree_flatten(batch.labels, _is_entry)
+    columns = [batch.divided(leaf) for leaf in inputs]
+    moved = [[_shifted(criterion, part) for part in batch.divided(leaf)] for leaf in labels]
+    cuts = [ends(_length(parts)) for parts in zip(*columns, *moved, strict=True)]
+    entries = [EntryParts([*_cut(column, cuts)]) for column in (*columns, *moved)]
+    return replace(
+        batch,
+        inputs=tree_unflatten(entries[: len(inputs)], inputs_spec),
+        labels=tree_unflatten(entries[len(inputs) :], labels_spec),
+        sizes=[size for size, cut in zip(batch.sizes, cuts, strict=True) for _ in cut],
+        cuts=cuts,
+    )
+
+
+def _is_entry(tree: object) -> bool:
+    if isinstance(tree, Along):
+        raise UsageError("pipeflow.Along entries cannot be cut into slices: use a schedule with slices=1")
+    return isinstance(tree, Whole | EntryParts)
+
+
+def _shifted(criterion: Any, labels: object) -> object:
+    return criterion.shifted(labels) if isinstance(labels, Tensor) else labels
+
+
+def _length(parts: Iterable[object]) -> int:
+    """The number of tokens of a microbatch."""
+    shapes = [tuple(part.shape) for part in parts if isinstance(part, Tensor) and part.dim()]
+    lengths = {shape[1] if len(shape) > 1 else None for shape in shapes}
+    if len(lengths) != 1 or None in lengths:
+        raise UsageError(
+            "slices are cut along dim 1, so each tensor of a batch needs its tokens there, and as many as the others; "
+            f"got shapes {shapes}: wrap what has no tokens in pipeflow.Whole, or use a schedule with slices=1"
+        )
+    [length] = lengths
+    assert length is not None
+    return length
+
+
+def _cut(column: Iterable[object], cuts: Iterable[Sequence[int]]) -> Iterable[object]:
+    for part, ends in zip(column, cuts, strict=True):
+        for start, end in pairwise([0, *ends]):
+            yield part[:, start:end] if isinstance(part, Tensor) and part.dim() else part
+
+
+def by_token(criterion: Any) -> Callable[..., Tensor] | None:
+    """The loss of a criterion for labels that are shifted already; None without a criterion."""
+    return None if criterion is None else criterion.by_token  # type: ignore[no-any-return]
+
+
+def require_sliceable(
+    schedule: Schedule, modules: Mapping[int, nn.Module], criterion: object, refused: Mapping[str, bool]
+) -> None:
+    """Raises UsageError unless stages and criterion can compute slices, and no option of `refused` is set."""
+    able = f"schedule {schedule.name!r} has {schedule.slices} slices of each microbatch, but"
+    for index, module in modules.items():
+        if not getattr(uncompiled(module), "takes_slices", False):
+            raise UsageError(
+                f"{able} stage {index}, a {type(uncompiled(module)).__name__}, does not say that it computes a slice "
+                "with what earlier slices left: use the stages of pipeflow.build_gpt_pipeline, or a stage whose "
+                "attention calls pipeflow.tensor.joined and which has takes_slices = True; or make the schedule with "
+                "slices=1"
+            )
+        if fully_sharded_in(module):
+            raise UsageError(f"{able} stage {index} is under fully_shard: make the schedule with slices=1")
+    if criterion is not None and not hasattr(criterion, "shifted"):
+        raise UsageError(
+            f"{able} the criterion does not say how it pairs tokens and labels: use pipeflow.GPTLMLoss(), or a loss "
+            "with shifted(labels), which moves each label to the token that predicts it, and by_token, the loss for "
+            "these labels"
+        )
+    if Kind.S in schedule.kinds or schedule.has_pairs or len(schedule.placement.paths) > 1:
+        raise UsageError(f"{able} also optimizer steps, pairs or several paths: use a schedule without these")
+    if found := [name for name, given in refused.items() if given]:
+        raise UsageError(f"{able} {found[0]} is for whole microbatches: leave it out, or make the schedule with slices=1")

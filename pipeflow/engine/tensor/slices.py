@@ -1,0 +1,137 @@
+"""Slices: the keys and values that attention keeps from one slice of a sequence to the next, and their gradients. Must
+not contain: attention itself, and where sequences are cut.
+
+Source: Sun et al., arXiv 2406.03488 (a slice of a causal model needs the keys and values of those before it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from pipeflow.core.errors import UsageError
+
+TOKENS = -2  # the dimension of tokens in keys and values
+
+# Theory of operation
+#
+# Keys of all slices of a microbatch lie in one buffer, of which slice s fills its part. Attention of slice s gets the
+# buffer up to the end of s. It saves that for its backward, so slices share memory. Later slices write behind it, which
+# does not change what was saved; so each slice gets a tensor of its own on the same memory, whose version autograd
+# counts apart. Backwards run from the last slice to the first. Each adds what belongs to earlier slices to a buffer of
+# gradients, and takes what later ones have added to its own part.
+
+
+@dataclass(eq=False)
+class _Rows:
+    """Keys, or values, of one attention layer for the slices of a microbatch: (..., tokens, head size)."""
+
+    values: Tensor | None = None
+    gradients: Tensor | None = None
+
+    def put(self, part: Tensor, start: int, total: int) -> Tensor:
+        """Adds those of a slice that begins at token `start`. Returns those of all tokens so far."""
+        if self.values is None:
+            self.values = part.new_empty((*part.shape[:TOKENS], total, part.shape[-1]))
+        end = start + part.shape[TOKENS]
+        self.values.narrow(TOKENS, start, end - start).copy_(part)
+        found = self.values.narrow(TOKENS, 0, end)
+        return part.new_empty(0).set_(  # type: ignore[call-overload]  # of torch's stubs
+            self.values.untyped_storage(), found.storage_offset(), found.shape, found.stride()
+        )
+
+    def take(self, gradient: Tensor, start: int) -> Tensor:
+        """The gradient of the slice's own part, from that of all tokens so far."""
+        own = gradient.narrow(TOKENS, start, gradient.shape[TOKENS] - start)
+        if self.gradients is not None:
+            own = own + self.gradients.narrow(TOKENS, start, own.shape[TOKENS])
+        elif start:
+            self.gradients = gradient.new_zeros((*gradient.shape[:TOKENS], start, gradient.shape[-1]))
+        if start and self.gradients is not None:
+            self.gradients.narrow(TOKENS, 0, start).add_(gradient.narrow(TOKENS, 0, start))
+        return own
+
+
+class _Join(Function):
+    """Those of a slice behind those of earlier ones."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, rows: _Rows, start: int, total: int) -> Tensor:
+        ctx.rows, ctx.start = rows, start
+        return rows.put(part, start, total)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.rows.take(gradients[0], ctx.start), None, None, None
+
+
+@dataclass(eq=False)
+class Past:
+    """What the slices of one microbatch leave in one stage, for later ones.
+
+    Attributes:
+        ends: the end of each slice, in tokens.
+    """
+
+    ends: Sequence[int]
+    _rows: dict[nn.Module, list[_Rows]] = field(default_factory=dict, init=False)
+    _start: int = field(default=0, init=False)  # of the slice that runs
+    _called: set[nn.Module] = field(default_factory=set, init=False)  # by the slice that runs
+
+    @contextmanager
+    def at(self, number: int) -> Iterator[None]:
+        """A region in which slice `number` runs."""
+        self._start, self._called = self.ends[number - 1] if number else 0, set()
+        token = _CURRENT.set(self)
+        try:
+            yield
+        finally:
+            _CURRENT.reset(token)
+
+    def free(self) -> None:
+        """Drops all keys and values."""
+        self._rows = {}
+
+    def joined(self, layer: nn.Module, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        if layer in self._called:
+            raise UsageError(
+                f"a {type(layer).__name__} computes attention twice in a stage, so it is not known which keys of "
+                "earlier slices it needs: use a schedule with slices=1"
+            )
+        self._called.add(layer)
+        rows = self._rows.setdefault(layer, [_Rows() for _ in parts])
+        return tuple(_Join.apply(part, each, self._start, self.ends[-1]) for part, each in zip(parts, rows, strict=True))
+
+
+_CURRENT: ContextVar[Past | None] = ContextVar("pipeflow_past", default=None)
+
+
+def is_sliced() -> bool:
+    """Whether a slice of a microbatch runs now, not a whole one."""
+    return _CURRENT.get() is not None
+
+
+def tokens_before() -> int:
+    """How many tokens of its sequence lie before the slice that runs; 0 for whole microbatches."""
+    past = _CURRENT.get()
+    return 0 if past is None else past._start
+
+
+def joined(layer: nn.Module, *parts: Tensor) -> tuple[Tensor, ...]:
+    """Keys and values of the slice that runs, behind those that `layer` had for earlier slices of its microbatch. Those
+    of a whole microbatch are returned as they are.
+
+    Args:
+        layer: the attention layer, which calls this once per forward.
+        parts: tensors of shape (..., tokens, head size).
+
+    Raises UsageError if a layer calls it twice in a forward.
+    """
+    past = _CURRENT.get()
+    return parts if past is None else past.joined(layer, parts)

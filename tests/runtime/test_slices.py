@@ -1,0 +1,300 @@
+"""A step whose microbatches are cut into slices of their sequences gives the loss and the gradients of the whole model on
+whole sequences, in float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeflow import CostModel, Divided, Pipeline, Schedule, UsageError, execute_pipeline, make_schedule
+from pipeflow.core.slices import equal_slices
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.runtime.slicing import ends_of
+from pipeflow.engine.tensor.slices import Past, joined
+from pipeflow.schedules import with_recompute
+from pipeflow.testing import RankError, run_processes, run_threads
+from pipeflow.training.models import GPTLMLoss, build_gpt_pipeline, build_stage
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+    "dtype": torch.float64,
+}
+LAYERS = 8
+
+
+def batch_of(samples: int, tokens: int, seed: int = 0) -> tuple[dict[str, Tensor], Tensor]:
+    """Ids, and labels of which many do not count: none of the first slice of the first sample does."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(32, (samples, tokens), generator=generator)
+    labels = ids.clone()
+    labels[0, : tokens // 2] = -100
+    labels[torch.rand(ids.shape, generator=generator) < 0.2] = -100
+    return {"input_ids": ids}, labels
+
+
+@dataclass
+class Stepped:
+    """What a rank has after a step."""
+
+    loss: float | None
+    losses: dict[int, float]
+    samples: int
+    outputs: numpy.ndarray | None
+    gradients: dict[str, numpy.ndarray]
+
+
+def step(
+    schedule: Schedule, batch: Any, options: dict[str, Any] | None = None, more: dict[str, Any] | None = None
+) -> Stepped:
+    """A step of this rank."""
+    stages = build_gpt_pipeline(LAYERS, placement=schedule.placement, **SIZES, **(more or {}))
+    pipeline = Pipeline(stages, schedule, criterion=GPTLMLoss(), **(options or {}))
+    found = execute_pipeline(iter([batch]), pipeline, return_outputs=True)
+    named = {name.split(".", 2)[2]: parameter.grad for name, parameter in pipeline.named_parameters()}
+    gradients = {name: gradient.numpy() for name, gradient in named.items() if gradient is not None}
+    outputs = found.outputs.detach().numpy() if isinstance(found.outputs, Tensor) else None
+    loss = None if found.loss is None else found.loss.item()
+    return Stepped(loss, {key: each.item() for key, each in found.losses.items()}, found.samples, outputs, gradients)
+
+
+def whole(batch: tuple[dict[str, Tensor], Tensor]) -> tuple[float, numpy.ndarray, dict[str, numpy.ndarray]]:
+    """Loss, logits and gradients of the whole model, the batch at once."""
+    model = build_stage(0, LAYERS, LAYERS, first=True, last=True, **SIZES)
+    logits = model(**batch[0])
+    loss = GPTLMLoss()(logits, batch[1])
+    loss.backward()
+    gradients = {name: each.grad.numpy() for name, each in model.named_parameters() if each.grad is not None}
+    return loss.item(), logits.detach().numpy(), gradients
+
+
+def require(found: list[Stepped], batch: tuple[dict[str, Tensor], Tensor], tolerance: float = 1e-12) -> None:
+    loss, logits, gradients = whole(batch)
+    seen = set()
+    for rank in found:
+        if rank.loss is not None:
+            assert rank.loss == pytest.approx(loss, rel=tolerance)
+        if rank.outputs is not None:
+            numpy.testing.assert_allclose(rank.outputs, logits, rtol=0, atol=tolerance)
+        for name, gradient in rank.gradients.items():
+            name = "embedding.word_embeddings.weight" if name == "head.weight" else name
+            numpy.testing.assert_allclose(gradient, gradients[name], rtol=0, atol=tolerance, err_msg=name)
+            seen.add(name)
+        assert rank.samples == len(batch[1])
+    assert seen == set(gradients)
+
+
+FAMILIES = {
+    "seq1f1b": {},
+    "1f1b": {},
+    "interleaved-1f1b": {"chunks": 2},
+    "zb-h1": {},
+    "zb-v": {},
+}
+
+
+@pytest.mark.parametrize("slices", [2, 3, 8])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_are_those_of_whole_sequences(name: str, slices: int) -> None:
+    schedule = make_schedule(name, ranks=2, microbatches=4, slices=slices, **FAMILIES[name])
+    batch = batch_of(5, 13)  # 13 tokens divide by no number of slices
+    require(run_threads(step, 2, schedule, batch), batch)
+
+
+def require_same(
+    ranks: int, sliced: Schedule, batches: Any, more: dict[str, Any], tolerance: float = 1e-12, **layout: int
+) -> None:
+    """A step of whole microbatches gives the same on the same layout."""
+    plain = replace_slices(sliced)
+    cost = CostModel.even(sliced.placement, attention=0.5)
+    runs = [
+        run_threads(step_of_replica, ranks, schedule, batches, {"cost": cost}, more, **layout)
+        for schedule in (sliced, plain)
+    ]
+    for found, expected in zip(*runs, strict=True):
+        assert found.loss == pytest.approx(expected.loss, rel=tolerance)
+        assert found.losses == pytest.approx(expected.losses, rel=tolerance, nan_ok=True)
+        assert found.gradients.keys() == expected.gradients.keys()
+        for name, gradient in found.gradients.items():
+            numpy.testing.assert_allclose(gradient, expected.gradients[name], rtol=0, atol=tolerance, err_msg=name)
+
+
+def replace_slices(schedule: Schedule) -> Schedule:
+    """The same schedule for whole microbatches: its name says how it was made."""
+    name, chunks = schedule.name, schedule.placement.num_chunks
+    options = {"chunks": chunks} if name.startswith("interleaved") else {}
+    return make_schedule(
+        name.split(" ")[0], ranks=schedule.placement.num_ranks, microbatches=schedule.num_microbatches, **options
+    )
+
+
+def step_of_replica(schedule: Schedule, batches: Any, *rest: Any) -> Stepped:
+    return step(schedule, batches[current_context().data_rank], *rest)
+
+
+@pytest.mark.parametrize("more", [{}, {"sequence_parallel": True}], ids=["tensor", "sequence parallel"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_tensor_ranks(name: str, more: dict[str, Any]) -> None:
+    require_same(4, make_schedule(name, ranks=2, microbatches=2, slices=3), [batch_of(4, 16)], more, tensor=2)
+
+
+def test_replicas_whose_labels_count_differently() -> None:
+    batches = [batch_of(4, 16), batch_of(3, 16, seed=1)]
+    require_same(4, make_schedule("zb-h1", ranks=2, microbatches=2, slices=3), batches, {}, data=2)
+
+
+@pytest.mark.parametrize("how", ["stage", "block"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_recomputation(name: str, how: str) -> None:
+    schedule = make_schedule(name, ranks=2, microbatches=3, slices=3)
+    if how == "stage":
+        schedule = with_recompute(schedule)
+    batch = batch_of(4, 13)
+    require(run_threads(step, 2, schedule, batch, None, {"checkpoint": how == "block"}), batch)
+
+
+def test_dropout_of_attention_draws_once() -> None:
+    """With recomputation, too, a slice draws the masks of its forward: the step with it has the same gradients."""
+    schedule = make_schedule("1f1b", ranks=2, microbatches=2, slices=3)
+    batch, more = batch_of(4, 13), {"attn_drop_rate": 0.3, "drop_rate": 0.2}
+    plain, again = (run_threads(step, 2, each, batch, None, more) for each in (schedule, with_recompute(schedule)))
+    for found, expected in zip(again, plain, strict=True):
+        for name, gradient in expected.gradients.items():
+            numpy.testing.assert_array_equal(found.gradients[name], gradient)
+
+
+@pytest.mark.slow
+def test_processes() -> None:
+    batch = batch_of(4, 13)
+    require(run_processes(step, 2, make_schedule("seq1f1b", ranks=2, microbatches=4, slices=3), batch), batch)
+
+
+def test_slices_end_where_costs_say() -> None:
+    placement = make_schedule("1f1b", ranks=2, microbatches=2).placement
+    assert ends_of(16, 2, None) == (8, 16)
+    assert ends_of(16, 2, CostModel.even(placement, attention=0.9)) == equal_slices(16, 2, attention=0.9) != (8, 16)
+    assert ends_of(32, 2, CostModel.even(placement, slice_ends=(10, 16))) == (20, 32)
+    assert ends_of(16, 3, None, multiple_of=4) == (4, 12, 16)
+    with pytest.raises(UsageError, match="leave a slice of 3 tokens empty"):
+        ends_of(3, 2, CostModel.even(placement, slice_ends=(15, 16)))
+
+
+def test_a_divided_batch_of_other_lengths() -> None:
+    """Each microbatch is cut at its own length, and the loss is the mean over all its labels."""
+    long, short = batch_of(2, 20), batch_of(3, 9, seed=1)
+    schedule = make_schedule("zb-h1", ranks=2, microbatches=2, slices=4)
+    pair = [long, short]
+    plain = make_schedule("zb-h1", ranks=2, microbatches=2)
+    sliced, expected = (run_threads(divided, 2, each, pair) for each in (schedule, plain))
+    for mine, its in zip(sliced, expected, strict=True):
+        assert mine[0] == pytest.approx(its[0], rel=1e-12)
+        for name, gradient in its[1].items():
+            numpy.testing.assert_allclose(mine[1][name], gradient, rtol=0, atol=1e-12, err_msg=name)
+
+
+def divided(schedule: Schedule, pair: list[Any]) -> tuple[float | None, dict[str, numpy.ndarray]]:
+    pipeline = Pipeline(
+        build_gpt_pipeline(LAYERS, placement=schedule.placement, **SIZES), schedule, criterion=GPTLMLoss()
+    )
+    loss = execute_pipeline(iter([Divided(pair)]), pipeline).loss
+    named = {name: each.grad for name, each in pipeline.named_parameters()}
+    return None if loss is None else loss.item(), {name: each.numpy() for name, each in named.items() if each is not None}
+
+
+def test_evaluation_gives_whole_outputs_and_the_loss() -> None:
+    batch = batch_of(5, 13)
+    schedule = make_schedule("interleaved-1f1b", ranks=2, microbatches=4, slices=3, chunks=2)
+    loss, logits, _ = whole(batch)
+    *_, last = run_threads(evaluated, 2, schedule, batch)
+    assert last[0] == pytest.approx(loss, rel=1e-12)
+    numpy.testing.assert_allclose(last[1], logits, rtol=0, atol=1e-12)
+    assert last[2] == 0
+
+
+def evaluated(schedule: Schedule, batch: Any) -> tuple[Any, Any, int]:
+    stages = build_gpt_pipeline(LAYERS, placement=schedule.placement, **SIZES)
+    pipeline = Pipeline(stages, schedule, criterion=GPTLMLoss())
+    found = execute_pipeline(iter([batch]), pipeline, forward_only=True, return_outputs=True)
+    kept = sum(len(stage.pasts) for stage in pipeline.stages.values())
+    is_last = found.loss is not None
+    return found.loss.item() if is_last else None, found.outputs.numpy() if is_last else None, kept
+
+
+def test_a_measured_step_has_the_slices() -> None:
+    schedule = make_schedule("zb-v", ranks=2, microbatches=2, slices=3)
+    timeline = run_threads(traced, 2, schedule, batch_of(2, 12))[0]
+    assert [[span.action for span in row] for row in timeline.rows] == [[*row] for row in schedule.rows]
+
+
+def traced(schedule: Schedule, batch: Any) -> Any:
+    stages = build_gpt_pipeline(LAYERS, placement=schedule.placement, **SIZES)
+    pipeline = Pipeline(stages, schedule, criterion=GPTLMLoss())
+    return execute_pipeline(iter([batch]), pipeline, trace=True).timeline
+
+
+def test_slices_share_the_memory_of_keys() -> None:
+    """Attention of each slice saves the keys of all tokens so far, in one buffer: not again for each slice."""
+    past, layer = Past([3, 7, 8]), nn.Identity()
+    with past.at(0):
+        [first] = joined(layer, torch.ones(2, 3, 4))
+    with past.at(1):
+        [second] = joined(layer, torch.zeros(2, 4, 4))
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    assert (first == 1).all()
+    assert second.shape == (2, 7, 4)
+
+
+def refused(schedule: Schedule, inputs: Any, labels: Any, options: dict[str, Any], criterion: Any) -> None:
+    stages = build_gpt_pipeline(LAYERS, placement=schedule.placement, **SIZES)
+    pipeline = Pipeline(stages, schedule, criterion=criterion, **options)
+    execute_pipeline(iter([(inputs, labels)]), pipeline)
+
+
+IDS, LABELS = batch_of(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "labels", "options", "criterion", "said"),
+    [
+        ({**IDS, "attention_mask": torch.ones(4, 8)}, LABELS, {}, GPTLMLoss(), "attention_mask is not possible with slices"),
+        (IDS, LABELS[:, :4], {}, GPTLMLoss(), "as many as the others"),
+        (IDS, torch.ones(4), {}, GPTLMLoss(), "slices are cut along dim 1"),
+        (IDS, LABELS, {"tensor_shape": (2, 8, 16)}, GPTLMLoss(), "tensor_shape is for whole microbatches"),
+        (IDS, LABELS, {"weigh": len}, GPTLMLoss(), "weigh is for whole microbatches"),
+        (IDS, LABELS, {}, nn.CrossEntropyLoss(), "does not say how it pairs tokens and labels"),
+        (IDS, LABELS, {"cost": "ends"}, GPTLMLoss(), "slice_ends has 3 numbers"),
+        ({"input_ids": IDS["input_ids"][:, :1]}, LABELS[:, :1], {}, GPTLMLoss(), "too few for 2 slices"),
+    ],
+    ids=["mask", "lengths", "no tokens", "shape", "weigh", "criterion", "ends", "few tokens"],
+)
+def test_what_cannot_be_cut_is_one_error(inputs: Any, labels: Any, options: Any, criterion: Any, said: str) -> None:
+    schedule = make_schedule("1f1b", ranks=2, microbatches=2, slices=2)
+    if options.get("cost"):
+        options = {"cost": CostModel.even(schedule.placement, slice_ends=(1, 2, 3))}
+    with pytest.raises(RankError, match=said):
+        run_threads(refused, 2, schedule, inputs, labels, options, criterion)
+
+
+def test_a_stage_must_say_that_it_computes_slices() -> None:
+    schedule = make_schedule("1f1b", ranks=2, microbatches=2, slices=2)
+    with pytest.raises(RankError, match="a Linear, does not say that it computes a slice"):
+        run_threads(stepped_linear, 2, schedule)
+
+
+def stepped_linear(schedule: Schedule) -> None:
+    execute_pipeline(iter([(torch.ones(2, 4, 3), torch.ones(2, 4))]), Pipeline(nn.Linear(3, 3), schedule, criterion=GPTLMLoss()))
+
+
+def test_a_layer_that_attends_twice_is_refused() -> None:
+    past, layer = Past([1, 2]), nn.Identity()
+    with past.at(0), pytest.raises(UsageError, match="an Identity computes attention twice"):
+        joined(layer, torch.ones(1, 1, 1))
+        joined(layer, torch.ones(1, 1, 1))
