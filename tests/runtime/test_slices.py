@@ -4,7 +4,7 @@ whole sequences, in float64.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -17,7 +17,7 @@ from pipeflow.core.slices import equal_slices
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.runtime.slicing import ends_of
 from pipeflow.engine.tensor.slices import Past, joined
-from pipeflow.schedules import with_recompute
+from pipeflow.schedules.orders.additions import with_recompute
 from pipeflow.testing import RankError, run_processes, run_threads
 from pipeflow.training.models import GPTLMLoss, build_gpt_pipeline, build_stage
 
@@ -114,13 +114,13 @@ def require_same(
 ) -> None:
     """A step of whole microbatches gives the same on the same layout."""
     plain = replace_slices(sliced)
-    cost = CostModel.even(sliced.placement, attention=0.5)
+    cost = replace(CostModel.even(sliced.placement), attention=0.5)
     runs = [
         run_threads(step_of_replica, ranks, schedule, batches, {"cost": cost}, more, **layout)
         for schedule in (sliced, plain)
     ]
     for found, expected in zip(*runs, strict=True):
-        assert found.loss == pytest.approx(expected.loss, rel=tolerance)
+        assert (found.loss or 0) == pytest.approx(expected.loss or 0, rel=tolerance)
         assert found.losses == pytest.approx(expected.losses, rel=tolerance, nan_ok=True)
         assert found.gradients.keys() == expected.gradients.keys()
         for name, gradient in found.gradients.items():
@@ -129,11 +129,8 @@ def require_same(
 
 def replace_slices(schedule: Schedule) -> Schedule:
     """The same schedule for whole microbatches: its name says how it was made."""
-    name, chunks = schedule.name, schedule.placement.num_chunks
-    options = {"chunks": chunks} if name.startswith("interleaved") else {}
-    return make_schedule(
-        name.split(" ")[0], ranks=schedule.placement.num_ranks, microbatches=schedule.num_microbatches, **options
-    )
+    name, ranks = schedule.name.split(" ")[0], schedule.placement.num_ranks
+    return make_schedule(name, ranks=ranks, microbatches=schedule.num_microbatches)
 
 
 def step_of_replica(schedule: Schedule, batches: Any, *rest: Any) -> Stepped:
@@ -163,12 +160,18 @@ def test_recomputation(name: str, how: str) -> None:
 
 def test_dropout_of_attention_draws_once() -> None:
     """With recomputation, too, a slice draws the masks of its forward: the step with it has the same gradients."""
-    schedule = make_schedule("1f1b", ranks=2, microbatches=2, slices=3)
+    schedule = make_schedule("1f1b", ranks=1, microbatches=2, slices=3)
     batch, more = batch_of(4, 13), {"attn_drop_rate": 0.3, "drop_rate": 0.2}
-    plain, again = (run_threads(step, 2, each, batch, None, more) for each in (schedule, with_recompute(schedule)))
-    for found, expected in zip(again, plain, strict=True):
-        for name, gradient in expected.gradients.items():
-            numpy.testing.assert_array_equal(found.gradients[name], gradient)
+    [plain], [again] = (
+        run_threads(step_seeded, 1, each, batch, None, more) for each in (schedule, with_recompute(schedule))
+    )
+    for name, gradient in plain.gradients.items():
+        numpy.testing.assert_allclose(again.gradients[name], gradient, rtol=0, atol=1e-15, err_msg=name)
+
+
+def step_seeded(*arguments: Any) -> Stepped:
+    torch.manual_seed(0)
+    return step(*arguments)
 
 
 @pytest.mark.slow
@@ -180,11 +183,15 @@ def test_processes() -> None:
 def test_slices_end_where_costs_say() -> None:
     placement = make_schedule("1f1b", ranks=2, microbatches=2).placement
     assert ends_of(16, 2, None) == (8, 16)
-    assert ends_of(16, 2, CostModel.even(placement, attention=0.9)) == equal_slices(16, 2, attention=0.9) != (8, 16)
-    assert ends_of(32, 2, CostModel.even(placement, slice_ends=(10, 16))) == (20, 32)
+    assert (
+        ends_of(16, 2, replace(CostModel.even(placement), attention=0.9))
+        == equal_slices(16, 2, attention=0.9)
+        != (8, 16)
+    )
+    assert ends_of(32, 2, replace(CostModel.even(placement), slice_ends=(10, 16))) == (20, 32)
     assert ends_of(16, 3, None, multiple_of=4) == (4, 12, 16)
     with pytest.raises(UsageError, match="leave a slice of 3 tokens empty"):
-        ends_of(3, 2, CostModel.even(placement, slice_ends=(15, 16)))
+        ends_of(3, 2, replace(CostModel.even(placement), slice_ends=(15, 16)))
 
 
 def test_a_divided_batch_of_other_lengths() -> None:
@@ -195,7 +202,7 @@ def test_a_divided_batch_of_other_lengths() -> None:
     plain = make_schedule("zb-h1", ranks=2, microbatches=2)
     sliced, expected = (run_threads(divided, 2, each, pair) for each in (schedule, plain))
     for mine, its in zip(sliced, expected, strict=True):
-        assert mine[0] == pytest.approx(its[0], rel=1e-12)
+        assert (mine[0] or 0) == pytest.approx(its[0] or 0, rel=1e-12)
         for name, gradient in its[1].items():
             numpy.testing.assert_allclose(mine[1][name], gradient, rtol=0, atol=1e-12, err_msg=name)
 
@@ -206,7 +213,9 @@ def divided(schedule: Schedule, pair: list[Any]) -> tuple[float | None, dict[str
     )
     loss = execute_pipeline(iter([Divided(pair)]), pipeline).loss
     named = {name: each.grad for name, each in pipeline.named_parameters()}
-    return None if loss is None else loss.item(), {name: each.numpy() for name, each in named.items() if each is not None}
+    return None if loss is None else loss.item(), {
+        name: each.numpy() for name, each in named.items() if each is not None
+    }
 
 
 def test_evaluation_gives_whole_outputs_and_the_loss() -> None:
@@ -223,7 +232,7 @@ def evaluated(schedule: Schedule, batch: Any) -> tuple[Any, Any, int]:
     stages = build_gpt_pipeline(LAYERS, placement=schedule.placement, **SIZES)
     pipeline = Pipeline(stages, schedule, criterion=GPTLMLoss())
     found = execute_pipeline(iter([batch]), pipeline, forward_only=True, return_outputs=True)
-    kept = sum(len(stage.pasts) for stage in pipeline.stages.values())
+    kept = sum(len(stage.pasts) for stage in pipeline.runner.stages.values())
     is_last = found.loss is not None
     return found.loss.item() if is_last else None, found.outputs.numpy() if is_last else None, kept
 
@@ -264,7 +273,13 @@ IDS, LABELS = batch_of(4, 8)
 @pytest.mark.parametrize(
     ("inputs", "labels", "options", "criterion", "said"),
     [
-        ({**IDS, "attention_mask": torch.ones(4, 8)}, LABELS, {}, GPTLMLoss(), "attention_mask is not possible with slices"),
+        (
+            {**IDS, "attention_mask": torch.ones(4, 8)},
+            LABELS,
+            {},
+            GPTLMLoss(),
+            "attention_mask is not possible with slices",
+        ),
         (IDS, LABELS[:, :4], {}, GPTLMLoss(), "as many as the others"),
         (IDS, torch.ones(4), {}, GPTLMLoss(), "slices are cut along dim 1"),
         (IDS, LABELS, {"tensor_shape": (2, 8, 16)}, GPTLMLoss(), "tensor_shape is for whole microbatches"),
@@ -278,7 +293,7 @@ IDS, LABELS = batch_of(4, 8)
 def test_what_cannot_be_cut_is_one_error(inputs: Any, labels: Any, options: Any, criterion: Any, said: str) -> None:
     schedule = make_schedule("1f1b", ranks=2, microbatches=2, slices=2)
     if options.get("cost"):
-        options = {"cost": CostModel.even(schedule.placement, slice_ends=(1, 2, 3))}
+        options = {"cost": replace(CostModel.even(schedule.placement), slice_ends=(1, 2, 3))}
     with pytest.raises(RankError, match=said):
         run_threads(refused, 2, schedule, inputs, labels, options, criterion)
 
@@ -290,11 +305,13 @@ def test_a_stage_must_say_that_it_computes_slices() -> None:
 
 
 def stepped_linear(schedule: Schedule) -> None:
-    execute_pipeline(iter([(torch.ones(2, 4, 3), torch.ones(2, 4))]), Pipeline(nn.Linear(3, 3), schedule, criterion=GPTLMLoss()))
+    execute_pipeline(
+        iter([(torch.ones(2, 4, 3), torch.ones(2, 4))]), Pipeline(nn.Linear(3, 3), schedule, criterion=GPTLMLoss())
+    )
 
 
 def test_a_layer_that_attends_twice_is_refused() -> None:
     past, layer = Past([1, 2]), nn.Identity()
-    with past.at(0), pytest.raises(UsageError, match="an Identity computes attention twice"):
+    with past.at(0), pytest.raises(UsageError, match="Identity computes attention twice"):
         joined(layer, torch.ones(1, 1, 1))
         joined(layer, torch.ones(1, 1, 1))

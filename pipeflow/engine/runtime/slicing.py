@@ -19,7 +19,6 @@ from pipeflow.core.slices import equal_slices
 from pipeflow.engine.runtime.gradients.fully_sharded import fully_sharded_in
 from pipeflow.engine.runtime.microbatch import Along, Batch, EntryParts, Whole
 from pipeflow.engine.runtime.original import uncompiled
-from pipeflow.engine.runtime.stage import Stage
 from pipeflow.engine.torch_private.trees import tree_flatten, tree_unflatten
 
 
@@ -54,9 +53,10 @@ def sliced(batch: Batch, ends: Callable[[int], Sequence[int]], criterion: Any) -
     inputs, inputs_spec = tree_flatten(batch.inputs, _is_entry)
     labels, labels_spec = tree_flatten(batch.labels, _is_entry)
     columns = [batch.divided(leaf) for leaf in inputs]
-    moved = [[_shifted(criterion, part) for part in batch.divided(leaf)] for leaf in labels]
-    cuts = [ends(_length(parts)) for parts in zip(*columns, *moved, strict=True)]
-    entries = [EntryParts([*_cut(column, cuts)]) for column in (*columns, *moved)]
+    paired = [batch.divided(leaf) for leaf in labels]
+    cuts = [ends(_length(parts)) for parts in zip(*columns, *paired, strict=True)]
+    shifted = ([_shifted(criterion, part) for part in column] for column in paired)
+    entries = [EntryParts([*_cut(column, cuts)]) for column in (*columns, *shifted)]
     return replace(
         batch,
         inputs=tree_unflatten(entries[: len(inputs)], inputs_spec),
@@ -109,7 +109,7 @@ def require_sliceable(
     for index, module in modules.items():
         if not getattr(uncompiled(module), "takes_slices", False):
             raise UsageError(
-                f"{able} stage {index}, a {type(uncompiled(module)).__name__}, does not say that it computes a slice "
+                f"{able} stage {index}, a {uncompiled(module)._get_name()}, does not say that it computes a slice "
                 "with what earlier slices left: use the stages of pipeflow.build_gpt_pipeline, or a stage whose "
                 "attention calls pipeflow.tensor.joined and which has takes_slices = True; or make the schedule with "
                 "slices=1"
@@ -125,4 +125,6 @@ def require_sliceable(
     if Kind.S in schedule.kinds or schedule.has_pairs or len(schedule.placement.paths) > 1:
         raise UsageError(f"{able} also optimizer steps, pairs or several paths: use a schedule without these")
     if found := [name for name, given in refused.items() if given]:
-        raise UsageError(f"{able} {found[0]} is for whole microbatches: leave it out, or make the schedule with slices=1")
+        raise UsageError(
+            f"{able} {found[0]} is for whole microbatches: leave it out, or make the schedule with slices=1"
+        )

@@ -101,12 +101,14 @@ class Past:
     def joined(self, layer: nn.Module, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if layer in self._called:
             raise UsageError(
-                f"a {type(layer).__name__} computes attention twice in a stage, so it is not known which keys of "
-                "earlier slices it needs: use a schedule with slices=1"
+                f"{type(layer).__name__} computes attention twice in a stage, so it is not known which keys of earlier "
+                "slices it needs: use a schedule with slices=1"
             )
         self._called.add(layer)
         rows = self._rows.setdefault(layer, [_Rows() for _ in parts])
-        return tuple(_Join.apply(part, each, self._start, self.ends[-1]) for part, each in zip(parts, rows, strict=True))
+        return tuple(
+            _Join.apply(part, each, self._start, self.ends[-1]) for part, each in zip(parts, rows, strict=True)
+        )
 
 
 _CURRENT: ContextVar[Past | None] = ContextVar("pipeflow_past", default=None)

@@ -47,7 +47,7 @@ class Shared:
     results: Results
     given: list[tuple[object, ...]]  # arguments of the first stage, by microbatch
     routes: Routes
-    kinds: Mapping[tuple[int, int], frozenset[Kind]]  # of the actions of the rank, by stage and microbatch
+    kinds: Mapping[tuple[int, int, int | None], frozenset[Kind]]  # by stage, microbatch and slice
     graphs: Graphs | None  # if computations are recorded
     slices: int
     slots: defaultdict[Value, Slot] = field(default_factory=lambda: defaultdict(Slot))
@@ -60,7 +60,7 @@ class Shared:
         """The microbatch of an action in its stage."""
         place = action.stage, action.microbatch, action.slice
         if place not in self.microbatches:
-            self.microbatches[place] = self._made(action, self.kinds[place[:2]])
+            self.microbatches[place] = self._made(action, self.kinds[place])
         return self.microbatches[place]
 
     def _made(self, action: Action, kinds: frozenset[Kind]) -> Microbatch:

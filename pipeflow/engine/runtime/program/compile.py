@@ -250,9 +250,9 @@ class Programs:
         parts = ran.num_microbatches * ran.slices
         results = Results(parts, ran.slices)
         given: list[tuple[object, ...]] = [()] * parts
-        kinds = defaultdict[tuple[int, int], frozenset[Kind]](frozenset)
+        kinds = defaultdict[tuple[int, int, int | None], frozenset[Kind]](frozenset)
         for action in ran.actions(program.rank):
-            kinds[action.stage, action.microbatch] |= {action.kind}
+            kinds[action.stage, action.microbatch, action.slice] |= {action.kind}
         sources = self.context, stages, self.gradients, self.buffers, results, given
         graphs = Graphs(*sources) if graph and mode.training else None
         shared = Shared(
