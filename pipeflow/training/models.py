@@ -213,7 +213,7 @@ class GPTEmbedding(nn.Module):
         return output
 
     def _positions(self, length: int, device: torch.device) -> Tensor:
-        """The positions of `length` tokens, (1, length): of a slice's or a context rank's own tokens within the whole sequence."""
+        """The positions in the whole sequence of a slice or of a context rank of `length` tokens, (1, length)."""
         group, before = self._context.group, tokens_before()
         positions = torch.arange(before, before + length * group.size, device=device)[None]
         return positions if group.size == 1 else own_tokens(positions, group.rank, group.size, dim=1)

@@ -1,6 +1,4 @@
-"""A step whose microbatches are cut into slices of their sequences gives the loss and the gradients of the whole model on
-whole sequences, in float64.
-"""
+"""A step in slices of sequences gives the loss and the gradients of the whole model on whole sequences, in float64."""
 
 from __future__ import annotations
 
@@ -282,9 +280,9 @@ IDS, LABELS = batch_of(4, 8)
         ),
         (IDS, LABELS[:, :4], {}, GPTLMLoss(), "as many as the others"),
         (IDS, torch.ones(4), {}, GPTLMLoss(), "slices are cut along dim 1"),
-        (IDS, LABELS, {"tensor_shape": (2, 8, 16)}, GPTLMLoss(), "tensor_shape is for whole microbatches"),
-        (IDS, LABELS, {"weigh": len}, GPTLMLoss(), "weigh is for whole microbatches"),
-        (IDS, LABELS, {}, nn.CrossEntropyLoss(), "does not say how it pairs tokens and labels"),
+        (IDS, LABELS, {"tensor_shape": (2, 8, 16)}, GPTLMLoss(), "tensor_shape= needs whole microbatches"),
+        (IDS, LABELS, {"weigh": len}, GPTLMLoss(), "weigh= needs whole microbatches"),
+        (IDS, LABELS, {}, nn.CrossEntropyLoss(), "does not say which token each label belongs to"),
         (IDS, LABELS, {"cost": "ends"}, GPTLMLoss(), "slice_ends has 3 numbers"),
         ({"input_ids": IDS["input_ids"][:, :1]}, LABELS[:, :1], {}, GPTLMLoss(), "too few for 2 slices"),
     ],
@@ -312,6 +310,7 @@ def stepped_linear(schedule: Schedule) -> None:
 
 def test_a_layer_that_attends_twice_is_refused() -> None:
     past, layer = Past([1, 2]), nn.Identity()
-    with past.at(0), pytest.raises(UsageError, match="Identity computes attention twice"):
+    with past.at(0):
         joined(layer, torch.ones(1, 1, 1))
-        joined(layer, torch.ones(1, 1, 1))
+        with pytest.raises(UsageError, match="Identity computes attention twice"):
+            joined(layer, torch.ones(1, 1, 1))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel, require_ends
@@ -19,6 +19,7 @@ from pipeflow.core.slices import equal_slices
 from pipeflow.engine.runtime.gradients.fully_sharded import fully_sharded_in
 from pipeflow.engine.runtime.microbatch import Along, Batch, EntryParts, Whole
 from pipeflow.engine.runtime.original import uncompiled
+from pipeflow.engine.runtime.stage import Stage
 from pipeflow.engine.torch_private.trees import tree_flatten, tree_unflatten
 
 
@@ -63,6 +64,7 @@ def sliced(batch: Batch, ends: Callable[[int], Sequence[int]], criterion: Any) -
         labels=tree_unflatten(entries[len(inputs) :], labels_spec),
         sizes=[size for size, cut in zip(batch.sizes, cuts, strict=True) for _ in cut],
         cuts=cuts,
+        whole=batch,
     )
 
 
@@ -96,35 +98,29 @@ def _cut(column: Iterable[object], cuts: Iterable[Sequence[int]]) -> Iterable[ob
             yield part[:, start:end] if isinstance(part, Tensor) and part.dim() else part
 
 
-def by_token(criterion: Any) -> Callable[..., Tensor] | None:
-    """The loss of a criterion for labels that are shifted already; None without a criterion."""
-    return None if criterion is None else criterion.by_token  # type: ignore[no-any-return]
-
-
 def require_sliceable(
-    schedule: Schedule, modules: Mapping[int, nn.Module], criterion: object, refused: Mapping[str, bool]
+    schedule: Schedule, stages: Mapping[int, Stage], criterion: object, refused: Mapping[str, bool]
 ) -> None:
     """Raises UsageError unless stages and criterion can compute slices, and no option of `refused` is set."""
     able = f"schedule {schedule.name!r} has {schedule.slices} slices of each microbatch, but"
-    for index, module in modules.items():
-        if not getattr(uncompiled(module), "takes_slices", False):
+    for index, stage in stages.items():
+        module = uncompiled(stage.module)
+        if not getattr(module, "shares_tokens", False):
             raise UsageError(
-                f"{able} stage {index}, a {uncompiled(module)._get_name()}, does not say that it computes a slice "
-                "with what earlier slices left: use the stages of pipeflow.build_gpt_pipeline, or a stage whose "
-                "attention calls pipeflow.tensor.joined and which has takes_slices = True; or make the schedule with "
-                "slices=1"
+                f"{able} stage {index}, a {module._get_name()}, does not say that it computes a slice "
+                "with what earlier slices left: use the stages of pipeflow.models.build_gpt_pipeline, or make the "
+                "schedule with slices=1"
             )
         if fully_sharded_in(module):
             raise UsageError(f"{able} stage {index} is under fully_shard: make the schedule with slices=1")
     if criterion is not None and not hasattr(criterion, "shifted"):
         raise UsageError(
-            f"{able} the criterion does not say how it pairs tokens and labels: use pipeflow.GPTLMLoss(), or a loss "
-            "with shifted(labels), which moves each label to the token that predicts it, and by_token, the loss for "
-            "these labels"
+            f"{able} the criterion does not say which token each label belongs to: use pipeflow.models.GPTLMLoss(), or "
+            "make the schedule with slices=1"
         )
     if Kind.S in schedule.kinds or schedule.has_pairs or len(schedule.placement.paths) > 1:
         raise UsageError(f"{able} also optimizer steps, pairs or several paths: use a schedule without these")
     if found := [name for name, given in refused.items() if given]:
         raise UsageError(
-            f"{able} {found[0]} is for whole microbatches: leave it out, or make the schedule with slices=1"
+            f"{able} {found[0]} needs whole microbatches: leave it out, or make the schedule with slices=1"
         )

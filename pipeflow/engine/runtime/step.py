@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from pipeflow.engine.runtime.original import Original
 from pipeflow.engine.runtime.program.compile import Compiled, Programs, RunMode
 from pipeflow.engine.runtime.program.operations import Awaited, Operation, run
 from pipeflow.engine.runtime.program.results import merged_outputs, require_forwards_first, require_whole_loss
-from pipeflow.engine.runtime.slicing import by_token, ends_of, require_sliceable, sliced
+from pipeflow.engine.runtime.slicing import ends_of, require_sliceable, sliced
 from pipeflow.engine.runtime.trace import StepTrace
 from pipeflow.engine.runtime.weighing import Weigher, share_of
 from pipeflow.engine.stages.criterion import explained
@@ -279,7 +279,7 @@ class Runner:
             batch = self.tokens.own(batch)
         microbatches, paths = len(batch.sizes), len(schedule.placement.paths)
         if schedule.slices > 1:
-            batch = self._sliced(batch, schedule, call)
+            batch = self._sliced(batch, schedule)
         least = min(paths, schedule.num_microbatches)
         if call.training and microbatches < least and (self.context.copies.size > 1 or Kind.S in schedule.kinds):
             raise UsageError(
@@ -289,16 +289,17 @@ class Runner:
             )
         return batch, self.programs.get(schedule, RunMode(microbatches, call.training, call.training and call.reduce))
 
-    def _sliced(self, batch: Batch, schedule: Schedule, call: StepCall) -> Batch:
+    def _sliced(self, batch: Batch, schedule: Schedule) -> Batch:
+        """The batch for a schedule with slices. Raises UsageError if something cannot be computed in slices."""
         options = self.programs.options
         refused = {
-            "tensor_shape": options.promise is not None,
+            "context ranks": self.tokens is not None,
+            "tensor_shape=": options.promise is not None,
             "graph=True": options.graph,
-            "weigh": self.weigh is not None,
+            "weigh=": self.weigh is not None,
             'loss_over="batch"': self.loss_over == "batch",
         }
-        modules = {index: stage.module for index, stage in self.stages.items()}
-        require_sliceable(schedule, modules, self.criterion, refused)
+        require_sliceable(schedule, self.stages, self.criterion, refused)
         find = partial(ends_of, slices=schedule.slices, cost=options.cost, multiple_of=self.context.tensor.size)
         return sliced(batch, find, self.criterion)
 
@@ -336,13 +337,15 @@ class Runner:
             results = compiled.results
             results.keep_outputs, results.sizes = call.return_outputs, batch.sizes if batch.has_along else []
             if call.training or batch.labels is not None:
-                own = by_token(self.criterion) if batch.cuts else self.criterion
+                own, weigh = cast(Any, self.criterion), self.weigh
+                if own is not None and batch.cuts:
+                    own, weigh = own.of_shifted, own.of_shifted.weigh
                 criterion = None if own is None else explained(own)
                 results.criterion = criterion if region is None or criterion is None else region(criterion)
                 results.labels = batch.split(batch.labels)
                 if own is not None:
                     last = self.stages[self._last_stage]
-                    self._weigher.load(results, batch, own, self.weigh, last, training=call.training)
+                    self._weigher.load(results, batch, own, weigh, last, training=call.training)
 
     def _unload(self, compiled: Compiled) -> None:
         """Frees the batch and everything made from it."""
