@@ -19,6 +19,7 @@ TIMED = {
     "plans": (*ENGINE, "planning"),
     "links": (*ENGINE, "tools"),
     "lengths": ENGINE,
+    "slices": (*ENGINE, "training"),
     "one_rank": ENGINE,
     "one_gpu": ENGINE,
     "halves": ENGINE,

@@ -296,7 +296,7 @@ class Runner:
             "context ranks": self.tokens is not None,
             "tensor_shape=": options.promise is not None,
             "graph=True": options.graph,
-            "weigh=": self.weigh is not None,
+            "weigh=": self.weigh is not None and not hasattr(self.criterion, "weigh"),
             'loss_over="batch"': self.loss_over == "batch",
         }
         require_sliceable(schedule, self.stages, self.criterion, refused)

@@ -42,7 +42,7 @@ class _Rows:
         end = start + part.shape[TOKENS]
         self.values.narrow(TOKENS, start, end - start).copy_(part)
         found = self.values.narrow(TOKENS, 0, end)
-        return part.new_empty(0).set_(  # type: ignore[call-overload]  # of torch's stubs
+        return part.new_empty(0).set_(
             self.values.untyped_storage(), found.storage_offset(), found.shape, found.stride()
         )
 

@@ -1,0 +1,193 @@
+"""Slices of a sequence: do they gain what their simulation promises? On 4 ranks whose stages sleep for each slice, with
+attention as half of the work; and on 2 ranks with a GPT of pipeflow.models, at 4,096 tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import weakref
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import pipeflow
+from benchmarks.measure import Times, alternate, paired, step_times
+from benchmarks.models import Sleep
+from benchmarks.processes import run_ranks
+from benchmarks.report import Report
+from benchmarks.task import Contender
+from pipeflow.engine.tensor.slices import tokens_before
+from pipeflow.models import GPTLMLoss, build_gpt_pipeline
+
+TOKENS, ATTENTION = 4096, 0.5
+RANKS, MICROBATCHES, FORWARD, BACKWARD = 4, 8, 0.040, 0.080  # of stages that sleep
+SIZES: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "vocab_size": 256}
+
+
+class SleepingLoss(nn.Module):
+    """A mean over tokens."""
+
+    def forward(self, output: Tensor, labels: Tensor) -> Tensor:
+        return output.sum() / labels.numel()
+
+    def shifted(self, labels: Tensor) -> Tensor:
+        """Labels belong to their own tokens."""
+        return labels
+
+    @property
+    def of_shifted(self) -> SleepingLoss:
+        """The loss of some tokens."""
+        return self
+
+    weigh = staticmethod(Tensor.numel)
+
+
+class SleepingSlice(nn.Module):
+    """A stage that sleeps as long as a slice of a causal model computes."""
+
+    shares_tokens = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        start = tokens_before()
+        places = start / TOKENS, (start + tokens.shape[1]) / TOKENS
+        share = (1 - ATTENTION) * (places[1] - places[0]) + ATTENTION * (places[1] ** 2 - places[0] ** 2)
+        output: Tensor = Sleep.apply(tokens * self.scale, share * FORWARD, share * BACKWARD)
+        return output
+
+
+def run(rounds: int | None = None) -> Report:
+    rounds = rounds or 5
+    title = f"slices: {TOKENS} tokens, in {rounds} rounds"
+    columns = ["stages", "slices", "step ms", "simulated gain", "measured gain", "measured / simulated step"]
+    report = Report("slices", title, [*columns, "peak of rank 0, microbatches"])
+    data = {}
+    for name, ranks in (("sleep", RANKS), ("gpt", 2)):
+        results = run_ranks("slices:measure", ranks, {"name": name, "rounds": rounds}, deadline=300 + 60 * rounds)
+        times, simulated = step_times([each["times"] for each in results]), results[0]["simulated"]
+        data[name] = {"seconds": times, "simulated": simulated}
+        for ways in times:
+            step, gain = statistics.median(times[ways]), simulated["whole"] / simulated[ways]
+            figures = [gain, paired(times, "whole", ways), step / simulated[ways], results[0]["peaks"][ways]]
+            report.rows.append(
+                [f"{name}, {ranks} ranks", ways, f"{1e3 * step:.0f}", *(f"{each:.3f}" for each in figures)]
+            )
+    report.data = data
+    report.notes += [
+        "targets: measured / simulated within 0.95 and 1.05; of sleeping stages, the step of slices of equal cost is "
+        "(M q + P - 1) / (q (M + P - 1)) of 1f1b within 3 %: "
+        f"{RANKS - 1 + 4 * MICROBATCHES} / {4 * (RANKS - 1 + MICROBATCHES)} with 4 slices, a gain of "
+        f"{4 * (RANKS - 1 + MICROBATCHES) / (RANKS - 1 + 4 * MICROBATCHES):.3f}",
+        "peaks: bytes that autograd saved, over those of a whole microbatch; equal cost must have (P - 1 + q) / q "
+        f"within 5 %: {(RANKS - 1 + 4) / 4:.2f} on {RANKS} ranks, {5 / 4:.2f} on 2",
+        "the costs of the GPT come from a traced step of 1f1b, its share of attention from steps of 1,024 to 4,096 "
+        "tokens",
+    ]
+    return report
+
+
+def measure(name: str, rounds: int) -> dict[str, Any]:
+    """On every rank: the times of whole microbatches, of equally long slices and of slices of equal cost."""
+    from benchmarks.links import go_first
+
+    go_first()
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    schedules = {
+        slices: pipeflow.make_schedule("1f1b", ranks=ranks, microbatches=MICROBATCHES, slices=slices)
+        for slices in (1, 4)
+    }
+    tokens = torch.zeros(MICROBATCHES, TOKENS, dtype=torch.long)
+    if name == "sleep":
+        stage: nn.Module = SleepingSlice()
+        criterion: nn.Module = SleepingLoss()
+        batch: Any = (tokens[..., None].float(), tokens.float())
+    else:
+        stage = build_gpt_pipeline(4 * ranks, max_position_embeddings=TOKENS, **SIZES)
+        criterion, batch = GPTLMLoss(), ({"input_ids": tokens}, tokens)
+    cost = pipeflow.CostModel((FORWARD,) * ranks, (BACKWARD,) * ranks, (0.0,) * ranks, attention=ATTENTION)
+    if name == "gpt":
+        cost = _measured(stage, schedules[1], criterion)
+    ways = {
+        "whole": (schedules[1], cost),
+        "equally long": (schedules[4], replace(cost, attention=0.0)),
+        "equal cost": (schedules[4], cost),
+    }
+    contenders, peaks, simulated = {}, {}, {}
+    for way, (schedule, each) in ways.items():
+        model = pipeflow.Pipeline(stage, schedules[1], criterion=criterion, cost=each)
+        ends = pipeflow.equal_slices(TOKENS, schedule.slices, attention=each.attention)
+        simulated[way] = pipeflow.simulate(schedule, replace(cost, slice_ends=ends)).makespan
+        contenders[way] = Contender(way, partial(_step, batch, model, schedule), [stage])
+        peaks[way] = _peak(contenders[way])
+    first = (
+        (tokens[:1, :, None].float(), tokens[:1].float())
+        if name == "sleep"
+        else ({"input_ids": tokens[:1]}, tokens[:1])
+    )
+    alone = Contender("alone", partial(_step, first, model, schedules[1].first(1)), [stage])
+    whole = _peak(alone)
+    times: Times = alternate(contenders, rounds)
+    peaks = {way: peak / whole if whole else 0.0 for way, peak in peaks.items()}
+    return {"times": times, "simulated": simulated if rank == 0 else {}, "peaks": peaks}
+
+
+def _step(batch: Any, model: pipeflow.Pipeline, schedule: pipeflow.Schedule) -> pipeflow.Output:
+    return pipeflow.execute_pipeline(iter([batch]), model, schedule=schedule)
+
+
+def _measured(stage: nn.Module, schedule: pipeflow.Schedule, criterion: nn.Module) -> pipeflow.CostModel:
+    """The costs of this GPT: from traced steps of whole microbatches, the median of the lengths' steps."""
+    model = pipeflow.Pipeline(stage, schedule, criterion=criterion)
+    costs, times = {}, {}
+    for length in (TOKENS // 4, TOKENS // 2, TOKENS):
+        tokens = torch.zeros(MICROBATCHES, length, dtype=torch.long)
+        timelines = [
+            pipeflow.execute_pipeline(iter([({"input_ids": tokens}, tokens)]), model, trace=True).timeline
+            for _ in range(4)
+        ]
+        costs[length] = [pipeflow.measured_costs(each) for each in timelines[1:] if each is not None]
+        sums = [sum(each.forward) + sum(each.backward_input) + sum(each.backward_weight) for each in costs[length]]
+        times[length] = statistics.median(sums)
+        middle = costs[length][sums.index(times[length])]
+    return replace(middle, attention=pipeflow.attention_share(times, TOKENS))
+
+
+class _Saved:
+    """In the place of a tensor that autograd saved."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _peak(contender: Contender) -> float:
+    """The most bytes that autograd has saved at once on this rank in a step, without weights."""
+    weights = {each.untyped_storage().data_ptr() for module in contender.modules for each in module.parameters()}
+    alive: Counter[int] = Counter()
+    now = most = 0
+
+    def pack(tensor: Tensor) -> _Saved:
+        nonlocal now, most
+        saved, storage = _Saved(tensor.detach()), tensor.untyped_storage()
+        key, size = storage.data_ptr(), 0 if storage.data_ptr() in weights else storage.nbytes()
+        now += size if not alive[key] else 0
+        most, alive[key] = max(most, now), alive[key] + 1
+        weakref.finalize(saved, drop, key, size)
+        return saved
+
+    def drop(key: int, size: int) -> None:
+        nonlocal now
+        alive[key] -= 1
+        now -= size if not alive[key] else 0
+
+    with saved_tensors_hooks(pack, lambda saved: saved.tensor):
+        contender.step()
+    return float(most)
