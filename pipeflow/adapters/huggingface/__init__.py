@@ -8,12 +8,22 @@ from typing import TYPE_CHECKING
 
 from pipeflow.adapters.huggingface.generation import generate
 from pipeflow.adapters.huggingface.pretrained import from_config, from_pretrained, save_pretrained
+from pipeflow.adapters.huggingface.shared_tokens import CausalLMLoss, share_tokens
 from pipeflow.adapters.libraries import needed, transformers_library
 
 if TYPE_CHECKING:
     from pipeflow.adapters.huggingface.trainer import Trainer, pipelined
 
-__all__ = ["Trainer", "from_config", "from_pretrained", "generate", "pipelined", "save_pretrained"]
+__all__ = [
+    "CausalLMLoss",
+    "Trainer",
+    "from_config",
+    "from_pretrained",
+    "generate",
+    "pipelined",
+    "save_pretrained",
+    "share_tokens",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -9,7 +9,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel, require_ends
@@ -20,6 +21,7 @@ from pipeflow.engine.runtime.gradients.fully_sharded import fully_sharded_in
 from pipeflow.engine.runtime.microbatch import Along, Batch, EntryParts, Whole
 from pipeflow.engine.runtime.original import uncompiled
 from pipeflow.engine.runtime.stage import Stage
+from pipeflow.engine.stages.stage import ModuleStage
 from pipeflow.engine.torch_private.trees import tree_flatten, tree_unflatten
 
 
@@ -98,6 +100,31 @@ def _cut(column: Iterable[object], cuts: Iterable[Sequence[int]]) -> Iterable[ob
             yield part[:, start:end] if isinstance(part, Tensor) and part.dim() else part
 
 
+def require_positions(batch: Batch) -> None:
+    """Raises UsageError unless entries of a module that was cut say the position of each token in a whole sequence: a
+    module that counts positions itself would begin at 0 in each slice.
+    """
+    if "attention_mask" in batch.named:
+        raise UsageError("attention_mask is not possible with slices: leave it out, and give padding the label -100")
+    position_ids = batch.named.get("position_ids")
+    parts = [] if position_ids is None else batch.divided(position_ids)
+    if not parts or any(not _counts(part) for part in parts):
+        raise UsageError(
+            "slices need position_ids in each batch, which count from 0 in each sequence: add "
+            '{"position_ids": torch.arange(length).expand(samples, length)}, also to the example of from_module'
+        )
+
+
+def _counts(positions: object) -> bool:
+    if not isinstance(positions, Tensor) or positions.dim() != 2:
+        return False
+    return bool((positions == torch.arange(positions.shape[1], device=positions.device)).all())
+
+
+def _root(module: nn.Module) -> nn.Module:
+    return module.root if isinstance(module, ModuleStage) else module
+
+
 def require_sliceable(
     schedule: Schedule, stages: Mapping[int, Stage], criterion: object, refused: Mapping[str, bool]
 ) -> None:
@@ -105,11 +132,11 @@ def require_sliceable(
     able = f"schedule {schedule.name!r} has {schedule.slices} slices of each microbatch, but"
     for index, stage in stages.items():
         module = uncompiled(stage.module)
-        if not getattr(module, "shares_tokens", False):
+        if not getattr(_root(module), "shares_tokens", False):
             raise UsageError(
-                f"{able} stage {index}, a {module._get_name()}, does not say that it computes a slice "
-                "with what earlier slices left: use the stages of pipeflow.models.build_gpt_pipeline, or make the "
-                "schedule with slices=1"
+                f"{able} stage {index}, a {_root(module)._get_name()}, does not say that it computes a slice "
+                "with what earlier slices left: use the stages of pipeflow.models.build_gpt_pipeline, or call "
+                "pipeflow.huggingface.share_tokens(model) before from_module; or make the schedule with slices=1"
             )
         if fully_sharded_in(module):
             raise UsageError(f"{able} stage {index} is under fully_shard: make the schedule with slices=1")

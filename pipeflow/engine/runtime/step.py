@@ -28,7 +28,7 @@ from pipeflow.engine.runtime.original import Original
 from pipeflow.engine.runtime.program.compile import Compiled, Programs, RunMode
 from pipeflow.engine.runtime.program.operations import Awaited, Operation, run
 from pipeflow.engine.runtime.program.results import merged_outputs, require_forwards_first, require_whole_loss
-from pipeflow.engine.runtime.slicing import ends_of, require_sliceable, sliced
+from pipeflow.engine.runtime.slicing import ends_of, require_positions, require_sliceable, sliced
 from pipeflow.engine.runtime.trace import StepTrace
 from pipeflow.engine.runtime.weighing import Weigher, share_of
 from pipeflow.engine.stages.criterion import explained
@@ -300,6 +300,8 @@ class Runner:
             'loss_over="batch"': self.loss_over == "batch",
         }
         require_sliceable(schedule, self.stages, self.criterion, refused)
+        if self.original is not None:
+            require_positions(batch)
         find = partial(ends_of, slices=schedule.slices, cost=options.cost, multiple_of=self.context.tensor.size)
         return sliced(batch, find, self.criterion)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from pipeflow.engine.parallel.sharding import own_tokens
 from pipeflow.engine.parallel.transport.protocol import Alone, Group
 from pipeflow.engine.tensor.layer import TensorLayer
 from pipeflow.engine.tensor.regions import exchanged, gathered, sum_scattered
+from pipeflow.engine.torch_private.modes import FakeTensor
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of queries to keys and values, of which the last query sees all and each earlier one sees one less."""
@@ -66,12 +68,18 @@ class ContextAttention(TensorLayer):
         return torch.cat(seen, LENGTH)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention by torch of the last tokens of a sequence, `query`, to all tokens up to them."""
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Attention by torch of the last tokens of a sequence, `query`, to all tokens up to them. `options` are arguments
+    of `scaled_dot_product_attention`.
+    """
     queries, keys = query.shape[LENGTH], key.shape[LENGTH]
     if queries == keys:
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    return functional.scaled_dot_product_attention(query, key, value, causal_lower_right(queries, keys))
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+    if isinstance(query, FakeTensor):  # no mask of torch's own kind can be made beside these
+        mask = query.new_ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    else:
+        mask = causal_lower_right(queries, keys)
+    return functional.scaled_dot_product_attention(query, key, value, mask, **options)
 
 
 def _gathered_in_order(group: Group, pair: Tensor) -> Tensor:

@@ -14,8 +14,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn import functional
 
 from pipeflow.core.errors import UsageError
+from pipeflow.engine.torch_private.modes import FakeTensor
 
 TOKENS = -2  # the dimension of tokens in keys and values
 
@@ -99,6 +101,8 @@ class Past:
         self._rows = {}
 
     def joined(self, layer: nn.Module, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        if isinstance(parts[0], FakeTensor):  # a module is planned for the shapes of this slice
+            return tuple(functional.pad(part, (0, 0, self._start, 0)) for part in parts)
         if layer in self._called:
             raise UsageError(
                 f"{type(layer).__name__} computes attention twice in a stage, so it is not known which keys of earlier "

@@ -1,0 +1,111 @@
+"""Models of transformers in slices of a sequence give the loss and the gradients of the whole model."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from pipeflow import Pipeline, Schedule, execute_pipeline, make_schedule
+from pipeflow.adapters.huggingface.shared_tokens import FAMILIES
+from pipeflow.huggingface import CausalLMLoss, share_tokens
+from pipeflow.testing import RankError, run_threads
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "sliding_window": None,
+}
+OTHERS = {
+    "gpt2": {
+        "n_embd": 16,
+        "n_head": 4,
+        "n_layer": 2,
+        "vocab_size": 48,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    }
+}
+
+
+def model_of(kind: str, **options: Any) -> Any:
+    """A small model in float64, in training."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **{**OTHERS.get(kind, SIZES), **options})
+    return transformers.AutoModelForCausalLM.from_config(config).double().train()
+
+
+def batch_of(tokens: int = 13) -> tuple[dict[str, Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(48, (4, tokens), generator=generator)
+    labels = ids.clone()
+    labels[0, : tokens // 2] = -100
+    return {"input_ids": ids, "position_ids": torch.arange(tokens).expand(4, tokens)}, labels
+
+
+def step(whole: Any, schedule: Schedule, batch: Any) -> tuple[float | None, dict[str, Any]]:
+    model = share_tokens(deepcopy(whole))
+    pipeline = Pipeline.from_module(model, schedule, batch, criterion=CausalLMLoss())
+    loss = execute_pipeline(iter([batch]), pipeline).loss
+    gradients = {name: each.grad for name, each in pipeline.named_parameters()}
+    found = {name: each.numpy() for name, each in gradients.items() if each is not None}
+    return None if loss is None else loss.item(), found
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_gradients_are_those_of_whole_sequences(kind: str, name: str) -> None:
+    batch = batch_of()
+    model = model_of(kind)
+    loss = CausalLMLoss()(model(**batch[0]), batch[1])
+    loss.backward()
+    expected = {name: each.grad.numpy() for name, each in model.named_parameters()}
+    schedule = make_schedule(name, ranks=2, microbatches=2, slices=3)
+    seen = set()
+    for its, gradients in run_threads(step, 2, model, schedule, batch):
+        assert (its or loss.item()) == pytest.approx(loss.item(), rel=1e-12)
+        for name, gradient in gradients.items():
+            whole = next(key for key in sorted(expected, key=len, reverse=True) if name.endswith(key))
+            numpy.testing.assert_allclose(gradient, expected[whole], rtol=0, atol=1e-12, err_msg=name)
+            seen.add(whole)
+    assert seen == set(expected)
+
+
+REFUSED = {
+    "gemma3_text": "it is not known whether tokens of Gemma3ForCausalLM",
+    "mistral": "computes attention with sliding_window",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_other_models_are_refused(kind: str) -> None:
+    schedule = make_schedule("1f1b", ranks=1, microbatches=2, slices=2)
+    options = {**SIZES, "sliding_window": 4}
+    with pytest.raises(RankError, match=REFUSED[kind]):
+        run_threads(step, 1, model_of(kind, **options), schedule, batch_of())
+
+
+@pytest.mark.parametrize("change", ["none", "packed", "mask"])
+def test_positions_must_count(change: str) -> None:
+    inputs, labels = batch_of(12)
+    if change == "none":
+        del inputs["position_ids"]
+    elif change == "packed":
+        inputs["position_ids"] = inputs["position_ids"] % 6
+    else:
+        inputs["attention_mask"] = torch.ones(4, 12, dtype=torch.long)
+    schedule = make_schedule("1f1b", ranks=1, microbatches=2, slices=2)
+    said = "attention_mask is not possible" if change == "mask" else "slices need position_ids"
+    with pytest.raises(RankError, match=said):
+        run_threads(step, 1, model_of("llama"), schedule, (inputs, labels))
