@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import shlex
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from pipeflow import GPT, PRECISIONS, Cluster, Plan, Setup, make_schedule, plan
+from pipeflow import GPT, PRECISIONS, Cluster, Plan, Setup, UsageError, make_schedule, plan
 from pipeflow.planning.libraries.own import script
 from pipeflow.tools.cli.plan_use import measured_words, started, use_lines
 from tests.cli.run import out
@@ -18,9 +19,9 @@ ONE = ["tiny", "--device", "a100-40gb", "--pipeline", "2", "--microbatches", "4"
 
 
 def planned(name: str, ranks: int, cut: Any = "uniform", options: Any = None, **given: Any) -> Plan:
-    precision = PRECISIONS[given.pop("precision", "bf16")]
+    precision, model = PRECISIONS[given.pop("precision", "bf16")], given.pop("model", SMALL)
     schedule = make_schedule(name, ranks=ranks, microbatches=4, **(options or {}))
-    return plan(SMALL, schedule, Setup(precision=precision, **given), cluster=Cluster.of("h100-80gb"), cut=cut)
+    return plan(model, schedule, Setup(precision=precision, **given), cluster=Cluster.of("h100-80gb"), cut=cut)
 
 
 def used(shown: str) -> str:
@@ -112,17 +113,63 @@ def test_a_plan_of_a_measured_cluster_asks_for_a_step_alone(capsys: pytest.Captu
 
 
 def test_what_pipeflow_cannot_run_is_said_and_the_next_layout_is_used(capsys: pytest.CaptureFixture[str]) -> None:
-    long = ["tiny", "--positions", 4096, "--context", 2, "--device", "a100-40gb"]
+    long = ["llama3-8b", "--context", 2, "--device", "a100-40gb"]
     shown = " ".join(used(out(capsys, "plan", *long)).split())
-    assert shown.startswith(": pipeflow has no context ranks: --context 1 plans without them; --for prints what other")
+    assert shown.startswith(": pipeflow has context ranks for its own GPT (pipeflow.models) alone, and this is another")
+    assert "--context 1 plans without them; --for prints what other" in shown
     assert "make_schedule" not in shown
     assert "run.json" not in shown
     assert "expect at most" in shown
     assert "-m pipeflow calibrate" in shown
-    first, second = planned("1f1b", 2, context=2), planned("1f1b", 2)
-    shown = " ".join(use_lines([(first, {}), (second, {})], ONE))
-    assert shown.startswith("Use it (layout 2: pipeflow has no context ranks: --context 1 plans without them)")
-    assert "make_schedule" in shown
+    for given, why in {
+        "context": "pipeflow has context ranks for its own GPT (pipeflow.models) alone",  # SMALL is not tied
+        "expert": "pipeflow has no expert ranks: --expert 1 plans without them",
+    }.items():
+        model = SMALL if given == "context" else replace(SMALL, experts=2)
+        first, second = planned("1f1b", 2, model=model, data=2, **{given: 2}), planned("1f1b", 2)
+        shown = " ".join(" ".join(use_lines([(first, {}), (second, {})], ONE)).split())
+        assert shown.startswith(f"Use it (layout 2: {why}")
+        assert "make_schedule" in shown
+
+
+TIED = replace(SMALL, tied=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"cut": [(0, 3), (3, 5)]}, "cuts layers evenly: the nearest is --cut uniform"),
+        ({"zero": 3}, "no fully_shard over context ranks: --zero 1 or --context 1"),
+    ],
+)
+def test_a_plan_with_context_ranks_that_cannot_run_is_refused(given: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        script(planned("1f1b", 2, model=TIED, context=2, **given), {})
+
+
+@pytest.mark.slow
+def test_the_lines_of_a_script_with_context_ranks_run() -> None:
+    torch = pytest.importorskip("torch")
+    import pipeflow
+    from pipeflow.testing import run_threads
+
+    found = planned("1f1b", 2, model=TIED, context=2, zero=1, precision="bf16-mixed", checkpoint="full")
+    written = script(found, {})
+    launched, *lines = written.text.splitlines()
+    assert launched == "context = pipeflow.launch(pipeline=2, context=2)"
+    assert not any("recomputation comes from your module" in note for note in written.notes)
+
+    def train() -> tuple[float, int]:
+        names: dict[str, Any] = {"pipeflow": pipeflow, "torch": torch}
+        exec("\n".join(lines), names)
+        tokens = torch.arange(64).view(8, 8) % TIED.vocabulary
+        step = pipeflow.execute_pipeline(iter([({"input_ids": tokens}, tokens)]), names["model"], broadcast_loss=True)
+        names["optimizer"].step()
+        return step.loss.item(), sum(len(chunk.blocks) for chunk in names["model"].chunks)
+
+    losses, blocks = zip(*run_threads(train, 4, context=2), strict=True)
+    assert set(losses) == {losses[0]}
+    assert blocks == (2, 2, 3, 3)
 
 
 def test_the_memory_to_expect_is_that_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

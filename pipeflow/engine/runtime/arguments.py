@@ -15,6 +15,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.route import Routes, routes_among
 from pipeflow.core.schedule import Schedule
 from pipeflow.engine.parallel.context import Context
+from pipeflow.engine.runtime.context_ranks import require_stages
 from pipeflow.engine.runtime.program.compile import Options, digest_of, require_sound
 from pipeflow.engine.runtime.program.slots import Promise
 from pipeflow.engine.stages.stage import ModuleStage
@@ -98,4 +99,6 @@ def fitting_stages(
         raise UsageError("DistributedDataParallel inside a stage would average gradients at the wrong time: unwrap it")
     if lazy := [name for name, parameter in chunks.named_parameters() if is_lazy(parameter)]:
         raise UsageError(f"{lazy[0]} has no shape yet: run the lazy layers of a stage once before making the Pipeline")
+    if context.context_size > 1:
+        require_stages(chunks)
     return own

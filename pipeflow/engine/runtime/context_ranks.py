@@ -28,7 +28,6 @@ class ContextTokens:
 
     Args:
         context: the context of this rank, with several context ranks.
-        chunks: the stages of this rank. Each must say `shares_tokens`: it computes over context ranks.
         criterion: the loss. It has `shifted(labels)`, which gives each token its label, and `of_shifted`, the mean loss
             of tokens with such labels, whose `weigh` counts the labels. None if the Pipeline has no loss.
         refused: arguments of the Pipeline, by name, that do not fit context ranks; false where they are not given.
@@ -36,22 +35,15 @@ class ContextTokens:
     Attributes:
         criterion: the loss of this rank's tokens.
 
-    Raises UsageError for stages, losses and arguments that do not fit context ranks.
+    Raises UsageError for losses and arguments that do not fit context ranks.
     """
 
     def __init__(
         self,
         context: Context,
-        chunks: Iterable[nn.Module],
         criterion: Callable[..., Tensor] | None,
         refused: dict[str, object],
     ) -> None:
-        for chunk in map(uncompiled, chunks):
-            if not getattr(chunk, "shares_tokens", False):
-                raise UsageError(
-                    f"context ranks need stages that exchange keys and values, and {type(chunk).__name__} is not known "
-                    f"to do so: use pipeflow.models.GPTStage, {ALONE}"
-                )
         for name in (name for name, given in refused.items() if given):
             raise UsageError(f"context ranks do not go together with {name}=: leave it out, {ALONE}")
         self._rank, self._ranks = context.context_rank, context.context_size
@@ -102,6 +94,16 @@ class ContextTokens:
             raise UsageError(
                 f"sequences of {length} tokens have no {2 * self._ranks} equal parts for {self._ranks} context ranks: "
                 f"pad them to a multiple of {2 * self._ranks}, with labels of -100"
+            )
+
+
+def require_stages(chunks: Iterable[nn.Module]) -> None:
+    """Raises UsageError for a stage that does not say `shares_tokens`: it computes over context ranks."""
+    for chunk in map(uncompiled, chunks):
+        if not getattr(chunk, "shares_tokens", False):
+            raise UsageError(
+                f"context ranks need stages that exchange keys and values, and {type(chunk).__name__} is not known to "
+                f"do so: use pipeflow.models.GPTStage, {ALONE}"
             )
 
 

@@ -113,7 +113,7 @@ class Runner:
         self.tokens: ContextTokens | None = None
         if context.context_size > 1:
             refused = {"weigh": weigh, "overlap": programs.options.overlap, "loss_over": loss_over == "batch"}
-            self.tokens = ContextTokens(context, [stage.module for stage in self.stages.values()], criterion, refused)
+            self.tokens = ContextTokens(context, criterion, refused)
             criterion = self.tokens.criterion
         self.criterion = criterion
         self.weigh = getattr(criterion, "weigh", None) if weigh is None else weigh

@@ -19,7 +19,7 @@ from pipeflow.engine.parallel.sharding import own_tokens
 from pipeflow.engine.parallel.transport.protocol import Alone, Group
 from pipeflow.engine.tensor.layer import TensorLayer
 from pipeflow.engine.tensor.regions import exchanged, gathered, sum_scattered
-from pipeflow.engine.torch_private.modes import FakeTensor
+from pipeflow.engine.torch_private.modes import FakeTensor, disable_current_modes
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of queries to keys and values, of which the last query sees all and each earlier one sees one less."""
@@ -75,10 +75,11 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) 
     queries, keys = query.shape[LENGTH], key.shape[LENGTH]
     if queries == keys:
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
-    if isinstance(query, FakeTensor):  # no mask of torch's own kind can be made beside these
+    if isinstance(query, FakeTensor):
         mask = query.new_ones(queries, keys, dtype=torch.bool).tril(keys - queries)
     else:
-        mask = causal_lower_right(queries, keys)
+        with disable_current_modes():  # the mask has no values, and cannot be made where a mode sees operators
+            mask = causal_lower_right(queries, keys)
     return functional.scaled_dot_product_attention(query, key, value, mask, **options)
 
 

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeflow.core.errors import UsageError
-from pipeflow.core.text import listed
-from pipeflow.planning.libraries.library import SINGLE, LibraryOptions
+from pipeflow.core.partition import partition_uniform
+from pipeflow.planning.libraries.library import LibraryOptions
 from pipeflow.planning.setup import FEW_BITS
 from pipeflow.planning.step_plan import Plan
+from pipeflow.planning.transformer import GPT
 from pipeflow.schedules import SCHEDULES
 from pipeflow.schedules.registry import is_searched
 
@@ -24,9 +25,10 @@ def script(found: Plan, options: Mapping[str, Any]) -> LibraryOptions:
     """The lines of a script, and what they do not say. `options` are those of the schedule, if it has a name in
     SCHEDULES; any other name is that of a file. Raises UsageError for what pipeflow cannot run.
     """
-    if given := [name for name in SINGLE if getattr(found.setup, name) > 1]:
-        none, change = listed([f"no {name} ranks" for name in given]), " ".join(f"--{name} 1" for name in given)
-        raise UsageError(f"pipeflow has {none}: {change} plans without them")
+    if found.setup.expert > 1:
+        raise UsageError("pipeflow has no expert ranks: --expert 1 plans without them")
+    if found.setup.context > 1:
+        _require_gpt(found)
     if any(start == end for start, end in found.cut):
         raise UsageError("from_module needs a layer in each stage: the nearest is another --cut")
     return LibraryOptions("\n".join(_lines(found, options)), tuple(_notes(found)))
@@ -34,27 +36,78 @@ def script(found: Plan, options: Mapping[str, Any]) -> LibraryOptions:
 
 def _lines(found: Plan, options: Mapping[str, Any]) -> Iterator[str]:
     setup, precision = found.setup, found.setup.precision
-    tensor = [f"tensor={setup.tensor}"] * (setup.tensor > 1)
-    yield _call("context = pipeflow.launch", [f"pipeline={len(found.ranks)}", *tensor])
+    sizes = [f"{name}={size}" for name in ("context", "tensor") if (size := getattr(setup, name)) > 1]
+    yield _call("context = pipeflow.launch", [f"pipeline={len(found.ranks)}", *sizes])
     yield _schedule(found, options)
-    if setup.data > 1:
+    if setup.replicas > 1:
         yield "schedule = schedule.with_reductions()"
-    if precision.weight == 2:
-        yield f"module = module.to(torch.{'float16' if precision.products == 'fp16' else 'bfloat16'})"
+    yield from _gpt(found) if setup.context > 1 else _module(found)
+    yield "optimizer = torch.optim.AdamW(model.parameters())"
+    if setup.zero == 1 and setup.replicas > 1:
+        yield "optimizer = pipeflow.Zero(model, optimizer)"
+    if precision.master:
+        scaler = ", scaler=pipeflow.LossScaler()" if precision.products == "fp16" else ""
+        yield f"optimizer = pipeflow.MasterWeights(model, optimizer{scaler})"
+
+
+def _dtype(found: Plan) -> str:
+    """The dtype of the weights as a script writes it; empty for float32."""
+    precision = found.setup.precision
+    return "" if precision.weight != 2 else f"torch.{'float16' if precision.products == 'fp16' else 'bfloat16'}"
+
+
+def _wide_gradients(found: Plan) -> list[str]:
+    precision = found.setup.precision
+    return ["gradient_dtype=torch.float32"] * (precision.gradient > precision.weight)
+
+
+def _module(found: Plan) -> Iterator[str]:
+    """The lines that cut the script's own module."""
+    if dtype := _dtype(found):
+        yield f"module = module.to({dtype})"
     given = ["module", "schedule", "example=batch"]
     if len({end - start for start, end in found.cut}) > 1:
         ends = ", ".join(str(end - 1) for _, end in found.cut[:-1])
         yield textwrap.fill(f'cuts = [f"{LAYERS}.{{n}}" for n in [{ends}]]', WIDTH, subsequent_indent="    ")
         given.append("cuts=cuts")
-    if precision.gradient > precision.weight:
-        given.append("gradient_dtype=torch.float32")
-    yield _call("model = pipeflow.Pipeline.from_module", given)
-    yield "optimizer = torch.optim.AdamW(model.parameters())"
-    if setup.zero == 1 and setup.data > 1:
-        yield "optimizer = pipeflow.Zero(model, optimizer)"
-    if precision.master:
-        scaler = ", scaler=pipeflow.LossScaler()" if precision.products == "fp16" else ""
-        yield f"optimizer = pipeflow.MasterWeights(model, optimizer{scaler})"
+    yield _call("model = pipeflow.Pipeline.from_module", [*given, *_wide_gradients(found)])
+
+
+def _require_gpt(found: Plan) -> None:
+    """Raises UsageError for context ranks unless the plan is one of pipeflow's GPT, cut as it cuts itself."""
+    model = found.model
+    its = (model.layers, model.hidden, model.heads)
+    is_gpt = isinstance(model, GPT) and model == GPT(
+        *its, model.positions, model.vocabulary, model.mlp_ratio, dropout=model.dropout
+    )
+    if not is_gpt:
+        raise UsageError(
+            "pipeflow has context ranks for its own GPT (pipeflow.models) alone, and this is another model: "
+            "--context 1 plans without them"
+        )
+    if found.setup.zero > 1:
+        raise UsageError("pipeflow has no fully_shard over context ranks: --zero 1 or --context 1 plans without it")
+    if list(found.cut) != [part for [part] in partition_uniform(model.layers, len(found.cut))]:
+        raise UsageError("build_gpt_pipeline cuts layers evenly: the nearest is --cut uniform")
+
+
+def _gpt(found: Plan) -> Iterator[str]:
+    """The lines that make the stages of pipeflow's GPT."""
+    model, setup = found.model, found.setup
+    assert isinstance(model, GPT)
+    sizes = {
+        "hidden_size": model.hidden,
+        "num_attention_heads": model.heads,
+        "mlp_ratio": model.mlp_ratio,
+        "vocab_size": model.vocabulary,
+        "max_position_embeddings": model.positions,
+    }
+    given = [str(model.layers), "placement=schedule.placement", *(f"{name}={size}" for name, size in sizes.items())]
+    given += [f"dtype={_dtype(found)}"] * bool(_dtype(found)) + ["checkpoint=True"] * (setup.checkpoint == "full")
+    given += ["sequence_parallel=True"] * (setup.tensor > 1 and setup.sequence_parallel)
+    yield "from pipeflow.models import GPTLMLoss, build_gpt_pipeline"
+    yield _call("chunks = build_gpt_pipeline", given)
+    yield _call("model = pipeflow.Pipeline", ["chunks", "schedule", "criterion=GPTLMLoss()", *_wide_gradients(found)])
 
 
 def _call(name: str, given: list[str]) -> str:
@@ -90,7 +143,12 @@ def _notes(found: Plan) -> Iterator[str]:
         yield f"products in {setup.precision.name} come from the layers of your module"
     if setup.lora_rank:
         yield "adapters come from your module, such as with peft"
-    if setup.tensor > 1 and setup.sequence_parallel:
+    if setup.context > 1:
+        yield (
+            'a batch is ({"input_ids": tokens}, tokens), whole on each context rank; keys and values are gathered '
+            "before attention, which hides none of that"
+        )
+    elif setup.tensor > 1 and setup.sequence_parallel:
         yield (
             "from_module splits layers over tensor ranks, but no sequences, and hides none of their sums: "
             "--no-sequence-parallel plans that"
@@ -99,9 +157,10 @@ def _notes(found: Plan) -> Iterator[str]:
         yield f"for ZeRO-{setup.zero}, apply torch's fully_shard to the stages"
     elif setup.zero and setup.shards < setup.replicas:
         yield "pipeflow.Zero divides over all replicas: plan without --shard-ranks"
-    if setup.checkpoint != "none" or setup.recompute_modules:
+    is_own = setup.context > 1 and setup.checkpoint == "full"
+    if (setup.checkpoint != "none" and not is_own) or setup.recompute_modules:
         yield "recomputation comes from your module, such as with torch.utils.checkpoint"
     if is_searched(found.schedule.name):
         yield f"{found.schedule.name} is searched for under costs: give it cost=, and bytes_cap= for memory"
-    if len({end - start for start, end in found.cut}) > 1:
+    if setup.context == 1 and len({end - start for start, end in found.cut}) > 1:
         yield f"{LAYERS} is the list of layers in your module"
