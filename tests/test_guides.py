@@ -37,6 +37,7 @@ STAGES, TRAINING, SIMULATING, EXPLAINING = (
 TRAINER, LENGTHS = blocks(TRAINING, "python", "import pipeflow\nimport torch")
 [HYBRID] = blocks(TRAINING, "python", "from collections")
 [STEPPING] = blocks(TRAINING, "python", "import torch\n")
+[OVER_CONTEXT] = blocks(guide("docs/clusters.md"), "python")
 LOSSES = r"step (\d+): loss ([\d.]+)"
 WIDTH = 100
 GENERATED = {"docs/schedules.md", "docs/design.md"}  # by docs/gallery.py; a page for those who read the code
@@ -338,6 +339,14 @@ def test_the_hybrid_script_goes_on_under_another_layout(tmp_path: Path) -> None:
     losses = losses_of(script, 4, tmp_path) + losses_of(script, 8, tmp_path)
     assert [step for step, _ in losses] == list(range(0, 60, 10))
     assert losses[0][1] > 2 * losses[2][1] > 2 * losses[-1][1]
+
+
+@pytest.mark.slow
+def test_the_script_with_context_ranks_trains_as_one_process(tmp_path: Path) -> None:
+    alone = OVER_CONTEXT.replace("pipeline=2, context=2", "pipeline=1").replace("ranks=2", "ranks=1")
+    losses = losses_of(OVER_CONTEXT, 4, tmp_path)
+    require_alike(losses, losses_of(alone, 1, tmp_path))
+    assert losses[0][1] > 1.5 * losses[-1][1]
 
 
 # Working with schedules
