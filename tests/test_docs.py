@@ -171,16 +171,15 @@ def test_the_guard_sees_dead_links() -> None:
     assert list(dead_links(Source("docs/one.md", text))) == [(2, "there is no never.md")]
 
 
-LONGEST, LONGEST_OF_README = 30, 25
+LONGEST = 25
 OTHERS = {"docs/design.md"}  # for those who read the code
 
 
 def long_sentences(source: Source) -> Iterator[Fault]:
     for line, paragraph in prose(source):
         for sentence in re.split(r"[.?!][\"')]*\s+", paragraph):
-            most = LONGEST_OF_README if source.name == "README.md" else LONGEST
-            if (words := len(re.findall(r"\S*\w\S*", sentence))) > most:
-                yield line, f"{words} words, more than {most}: {sentence[:60]} ..."
+            if (words := len(re.findall(r"\S*\w\S*", sentence))) > LONGEST:
+                yield line, f"{words} words, more than {LONGEST}: {sentence[:60]} ..."
 
 
 @pytest.mark.lint
