@@ -56,10 +56,10 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     and 2R-1-r (the way up), which are the two directions. With fewer than 2R microbatches, the order is the same
     without the missing ones.
 
-    Source: the "cut-in-half" of DualPipe (Sea AI Lab), in its repository as DualPipeV. With R ranks, M >= 2R and the
-    times of a chunk, the published bubble is (R-1)(F&B + B - 3W), where B is a whole backward and F&B a pair. With F =
-    I = W, and pairs that save no time, this is 2(R-1)F, and half of it if pairs are taken apart. The peak is 2R+1 chunk
-    activations on every rank. There is one copy of the weights. In the picture, lower case is the way up.
+    Source: the "cut-in-half" of DualPipe (Sea AI Lab), in its repository as DualPipeV. Times are those of
+    a chunk: B is a whole backward and F&B a pair. With R ranks and M >= 2R, the published bubble is (R-1)(F&B + B -
+    3W). With F = I = W, and pairs that save no time, this is 2(R-1)F, and half of it if pairs are taken apart. The peak
+    is 2R+1 chunk activations on every rank. There is one copy of the weights. In the picture, lower case is the way up.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture

@@ -18,14 +18,14 @@ def interleaved_one_f_one_b(
     group is padded, and the microbatches that do not exist are left out.
 
     Source: Megatron-LM, arXiv 2104.04473, section 2.2.2. With R ranks, v chunks and M a multiple of g, the bubble is
-    (R-1)(F+B)/v, and the peak is min(2(R-r-1) + (v-1)g + 1, Mv) chunk activations on rank r. In the picture, lower case
-    is chunk 1.
+    (R-1)(F+B)/v. The peak is min(2(R-r-1) + (v-1)g + 1, Mv) chunk activations on rank r. In the picture, lower case is
+    chunk 1.
 
     A larger group leaves more time between two chunks of a rank, which hides slow transfers. Every rank first runs
     `extra_warmup` additional forwards. Each of them costs an activation, but no time if M is a multiple of g and
-    transfers are free. With one of them, adjacent forwards and backwards are of different microbatches on the last rank
-    too, so they can overlap (as in Megatron-core's combined 1F1B). `slices` cuts each microbatch, as in seq1f1b; a
-    group then is of slices.
+    transfers are free. With one of them, adjacent forwards and backwards are of different microbatches, also on the last
+    rank. So they can overlap, as in Megatron-core's combined 1F1B. `slices` cuts each microbatch, as in seq1f1b; a
+    group then has slices.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture

@@ -39,8 +39,8 @@ def zb_auto(
     and that waiting weight-gradient halves keep (`saved_bytes` and `deferred_bytes` of the cost). Pass one of them, as
     one number or one per rank. The default is R activations on every rank, as 1F1B keeps on the first.
 
-    `kinds` says what may save memory where the cap does not allow an order: copies to the host, for which `cost` must
-    have a time, recomputation, or both.
+    `kinds` says what may save memory where the cap does not allow an order. "offload" copies to the host, and `cost`
+    must have the time of a copy. "recompute" computes again, and "both" uses both.
 
     `candidates` is the number of orders that are tried. By default, the search takes about 2 seconds.
 
