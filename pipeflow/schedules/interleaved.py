@@ -23,8 +23,8 @@ def interleaved_one_f_one_b(
 
     A larger group leaves more time between two chunks of a rank, which hides slow transfers. Every rank first runs
     `extra_warmup` additional forwards. Each of them costs an activation, but no time if M is a multiple of g and
-    transfers are free. With one of them, adjacent forwards and backwards are of different microbatches, also on the last
-    rank. So they can overlap, as in Megatron-core's combined 1F1B. `slices` cuts each microbatch, as in seq1f1b; a
+    transfers are free. With one of them, adjacent forwards and backwards are of different microbatches, also on the
+    last rank. So they can overlap, as in Megatron-core's combined 1F1B. `slices` cuts each microbatch, as in seq1f1b; a
     group then has slices.
 
     >>> from pipeflow import simulate
