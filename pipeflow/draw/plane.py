@@ -60,6 +60,7 @@ def share(value: float, ticks: Sequence[float]) -> float:
 
 
 Place = tuple[float, float]
+Line = tuple[Place, Place]  # from one to the other
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
@@ -72,6 +73,18 @@ def front(points: Iterable[Point]) -> list[Point]:
     return best
 
 
+class Label(NamedTuple):
+    """The place of a label.
+
+    Attributes:
+        box: its area.
+        leader: the line that joins a label that is far from its anchor to it.
+    """
+
+    box: Box
+    leader: Line | None
+
+
 def place_labels(
     anchors: Sequence[Place],
     sizes: Sequence[Place],
@@ -79,35 +92,43 @@ def place_labels(
     room: Box,
     *,
     leftwards: Container[int] = (),
-    lower: Sequence[float] = (),
+    lines: Iterable[Line] = (),
     reach: float = 0.0,
-) -> list[Place | None]:
-    """Per anchor, the top left corner of its label, where it overlaps no anchor and no earlier label; None if there is
-    no such place.
+    beside: float = math.inf,
+) -> list[Label | None]:
+    """Per anchor, its label, which overlaps no anchor, no other label, no line and no leader; None if there is no such
+    place.
 
     Args:
         anchors, sizes: the points, and the width and height of their labels.
         gap: distance between a label and its anchor.
         room: the area that labels may use.
         leftwards: indices of labels that are placed on the left if possible; others are placed on the right.
-        lower: per label, how much lower it is placed beside its anchor. Empty: 0.
-        reach: if there is no place beside an anchor, places up to this distance are tried, the nearest first. Places
-            whose line to the anchor crosses neither another anchor nor a label come first.
+        lines: what else is drawn.
+        reach: if there is no place beside an anchor, places up to this distance are tried, the nearest first.
+        beside: a label farther than this from its anchor has a leader, which crosses no label and no anchor.
     """
-    taken: list[Box] = [(x - gap[0] / 2, y - gap[1] / 2, x + gap[0] / 2, y + gap[1] / 2) for x, y in anchors]
-    corners: list[Place | None] = []
+    marks: list[Box] = [(x - gap[0] / 2, y - gap[1] / 2, x + gap[0] / 2, y + gap[1] / 2) for x, y in anchors]
+    drawn, taken = list(lines), list[Box]()
+    labels: list[Label | None] = []
     for index, (anchor, (width, height)) in enumerate(zip(anchors, sizes, strict=True)):
-        beside = anchor[0], anchor[1] + (lower[index] if lower else 0.0)
-        near = _corners(beside, width, height, gap[0], -1 if index in leftwards else 1)
-        left_tops = chain(near, _around(anchor, width, height, reach))
-        boxes = ((left, top, left + width, top + height) for left, top in left_tops)
-        fitting = [box for box in boxes if _inside(box, room) and not any(_meet(box, one) for one in taken)]
-        inner = [_shrunk(box, 0.6) for box in taken]
-        clear = (box for box in fitting if not _crosses(anchor, nearest(anchor, box), inner))
-        found = next(clear, fitting[0] if fitting else None)
-        taken += [found] if found else []
-        corners.append(found and found[:2])
-    return corners
+        near = _corners(anchor, width, height, gap[0], -1 if index in leftwards else 1)
+        corners = chain(near, _around(anchor, width, height, gap[1], reach))
+        boxes = [box for left, top in corners if _inside(box := (left, top, left + width, top + height), room)]
+        others = [_shrunk(mark, 0.6) for mark in marks if not _has(mark, anchor)]
+        fitting = (
+            Label(box, leader)
+            for box in boxes
+            if not any(_meet(box, one) for one in chain(marks, taken))
+            if not any(_crosses(line, box) for line in drawn)
+            for leader in [_leader(anchor, box, beside)]
+            if leader is None or not any(_crosses(leader, one) for one in chain(taken, others))
+        )
+        found = next(fitting, None)
+        labels.append(found)
+        taken += [found.box] if found else []
+        drawn += [found.leader] if found and found.leader else []
+    return labels
 
 
 def _corners(anchor: Place, width: float, height: float, gap: float, side: int) -> Iterator[Place]:
@@ -120,18 +141,19 @@ def _corners(anchor: Place, width: float, height: float, gap: float, side: int) 
             yield from ((left, top) for left in (x - width / 2, *beside))
 
 
-def _around(anchor: Place, width: float, height: float, reach: float) -> Iterator[Place]:
+def _around(anchor: Place, width: float, height: float, gap: float, reach: float) -> Iterator[Place]:
     """Places around an anchor, ring by ring: the middle of the label's nearest edge is on the ring."""
-    for ring in range(1, int(reach / height) + 1):
+    for ring in range(1, int(reach / gap) + 1):
         for step in range(16):
             angle = math.pi * (step / 8 + 0.5)
-            x, y = (anchor[at] + ring * height * turn(angle) for at, turn in enumerate((math.cos, math.sin)))
+            x, y = (anchor[at] + ring * gap * turn(angle) for at, turn in enumerate((math.cos, math.sin)))
             yield x - width / 2 + width / 2 * round(math.cos(angle), 1), y - height / 2
 
 
-def nearest(place: Place, box: Box) -> Place:
-    """The point of a box that is nearest to `place`."""
-    return min(max(place[0], box[0]), box[2]), min(max(place[1], box[1]), box[3])
+def _leader(anchor: Place, box: Box, beside: float) -> Line | None:
+    """The shortest line from an anchor to a label, if it is longer than `beside`."""
+    end = min(max(anchor[0], box[0]), box[2]), min(max(anchor[1], box[1]), box[3])
+    return (anchor, end) if math.dist(anchor, end) > beside else None
 
 
 def _shrunk(box: Box, part: float) -> Box:
@@ -141,15 +163,21 @@ def _shrunk(box: Box, part: float) -> Box:
     return x - width, y - height, x + width, y + height
 
 
-def _crosses(start: Place, end: Place, boxes: Iterable[Box]) -> bool:
-    """Whether a line goes through one of the boxes. Boxes in which it starts do not count."""
-    boxes = [box for box in boxes if not (box[0] < start[0] < box[2] and box[1] < start[1] < box[3])]
-    steps = int(math.dist(start, end) / 3) + 1
-    line = [
-        (start[0] + (end[0] - start[0]) * step / steps, start[1] + (end[1] - start[1]) * step / steps)
-        for step in range(steps + 1)
-    ]
-    return any(box[0] < x < box[2] and box[1] < y < box[3] for box in boxes for x, y in line)
+def _crosses(line: Line, box: Box) -> bool:
+    """Whether a line goes through the inner of a box."""
+    first, last = 0.0, 1.0  # the part of the line that is between the box's sides
+    for start, end, low, high in zip(*line, box[:2], box[2:], strict=True):
+        if start == end:
+            if not low < start < high:
+                return False
+        else:
+            enters, leaves = sorted(((low - start) / (end - start), (high - start) / (end - start)))
+            first, last = max(first, enters), min(last, leaves)
+    return first < last
+
+
+def _has(box: Box, place: Place) -> bool:
+    return box[0] < place[0] < box[2] and box[1] < place[1] < box[3]
 
 
 def _inside(box: Box, room: Box) -> bool:

@@ -6,17 +6,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from pipeflow.core.text import percent
 from pipeflow.draw.captions import escaped
-from pipeflow.draw.plane import Axis, Place, Point, front, nearest, place_labels, share
+from pipeflow.draw.plane import Axis, Line, Place, Point, front, place_labels, share
 
 WIDTH, HEIGHT = 720, 460
 LEFT, TOP, MARGIN, BOTTOM = 78, 52, 30, 392  # the margin is that on the right
 LETTER, LINE = 7.4, 17  # pixels: approximate size of a letter
 NEAR = 4  # pixels: points nearer than this share a mark
 BESIDE = 18  # pixels: a name farther than this from its point is joined to it by a line
+REACH = 180  # pixels: a name that has no room within this distance stands below the plot
 STYLE = """\
 text { font: 13px system-ui, sans-serif; fill: #24292f }
 .title { font-size: 15px; font-weight: 600 }
@@ -60,9 +62,10 @@ def scatter_svg(points: Sequence[Point], x: Axis, y: Axis, *, width: int = WIDTH
         return LEFT + (right - LEFT) * share(point_x, across), BOTTOM - (BOTTOM - TOP) * share(point_y, up)
 
     best = front(points)
-    title = f"{y.title} against {x.title}"
+    title = " against ".join(axis.title.split(" (")[0] for axis in (y, x))  # units stand at the axes
     dots = _dots(points, {point.name for point in best}, [at(point.x, point.y) for point in points])
-    marks, nameless = _marks(dots, width, marked)
+    steps = _steps([at(point.x, point.y) for point in best], right)
+    marks, nameless = _marks(dots, width, marked, list(pairwise(steps)))
     below = _lines(nameless, int((right - LEFT) / LETTER)) if nameless else []
     height = HEIGHT + LINE * len(below)
     body = [
@@ -71,7 +74,7 @@ def scatter_svg(points: Sequence[Point], x: Axis, y: Axis, *, width: int = WIDTH
         *_grid([at(across[0], tick) for tick in up], [y.text(tick) for tick in up], right),
         _text(x.title, (LEFT + right) / 2, BOTTOM + 42, "quiet", "middle"),
         f'<g transform="rotate(-90)">{_text(y.title, -(TOP + BOTTOM) / 2, 20, "quiet", "middle")}</g>',
-        *_front_line([at(point.x, point.y) for point in best], right),
+        *_front_line(steps),
         *marks,
         *(_names(line, LEFT, HEIGHT + LINE * number - 8, "quiet") for number, line in enumerate(below, start=1)),
     ]
@@ -102,41 +105,47 @@ def _grid(places: list[tuple[float, float]], texts: list[str], right: float) -> 
             yield _text(text, LEFT - 10, top + 4, "quiet", "end")
 
 
-def _front_line(places: list[tuple[float, float]], right: float) -> Iterator[str]:
-    """A stepped line along the front, and the area of dominated points beyond it."""
-    (left, top), *others = places
-    steps = f"M{left:.1f} {TOP}V{top:.1f}" + "".join(f"H{x:.1f}V{y:.1f}" for x, y in others) + f"H{right}"
-    yield f'<path class="beyond" d="{steps}V{TOP}Z"/>'
-    yield f'<path class="front" d="{steps}"/>'
+def _steps(places: list[Place], right: float) -> list[Place]:
+    """The corners of the stepped line along the front."""
+    corners = [(places[0][0], float(TOP)), places[0]]
+    for x, y in places[1:]:
+        corners += [(x, corners[-1][1]), (x, y)]
+    return [*corners, (right, corners[-1][1])]
 
 
-def _marks(dots: list[Dot], width: int, marked: Collection[str]) -> tuple[list[str], list[str]]:
+def _front_line(steps: list[Place]) -> Iterator[str]:
+    """The stepped line, and the area of dominated points beyond it."""
+    line = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in steps)
+    yield f'<path class="beyond" d="{line}V{TOP}Z"/>'
+    yield f'<path class="front" d="{line}"/>'
+
+
+def _marks(dots: list[Dot], width: int, marked: Collection[str], lines: list[Line]) -> tuple[list[str], list[str]]:
     """The marks of the points with their names, and the names that have no room. Points of the front come first, so
-    that their names are beside them. A name farther away is joined to its point by a line.
+    that their names are beside them. A name farther away is joined to its point by a line. No name lies over `lines`.
     """
     drawn: list[str] = []
-    names = [_lines(dot.names) for dot in dots]
-    sizes = [(max(map(len, lines)) * LETTER, len(lines) * LINE) for lines in names]
+    names = [_lines(dot.names, min(int((width - LEFT - MARGIN) / LETTER / 2), 30)) for dot in dots]
+    sizes = [(max(map(len, each)) * LETTER, len(each) * LINE) for each in names]
     anchors = [(dot.x, dot.y) for dot in dots]
-    lower = [LINE * 0.4 * (not dot.good) for dot in dots]  # below the line of the front
     leftwards = {index for index, dot in enumerate(dots) if dot.good}
     room = LEFT, TOP - LINE, width, BOTTOM + LINE / 2
-    corners = place_labels(anchors, sizes, (16, 12), room, leftwards=leftwards, lower=lower, reach=width)
-    for dot, corner, size in zip(dots, corners, sizes, strict=True):
-        if corner is not None:
-            drawn += _leader(dot, corner, size)
+    labels = place_labels(anchors, sizes, (16, 12), room, leftwards=leftwards, lines=lines, reach=REACH, beside=BESIDE)
+    for (x, y), (to_x, to_y) in (label.leader for label in labels if label and label.leader):
+        drawn.append(f'<path class="leader" d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}"/>')
     for dot in reversed(dots):  # the front is drawn last, on top
         look = ("best" if dot.good else "rest") + " marked" * any(name in marked for name in dot.names)
         said = escaped(",".join(dot.names))
         drawn.append(f'<circle class="{look}" cx="{dot.x:.1f}" cy="{dot.y:.1f}" r="5" data-names="{said}">')
         drawn.append(f"<title>{escaped(', '.join(dot.names))}</title></circle>")
-    for dot, corner, lines, (wide, _) in zip(dots, corners, names, sizes, strict=True):
-        if corner is not None:
-            anchor, x = ("end", corner[0] + wide) if corner[0] < dot.x - 16 else ("start", corner[0])
-            for number, line in enumerate(lines):
+    for dot, label, each in zip(dots, labels, names, strict=True):
+        if label is not None:
+            left, top, right, _ = label.box
+            anchor, x = ("end", right) if left < dot.x - 16 else ("start", left)
+            for number, line in enumerate(each):
                 look = "name strong" if dot.good else "name"
-                drawn.append(_names(line, x, corner[1] + 13 + number * LINE, look, anchor))
-    return drawn, [name for dot, corner in zip(dots, corners, strict=True) if corner is None for name in dot.names]
+                drawn.append(_names(line, x, top + 13 + number * LINE, look, anchor))
+    return drawn, [name for dot, label in zip(dots, labels, strict=True) if label is None for name in dot.names]
 
 
 class Dot(NamedTuple):
@@ -166,7 +175,7 @@ def _dots(points: Sequence[Point], best: set[str], places: list[Place]) -> list[
     return dots
 
 
-def _lines(names: Sequence[str], width: int = 30) -> list[str]:
+def _lines(names: Sequence[str], width: int) -> list[str]:
     """Names in lines of at most `width` letters. No name is split."""
     lines = [names[0]]
     for name in names[1:]:
@@ -176,13 +185,6 @@ def _lines(names: Sequence[str], width: int = 30) -> list[str]:
         else:
             lines[-1] += f", {name}"
     return lines
-
-
-def _leader(dot: Dot, corner: Place, size: Place) -> Iterator[str]:
-    """A line from a point to its name, if that is not directly beside it."""
-    x, y = nearest((dot.x, dot.y), (corner[0], corner[1] + 3, corner[0] + size[0], corner[1] + size[1] - 3))
-    if math.hypot(x - dot.x, y - dot.y) > BESIDE:
-        yield f'<path class="leader" d="M{dot.x:.1f} {dot.y:.1f}L{x:.1f} {y:.1f}"/>'
 
 
 def _text(text: str, x: float, y: float, kind: str, anchor: str = "start") -> str:

@@ -124,16 +124,16 @@ class Scatter:
             places.setdefault(cell(point), []).append(point.name)
         names = [", ".join(together) for together in places.values()]
         centres = [(column + 0.5, row + 0.5) for column, row in places]
-        corners = place_labels(centres, [(len(name), 1) for name in names], (1.5, 1), (0, 0, columns, height))
+        labels = place_labels(centres, [(len(name), 1) for name in names], (1.5, 1), (0, 0, columns, height))
         canvas = [Text(" " * columns, no_wrap=True, overflow="crop") for _ in range(height)]
         nameless = []
-        for (column, row), name, together, corner in zip(places, names, places.values(), corners, strict=True):
+        for (column, row), name, together, label in zip(places, names, places.values(), labels, strict=True):
             on_front = not best.isdisjoint(together)
             _put(canvas[row], column, marks[not on_front], FRONT if on_front else REST)
-            if corner is None:
+            if label is None:
                 nameless += together
             else:
-                _put(canvas[math.floor(corner[1])], math.ceil(corner[0]), name, "bold" if on_front else "")
+                _put(canvas[math.floor(label.box[1])], math.ceil(label.box[0]), name, "bold" if on_front else "")
         return [*self._framed(canvas, ticks, margin), *self._below(across, margin, columns)], nameless
 
     def _framed(self, canvas: list[Text], ticks: list[float], margin: int) -> Iterator[Text]:

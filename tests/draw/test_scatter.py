@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import math
 import re
-from itertools import combinations
+from itertools import combinations, pairwise
+from random import Random
 from xml.etree import ElementTree
 
 import pytest
@@ -32,16 +33,39 @@ def test_the_front_by_its_definition(points: list[Point]) -> None:
     assert sorted(front(points)) == sorted(point for point in points if not beaten(point))
 
 
+def touches(line: tuple[tuple[float, float], ...], box: tuple[float, ...]) -> bool:
+    """Whether one of 500 places on a line is inside a box: left, top, right, bottom."""
+    (x, y), (to_x, to_y) = line
+    places = ((x + (to_x - x) * part / 500, y + (to_y - y) * part / 500) for part in range(501))
+    return any(box[0] + 0.05 < left < box[2] - 0.05 and box[1] + 0.05 < top < box[3] - 0.05 for left, top in places)
+
+
 @given(plane)
 def test_labels_overlap_nothing_and_stay_inside(points: list[Point]) -> None:
     anchors = [(float(x), float(y)) for _, x, y in points]
-    corners = place_labels(anchors, [(2, 1)] * len(points), (1, 1), (0, 0, 12, 10), leftwards={0})
-    boxes = [corner for corner in corners if corner is not None]
+    labels = place_labels(anchors, [(2, 1)] * len(points), (1, 1), (0, 0, 12, 10), leftwards={0})
+    boxes = [label.box[:2] for label in labels if label]
     for index, (left, top) in enumerate(boxes):
         assert 0 <= left <= 10
         assert 0 <= top <= 9
         assert all(abs(left - other[0]) >= 2 or abs(top - other[1]) >= 1 for other in boxes[:index])
         assert all(not (left - 0.5 < x < left + 2.5 and top - 0.5 < y < top + 1.5) for x, y in anchors)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_leaders_and_lines_cross_no_label_and_no_other_point(seed: int) -> None:
+    random = Random(seed)
+    anchors = [(40 * random.random(), 20 * random.random()) for _ in range(50)]
+    lines = [((0.0, 0.0), (40.0, 20.0)), ((10.0, 0.0), (10.0, 20.0))]
+    labels = place_labels(anchors, [(5, 1)] * 50, (1, 1), (0, 0, 40, 20), lines=lines, reach=20, beside=1.2)
+    found = [(anchor, label) for anchor, label in zip(anchors, labels, strict=True) if label]
+    assert sum(label.leader is not None for _, label in found) > 5
+    for anchor, (box, leader) in found:
+        assert not any(touches(line, box) for line in (*lines, *(each.leader for _, each in found if each.leader)))
+        across, down = (max(box[at] - anchor[at], anchor[at] - box[at + 2], 0) for at in (0, 1))
+        assert (leader is None) == (math.hypot(across, down) <= 1.2)
+        marks = [(x - 0.3, y - 0.3, x + 0.3, y + 0.3) for x, y in anchors if math.dist((x, y), anchor) > 0.8]
+        assert leader is None or not any(touches(leader, mark) for mark in marks)
 
 
 def test_ticks_are_round_and_reach_the_highest() -> None:
@@ -142,3 +166,39 @@ def test_a_name_away_from_its_point_has_a_line_to_it() -> None:
     text = scatter_svg([Point("apart", 0, 0), *CROWDS[0]], X, Y)
     assert text.count('class="leader"') > 0
     assert 'class="leader"' not in scatter_svg(POINTS, X, Y)
+
+
+STEPPED = [  # schedules of 2 ranks and 4 microbatches; several lie on the line of the front
+    *(Point(name, 2, 0.2) for name in ("1f1b", "hanayo")),
+    *(Point(name, 2, 1 / 13) for name in ("zb-h1", "gis", "zb-auto")),
+    *(Point(name, 2, 0.04) for name in ("zb-v", "v-half", "v-min", "interleaved-zb")),
+    *(Point("gis-h", 1.5, 1 / 9), Point("chimera", 2, 0), Point("dualpipe", 3, 0), Point("dualpipe-v", 2.5, 1 / 13)),
+    *(Point("eager-1f1b", 3, 0.2), Point("gpipe", 4, 0.2), Point("looped-bfs", 4, 1 / 9), Point("zb-h2", 3, 1 / 13)),
+    Point("interleaved-1f1b", 2.5, 1 / 9),
+]
+
+
+@pytest.mark.parametrize("points", [STEPPED, CROWDS[0]], ids=["stepped", "near"])
+@pytest.mark.parametrize("width", [326, 390, 800, 1280])
+def test_no_name_lies_over_a_line_or_another_name(points: list[Point], width: int) -> None:
+    root = ElementTree.fromstring(scatter_svg(points, X, Y, width=width))
+    tag = "{http://www.w3.org/2000/svg}"
+    lines = [
+        pair
+        for path in root.iter(f"{tag}path")
+        if path.get("class") in {"front", "leader"}
+        for pair in pairwise(tuple(map(float, place.split())) for place in path.get("d", "")[1:].split("L"))
+    ]
+    boxes = []
+    for text in root.iter(f"{tag}text"):
+        if text.get("class", "").startswith("name"):
+            wide, x, y = 7.4 * len("".join(text.itertext())), float(text.get("x", "")), float(text.get("y", ""))
+            left = x - wide * (text.get("text-anchor") == "end")
+            boxes.append((left, y - 13, left + wide, y + 4))
+    assert len(lines) > 2
+    assert len(boxes) > 6
+    assert not [(box, line) for box in boxes for line in lines if touches(line, box)]
+    assert all(
+        one[0] >= two[2] or two[0] >= one[2] or one[1] >= two[3] - 0.1 or two[1] >= one[3] - 0.1
+        for one, two in combinations(boxes, 2)
+    )
