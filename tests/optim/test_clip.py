@@ -21,7 +21,7 @@ from pipeflow import (
 )
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.sharding import Split
-from pipeflow.optim import MasterWeights, grad_norm
+from pipeflow.optim import MasterWeights, Zero, grad_norm
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import PlainModel, TiedModel, TinyModel
 from tests.runtime.work import Gradients, build, gradients_of, require_near, schedule_of
@@ -209,6 +209,36 @@ def test_parameters_are_refused_in_the_place_of_the_pipeline() -> None:
             grad_norm([*pipeline.parameters()])  # type: ignore[arg-type]  # same
 
     run_threads(rank, 2)
+
+
+def clip_with_torch(has_owners: bool = False) -> tuple[str, str, float, float]:
+    """What torch's function says to the Pipeline's parameters, and to those of a generator; two norms of a list."""
+    pipeline = blocks.build()
+    if has_owners:
+        Zero(pipeline, torch.optim.SGD(pipeline.parameters(), lr=0.1))
+    execute_pipeline(iter([blocks.batch(current_context().data_rank, 0)]), pipeline)
+    told = []
+    for parameters in (pipeline.parameters(), (each for each in pipeline.parameters() if each.requires_grad)):
+        try:
+            told.append(f"{nn.utils.clip_grad_norm_(parameters, 1e9):.6f}")
+        except UsageError as error:
+            told.append(str(error))
+    gradients = [each.grad for each in pipeline.parameters() if each.grad is not None]
+    nn.utils.clip_grads_with_norm_(pipeline.parameters(), 1e9, nn.utils.get_total_norm(gradients))  # any norm
+    return told[0], told[1], float(grad_norm(pipeline)), float(nn.utils.get_total_norm(gradients))
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"data": 2}], ids=["pipeline", "tensor", "zero"])
+def test_torchs_clipping_names_that_of_pipeflow_where_a_rank_has_a_part(layout: dict[str, int]) -> None:
+    for first, second, whole, own in run_threads(clip_with_torch, 2, "data" in layout, **layout):
+        assert "call pipeflow.clip_grad_norm_(pipeline, max_norm)" in first
+        assert second == first
+        assert own < whole
+
+
+def test_torchs_clipping_of_whole_gradients_is_that_of_pipeflow() -> None:
+    for first, second, whole, _ in run_threads(clip_with_torch, 2, data=2):
+        assert first == second == f"{whole:.6f}"
 
 
 ORDERS = [1.0, 2.0, 3.5, 60.0, math.inf]

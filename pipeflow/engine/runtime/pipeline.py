@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
+from types import FrameType
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -45,6 +47,12 @@ KEEPS = (
     "%s, which a custom autograd.Function calls, keeps a tensor in its attribute %r. If the Function's backward reads "
     "it, gradients are wrong, since forwards of other microbatches replace it before: compare the gradients with the "
     "module's own, or train with one microbatch"
+)
+
+
+TORCH_CLIPS = (
+    "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's part of the gradient: call "
+    "pipeflow.clip_grad_norm_(pipeline, max_norm), or what your trainer has for it"
 )
 
 
@@ -295,7 +303,13 @@ class Pipeline(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Like `nn.Module.named_parameters`; after `from_module`, with the names in the module that was cut."""
+        """Like `nn.Module.named_parameters`; after `from_module`, with the names in the module that was cut.
+
+        Raises UsageError if torch.nn.utils.clip_grad_norm_ reads it where a rank has a part of the gradient.
+        """
+        has_part = self.context.pipeline_size * self.context.tensor_size > 1
+        if _clips(inspect.currentframe()) and (has_part or self.gradients.owners.of):
+            raise UsageError(TORCH_CLIPS)
         cut = cut_chunks(self.chunks)
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             yield name_in_module(name, prefix, cut), parameter
@@ -356,6 +370,13 @@ class Pipeline(nn.Module):
         raise UsageError(
             "a Pipeline cannot be called: run it with pipeflow.execute_pipeline(data_iter, model) on every rank"
         )
+
+
+def _clips(frame: FrameType | None) -> bool:
+    """Whether torch.nn.utils.clip_grad_norm_ reads a generator, directly or through other generators."""
+    while frame is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
+        frame = frame.f_back
+    return frame is not None and frame.f_code is inspect.unwrap(nn.utils.clip_grad_norm_).__code__
 
 
 def execute_pipeline(
