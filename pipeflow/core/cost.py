@@ -11,11 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, fields
 from functools import partial
 from numbers import Real
+from operator import mul
 from typing import Any, Literal, NamedTuple
 
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.dataflow import DATAFLOW, KEPT, LASTING, MAKERS, ON_HOST, SEVERAL, Content
 from pipeflow.core.errors import UsageError, numbers_of, require_type
+from pipeflow.core.factors import Factors, Row, each_factor, factors_of, table_of
 from pipeflow.core.files import parse
 from pipeflow.core.placement import Placement
 from pipeflow.core.route import Route, routes_among
@@ -93,6 +95,17 @@ def _groups(name: str, value: object) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, groups))
 
 
+def _factors(name: str, value: object) -> object:
+    """A list per microbatch, a list of such lists per stage, or an object with a list for some stages."""
+    if isinstance(value, dict):
+        if unknown := [key for key in value if not (key.isascii() and key.isdecimal())]:
+            raise UsageError(f'{name} must be like {{"0": [1, 2]}}, with a list for some stages, got {unknown[0]!r}')
+        return {int(key): _numbers(f"{name} of stage {key}", row, "microbatch") for key, row in value.items()}
+    if isinstance(value, list) and any(isinstance(row, list) for row in value):
+        return [_numbers(f"{name} of stage {stage}", row, "microbatch") for stage, row in enumerate(value)]
+    return _numbers(name, value, "microbatch")
+
+
 class CostField(NamedTuple):
     """A field of costs.
 
@@ -138,7 +151,7 @@ ARGUMENTS: dict[str, CostField] = {
     "times": CostField(read=partial(_table, Kind)),
     "kept_bytes": CostField(read=partial(_table, Content)),
     "route_bytes": CostField(read=_routes),
-    "microbatch_factors": CostField(read=partial(_numbers, of="microbatch")),
+    "microbatch_factors": CostField(read=_factors),
     "late": CostField(read=_late),
     "attention": CostField(read=_number),
     "slice_ends": CostField(read=partial(_numbers, of="slice")),
@@ -229,14 +242,16 @@ class CostModel:
         times: per kind of action that has no argument here, the time per stage.
         kept_bytes: per content that has no argument here, the bytes kept per stage.
         route_bytes: per route (from stage, to stage), the bytes that are sent on it.
-        microbatch_factors: per microbatch, its times and bytes relative to those above. Empty: all microbatches are
-            alike. Reductions and unshards, which serve several microbatches, have no factor.
+        microbatch_factors: per microbatch, its times and bytes relative to those above: a list for all stages, or a
+            table with a list per stage, such as `[[1, 4], [1, 1]]` or `{0: [1, 4]}`. Empty: all microbatches are alike.
+            What a stage sends has its factor. Reductions and unshards, which serve several microbatches, have none.
         attention: the share of causal attention in the times of a microbatch, for slices of it.
         slice_ends: where each slice of a microbatch ends, in tokens. Empty: slices are equally long.
         late: by how much single actions, such as "0F3", take longer than others of their kind and stage.
         unit: "s" if times are in seconds; "" if the unit is not known.
         durations: per kind of action, the time per stage: 0 for those that are not given.
         sizes: per content that has a size, the bytes kept per stage. These are all kept bytes above.
+        factors: per stage, the factors of its microbatches. Empty: all microbatches are alike.
 
     Raises UsageError for tuples of different lengths, for pairs of stages that cannot be routes, and for an unknown
     unit. Also raises it for numbers that are negative, not finite, or outside `SMALLEST` to `LARGEST`.
@@ -261,7 +276,7 @@ class CostModel:
     times: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict, hash=False)
     kept_bytes: Mapping[Content, tuple[float, ...]] = field(default_factory=dict, hash=False)
     route_bytes: Mapping[tuple[int, int], float] = field(default_factory=dict, hash=False)
-    microbatch_factors: tuple[float, ...] = ()
+    microbatch_factors: Factors = ()
     unit: str = ""
     optimizer: tuple[float, ...] = ()
     late: Mapping[str, float] = field(default_factory=dict, hash=False)
@@ -269,6 +284,7 @@ class CostModel:
     slice_ends: tuple[float, ...] = ()
     durations: Mapping[Kind, tuple[float, ...]] = field(init=False, repr=False, compare=False)
     sizes: Mapping[Content, tuple[float, ...]] = field(init=False, repr=False, compare=False)
+    factors: tuple[Row, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._take_lists()
@@ -281,8 +297,8 @@ class CostModel:
         for route, number in self.route_bytes.items():
             _require_cost(f"route_bytes of {tuple(route)}", number)
         routes_among(stages, self.route_bytes)
-        for microbatch, factor in enumerate(self.microbatch_factors):
-            _require_cost(f"microbatch_factors of microbatch {microbatch}", factor)
+        for where, factor in each_factor(self.microbatch_factors):
+            _require_cost(f"microbatch_factors of {where}", factor)
         for action, number in self.late.items():
             _require_cost(f"late of {action}", number)
             if Action.parse(action).stage >= stages:
@@ -296,6 +312,7 @@ class CostModel:
         _require_groups(self.copy_groups)
         if not 0 <= self.overlap <= 1:
             raise UsageError(f"overlap is a share of the shorter half, from 0 to 1, got {self.overlap}")
+        object.__setattr__(self, "factors", table_of(self.microbatch_factors, stages))
         object.__setattr__(self, "durations", self._durations())
         sizes = {
             **self.kept_bytes,
@@ -305,8 +322,9 @@ class CostModel:
 
     def _take_lists(self) -> None:
         """Makes tuples of the numbers per stage, which may be given as lists. Raises UsageError for other values."""
-        for name in (*PER_STAGE, "microbatch_factors", "slice_ends"):
+        for name in (*PER_STAGE, "slice_ends"):
             object.__setattr__(self, name, _tuple_of(name, getattr(self, name)))
+        object.__setattr__(self, "microbatch_factors", factors_of(self.microbatch_factors, len(self.forward)))
         for name in ("times", "kept_bytes"):
             tables = {key: _tuple_of(f"{name} of {key}", numbers) for key, numbers in getattr(self, name).items()}
             object.__setattr__(self, name, tables)
@@ -378,30 +396,35 @@ class CostModel:
         named = {of: getattr(self, name) for of, name in NAMED.items() if isinstance(of, Kind)}
         return {kind: times for kind, times in {**self.times, **named}.items() if times}
 
+    def factor(self, stage: int, microbatch: int) -> float:
+        """By how much the times and bytes of a microbatch are multiplied on a stage."""
+        return self.factors[stage][microbatch] if self.factors else 1
+
     def duration(self, kind: Kind, stage: int, microbatch: int | None = None) -> float:
         """The time of an action of one `microbatch`, or of factor 1. Raises UsageError for a stage without a cost."""
         if stage >= len(self.forward):
             raise UsageError(f"the cost model has {len(self.forward)} stages; stage {stage} has no cost")
-        time, factors = self.durations[kind][stage], self.microbatch_factors
+        time = self.durations[kind][stage]
         if microbatch is None:
             return time
         late = 0.0
         if self.late:
             late = sum(self.late.get(f"{stage}{each}{microbatch}", 0.0) for each in self._taken(kind))
-        return late + (time if not factors or kind in SEVERAL else time * factors[microbatch])
+        return late + (time if kind in SEVERAL else time * self.factor(stage, microbatch))
 
     @property
     def varied(self) -> Mapping[int, Mapping[Kind, Sequence[float]]]:
         """The `durations` of each microbatch that differs from others."""
+        columns = [*zip(*self.factors, strict=True)]  # per microbatch, its factor on each stage
         tables = {
-            factor: {
-                kind: times if kind in SEVERAL else tuple(factor * time for time in times)
+            column: {
+                kind: times if kind in SEVERAL else tuple(map(mul, column, times))
                 for kind, times in self.durations.items()
             }
-            for factor in {*self.microbatch_factors}
+            for column in {*columns}
         }
         found: dict[int, Mapping[Kind, Sequence[float]]] = {
-            microbatch: tables[factor] for microbatch, factor in enumerate(self.microbatch_factors)
+            microbatch: tables[column] for microbatch, column in enumerate(columns)
         }
         for text, extra in self.late.items():
             action = Action.parse(text)
@@ -497,15 +520,6 @@ def require_unit(unit: str) -> None:
     """Raises UsageError unless `unit` is "s" or ""."""
     if unit not in ("", "s"):
         raise UsageError(f"the unit is 's' (seconds) or '' (not known), got {unit!r}: convert the times to seconds")
-
-
-def require_factors(factors: Sequence[float], microbatches: int) -> None:
-    """Raises UsageError unless there is a factor for each microbatch, or none at all."""
-    if len(factors) not in (0, microbatches):
-        raise UsageError(
-            f"microbatch_factors has {len(factors)} numbers, but the schedule has {microbatches} microbatches: give "
-            "one per microbatch, or none if all are alike"
-        )
 
 
 def require_ends(ends: Sequence[float], slices: int) -> None:

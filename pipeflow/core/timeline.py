@@ -15,6 +15,7 @@ from pipeflow.core.action import Action
 from pipeflow.core.cost import LARGEST, CostModel, require_unit, slice_lengths
 from pipeflow.core.dataflow import DATAFLOW, SEVERAL, Content, Stream
 from pipeflow.core.errors import UsageError, require_type
+from pipeflow.core.factors import Factors, factors_of, is_table, table_of
 from pipeflow.core.files import number as finite
 from pipeflow.core.files import parse
 from pipeflow.core.liveness import CHANGES, REDUCED, MemoryChange, memory_changes
@@ -58,13 +59,13 @@ Curve = tuple[tuple[float, float], ...]
 def kept(
     row: Row,
     sizes: Mapping[Content, Sequence[float]],
-    factors: Sequence[float] = (),
+    factors: Sequence[Sequence[float]] = (),
     lengths: Sequence[float] = (),
 ) -> Curve:
     """The amount that a rank keeps while it runs `row`. `sizes` has the amount per content and stage. Values that no
     action of the row uses, such as activations without backwards, are kept only while the action that makes them runs.
-    Stages without a size keep nothing. With `factors` per microbatch, each microbatch keeps its multiple of that, and a
-    slice keeps its part of it: `lengths` has the share of each slice.
+    Stages without a size keep nothing. With `factors` per stage and microbatch, each microbatch keeps its multiple of
+    that, and a slice keeps its part of it: `lengths` has the share of each slice.
     """
     actions = [span.action for span in row]
     effects = memory_changes(actions)
@@ -74,7 +75,7 @@ def kept(
     for span, change in zip(row, effects, strict=True):
         at_start, at_end = table[id(change)]
         stage, alike = span.action.stage, not factors or span.action.kind in SEVERAL
-        factor = 1 if alike else factors[span.action.microbatch]
+        factor = 1 if alike else factors[stage][span.action.microbatch]
         if span.action.slice is not None and span.action.kind not in SEVERAL:
             factor = factor * lengths[span.action.slice]
         if at_start:
@@ -127,7 +128,7 @@ class Timeline(Shown):
         saved_bytes, deferred_bytes: those of the cost model. Empty: memory is counted in activations.
         kept_bytes: per further content, the bytes kept per stage.
         unit: "s" if times are in seconds, as in every measured timeline; "" if the unit is not known.
-        microbatch_factors: those of the cost model. Memory counts each microbatch by its factor.
+        microbatch_factors: those of the cost model. Memory counts each microbatch by its factor, of its stage.
         slice_lengths: the share of each slice in the sequence of its microbatch. Empty: microbatches are whole.
     """
 
@@ -138,7 +139,7 @@ class Timeline(Shown):
     deferred_bytes: tuple[float, ...] = ()
     kept_bytes: Mapping[Content, tuple[float, ...]] = field(default_factory=dict, hash=False)
     unit: str = ""
-    microbatch_factors: tuple[float, ...] = ()
+    microbatch_factors: Factors = ()
     slice_lengths: tuple[float, ...] = ()
 
     @classmethod
@@ -258,7 +259,8 @@ class Timeline(Shown):
         return tuple(self._kept(row, sizes) for row in self.rows)
 
     def _kept(self, row: Row, sizes: Mapping[Content, tuple[float, ...]]) -> Curve:
-        return kept(row, sizes, self.microbatch_factors, self.slice_lengths)
+        factors = table_of(self.microbatch_factors, self.placement.num_stages)
+        return kept(row, sizes, factors, self.slice_lengths)
 
     def to_json(self) -> str:
         """The timeline as JSON, with one line per span: action, start, end, and the other action of a pair.
@@ -303,7 +305,7 @@ class Timeline(Shown):
             _bytes(given.get("deferred_bytes", []), "deferred_bytes", placement),
             {Content(name): _bytes(value, name, placement) for name, value in kept_bytes.items()},
             unit,
-            _factors(given.get("microbatch_factors", []), rows),
+            _factors(given.get("microbatch_factors", []), rows, placement),
             _lengths(given.get("slice_lengths", []), rows),
         )
 
@@ -365,12 +367,15 @@ def _bytes(value: object, name: str, placement: Placement) -> tuple[float, ...]:
     return numbers
 
 
-def _factors(value: object, rows: tuple[Row, ...]) -> tuple[float, ...]:
-    numbers = _amounts(value, "microbatch_factors")
+def _factors(value: object, rows: tuple[Row, ...], placement: Placement) -> Factors:
+    name, given = "microbatch_factors", _list(value, "microbatch_factors")
+    table = is_table(given)
+    factors = factors_of([_amounts(row, name) for row in given] if table else _amounts(given, name), placement.num_stages)
     many = max((span.action.microbatch + 1 for row in rows for span in row), default=0)
-    if numbers and len(numbers) < many:
-        raise UsageError(f"microbatch_factors: there are {len(numbers)} for {many} microbatches")
-    return numbers
+    numbers = table_of(factors, 1)
+    if numbers and len(numbers[0]) < many:
+        raise UsageError(f"{name}: there are {len(numbers[0])} for {many} microbatches")
+    return factors
 
 
 def _lengths(value: object, rows: tuple[Row, ...]) -> tuple[float, ...]:

@@ -17,6 +17,7 @@ from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError, require_type
+from pipeflow.core.factors import FactorsLike, factors_of
 from pipeflow.core.partition import Cut
 from pipeflow.core.schedule import Schedule, require_schedule, require_unsliced
 from pipeflow.core.timeline import Timeline
@@ -63,7 +64,7 @@ def plan(
     flops: float | None = None,
     cluster: Cluster | None = None,
     cut: Cut = "uniform",
-    microbatch_factors: tuple[float, ...] = (),
+    microbatch_factors: FactorsLike = (),
 ) -> Plan:
     """The cost of training `model` under `schedule` in a `setup`, by default with one device per pipeline rank.
     `stage_layers` divides the layers among the stages; the first and the last stage also have the tables and the head.
@@ -95,7 +96,7 @@ def plan(
         cluster = cluster.used(len(schedule.rows) * setup.tensor * setup.replicas)
         physical = physical_costs(model, schedule.placement, setup, cluster, cut=cut)
         cost = physical.cost
-    cost = replace(cost, microbatch_factors=microbatch_factors)
+    cost = replace(cost, microbatch_factors=factors_of(microbatch_factors, len(cost.forward)))
     physical = physical and replace(physical, cost=cost)
     parts = stage_layers(model, schedule.placement, cut)
     many = schedule.num_microbatches
@@ -147,10 +148,9 @@ def _step_parts(schedule: Schedule, physical: Physical, timeline: Timeline, comp
     fastest = min(free.makespan, gathered.makespan)  # ranks that share processors may get out of each other's way
     reduced = physical.timeline(schedule.with_reductions())
     forwards = [action for action in schedule.actions(busiest) if action.kind is Kind.F]
-    factors = cost.microbatch_factors or (1,) * schedule.num_microbatches
 
     def of_all(seconds: Sequence[float]) -> float:
-        return sum(seconds[each.stage] * factors[each.microbatch] for each in forwards)
+        return sum(seconds[each.stage] * cost.factor(each.stage, each.microbatch) for each in forwards)
 
     tensor = min(computing[busiest], of_all(physical.communication))
     sharding = min(computing[busiest] - tensor, of_all(physical.sharding))
@@ -227,10 +227,10 @@ def _without(found: Plan, setup: Setup, free: Sequence[str]) -> Physical:
 
 def _runs(found: Plan, rank: int) -> dict[int, float]:
     """Per stage of a rank, how many microbatches it computes, each counted as its factor."""
-    factors, runs = found.cost.microbatch_factors, dict.fromkeys(found.schedule.placement.stages_of(rank), 0.0)
+    runs = dict.fromkeys(found.schedule.placement.stages_of(rank), 0.0)
     for action in found.schedule.actions(rank):
         if action.kind is Kind.F:
-            runs[action.stage] += factors[action.microbatch] if factors else 1
+            runs[action.stage] += found.cost.factor(action.stage, action.microbatch)
     return runs
 
 
@@ -246,10 +246,8 @@ def _computed(physical: Physical, runs: dict[int, float]) -> float:
 def _again(found: Plan, rank: int) -> float:
     """The seconds of forwards that the schedule computes again on a rank."""
     again = (each for each in found.schedule.actions(rank) if each.kind is Kind.C)
-    factors = found.cost.microbatch_factors
-    return sum(
-        found.cost.durations[Kind.C][each.stage] * (factors[each.microbatch] if factors else 1) for each in again
-    )
+    cost = found.cost
+    return sum(cost.durations[Kind.C][each.stage] * cost.factor(each.stage, each.microbatch) for each in again)
 
 
 def _in_all(found: Plan, physical: Physical, runs: dict[int, float], rank: int) -> dict[str, float]:

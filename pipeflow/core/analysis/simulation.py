@@ -19,9 +19,10 @@ from typing import NamedTuple, final
 
 from pipeflow.core.action import Action, Entry, Kind, actions_of
 from pipeflow.core.analysis.order import Order, Stuck, Turn
-from pipeflow.core.cost import CostModel, require_cost_model, require_ends, require_factors, slice_lengths, slice_works
+from pipeflow.core.cost import CostModel, require_cost_model, require_ends, slice_lengths, slice_works
 from pipeflow.core.dataflow import COPIES, DATAFLOW, SEVERAL, End, Stream
 from pipeflow.core.errors import ScheduleError, UsageError
+from pipeflow.core.factors import require_factors
 from pipeflow.core.route import Route, routes_among
 from pipeflow.core.schedule import Schedule, require_schedule
 from pipeflow.core.timeline import Row, Span, Timeline
@@ -343,7 +344,9 @@ def transfers(schedule: Schedule, cost: CostModel, order: Order) -> list[Transfe
 
 
 def _of_end(schedule: Schedule, cost: CostModel, end: End) -> list[Transfer]:
-    """The transfer of a value, per microbatch. A gradient is as large as the activation it belongs to."""
+    """The transfer of a value, per microbatch. A gradient is as large as the activation it belongs to, so both have the
+    factor of the stage that makes the activation.
+    """
     paths, source, target = schedule.placement.paths, *sorted((end.stage, end.of(0).user))
     route = None if end.to is None else Route(source, target)
     by_path = []
@@ -356,9 +359,9 @@ def _of_end(schedule: Schedule, cost: CostModel, end: End) -> list[Transfer]:
     if end.slice is not None:
         length = slice_lengths(cost, schedule.slices)[end.slice]
         each = [Transfer(link, held * length, latency) for link, held, latency in each]
-    factors = cost.microbatch_factors
-    if not factors or not any(move.held for move in by_path):
+    if not cost.factors or not any(move.held for move in by_path):
         return each
+    factors = cost.factors[source]
     return [Transfer(link, held * factor, latency) for (link, held, latency), factor in zip(each, factors, strict=True)]
 
 

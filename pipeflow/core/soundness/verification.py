@@ -10,9 +10,9 @@ from dataclasses import replace
 from itertools import product
 
 from pipeflow.core.action import Action, Entry, Kind, Work, actions_of
-from pipeflow.core.cost import require_factors
 from pipeflow.core.dataflow import DATAFLOW, HANDLING_LASTING, SEVERAL, WHOLE, Content, Value, makes, needs
 from pipeflow.core.errors import Violation
+from pipeflow.core.factors import FactorsLike, factors_of, require_factors, table_of
 from pipeflow.core.liveness import MemoryCap, cap_per_rank, memory_changes
 from pipeflow.core.rows import ENDING, HANDLING, MAKING, Last, Lasting, last_made
 from pipeflow.core.schedule import Schedule, require_schedule
@@ -23,7 +23,7 @@ Ran = dict[Work, list[tuple[Kind, int, int]]]  # work -> (kind, rank, position)
 
 
 def verify(
-    schedule: Schedule, *, memory_cap: MemoryCap | None = None, microbatch_factors: Sequence[float] = ()
+    schedule: Schedule, *, memory_cap: MemoryCap | None = None, microbatch_factors: FactorsLike = ()
 ) -> list[Violation]:
     """Every violation of `schedule`. An empty list proves that it is sound:
 
@@ -46,7 +46,7 @@ def verify(
         microbatch_factors: how much each microbatch keeps, as in `CostModel`. Empty: all keep the same.
 
     Raises UsageError if `memory_cap` is not positive, or if it has several numbers but not one per rank. Also raises it
-    for another number of factors than microbatches.
+    for another number of factors than microbatches, or of rows than stages.
     """
     require_schedule(schedule)
     ran: Ran = {}
@@ -325,7 +325,7 @@ def _unmade(schedule: Schedule) -> set[Value]:
     return {value for action in actions for value in needs(action, stages, slices)} - made
 
 
-def _over_cap(schedule: Schedule, cap: MemoryCap, factors: Sequence[float] = ()) -> Iterator[Violation]:
+def _over_cap(schedule: Schedule, cap: MemoryCap, given: FactorsLike = ()) -> Iterator[Violation]:
     """One violation per rank that exceeds its cap, at the first action that does.
 
     `cap` is in microbatches of a rank's whole share of the model: one number for all ranks, or one per rank.
@@ -334,14 +334,17 @@ def _over_cap(schedule: Schedule, cap: MemoryCap, factors: Sequence[float] = ())
 
     Raises UsageError unless every rank has a positive cap.
     """
+    stages = schedule.placement.num_stages
+    factors = factors_of(given, stages)
     require_factors(factors, schedule.num_microbatches)
     most = max(
         (action.microbatch for rank in range(len(schedule.rows)) for action in schedule.actions(rank)), default=0
     )
-    each = (*factors, *(1.0,) * (most + 1 - len(factors)))  # of microbatches that do not exist, too
-    each = tuple(factor / schedule.slices for factor in each)
+    table = table_of(factors, stages) or ((),) * stages
+    ones = (1.0,) * (most + 1)  # of microbatches and stages that do not exist, too
+    each = defaultdict(lambda: ones, {stage: (*row, *ones[len(row) :]) for stage, row in enumerate(table)})
     counts = [_alive(schedule, rank, each) for rank in range(len(schedule.rows))]
-    share = schedule.placement.chunks_per_rank
+    share = schedule.placement.chunks_per_rank * schedule.slices
     least = [max(count, default=0) / share for count in counts]
     for rank, (count, limit) in enumerate(zip(counts, cap_per_rank(cap, least), strict=True)):
         for position, alive in enumerate(count):
@@ -353,15 +356,15 @@ def _over_cap(schedule: Schedule, cap: MemoryCap, factors: Sequence[float] = ())
                 break
 
 
-def _alive(schedule: Schedule, rank: int, factors: Sequence[float]) -> list[float]:
-    """Per entry of a row, the most chunk activations that are kept during it."""
+def _alive(schedule: Schedule, rank: int, factors: Mapping[int, Sequence[float]]) -> list[float]:
+    """Per entry of a row, the most chunk activations that are kept during it. `factors` are by stage and microbatch."""
     row, actions = schedule.rows[rank], [*schedule.actions(rank)]
     changes = [
-        change.net(Content.SAVED) * factors[action.microbatch]
+        change.net(Content.SAVED) * factors[action.stage][action.microbatch]
         for action, change in zip(actions, memory_changes(actions), strict=True)
     ]
     if not any(change < 0 for change in changes):  # no activation is kept for later
-        return [max(factors[action.microbatch] for action in actions_of(entry)) for entry in row]
+        return [max(factors[action.stage][action.microbatch] for action in actions_of(entry)) for entry in row]
     alive, counts, each = 0.0, list[float](), iter(changes)
     for entry in row:
         most = alive

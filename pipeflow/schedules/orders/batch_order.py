@@ -22,7 +22,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules.orders.lower_bounds import bounds, largest_microbatch
-from pipeflow.schedules.orders.problem import HALVES, ROUNDING, make_problem
+from pipeflow.schedules.orders.problem import HALVES, ROUNDING, arrangements, make_problem
 from pipeflow.schedules.orders.search import improved
 
 # Theory of operation
@@ -293,14 +293,6 @@ class Rerun:
             for value, its, latency, held in makes:
                 there[value] = end + held * factors[its] + latency
         return max(free)
-
-
-def arrangements(factors: Sequence[float]) -> tuple[list[int], ...]:
-    """Plain ones, as the microbatch at each place: small ones at both ends, where others wait for them; small ones
-    first, and small ones last.
-    """
-    ascending = sorted(range(len(factors)), key=lambda microbatch: factors[microbatch])
-    return ascending[::2] + ascending[1::2][::-1], ascending, ascending[::-1]
 
 
 def rearranged(rerun: Rerun, factors: Sequence[float], order: list[int], tries: int, enough: float) -> list[int]:

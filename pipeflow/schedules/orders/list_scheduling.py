@@ -57,11 +57,14 @@ class Rules:
 
 
 class ScoredOrder(NamedTuple):
-    """An order and its measures, the objective first. Orders are compared by these measures; smaller is better."""
+    """An order and its measures, the objective first. Orders are compared by these measures; smaller is better. `order`
+    is that of the microbatches, as in `Problem`.
+    """
 
     objective: float
     other: float
     sequences: list[Operations]
+    order: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -69,7 +72,8 @@ class ScoredOrder(NamedTuple):
     ) -> ScoredOrder:
         """The candidate whose ranks begin and end at these times."""
         span, makespan = max(end - begin for begin, end in zip(begins, ends, strict=True)), max(ends)
-        return cls(span, makespan, sequences) if problem.objective == "span" else cls(makespan, span, sequences)
+        measures = (span, makespan) if problem.objective == "span" else (makespan, span)
+        return cls(*measures, sequences, problem.order)
 
 
 class User(NamedTuple):
@@ -178,13 +182,16 @@ class _State:
         memory = problem.memory
         self.kept = [0.0 for _ in problem.stages]
         self.unfinished = [0.0 for _ in problem.stages]  # of microbatches with forwards left here
-        self.changes = tuple(map(add, memory.at_start, memory.at_end))  # what an operation adds to what is kept
-        self.begins = [0.0 for _ in operations]  # what it adds to the unfinished: an F alone does
+        self.durations = problem.each(problem.durations)
+        saved, at_end = problem.each(memory.at_start), problem.each(memory.at_end)
+        self.changes = problem.each([*map(add, memory.at_start, memory.at_end)])  # what an operation adds to what is kept
+        self.begins: list[Sequence[float]] = problem.each([0.0 for _ in operations])  # to the unfinished: an F alone
         for stages in problem.stages:
-            own = [memory.at_start[3 * stage] for stage in stages]
-            for stage, saved in zip(stages, own, strict=True):
-                self.begins[3 * stage] = saved
-            self.begins[3 * stages[-1]] = -sum(own[:-1])
+            *own, last = (3 * stage for stage in stages)
+            for operation in own:
+                self.begins[operation] = saved[operation]
+            if own:
+                self.begins[last] = [-sum(each) for each in zip(*(saved[operation] for operation in own), strict=True)]
         self.begun = [0.0 for _ in problem.stages]
         self.free = [0.0 for _ in problem.stages]
         self.left = list(problem.work)
@@ -194,7 +201,7 @@ class _State:
         offsets, limits = rules.offsets, rules.limits
         self.gradients = [
             [
-                (operation, arrivals[operation], offsets[operation], room - memory.at_end[operation])
+                (operation, arrivals[operation], offsets[operation], [room - more for more in at_end[operation]])
                 for operation in (3 * stage + 1 for stage in stages)
             ]
             for stages, room in zip(problem.stages, memory.room, strict=True)
@@ -206,7 +213,7 @@ class _State:
                     arrivals[3 * stage],
                     offsets[3 * stage],
                     limits[stage],
-                    most - memory.at_start[3 * stage],
+                    [most - more for more in saved[3 * stage]],
                     reach,
                 )
                 for stage, reach in zip(stages, _reaches(problem, stages, most), strict=True)
@@ -220,9 +227,9 @@ def _reaches(problem: Problem, stages: Sequence[int], most: float) -> list[float
 
     A microbatch that begins must find room for its later chunks, or a rank might fill up with some that never end.
     With this rule the oldest microbatch can always go on: all others on its way are unfinished, and the last of them
-    left room for it.
+    left room for it: for the largest, if they differ.
     """
-    saved = [problem.memory.at_start[3 * stage] for stage in stages]
+    saved = [problem.memory.at_start[3 * stage] * max(problem.factors[stage] if problem.factors else (1,)) for stage in stages]
     return [most - sum(saved[chunk:]) for chunk in range(len(stages) - 1)] + [inf]
 
 
@@ -231,7 +238,7 @@ def list_schedule(problem: Problem, rules: Rules, stop: float = inf) -> ScoredOr
     `stop`. One pass, about a microsecond an action.
     """
     run = _State(problem, rules)
-    durations, pace, holds, changes, begins = problem.durations, rules.pace, run.holds, run.changes, run.begins
+    durations, pace, holds, changes, begins = run.durations, rules.pace, run.holds, run.changes, run.begins
     done, sequences, deferred, kept, unfinished = run.done, run.sequences, run.deferred, run.kept, run.unfinished
     begun, free, left, events = run.begun, run.free, run.left, run.events
     while events:
@@ -239,18 +246,19 @@ def list_schedule(problem: Problem, rules: Rules, stop: float = inf) -> ScoredOr
         if now < free[rank]:
             continue
         picked, first, gradient, has, alive = -1, inf, inf, kept[rank], unfinished[rank]
-        for operation, arrived, offset, room in run.gradients[rank]:
+        for operation, arrived, offset, rooms in run.gradients[rank]:
             microbatch = done[operation]
-            if microbatch < len(arrived) and has <= room:
+            if microbatch < len(arrived) and has <= rooms[microbatch]:
                 arrival = arrived[microbatch]
                 if arrival > now:
                     gradient = arrival if arrival < gradient else gradient
                 elif pace * microbatch + offset < first:
                     picked, first = operation, pace * microbatch + offset
         soonest = gradient
-        for operation, arrived, offset, cap, room, reach in run.activations[rank]:
+        for operation, arrived, offset, cap, rooms, reach in run.activations[rank]:
             microbatch = done[operation]
-            if has <= room and alive <= reach and microbatch - done[operation + 1] < cap and microbatch < len(arrived):
+            may = microbatch < len(arrived) and alive <= reach and microbatch - done[operation + 1] < cap
+            if may and has <= rooms[microbatch]:
                 arrival = arrived[microbatch]
                 if arrival > now:
                     soonest = arrival if arrival < soonest else soonest
@@ -266,15 +274,17 @@ def list_schedule(problem: Problem, rules: Rules, stop: float = inf) -> ScoredOr
             elif now - run.origins[rank] + left[rank] > stop:
                 return None
         sequences[rank].append(picked)
-        left[rank] -= durations[picked]
-        free[rank] = end = now + durations[picked]
-        done[picked] += 1
+        microbatch = done[picked]
+        time = durations[picked][microbatch]
+        left[rank] -= time
+        free[rank] = end = now + time
+        done[picked] = microbatch + 1
         heappush(events, (end, rank))
         if (user := run.users[picked]) is not None:
             user.arrived.append(end + user.delay)
             heappush(events, (end + user.delay, user.rank))
-        kept[rank] += changes[picked]
-        unfinished[rank] += begins[picked]
+        kept[rank] += changes[picked][microbatch]
+        unfinished[rank] += begins[picked][microbatch]
         if picked % 3 == 1:
             deferred[rank].append(picked + 1)
     return ScoredOrder.of(problem, begun, free, sequences)
@@ -362,9 +372,9 @@ Step = tuple[int, int, int]  # one F or I of a skeleton: rank, operation, microb
 class Builder:
     """Makes candidates by rules: by list scheduling, or in two steps where the rules have a `slack`.
 
-    Rules take microbatches as `alike`, with the earliest starts `heads`; what they lead to is measured in `problem`.
-    `skeleton` is a problem in which W takes no time. `begins` is per rank from when the objective counts: from 0, or
-    for the span from the rank's earliest start. `bound` is the objective's lower bound.
+    Rules are numbers for microbatches that are `alike`, with the earliest starts `heads`. `skeleton` is a problem in
+    which W takes no time. `begins` is per rank from when the objective counts: from 0, or for the span from the rank's
+    earliest start. `bound` is the objective's lower bound.
     """
 
     problem: Problem
@@ -378,30 +388,25 @@ class Builder:
     def of(cls, problem: Problem, proved: Bounds) -> Builder:
         """The builder for a problem with these bounds."""
         alike = problem.alike()
-        proved = bounds(alike) if problem.factors else proved
-        durations = tuple(0.0 if operation % 3 == 2 else time for operation, time in enumerate(alike.durations))
-        heads = tuple(min(proved.heads[3 * stage][0] for stage in stages) for stages in alike.stages)
+        every = bounds(alike).heads if problem.factors else proved.heads
+        durations = tuple(0.0 if operation % 3 == 2 else time for operation, time in enumerate(problem.durations))
+        heads = tuple(min(every[3 * stage][0] for stage in stages) for stages in alike.stages)
         begins = heads if alike.objective == "span" else (0.0,) * len(heads)
-        skeleton = replace(alike, durations=durations)
-        return cls(problem, alike, skeleton, proved.heads, begins, proved.objective)
+        skeleton = replace(problem, durations=durations)
+        return cls(problem, alike, skeleton, every, begins, proved.objective)
+
+    def in_order(self, order: Sequence[int]) -> Builder:
+        """The builder of orders that take the microbatches in this order."""
+        return replace(self, problem=self.problem.in_order(order), skeleton=self.skeleton.in_order(order))
 
     def candidate(self, rules: Rules, stop: float = inf) -> ScoredOrder | None:
         """The order that `rules` lead to; None when its objective is found to be more than `stop`."""
-        if self.problem is self.alike:
-            return self._made(rules, stop)
-        made = self._made(rules, inf)
-        assert made is not None  # it has nothing to stop at
-        times = run_times(self.problem, made.sequences)
-        assert times is not None  # its order can run
-        return times.candidate(self.problem, made.sequences)
-
-    def _made(self, rules: Rules, stop: float) -> ScoredOrder | None:
         if rules.slack is None:
-            return list_schedule(self.alike, rules, stop)
+            return list_schedule(self.problem, rules, stop)
         found = list_schedule(self.skeleton, rules)
         assert found is not None  # it has nothing to stop at
         target = self.bound * (1 + rules.slack)
-        return filled(self.alike, found.sequences, [begin + target for begin in self.begins], stop)
+        return filled(self.problem, found.sequences, [begin + target for begin in self.begins], stop)
 
 
 def filled(problem: Problem, skeleton: Sequence[Operations], ends: Sequence[float], stop: float) -> ScoredOrder | None:
@@ -413,8 +418,10 @@ def filled(problem: Problem, skeleton: Sequence[Operations], ends: Sequence[floa
     then if it waited. If memory is short for an action, W runs before it. (The heuristic in arXiv 2401.10241, section
     3.1, also lets a rank idle as long as another rank idles more.)
     """
-    durations, memory = problem.durations, problem.memory
-    needs = [max(start, start + end) for start, end in zip(memory.at_start, memory.at_end, strict=True)]
+    durations, memory = problem.each(problem.durations), problem.memory
+    sums = [*map(add, memory.at_start, memory.at_end)]
+    needs, changes = problem.each([*map(max, memory.at_start, sums)]), problem.each(sums)
+    done = [0] * len(durations)
     arrivals, users = arrival_times(problem)
     sequences: list[Operations] = [[] for _ in skeleton]
     deferred: list[deque[int]] = [deque() for _ in skeleton]
@@ -422,18 +429,20 @@ def filled(problem: Problem, skeleton: Sequence[Operations], ends: Sequence[floa
     left = list(problem.work)
 
     def run(rank: int, operation: int) -> None:
+        microbatch = done[operation]
         sequences[rank].append(operation)
-        free[rank] += durations[operation]
-        left[rank] -= durations[operation]
-        kept[rank] += memory.at_start[operation] + memory.at_end[operation]
+        free[rank] += durations[operation][microbatch]
+        left[rank] -= durations[operation][microbatch]
+        kept[rank] += changes[operation][microbatch]
+        done[operation] = microbatch + 1
 
     steps = _steps(problem, skeleton)
     for (rank, operation, microbatch), latest in zip(steps, _latest_starts(problem, steps, ends), strict=True):
         arrival, waiting = arrivals[operation][microbatch], deferred[rank]
-        while waiting and kept[rank] + needs[operation] > memory.room[rank]:
+        while waiting and kept[rank] + needs[operation][microbatch] > memory.room[rank]:
             run(rank, waiting.popleft())
         while waiting and free[rank] < arrival:
-            late = free[rank] + durations[waiting[0]] > max(arrival, latest)
+            late = free[rank] + durations[waiting[0]][done[waiting[0]]] > max(arrival, latest)
             if late and arrival + left[rank] <= ends[rank]:
                 break
             run(rank, waiting.popleft())
@@ -481,16 +490,16 @@ def _latest_starts(problem: Problem, steps: Sequence[Step], ends: Sequence[float
     followers = {source: operation for operation, source in enumerate(problem.source) if operation % 3 < 2}
     starts = [[0.0] * problem.num_microbatches for _ in problem.source]
     following, until = [inf] * len(ends), list(ends)  # the start of the next step; the end less all work after
-    latest = []
+    latest, durations = [], problem.each(problem.durations)
     for rank, operation, microbatch in reversed(steps):
         if operation % 3 == 1:
-            until[rank] -= problem.durations[operation + 1]
+            until[rank] -= durations[operation + 1][microbatch]
         end = min(following[rank], until[rank])
         if operation in followers:
             user = followers[operation]
             end = min(end, starts[user][microbatch] - problem.delays[user])
-        start = following[rank] = starts[operation][microbatch] = end - problem.durations[operation]
-        until[rank] -= problem.durations[operation]
+        start = following[rank] = starts[operation][microbatch] = end - durations[operation][microbatch]
+        until[rank] -= durations[operation][microbatch]
         latest.append(start)
     latest.reverse()
     return latest

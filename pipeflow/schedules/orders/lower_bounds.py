@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush, heapreplace
 from itertools import accumulate, chain
 from math import floor, inf
+from operator import mul
 from typing import NamedTuple
 
 from pipeflow.schedules.orders.problem import Problem
@@ -85,9 +86,7 @@ def bounds(problem: Problem) -> Bounds:
     stages = range(len(problem.ranks))  # an order in which the operations of one microbatch can run
     order = [3 * stage for stage in stages] + [3 * stage + half for stage in reversed(stages) for half in (1, 2)]
     found = list(arcs(problem))
-    factors = problem.factors or (1,) * problem.num_microbatches
-    times = [[time * factor for factor in factors] for time in problem.durations]
-    passing = [min(1, factor) for factor in factors]  # of a delay, whose latency has no factor
+    times, passing = problem.each(problem.durations), _passing(problem)
     heads = _heads(problem, found, order, times, passing)
     makespan = problem.objective == "makespan"
     starts: list[float | None] = [0.0 if makespan else None] * len(problem.stages)
@@ -98,8 +97,8 @@ def bounds(problem: Problem) -> Bounds:
     tails = _tails(problem, found, order, times, passing, starts)
     least = max(problem.work)
     if problem.factors:
-        shortest_pass = min(passing) * sum(problem.delays)
-        least = max(least, largest_microbatch(problem.durations, problem.factors, len(factors) - 1) + shortest_pass)
+        passes = [sum(map(mul, problem.delays, each)) for each in zip(*passing, strict=True)]
+        least = max(least, largest_microbatch(times, problem.num_microbatches - 1, passes))
     for own in problem.stages:
         operations = [3 * stage + half for stage in own for half in range(3)]
         jobs = chain.from_iterable(
@@ -109,20 +108,38 @@ def bounds(problem: Problem) -> Bounds:
     return Bounds(heads, tails, starts, least)
 
 
-def largest_microbatch(durations: Sequence[float], factors: Sequence[float], others: int) -> float:
-    """The least time on the rank of the first stage, if the microbatch with the largest of the `factors` takes its path
-    together with so many `others`, and `durations` has the times of F, I and W per stage.
+def largest_microbatch(times: Times, others: int, passes: Sequence[float] = ()) -> float:
+    """The least time on the rank of the first stage, if a microbatch takes its path together with so many `others`: the
+    most over all microbatches, of which the largest one mostly gives it. `times` are those of F, I and W of each stage,
+    per microbatch; `passes` has per microbatch the time between ranks on the whole path. Default: none.
 
-    The largest one passes all stages one after the other, and its gradient comes back. Each other one runs on the first
+    The microbatch passes all stages one after the other, and its gradient comes back. Each other one runs on the first
     stage before it goes, or after it is back, or overtakes it on the way. In all three cases nothing hides the time of
     an F or an I of the other one.
     """
-    *rest, largest = sorted(factors)
-    way = [time for operation, time in enumerate(durations) if operation % 3 < 2]
-    return largest * (sum(way) + durations[2]) + min(way) * sum(rest[:others])
+    columns = [*zip(*times, strict=True)]  # per microbatch
+    ways = [[time for operation, time in enumerate(column) if operation % 3 < 2] for column in columns]
+    shortest = [min(way) for way in ways]
+    least = sorted(shortest)
+    some, more = sum(least[:others]), sum(least[: others + 1])
+    found = 0.0
+    for way, column, own, passed in zip(ways, columns, shortest, passes or (0.0,) * len(ways), strict=True):
+        rest = more - own if own <= least[others] else some
+        found = max(found, sum(way) + column[2] + passed + rest)
+    return found
 
 
-def _heads(problem: Problem, found: list[Arc], order: list[int], times: Times, passing: Sequence[float]) -> Times:
+def _passing(problem: Problem) -> Times:
+    """Per operation and microbatch, the least share of its delay: the latency has no factor, and what occupies the link
+    has that of the stage that makes the activation.
+    """
+    if not problem.factors:
+        return [(1,) * problem.num_microbatches for _ in problem.source]
+    makers = (min(operation, source) // 3 for operation, source in enumerate(problem.source))
+    return [[min(1, factor) for factor in problem.factors[max(maker, 0)]] for maker in makers]
+
+
+def _heads(problem: Problem, found: list[Arc], order: list[int], times: Times, passing: Times) -> Times:
     into: list[list[Arc]] = [[] for _ in problem.source]
     for arc in found:
         into[arc.user].append(arc)
@@ -133,7 +150,7 @@ def _heads(problem: Problem, found: list[Arc], order: list[int], times: Times, p
             for maker, _, later, delay in into[operation]:
                 if microbatch >= later:
                     before = microbatch - later
-                    latest = max(latest, heads[maker][before] + times[maker][before] + delay * passing[before])
+                    latest = max(latest, heads[maker][before] + times[maker][before] + delay * passing[operation][before])
             heads[operation][microbatch] = latest
     return heads
 
@@ -143,7 +160,7 @@ def _tails(
     found: list[Arc],
     order: list[int],
     times: Times,
-    passing: Sequence[float],
+    passing: Times,
     starts: list[float | None],
 ) -> Times:
     out: list[list[Arc]] = [[] for _ in problem.source]
@@ -156,7 +173,7 @@ def _tails(
             longest = -inf if start is None else -start
             for _, user, later, delay in out[operation]:
                 if (after := microbatch + later) < problem.num_microbatches:
-                    longest = max(longest, delay * passing[after] + times[user][after] + tails[user][after])
+                    longest = max(longest, delay * passing[user][after] + times[user][after] + tails[user][after])
             tails[operation][microbatch] = longest
     return tails
 

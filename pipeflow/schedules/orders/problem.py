@@ -1,7 +1,7 @@
 """Problem: what a search for an order starts from, flattened into numbers; and how rows become schedules.
 
 A row is a sequence of operations: operation `3 * stage + half` is the next F (half 0), I (1) or W (2) of a stage.
-Microbatches are interchangeable and every operation takes them in order, so the sequence alone determines the row.
+Every operation takes the microbatches in one order, so the sequence alone determines the row.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import floor, inf
+from statistics import fmean
 from typing import Literal, get_args
 
 from pipeflow.core.action import Action, Kind
-from pipeflow.core.cost import CostModel, require_cost_model, require_factors
+from pipeflow.core.cost import CostModel, require_cost_model
 from pipeflow.core.dataflow import DATAFLOW, Content, sources
 from pipeflow.core.errors import UsageError
+from pipeflow.core.factors import Row, require_factors
 from pipeflow.core.liveness import CHANGES, MemoryCap, cap_per_rank
 from pipeflow.core.placement import Placement, require_placement, require_positive
 from pipeflow.core.schedule import Schedule
@@ -37,8 +39,8 @@ class MemoryUse:
 
     Per operation, `at_start` is the amount that it adds when it begins, and `at_end` what it adds, mostly a negative
     number, when it ends. `room` has the most that each rank may keep. `spare` has per rank what the I of one
-    microbatch may add: forwards leave that much room, so that a backward can always run. `unit`: how many activations
-    of a chunk `Timeline.peak_activations` counts as one; None where the amounts are bytes.
+    microbatch, of the largest one, may add: forwards leave that much room, so that a backward can always run. All other
+    amounts are those of factor 1. `unit`: how many activations of a chunk `Timeline.peak_activations` counts as one; None where the amounts are bytes.
     """
 
     at_start: tuple[float, ...]
@@ -52,7 +54,8 @@ class MemoryUse:
 class Problem:
     """The data of a search. Per operation, `durations` is its time, `source` the operation whose value it waits for (-1
     for none), and `delays` the time of the transfer of that value. `stages` has per rank its stages in ascending order.
-    `objective` is what the search makes small. `factors` are those of the microbatches, if they differ.
+    `objective` is what the search makes small. `factors` are those of the microbatches per stage, if they differ, in the
+    `order` in which all operations take them; an empty order is that of their numbers.
     """
 
     placement: Placement
@@ -64,45 +67,62 @@ class Problem:
     delays: tuple[float, ...]
     memory: MemoryUse
     objective: Objective
-    factors: tuple[float, ...] = ()
+    factors: tuple[Row, ...] = ()
+    order: tuple[int, ...] = ()
 
     @property
     def work(self) -> tuple[float, ...]:
         """The busy time of each rank."""
-        whole = sum(self.factors) if self.factors else self.num_microbatches
+        whole = [*map(sum, self.factors)] or [self.num_microbatches] * len(self.ranks)
         return tuple(
-            whole * sum(sum(self.durations[3 * stage : 3 * stage + 3]) for stage in stages) for stages in self.stages
+            sum(whole[stage] * sum(self.durations[3 * stage : 3 * stage + 3]) for stage in stages)
+            for stages in self.stages
         )
+
+    def each(self, amounts: Sequence[float]) -> list[Sequence[float]]:
+        """Per operation and microbatch, its part of amounts that are per operation at factor 1."""
+        if not self.factors:
+            return [(amount,) * self.num_microbatches for amount in amounts]
+        return [[amount * factor for factor in self.factors[index // 3]] for index, amount in enumerate(amounts)]
 
     def times(self, sequence: Operations) -> list[float]:
         """The time of each operation of a sequence."""
         if not self.factors:
             return [self.durations[operation] for operation in sequence]
-        return [self.durations[operation] * self.factors[microbatch] for operation, microbatch in numbered(sequence)]
+        durations, factors = self.durations, self.factors
+        return [durations[operation] * factors[operation // 3][place] for operation, place in numbered(sequence)]
 
     def alike(self) -> Problem:
-        """The problem in which all microbatches take the mean time, and keep as much as the largest one. Its orders are
-        sound and within the memory here, too.
-        """
+        """The problem in which all microbatches have the mean factor of each stage."""
         if not self.factors:
             return self
-        mean, largest, memory = sum(self.factors) / len(self.factors), max(self.factors), self.memory
-        at_start, at_end, spare = (
-            tuple(amount * largest for amount in amounts) for amounts in (memory.at_start, memory.at_end, memory.spare)
+        means, memory = [fmean(row) for row in self.factors], self.memory
+        durations, at_start, at_end = (
+            tuple(amount * means[index // 3] for index, amount in enumerate(amounts))
+            for amounts in (self.durations, memory.at_start, memory.at_end)
         )
-        kept = replace(memory, at_start=at_start, at_end=at_end, spare=spare)
-        return replace(self, durations=tuple(time * mean for time in self.durations), memory=kept, factors=())
+        return replace(
+            self, durations=durations, memory=replace(memory, at_start=at_start, at_end=at_end), factors=(), order=()
+        )
+
+    def in_order(self, order: Sequence[int]) -> Problem:
+        """The problem whose operations take the microbatches in this order, by their numbers."""
+        places = {microbatch: place for place, microbatch in enumerate(self.order or range(self.num_microbatches))}
+        factors = tuple(tuple(row[places[microbatch]] for microbatch in order) for row in self.factors)
+        return replace(self, factors=factors, order=tuple(order))
 
     @property
     def least(self) -> tuple[float, ...]:
-        """Per rank, the room for one microbatch on all of its stages: for the largest, if they differ."""
-        memory = self.alike().memory
-        saved, spare = memory.at_start[::3], memory.spare
+        """Per rank, the room for one microbatch on all of its stages: on each for the largest, if they differ."""
+        saved = _largest(self.memory.at_start[::3], self.factors)
+        spare = self.memory.spare
         return tuple(sum(saved[stage] for stage in own) + more for own, more in zip(self.stages, spare, strict=True))
 
     def most_alive(self, stage: int) -> int:
-        """The most activations of one stage for which its rank has room, if it keeps nothing else."""
-        saved = self.memory.at_start[3 * stage]
+        """The most activations of one stage for which its rank has room, if it keeps nothing else. If microbatches
+        differ, they are the smallest.
+        """
+        saved = self.memory.at_start[3 * stage] * (min(self.factors[stage]) if self.factors else 1)
         room = self.memory.room[self.ranks[stage]]
         return floor(min(room / saved, self.num_microbatches)) if saved else self.num_microbatches
 
@@ -142,8 +162,13 @@ def make_problem(
         tuple(0.0 if maker < 0 else _delay(cost, path, maker // 3, user // 3) for user, maker in enumerate(source)),
         _memory(placement, cost, memory_cap, bytes_cap),
         objective,
-        cost.microbatch_factors,
+        cost.factors,
     )
+
+
+def _largest(amounts: Sequence[float], factors: Sequence[Row]) -> list[float]:
+    """Amounts per stage, of the microbatch that is largest there."""
+    return [amount * (max(factors[stage]) if factors else 1) for stage, amount in enumerate(amounts)]
 
 
 def _delay(cost: CostModel, path: Sequence[int], maker: int, user: int) -> float:
@@ -155,17 +180,17 @@ def _memory(
     placement: Placement, cost: CostModel, memory_cap: MemoryCap | None, bytes_cap: MemoryCap | None
 ) -> MemoryUse:
     """In activations of one chunk, unless `bytes_cap` is given."""
-    largest = max(cost.microbatch_factors, default=1.0)
+    factors = cost.factors
     if bytes_cap is None:
         sizes: Mapping[Content, Sequence[float]] = {Content.SAVED: (1.0,) * placement.num_stages}
-        return _within("memory_cap", memory_cap, placement, sizes, placement.chunks_per_rank, largest)
+        return _within("memory_cap", memory_cap, placement, sizes, placement.chunks_per_rank, factors)
     if memory_cap is not None:
         raise UsageError("memory_cap counts activations and bytes_cap counts bytes: pass only one of them")
     if Content.SAVED not in cost.sizes:
         raise UsageError(
             "bytes_cap needs costs with saved_bytes, and deferred_bytes if weight-gradient halves hold any"
         )
-    return _within("bytes_cap", bytes_cap, placement, cost.sizes, None, largest)
+    return _within("bytes_cap", bytes_cap, placement, cost.sizes, None, factors)
 
 
 def _within(
@@ -174,10 +199,11 @@ def _within(
     placement: Placement,
     sizes: Mapping[Content, Sequence[float]],
     unit: float | None,
-    largest: float,
+    factors: Sequence[Row],
 ) -> MemoryUse:
     """The memory of `sizes` per content and stage within `cap`, which counts in units of so many of them. Raises
-    UsageError for a cap that is too small for a microbatch of the factor `largest`, with the least that is not.
+    UsageError for a cap that is too small for a microbatch with the largest factor of each stage, with the least that
+    is not.
     """
 
     def amount(contents: Sequence[Content], stage: int) -> float:
@@ -187,10 +213,12 @@ def _within(
     at_start = tuple(amount(change.from_start, stage) for change, stage in changes)
     at_end = tuple(amount(change.from_end, stage) - amount(change.frees, stage) for change, stage in changes)
     stages = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
-    spare = tuple(max(0.0, *(at_end[3 * stage + 1] for stage in own)) for own in stages)
+    more = _largest(at_end[1::3], factors)
+    spare = tuple(max(0.0, *(more[stage] for stage in own)) for own in stages)
     share = unit or 1
-    needed = (sum(at_start[3 * stage] for stage in own) + more for own, more in zip(stages, spare, strict=True))
-    least = [amount * largest / share for amount in needed]
+    saved = _largest(at_start[::3], factors)
+    needed = (sum(saved[stage] for stage in own) + more for own, more in zip(stages, spare, strict=True))
+    least = [amount / share for amount in needed]
     caps = [inf] * len(stages) if cap is None else cap_per_rank(cap, least, name)
     for rank, (most, need) in enumerate(zip(caps, least, strict=True)):
         if not most * (1 + ROUNDING) >= need:
@@ -219,8 +247,9 @@ def with_hidden(problem: Problem, overlap: float) -> Problem:
 
 def to_schedule(name: str, problem: Problem, sequences: Sequence[Operations]) -> Schedule:
     """The schedule whose rows are `sequences`, one per rank."""
+    order = problem.order or range(problem.num_microbatches)
     rows = (
-        tuple(Action(HALVES[operation % 3], operation // 3, microbatch) for operation, microbatch in numbered(sequence))
+        tuple(Action(HALVES[operation % 3], operation // 3, order[place]) for operation, place in numbered(sequence))
         for sequence in sequences
     )
     return Schedule(name, problem.placement, problem.num_microbatches, tuple(rows))
@@ -242,3 +271,11 @@ def to_sequences(schedule: Schedule) -> list[Operations]:
         [3 * action.stage + half for action in schedule.actions(rank) for half in PARTS[action.kind]]
         for rank in range(len(schedule.rows))
     ]
+
+
+def arrangements(sizes: Sequence[float]) -> tuple[list[int], ...]:
+    """Plain ones, as the microbatch at each place: small ones at both ends, where others wait for them; small ones
+    first, and small ones last.
+    """
+    ascending = sorted(range(len(sizes)), key=lambda microbatch: sizes[microbatch])
+    return ascending[::2] + ascending[1::2][::-1], ascending, ascending[::-1]

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import islice
 from math import inf
 from random import Random
 from time import perf_counter
@@ -32,6 +33,7 @@ from pipeflow.schedules.orders.problem import (
     Objective,
     Operations,
     Problem,
+    arrangements,
     keeps_within,
     to_schedule,
     to_sequences,
@@ -50,6 +52,8 @@ from pipeflow.schedules.orders.problem import (
 ROUND = 100  # candidates, of rules and of moves each, after which moves start anew from the best order
 PROPOSALS = 50  # of a move, until one is sound
 NEAR = 1.01  # how many times the best objective the one may be that a climb by rules begins with
+FIRST = 8  # rules that are tried for each order of microbatches that differ, to choose one
+EXCHANGED = 0.1  # the share of moves that exchange two microbatches which differ
 SLACK = 0.002  # how much longer, on average, the candidate may be that a climb goes on from
 
 
@@ -112,11 +116,10 @@ def improved(
         return not is_proved and tried <= (inf if candidates is None else candidates) and perf_counter() < deadline
 
     given = {schedule.rows: schedule for schedule in map(Schedule.without_reductions, start)}.values()
-    begin = [candidate for schedule in given if (candidate := _started(problem, schedule)) is not None]
-    builder = Builder.of(problem, proved)
+    builder, begin = _begun(Builder.of(problem, proved), list(given), goes_on)
     best = _searched(builder, plain_rules(builder.alike, builder.heads), begin, goes_on)
     whole = [replace(schedule, name=name) for schedule in given if _may_gain(problem, cost, schedule)]
-    schedules = [to_schedule(name, problem, best.sequences), *whole]
+    schedules = [to_schedule(name, _in_order(problem, best), best.sequences), *whole]
     timelines = [simulate(schedule, cost) for schedule in schedules]
     schedule, timeline = min(
         (each for each in zip(schedules, timelines, strict=True) if keeps_within(problem, each[1])),
@@ -128,12 +131,45 @@ def improved(
     return Found(schedule, timeline, min(bound, measured(timeline, problem.objective)), problem.objective)
 
 
+def _begun(
+    builder: Builder, given: Sequence[Schedule], goes_on: Callable[[ScoredOrder], bool]
+) -> tuple[Builder, list[ScoredOrder]]:
+    """A builder for the best of a few orders of the microbatches, and what the given schedules are in all of them. Where
+    microbatches are alike, there is one order.
+    """
+    problem = builder.problem
+    builders = [builder]
+    if problem.factors:
+        sizes = [sum(column) for column in zip(*problem.each(problem.durations), strict=True)]
+        builders += [builder.in_order(order) for order in arrangements(sizes)]
+    started = [[each for schedule in given if (each := _started(its.problem, schedule))] for its in builders]
+    if len(builders) == 1:
+        return builder, started[0]
+    first = [*islice(plain_rules(builder.alike, builder.heads), FIRST)]
+    best: list[ScoredOrder] = []
+    for its, begin in zip(builders, started, strict=True):
+        top = reduce(_better, begin, its.candidate(first[0]))
+        for rules in first[1:]:
+            if not goes_on(top):
+                break
+            top = _better(top, its.candidate(rules))
+        best.append(top)
+    best_place = min(range(len(best)), key=lambda place: best[place][:2])
+    return builders[best_place], best
+
+
+def _in_order(problem: Problem, candidate: ScoredOrder) -> Problem:
+    """The problem in the order of the microbatches of a candidate."""
+    return problem.in_order(candidate.order) if candidate.order else problem
+
+
 def _may_gain(problem: Problem, cost: CostModel, schedule: Schedule) -> bool:
     """Whether a schedule may become worse when its backwards are split into halves and its pairs are taken apart. This
-    is so if halves keep more memory, if pairs hide time, or if links are occupied, which the search does not count.
+    is so if halves keep more memory, if pairs hide time, or if links are occupied, which the search does not count. It
+    is so, too, if microbatches differ, since one may overtake another in the schedule.
     """
     pairs = bool(cost.overlap) and schedule.has_pairs
-    return pairs or bool(cost.activation_bytes or cost.route_bytes) or any(problem.memory.spare)
+    return pairs or bool(problem.factors) or bool(cost.activation_bytes or cost.route_bytes) or any(problem.memory.spare)
 
 
 def _started(problem: Problem, schedule: Schedule) -> ScoredOrder | None:
@@ -215,18 +251,21 @@ def _rule_climb(builder: Builder, current: ScoredOrder, rules: Rules, random: Ra
 
 def _move_climb(problem: Problem, current: ScoredOrder, random: Random) -> Climb:
     """Moves operations of an order, and goes on from orders that are hardly worse."""
+    problem = _in_order(problem, current)
     times = run_times(problem, current.sequences)
     assert times is not None  # it ran
     blocks = critical_blocks(problem, current.sequences, times)
 
     def climb() -> ScoredOrder | None:
-        nonlocal current, blocks
+        nonlocal problem, current, blocks
         for _ in range(PROPOSALS if blocks else 0):
-            sequences = neighbour(problem, current.sequences, blocks, random)
-            if sequences is not None and (times := run_times(problem, sequences)) is not None:
-                candidate = times.candidate(problem, sequences)
+            its, sequences = problem, neighbour(problem, current.sequences, blocks, random)
+            if problem.factors and random.random() < EXCHANGED:
+                its, sequences = exchanged(problem, current.sequences, random)
+            if sequences is not None and (times := run_times(its, sequences)) is not None:
+                candidate = times.candidate(its, sequences)
                 if candidate.objective <= longest(current.objective, random):
-                    current, blocks = candidate, critical_blocks(problem, sequences, times)
+                    problem, current, blocks = its, candidate, critical_blocks(its, sequences, times)
                 return candidate
         return None
 
@@ -240,7 +279,8 @@ def fits(problem: Problem, rank: int, sequence: Operations) -> bool:
     for operation in sequence:
         begins, ends = memory.at_start[operation], memory.at_end[operation]
         if factors:
-            begins, ends = begins * factors[done[operation]], ends * factors[done[operation]]
+            factor = factors[operation // 3][done[operation]]
+            begins, ends = begins * factor, ends * factor
         done[operation] += 1
         most = kept + begins
         kept = most + ends
@@ -299,3 +339,17 @@ def neighbour(
     if sequence == sequences[rank] or not fits(problem, rank, sequence):
         return None
     return [*sequences[:rank], sequence, *sequences[rank + 1 :]]
+
+
+def exchanged(
+    problem: Problem, sequences: Sequence[Operations], random: Random
+) -> tuple[Problem, list[Operations] | None]:
+    """The problem with two places of its microbatches exchanged, and `sequences` in it; None where these keep too much
+    then.
+    """
+    order = [*(problem.order or range(problem.num_microbatches))]
+    one, other = random.choices(range(len(order)), k=2)
+    order[one], order[other] = order[other], order[one]
+    changed = problem.in_order(order)
+    sound = one != other and all(fits(changed, rank, sequence) for rank, sequence in enumerate(sequences))
+    return changed, [*sequences] if sound else None

@@ -65,7 +65,7 @@ class Storage:
     def needs(self, place: Place) -> StageNeeds:
         """What one microbatch takes on a stage."""
         found, factors = self.stage_needs[place[0]], self.problem.factors
-        return StageNeeds(*(factors[place[1]] * each for each in found)) if factors else found
+        return StageNeeds(*(factors[place[0]][place[1]] * each for each in found)) if factors else found
 
     @property
     def capped(self) -> Problem:
