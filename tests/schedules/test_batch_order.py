@@ -132,7 +132,8 @@ def test_no_order_ends_before_the_bound_of_the_largest_microbatch(
         if not verify(schedule):
             makespans.append(simulate(schedule, cost).makespan)
     durations = [cost.duration(kind, stage) for stage in range(2) for kind in (Kind.F, Kind.I, Kind.W)]
-    bound = largest_microbatch(durations, factors, 1)
+    times = [[time * factor for factor in factors] for time in durations]
+    bound = largest_microbatch(times, 1)
     assert bound <= min(makespans) * (1 + 1e-9)
     if max(factors) == 1.9:
         assert bound == pytest.approx(min(makespans), rel=0.02)

@@ -17,12 +17,13 @@ from pipeflow.core.analysis.order import Order
 from pipeflow.core.analysis.simulation import require_costs, simulate, transfers
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
+from pipeflow.core.factors import Factors, put_in_order
 from pipeflow.core.liveness import ACTIVATIONS, MemoryCap, cap_per_rank
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules.orders.lower_bounds import bounds, largest_microbatch
-from pipeflow.schedules.orders.problem import HALVES, ROUNDING, arrangements, make_problem
+from pipeflow.schedules.orders.problem import HALVES, ROUNDING, MemoryUse, arrangements, make_problem
 from pipeflow.schedules.orders.search import improved
 
 # Theory of operation
@@ -34,7 +35,8 @@ from pipeflow.schedules.orders.search import improved
 
 RATE = 2_500_000  # actions of reruns in a second of budget
 CANDIDATE = 12  # how many reruns take as long as one candidate of a search
-BEGIN = 5  # how many candidates take as long as the begin and the end of a search
+PASS = 1.5  # how many candidates take as long as a pass that puts large microbatches first
+BEGIN = 8  # how many candidates take as long as the begin and the end of a search
 NEAR = 1.001  # times the shortest makespan, up to which a schedule is chosen for what it keeps
 GAIN = 0.99  # times the makespan of a named schedule, below which one for this batch is worth being compiled
 
@@ -93,9 +95,10 @@ def _bound(placement: Placement, cost: CostModel) -> float:
     factors = cost.microbatch_factors
     if len(placement.paths) == 1:
         return bounds(make_problem(placement, len(factors), cost)).objective
-    durations = [cost.duration(kind, stage) for stage in range(placement.num_stages) for kind in HALVES]
-    work = sum(durations) * sum(factors) / placement.num_ranks
-    return max(work, largest_microbatch(durations, factors, len(factors) // 2 - 1))
+    operations = [(kind, stage) for stage in range(placement.num_stages) for kind in HALVES]
+    times = [[cost.duration(kind, stage) * factor for factor in factors] for kind, stage in operations]
+    work = sum(map(sum, times)) / placement.num_ranks
+    return max(work, largest_microbatch(times, len(factors) // 2 - 1))
 
 
 class _Choice(NamedTuple):
@@ -127,7 +130,7 @@ def _chosen(
     searches: bool,
 ) -> _Choice:
     """The best choice that trying so many `actions` leads to."""
-    plain = arrangements(cost.microbatch_factors)
+    *plain, third = arrangements(cost.microbatch_factors)
     trials = [_Choice.of(rerun, order, cost) for rerun in reruns for order in plain]
     shortest = min(trial.makespan for trial in trials)
     trials.sort(key=lambda trial: (0, trial.rerun.kept) if trial.makespan <= NEAR * shortest else (1, trial.makespan))
@@ -139,7 +142,7 @@ def _chosen(
         best = moved if _keeps(moved, bytes_cap) else best
         if best.makespan * GAIN <= bound or not searches:
             return best
-    found = _made(best or trials[0], cost, plain[:2], bytes_cap, left * 3 / 4) if searches else None
+    found = _made(best or trials[0], cost, (*plain[:2], third), bytes_cap, left * 3 / 4) if searches else None
     if found is not None and (best is None or found.makespan < best.makespan * GAIN):
         return found
     if best is None:
@@ -151,21 +154,24 @@ def _chosen(
 def _made(
     start: _Choice, cost: CostModel, orders: Sequence[list[int]], bytes_cap: MemoryCap | None, actions: float
 ) -> _Choice | None:
-    """The best order that is made for these factors: large microbatches first or, where this keeps more than the cap,
-    what a search finds from `start`. None if nothing does for two paths.
+    """The best order that is made for these factors: large microbatches first or, under a cap, also what a search finds
+    from `start`. None for two paths if the former keeps more than the cap.
     """
-    placement = start.schedule.placement
-    put = [replace(cost, microbatch_factors=tuple(cost.microbatch_factors[each] for each in order)) for order in orders]
-    found = [
-        (*large_first(placement, its, forwards=forwards), order)
-        for its, order in zip(put, orders, strict=True)
-        for forwards in (True, False)
-    ]
-    _, schedule, order = min(found, key=lambda each: each[0])
-    choice = _Choice.of(Rerun(schedule, replace(cost, microbatch_factors=())), order, cost)
-    if _keeps(choice, bytes_cap):
-        return choice
-    return _searched(start, bytes_cap, max(1, _candidates(start, actions))) if len(placement.paths) == 1 else None
+    placement, memory = start.schedule.placement, None
+    if bytes_cap is not None and len(placement.paths) == 1:
+        memory = make_problem(placement, len(start.order), start.cost, bytes_cap=bytes_cap).memory
+    found = []
+    for order in orders if memory else orders[:2]:
+        its = replace(cost, microbatch_factors=put_in_order(cost.microbatch_factors, order))
+        found += [(*large_first(placement, its, memory, forwards=forwards), order) for forwards in (True, False)]
+    makespan, schedule, order = min(found, key=lambda each: each[0])
+    choice = None
+    if makespan < inf:
+        choice = _Choice.of(Rerun(schedule, replace(cost, microbatch_factors=())), order, cost)
+        if memory is None:
+            return choice if _keeps(choice, bytes_cap) else None
+    searched = _searched(start, bytes_cap, max(1, _candidates(start, actions) - int(PASS * len(found))))
+    return searched if choice is None or searched.makespan < choice.makespan else choice
 
 
 def _candidates(start: _Choice, actions: float) -> int:
@@ -323,38 +329,87 @@ LARGE = 0.5  # the share of the largest factor from which a microbatch is large
 Job = tuple[int, int, int, int]  # its class, microbatch, half and stage; a rank takes the least
 
 
-def large_first(placement: Placement, cost: CostModel, *, forwards: bool) -> tuple[float, Schedule]:
+def large_first(
+    placement: Placement, cost: CostModel, memory: MemoryUse | None = None, *, forwards: bool
+) -> tuple[float, Schedule]:
     """A schedule for as many microbatches as `cost` has factors, and its makespan if no value waits for a link.
-    `forwards` says whether they go before input-gradient halves where nothing large can run.
+    `forwards` says whether they go before input-gradient halves where nothing large can run. With `memory`, a forward
+    begins only where its rank has room for it, and no other one before a large one that waits for room. If ranks of
+    several stages come to a standstill, the makespan is infinite.
     """
-    factors, ranks = cost.microbatch_factors, range(placement.num_ranks)
-    classes, large = (1, 2, 3) if forwards else (2, 1, 3), LARGE * max(factors)
-    rows: list[list[Action]] = [[] for _ in ranks]
-    free = [0.0 for _ in ranks]
-    arriving: list[list[tuple[float, Job]]] = [[] for _ in ranks]
-    ready: list[list[Job]] = [[] for _ in ranks]
-    for microbatch in range(len(factors)):
-        ready[placement.rank_of(0, microbatch)].append((classes[0], microbatch, 0, 0))
-    events = [(0.0, rank) for rank in ranks]
-    while events:
-        now, rank = heappop(events)
-        if now < free[rank]:
-            continue
-        while arriving[rank] and arriving[rank][0][0] <= now:
-            heappush(ready[rank], heappop(arriving[rank])[1])
-        if not ready[rank]:
-            continue
-        _, microbatch, half, stage = heappop(ready[rank])
-        rows[rank].append(Action(HALVES[half], stage, microbatch))
-        free[rank] = end = now + cost.duration(HALVES[half], stage, microbatch)
-        heappush(events, (end, rank))
-        for later, its in _users(half, stage, placement.num_stages):
-            user = placement.rank_of(its, microbatch)
-            arrival = end + _delay(cost, min(stage, its), rank, user, factors[microbatch])
-            first = later < 2 and factors[microbatch] >= large
-            heappush(arriving[user], (arrival, (0 if first else classes[later], microbatch, later, its)))
-            heappush(events, (arrival, user))
-    return max(free), Schedule("for lengths", placement, len(factors), tuple(map(tuple, rows)))
+    run = _LargeFirst(placement, cost, memory, (1, 2, 3) if forwards else (2, 1, 3))
+    while run.events:
+        now, rank = heappop(run.events)
+        if now >= run.free[rank] and (job := run.next_job(now, rank)) is not None:
+            run.start(now, rank, job)
+    whole = sum(map(len, run.rows)) == 3 * placement.num_stages * run.many
+    return max(run.free) if whole else inf, Schedule("for lengths", placement, run.many, tuple(map(tuple, run.rows)))
+
+
+class _LargeFirst:
+    """The state of a pass that puts large microbatches first. `classes` are those of F, I and W."""
+
+    def __init__(
+        self, placement: Placement, cost: CostModel, memory: MemoryUse | None, classes: tuple[int, int, int]
+    ) -> None:
+        ranks, sizes = range(placement.num_ranks), [max(column) for column in zip(*cost.factors, strict=True)]
+        self.placement, self.cost, self.classes, self.many = placement, cost, classes, len(sizes)
+        self.memory = memory
+        self.large = [size >= LARGE * max(sizes) for size in sizes]
+        self.rows: list[list[Action]] = [[] for _ in ranks]
+        self.free = [0.0 for _ in ranks]
+        self.kept = [0.0 for _ in ranks]
+        self.arriving: list[list[tuple[float, Job]]] = [[] for _ in ranks]
+        self.ready: list[list[Job]] = [[] for _ in ranks]
+        for microbatch in range(self.many):
+            self.ready[placement.rank_of(0, microbatch)].append((classes[0], microbatch, 0, 0))
+        self.events = [(0.0, rank) for rank in ranks]
+
+    def next_job(self, now: float, rank: int) -> Job | None:
+        """The job that a free rank takes."""
+        arriving, ready = self.arriving[rank], self.ready[rank]
+        while arriving and arriving[0][0] <= now:
+            heappush(ready, heappop(arriving)[1])
+        if self.memory is None:
+            return heappop(ready) if ready else None
+        left, waits, found = list[Job](), False, None
+        while ready and found is None:
+            job = heappop(ready)
+            _, microbatch, half, _ = job
+            if (waits and not half) or not self._has_room(rank, job):
+                waits = waits or (self.large[microbatch] and not half)
+                left.append(job)
+            else:
+                found = job
+        for job in left:
+            heappush(ready, job)
+        return found
+
+    def _has_room(self, rank: int, job: Job) -> bool:
+        """Whether what a job keeps, when it starts and then when it ends, fits beside what its rank keeps."""
+        assert self.memory is not None
+        _, microbatch, half, stage = job
+        factor, operation = self.cost.factor(stage, microbatch), 3 * stage + half
+        begins, ends = self.memory.at_start[operation] * factor, self.memory.at_end[operation] * factor
+        room = self.memory.room[rank] - (0.0 if half else self.memory.spare[rank])
+        return self.kept[rank] + begins + max(ends, 0.0) <= room
+
+    def start(self, now: float, rank: int, job: Job) -> None:
+        """Runs a job, and sends what it makes to its users."""
+        _, microbatch, half, stage = job
+        self.rows[rank].append(Action(HALVES[half], stage, microbatch))
+        if self.memory is not None:
+            change = self.memory.at_start[3 * stage + half] + self.memory.at_end[3 * stage + half]
+            self.kept[rank] += change * self.cost.factor(stage, microbatch)
+        self.free[rank] = end = now + self.cost.duration(HALVES[half], stage, microbatch)
+        heappush(self.events, (end, rank))
+        for later, its in _users(half, stage, self.placement.num_stages):
+            user, sender = self.placement.rank_of(its, microbatch), min(stage, its)
+            arrival = end + _delay(self.cost, sender, rank, user, self.cost.factor(sender, microbatch))
+            first = later < 2 and self.large[microbatch]
+            its_class = 0 if first else self.classes[later]
+            heappush(self.arriving[user], (arrival, (its_class, microbatch, later, its)))
+            heappush(self.events, (arrival, user))
 
 
 def _users(half: int, stage: int, stages: int) -> Iterator[tuple[int, int]]:

@@ -275,7 +275,8 @@ def to_sequences(schedule: Schedule) -> list[Operations]:
 
 def arrangements(sizes: Sequence[float]) -> tuple[list[int], ...]:
     """Plain ones, as the microbatch at each place: small ones at both ends, where others wait for them; small ones
-    first, and small ones last.
+    first, small ones last, and two thirds of the small ones first.
     """
     ascending = sorted(range(len(sizes)), key=lambda microbatch: sizes[microbatch])
-    return ascending[::2] + ascending[1::2][::-1], ascending, ascending[::-1]
+    third = [microbatch for place, microbatch in enumerate(ascending) if place % 3 < 2]
+    return ascending[::2] + ascending[1::2][::-1], ascending, ascending[::-1], third + ascending[2::3][::-1]

@@ -52,7 +52,7 @@ from pipeflow.schedules.orders.problem import (
 ROUND = 100  # candidates, of rules and of moves each, after which moves start anew from the best order
 PROPOSALS = 50  # of a move, until one is sound
 NEAR = 1.01  # how many times the best objective the one may be that a climb by rules begins with
-FIRST = 8  # rules that are tried for each order of microbatches that differ, to choose one
+FIRST = 3  # rules that are tried for each order of microbatches that differ, to choose one
 EXCHANGED = 0.1  # the share of moves that exchange two microbatches which differ
 SLACK = 0.002  # how much longer, on average, the candidate may be that a climb goes on from
 
@@ -214,9 +214,10 @@ def _searched(
     random = Random(0)
     near = [each for each in found.values() if each[0].objective <= NEAR * best.objective]
     by_rules = [_rule_climb(builder, *each, random) for each in near]
+    orders = {each.order: each for each in begin if each.objective <= NEAR * best.objective and each.order != best.order}
     while True:
-        by_moves = _move_climb(builder.problem, best, random)
-        for climb in (*by_rules, by_moves) * ROUND:
+        by_moves = [_move_climb(builder.problem, each, random) for each in (best, *orders.values())]
+        for climb in (*by_rules, *by_moves) * ROUND:
             if not goes_on(best):
                 return best
             best = _better(best, climb())

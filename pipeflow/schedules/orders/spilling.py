@@ -327,7 +327,7 @@ def spilled(
         more = {value.place: storage.needs(value.place).again for link in links for value in link.dropped}
         if not more:
             directions = (direction for link in links for direction in (link.out, link.back))
-            return Spilled(*scored, times, again, places_in_rows(directions, [row.ends for row in rows]))
+            return Spilled(*scored[:3], times, again, places_in_rows(directions, [row.ends for row in rows]))
         again |= more
 
 
