@@ -21,12 +21,16 @@ from benchmarks.report import Report
 RANKS, MICROBATCHES, SAMPLES, BATCHES = 4, 16, 128, 5
 FORWARD, BACKWARD = 0.010, 0.020  # seconds of a mean microbatch, on one stage
 LARGE = {"ranks": 8, "microbatches": 32, "samples": 256}  # for the time of planning
+LONGEST = 4096  # tokens of a sample
+VERY_LONG = 32_768  # tokens of a sample in batches with very long ones
+TIMES_AS_LONG = 8, 12, 16  # how many times as long as the others one microbatch is
+ROOM = 1.5  # times what zb-h1 keeps
 
 
-def lengths_of(seed: int, samples: int = SAMPLES) -> list[int]:
+def lengths_of(seed: int, samples: int = SAMPLES, longest: int = LONGEST) -> list[int]:
     """The lengths of a batch."""
     draw = Random(seed)
-    return [min(4096, max(8, int(draw.lognormvariate(5.3, 1.1)))) for _ in range(samples)]
+    return [min(longest, max(8, int(draw.lognormvariate(5.3, 1.1)))) for _ in range(samples)]
 
 
 def run(rounds: int | None = None) -> Report:
@@ -45,12 +49,19 @@ def run(rounds: int | None = None) -> Report:
         figures = [f"{number:.3f}" for number in (gain, measured, ratios[-1], each["bound"] / each["order"])]
         report.rows.append([str(seed), *steps, *figures])
     first, later, near = planning_seconds()
+    very_long, its_seconds = very_long_batches()
+    one = one_long_text()
     report.data = {"seconds": times, "planned": planned, "planning seconds": later, "first planning seconds": first}
+    report.data |= {"one long text": one, "very long": very_long, "very long planning seconds": its_seconds}
     report.notes += [
         "targets: measured gain within 5 % of the planned one; bound / makespan at least 0.9; planning in 50 ms",
         f"planning for {LARGE['ranks']} ranks and {LARGE['microbatches']} microbatches, in processor time: "
         f"{1e3 * first:.0f} ms for the first batch of a placement, then {1e3 * statistics.median(later):.0f} ms, at "
         f"most {1e3 * max(later):.0f} ms; bound / makespan there at least {near:.3f}",
+        f"the same with a sample of {VERY_LONG} tokens: {1e3 * statistics.median(its_seconds):.0f} ms, at most "
+        f"{1e3 * max(its_seconds):.0f} ms; bound / makespan at least {min(very_long):.3f}",
+        f"one of {MICROBATCHES} microbatches {' / '.join(map(str, TIMES_AS_LONG))} times as long, {ROOM} times the "
+        f"memory of zb-h1, bound / makespan: search {_near(one['search'])}, order_for {_near(one['order_for'])}",
     ]
     return report
 
@@ -75,6 +86,49 @@ def planning_seconds() -> tuple[float, list[float], float]:
         near.append(order.lower_bound / order.timeline.makespan)
     later = [each for seed, each in enumerate(seconds) if seed not in (0, 2)]  # the first of a placement
     return max(seconds[0], seconds[2]), later, min(near)
+
+
+def _near(ratios: list[float]) -> str:
+    return " / ".join(f"{ratio:.3f}" for ratio in ratios)
+
+
+def very_long_batches() -> tuple[list[float], list[float]]:
+    """Of batches with long tails and one sample of VERY_LONG tokens, after the first: bounds over makespans, and the
+    processor time of `order_for`.
+    """
+    import pipeflow
+
+    placement = pipeflow.Placement.linear(LARGE["ranks"])
+    near, seconds = [], []
+    for seed in range(11):
+        lengths = [VERY_LONG, *lengths_of(seed, LARGE["samples"] - 1, VERY_LONG)]
+        begun = time.process_time()
+        order = pipeflow.order_for(lengths, placement, pipeflow.CostModel.even(placement), LARGE["microbatches"])
+        seconds.append(time.process_time() - begun)
+        near.append(order.lower_bound / order.timeline.makespan)
+    return near[1:], seconds[1:]
+
+
+def one_long_text() -> dict[str, list[float]]:
+    """Bounds over makespans of `search` and `order_for`, for each of TIMES_AS_LONG, within ROOM."""
+    from dataclasses import replace
+
+    import pipeflow
+
+    placement = pipeflow.Placement.linear(RANKS)
+    alike = pipeflow.CostModel.even(placement, saved_bytes=4, deferred_bytes=1)
+    usual = pipeflow.make_schedule("zb-h1", ranks=RANKS, microbatches=MICROBATCHES)
+    near: dict[str, list[float]] = {"search": [], "order_for": []}
+    for times in TIMES_AS_LONG:
+        lengths = [times, *(1.0,) * (MICROBATCHES - 1)]
+        factors = tuple(MICROBATCHES * length / sum(lengths) for length in lengths)
+        cost = replace(alike, microbatch_factors=factors)
+        cap = ROOM * max(pipeflow.simulate(usual, cost).peak_bytes)
+        found = pipeflow.search(placement, MICROBATCHES, cost, bytes_cap=cap, candidates=1000)
+        order = pipeflow.order_for(lengths, placement, alike, MICROBATCHES, bytes_cap=cap)
+        near["search"].append(found.lower_bound / found.timeline.makespan)
+        near["order_for"].append(order.lower_bound / order.timeline.makespan)
+    return near
 
 
 def measure(rounds: int) -> dict[str, Any]:

@@ -19,12 +19,14 @@ from pipeflow.core.action import Action, Kind
 from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import ScheduleError, UsageError
+from pipeflow.core.factors import each_factor
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.soundness.verification import verify
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
 from pipeflow.schedules.order_search import exact, search
+from pipeflow.schedules.orders.batch_order import large_first
 from pipeflow.schedules.orders.list_scheduling import Builder, plain_rules, run_times, varied
 from pipeflow.schedules.orders.lower_bounds import bounds
 from pipeflow.schedules.orders.problem import Objective, make_problem, to_schedule, to_sequences
@@ -58,9 +60,14 @@ def with_bytes(cost: CostModel, seed: int) -> CostModel:
 
 
 def with_factors(cost: CostModel, many: int, seed: int) -> CostModel:
-    """Microbatches differ in times and bytes."""
+    """Microbatches differ in times and bytes: with odd seeds, on each stage in another way."""
     draw = Random(seed)
-    return replace(cost, microbatch_factors=tuple(draw.uniform(0.3, 3) for _ in range(many)))
+    rows = [tuple(draw.uniform(0.3, 3) for _ in range(many)) for _ in cost.forward]
+    return replace(cost, microbatch_factors=rows if seed % 2 else rows[0])
+
+
+def largest_factor(cost: CostModel) -> float:
+    return max((factor for _, factor in each_factor(cost.microbatch_factors)), default=1)
 
 
 def value(timeline: Timeline, objective: Objective) -> float:
@@ -103,10 +110,11 @@ def test_of_all_orders_none_is_better_than_what_is_found(seed: int) -> None:
             assert found.lower_bound <= best * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("seed", [4, 5, 7])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.slow
-def test_no_order_of_microbatches_that_differ_is_below_the_bound(objective: Objective) -> None:
-    cost = with_factors(random_cost(2, 5), 2, 5)
+def test_no_order_of_microbatches_that_differ_is_below_the_bound(objective: Objective, seed: int) -> None:
+    cost = with_factors(random_cost(2, 5), 2, seed)
     best = min(value(timeline, objective) for timeline in every_timeline(2, 2, cost))
     found = search(Placement.linear(2), 2, cost, objective=objective, candidates=100)
     assert found.lower_bound <= best * (1 + 1e-9) <= value(found.timeline, objective) * (1 + 2e-9)
@@ -119,6 +127,35 @@ def test_a_search_counts_that_microbatches_differ() -> None:
     alike = search(LINEAR, 8, replace(large, microbatch_factors=()), candidates=300)
     found = search(LINEAR, 8, large, candidates=300)
     assert found.timeline.makespan < 0.9 * simulate(alike.schedule, large).makespan
+
+
+def one_long(factor: float, place: int, capped: bool) -> tuple[CostModel, float]:
+    """Costs of 16 microbatches on 4 ranks, of which one is so many times as long as the others; and a cap in bytes."""
+    factors = [1.0] * 16
+    factors[place] = factor
+    cost = replace(CostModel.even(LINEAR, saved_bytes=4, deferred_bytes=1), microbatch_factors=factors)
+    usual = simulate(make_schedule("zb-h1", ranks=4, microbatches=16), cost)
+    return cost, 1.5 * max(usual.peak_bytes) if capped else inf
+
+
+@pytest.mark.parametrize("place", [0, 15])
+@pytest.mark.parametrize(("factor", "capped", "near"), [(8, True, 0.9), (12, True, 0.95), (16, True, 0.95), (12, False, 1)])
+@pytest.mark.slow
+def test_one_very_long_microbatch_may_be_at_any_place(factor: float, capped: bool, near: float, place: int) -> None:
+    cost, cap = one_long(factor, place, capped)
+    found = search(LINEAR, 16, cost, bytes_cap=cap, candidates=1000)
+    assert verify(found.schedule) == []
+    assert found.timeline == simulate(found.schedule, cost)
+    assert max(found.timeline.peak_bytes) <= cap * (1 + 1e-9)
+    assert found.lower_bound >= near * found.timeline.makespan * (1 - 1e-9)
+
+
+def test_a_start_in_which_microbatches_overtake_is_kept() -> None:
+    cost, _ = one_long(12, 0, capped=False)
+    cost = replace(cost, microbatch_factors=((12, *(1.0,) * 15), *((1.0,) * 15 + (12,) for _ in range(3))))
+    makespan, start = min(large_first(LINEAR, cost, forwards=forwards) for forwards in (True, False))
+    found = search(LINEAR, 16, cost, candidates=1, start=[start])
+    assert found.timeline.makespan <= makespan * (1 + 1e-9)
 
 
 def within(timeline: Timeline, memory_cap: float = inf, bytes_cap: Sequence[float] | None = None) -> bool:
@@ -164,7 +201,7 @@ def test_every_candidate_is_sound_within_the_cap_and_above_the_bound(
 ) -> None:
     cost, draw = with_bytes(random_cost(placement.num_stages, seed), seed), Random(seed)
     cost = with_factors(cost, many, seed) if differ else cost
-    largest = max(cost.microbatch_factors, default=1)
+    largest = largest_factor(cost)
     caps = [each * largest + draw.random() * room for each in least_caps(placement, cost, in_bytes=in_bytes)]
     problem_ = make_problem(
         placement, many, cost, **{"bytes_cap" if in_bytes else "memory_cap": caps}, objective=objective

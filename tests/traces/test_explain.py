@@ -334,11 +334,12 @@ def test_a_single_slow_action_is_no_slow_rank(name: Callable[[Action, str], str]
     timeline = ran(schedule, Machine(actions={"1F5": 6.0, "1B5": 6.0}))
     explained = explain([record(tmp_path / "traces", timeline, name=name)])
     [found] = explained.findings
-    assert (found.kind, found.where) == ("slow action", 1)
-    assert re.fullmatch(r"1F5 and 1B5 on rank 1 take [56]\.\d+ times as long as for other microbatches", found.text)
+    assert (found.kind, found.where) == ("slow microbatch", 5)
+    assert re.fullmatch(r"microbatch 5 takes [56]\.\d+ times as long as others, on stage 1 alone \(rank 1\)", found.text)
     assert explained.replay is not None
     assert explained.replay.makespan == pytest.approx(timeline.makespan, rel=0.03)
     [alone] = explain([record(tmp_path / "one", ran(schedule, Machine(actions={"1F5": 9.0})), name=name)]).findings
+    assert (alone.kind, alone.where) == ("slow action", 1)
     assert alone.text.startswith("1F5 on rank 1 takes ")
 
 

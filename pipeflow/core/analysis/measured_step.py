@@ -5,14 +5,15 @@ and checks of the schedule.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
 from pipeflow.core.action import Action, Entry, Kind, Pair
 from pipeflow.core.analysis.idle_time import Usual, awaited, pauses
 from pipeflow.core.cost import CostModel, Link, costs_of
-from pipeflow.core.dataflow import DATAFLOW, Stream, Value, makes, needs
+from pipeflow.core.dataflow import DATAFLOW, SEVERAL, Stream, Value, makes, needs
 from pipeflow.core.errors import UsageError
+from pipeflow.core.factors import Factors, factors_of, table_of
 from pipeflow.core.schedule import Schedule, require_unsliced
 from pipeflow.core.timeline import Row, Span, Timeline, require_timeline
 
@@ -51,11 +52,12 @@ def _is_beside(span: Span) -> bool:
     return DATAFLOW[span.action.kind].joint and span.stream is not Stream.COMPUTE
 
 
+ALIKE = 1.15  # up to how many times as long as another time is alike
 COPIED = (Kind.O, Kind.L)
 """The kinds of action whose time is that of a copy between a device and its host."""
 
 
-def measured_costs(timeline: Timeline, *, late_apart: bool = False) -> CostModel:
+def measured_costs(timeline: Timeline, *, late_apart: bool = False, by_microbatch: bool = False) -> CostModel:
     """The costs that a timeline shows. The time of an action is the mean over the actions of its kind and stage. It
     includes the time before an action in which the rank has all inputs, since the engine itself works then. The latency
     of a link is the median time from when a value was made until the action began that waited for it, without what the
@@ -67,17 +69,22 @@ def measured_costs(timeline: Timeline, *, late_apart: bool = False) -> CostModel
         timeline: the timeline.
         late_apart: whether actions that took much longer than is usual for their kind and stage are no part of the
             means, but `CostModel.late`.
+        by_microbatch: whether the costs have the factors of `measured_factors`; their other times are those of factor 1.
     """
     require_timeline(timeline)
     if timeline.slices > 1:
         require_unsliced(executed_schedule(timeline), "the measurement of costs")
     late, times = dict[Action, float](), dict[tuple[Kind, int], list[float]]()
     known = Usual(timeline)
+    factors = measured_factors(timeline) if by_microbatch else ()
+    table = table_of(factors, timeline.placement.num_stages)
     for span in timeline:
-        if late_apart and span.stream is Stream.COMPUTE and known.late(span):
+        stage, several = span.action.stage, not table or span.action.kind in SEVERAL
+        factor = 1.0 if several else table[stage][span.action.microbatch]
+        if late_apart and factor == 1 and span.stream is Stream.COMPUTE and known.late(span):
             late[span.action] = span.end - span.start
         else:
-            times.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)
+            times.setdefault((span.action.kind, stage), []).append((span.end - span.start) / factor)
 
     engine = _Engine(timeline)
 
@@ -125,7 +132,39 @@ def measured_costs(timeline: Timeline, *, late_apart: bool = False) -> CostModel
     if kinds & {*COPIED}:
         found[Kind.O] = tuple(map(copy, stages))
     usual, links = engine.latencies()
-    return costs_of(found, latency=usual, links=links, late=dict(extras()), unit=timeline.unit)
+    others = {"late": dict(extras()), "microbatch_factors": factors, "unit": timeline.unit}
+    return costs_of(found, latency=usual, links=links, **others)
+
+
+def measured_factors(timeline: Timeline) -> Factors:
+    """The factors of the microbatches that a timeline shows: how much longer each takes on a stage than is usual there,
+    as a table, or as a sequence where all stages agree on each microbatch. Empty if all are alike.
+
+    A factor is only taken where all computations of the microbatch on the stage show it, of which there must be two or
+    more: a forward and its backward then differ from the usual ones in the same proportion. Elsewhere it is 1.
+    """
+    require_timeline(timeline)
+    usual, stages = Usual(timeline), timeline.placement.num_stages
+    cells: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    for span in (span for row in timeline.on(Stream.COMPUTE) for span in row if span.action.kind not in SEVERAL):
+        its = span.end - span.start, usual.times[span.action.kind, span.action.stage]
+        cells[span.action.stage, span.action.microbatch].append(its)
+    many = 1 + max((microbatch for _, microbatch in cells), default=-1)
+    table = [[_factor(cells[stage, microbatch]) for microbatch in range(many)] for stage in range(stages)]
+    columns = [*zip(*table, strict=True)]
+    if all(factor == 1 for column in columns for factor in column):
+        return ()
+    if all(max(column) <= ALIKE * min(column) for column in columns):
+        return tuple(map(fmean, columns))
+    return factors_of(table, stages)
+
+
+def _factor(times: Sequence[tuple[float, float]]) -> float:
+    """The factor of computations with these times and usual times; 1 if they do not agree, or hardly differ from 1."""
+    whole, usual = map(sum, zip(*times, strict=True)) if times else (0.0, 0.0)
+    factor = whole / usual if usual else 1.0
+    agree = len(times) > 1 and factor > 0 and all(factor * its <= ALIKE * time <= ALIKE**2 * factor * its for time, its in times)
+    return factor if agree and not 1 / ALIKE <= factor <= ALIKE else 1.0
 
 
 class _Engine:

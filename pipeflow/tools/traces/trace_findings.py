@@ -11,7 +11,9 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from pipeflow.core.analysis.idle_time import LATE, SHORTEST, Cause, Usual, arrivals, causes, chain, transfer_times
+from pipeflow.core.analysis.measured_step import measured_factors
 from pipeflow.core.dataflow import Stream
+from pipeflow.core.factors import table_of
 from pipeflow.core.text import listed
 from pipeflow.core.timeline import Span, Timeline
 from pipeflow.tools.traces.rebuild import Hosts, Outside
@@ -215,8 +217,8 @@ def _slow_stages(timeline: Timeline, usual: Usual) -> Iterator[Finding]:
 
 
 def _stragglers(timeline: Timeline, usual: Usual) -> Iterator[Finding]:
-    """Microbatches that take much longer than others on several ranks, and ranks some of whose other actions take much
-    longer than the same actions of the stage usually do.
+    """Microbatches that take much longer than others on several ranks or, as forward and backward both show, on one
+    stage alone; and ranks some of whose other actions take much longer than the same actions of the stage usually do.
     """
     spans = [span for row in timeline.on(Stream.COMPUTE) for span in row]
     late = {span: extra for span in spans if (extra := usual.late(span))}
@@ -230,13 +232,20 @@ def _stragglers(timeline: Timeline, usual: Usual) -> Iterator[Finding]:
             text = f"microbatch {microbatch} takes {taken / (taken - seconds):.2f} times as long as others"
             yield Finding("slow microbatch", microbatch, seconds, f"{text}, on {len(ranks)} ranks")
     lost = [sum(extra for span, extra in late.items() if span.rank == rank) for rank in range(len(timeline.rows))]
+    factors = table_of(measured_factors(timeline), timeline.placement.num_stages) if any(lost) else ()
     for rank, seconds in _beyond_others(lost):
         own = [span for span in late if span.rank == rank]
         worst = max(own, key=late.__getitem__).action
         one = [span for span in own if (span.action.stage, span.action.microbatch) == (worst.stage, worst.microbatch)]
         extra = sum(late[span] for span in one)
         taken = sum(span.end - span.start for span in one)
-        if taken > extra > MAINLY * sum(late[span] for span in own):
+        mainly = taken > extra > MAINLY * sum(late[span] for span in own)
+        slow = {stage: row[worst.microbatch] for stage, row in enumerate(factors) if row[worst.microbatch] > 1}
+        if mainly and [*slow] == [worst.stage]:
+            factor = slow[worst.stage]
+            text = f"microbatch {worst.microbatch} takes {factor:.2f} times as long as others, on stage {worst.stage} alone"
+            yield Finding("slow microbatch", worst.microbatch, min(seconds, extra), f"{text} (rank {rank})")
+        elif mainly:
             what, takes = listed([str(span.action) for span in one]), "takes" if len(one) == 1 else "take"
             text = (
                 f"{what} on rank {rank} {takes} {taken / (taken - extra):.2f} times as long as for other microbatches"
