@@ -1,5 +1,5 @@
-"""Factors: how much each microbatch costs, as a multiple of the costs of its stages. There is one sequence of factors for
-all stages, or a table with a row per stage. Must not contain: what they multiply.
+"""Factors: how much each microbatch costs, as a multiple of the costs of its stages. There is one sequence of factors
+for all stages, or a table with a row per stage. Must not contain: what they multiply.
 """
 
 from __future__ import annotations

@@ -370,7 +370,9 @@ def _bytes(value: object, name: str, placement: Placement) -> tuple[float, ...]:
 def _factors(value: object, rows: tuple[Row, ...], placement: Placement) -> Factors:
     name, given = "microbatch_factors", _list(value, "microbatch_factors")
     table = is_table(given)
-    factors = factors_of([_amounts(row, name) for row in given] if table else _amounts(given, name), placement.num_stages)
+    factors = factors_of(
+        [_amounts(row, name) for row in given] if table else _amounts(given, name), placement.num_stages
+    )
     many = max((span.action.microbatch + 1 for row in rows for span in row), default=0)
     numbers = table_of(factors, 1)
     if numbers and len(numbers[0]) < many:

@@ -48,7 +48,8 @@ def search(
     budget, the result is never worse than any of them that is within the cap. With `kinds` this includes the named
     schedules in which whole chunks are offloaded or computed again (`orders.memory_search`). With `candidates` the
     result is reproducible; otherwise it depends on how fast the machine is. Every stage takes the microbatches in the
-    order of their numbers, also if they differ (`CostModel.microbatch_factors`).
+    same order. That is the order of their numbers unless they differ (`CostModel.microbatch_factors`), when the search
+    chooses it, or starts from a schedule in which one overtakes another.
 
     Args:
         placement: which rank holds which stage. It must have one path.

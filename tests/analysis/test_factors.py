@@ -124,7 +124,7 @@ def test_a_table_with_equal_rows_is_a_sequence(name: str) -> None:
     cost, row = CostModel.even(schedule.placement, saved_bytes=3), (1, 0.5, 2, 3, 1, 0.7)
     one = replace(cost, microbatch_factors=row)
     stages = schedule.placement.num_stages
-    for table in ([row] * stages, dict.fromkeys(range(stages), [*row])):
+    for table in ([row] * stages, {stage: [*row] for stage in range(stages)}):
         assert replace(cost, microbatch_factors=table) == one
     apart = replace(cost, microbatch_factors=[row] * (stages - 1) + [(*row[:-1], 0.7 + 1e-12)])
     assert len(apart.microbatch_factors) == stages

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeflow import CostModel, Kind, Placement, Schedule, UsageError, simulate, verify, with_offload, with_recompute
+from pipeflow.core.factors import each_factor
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules.families import repeated_on, schedules_on
 from pipeflow.schedules.order_search import search

@@ -139,7 +139,9 @@ def one_long(factor: float, place: int, capped: bool) -> tuple[CostModel, float]
 
 
 @pytest.mark.parametrize("place", [0, 15])
-@pytest.mark.parametrize(("factor", "capped", "near"), [(8, True, 0.9), (12, True, 0.95), (16, True, 0.95), (12, False, 1)])
+@pytest.mark.parametrize(
+    ("factor", "capped", "near"), [(8, True, 0.9), (12, True, 0.95), (16, True, 0.95), (12, False, 1)]
+)
 @pytest.mark.slow
 def test_one_very_long_microbatch_may_be_at_any_place(factor: float, capped: bool, near: float, place: int) -> None:
     cost, cap = one_long(factor, place, capped)

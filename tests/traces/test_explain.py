@@ -335,7 +335,9 @@ def test_a_single_slow_action_is_no_slow_rank(name: Callable[[Action, str], str]
     explained = explain([record(tmp_path / "traces", timeline, name=name)])
     [found] = explained.findings
     assert (found.kind, found.where) == ("slow microbatch", 5)
-    assert re.fullmatch(r"microbatch 5 takes [56]\.\d+ times as long as others, on stage 1 alone \(rank 1\)", found.text)
+    assert re.fullmatch(
+        r"microbatch 5 takes [56]\.\d+ times as long as others, on stage 1 alone \(rank 1\)", found.text
+    )
     assert explained.replay is not None
     assert explained.replay.makespan == pytest.approx(timeline.makespan, rel=0.03)
     [alone] = explain([record(tmp_path / "one", ran(schedule, Machine(actions={"1F5": 9.0})), name=name)]).findings

@@ -69,7 +69,8 @@ def measured_costs(timeline: Timeline, *, late_apart: bool = False, by_microbatc
         timeline: the timeline.
         late_apart: whether actions that took much longer than is usual for their kind and stage are no part of the
             means, but `CostModel.late`.
-        by_microbatch: whether the costs have the factors of `measured_factors`; their other times are those of factor 1.
+        by_microbatch: whether the costs have the factors of `measured_factors`. All other times are then those of
+            factor 1.
     """
     require_timeline(timeline)
     if timeline.slices > 1:
@@ -163,7 +164,11 @@ def _factor(times: Sequence[tuple[float, float]]) -> float:
     """The factor of computations with these times and usual times; 1 if they do not agree, or hardly differ from 1."""
     whole, usual = map(sum, zip(*times, strict=True)) if times else (0.0, 0.0)
     factor = whole / usual if usual else 1.0
-    agree = len(times) > 1 and factor > 0 and all(factor * its <= ALIKE * time <= ALIKE**2 * factor * its for time, its in times)
+    agree = (
+        len(times) > 1
+        and factor > 0
+        and all(factor * its <= ALIKE * time <= ALIKE**2 * factor * its for time, its in times)
+    )
     return factor if agree and not 1 / ALIKE <= factor <= ALIKE else 1.0
 
 

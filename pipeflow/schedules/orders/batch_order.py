@@ -17,7 +17,7 @@ from pipeflow.core.analysis.order import Order
 from pipeflow.core.analysis.simulation import require_costs, simulate, transfers
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
-from pipeflow.core.factors import Factors, put_in_order
+from pipeflow.core.factors import put_in_order
 from pipeflow.core.liveness import ACTIVATIONS, MemoryCap, cap_per_rank
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
@@ -163,11 +163,11 @@ def _made(
     found = []
     for order in orders if memory else orders[:2]:
         its = replace(cost, microbatch_factors=put_in_order(cost.microbatch_factors, order))
-        found += [(*large_first(placement, its, memory, forwards=forwards), order) for forwards in (True, False)]
-    makespan, schedule, order = min(found, key=lambda each: each[0])
+        found += [(_LargeFirst(placement, its, memory, classes), order) for classes in CLASSES]
+    made, order = min(found, key=lambda each: each[0].makespan)
     choice = None
-    if makespan < inf:
-        choice = _Choice.of(Rerun(schedule, replace(cost, microbatch_factors=())), order, cost)
+    if made.makespan < inf:
+        choice = _Choice.of(Rerun(made.schedule(), replace(cost, microbatch_factors=())), order, cost)
         if memory is None:
             return choice if _keeps(choice, bytes_cap) else None
     searched = _searched(start, bytes_cap, max(1, _candidates(start, actions) - int(PASS * len(found))))
@@ -324,6 +324,7 @@ def rearranged(rerun: Rerun, factors: Sequence[float], order: list[int], tries: 
 # come last. The first stage takes forwards in the order of their numbers: small ones that come before a large one fill
 # the ranks that it has not reached.
 
+CLASSES = (1, 2, 3), (2, 1, 3)  # of F, I and W: forwards first, or input-gradient halves
 LARGE = 0.5  # the share of the largest factor from which a microbatch is large
 
 Job = tuple[int, int, int, int]  # its class, microbatch, half and stage; a rank takes the least
@@ -337,33 +338,45 @@ def large_first(
     begins only where its rank has room for it, and no other one before a large one that waits for room. If ranks of
     several stages come to a standstill, the makespan is infinite.
     """
-    run = _LargeFirst(placement, cost, memory, (1, 2, 3) if forwards else (2, 1, 3))
-    while run.events:
-        now, rank = heappop(run.events)
-        if now >= run.free[rank] and (job := run.next_job(now, rank)) is not None:
-            run.start(now, rank, job)
-    whole = sum(map(len, run.rows)) == 3 * placement.num_stages * run.many
-    return max(run.free) if whole else inf, Schedule("for lengths", placement, run.many, tuple(map(tuple, run.rows)))
+    found = _LargeFirst(placement, cost, memory, CLASSES[not forwards])
+    return found.makespan, found.schedule()
 
 
 class _LargeFirst:
-    """The state of a pass that puts large microbatches first. `classes` are those of F, I and W."""
+    """A pass that puts large microbatches first. `classes` are those of F, I and W."""
 
     def __init__(
         self, placement: Placement, cost: CostModel, memory: MemoryUse | None, classes: tuple[int, int, int]
     ) -> None:
         ranks, sizes = range(placement.num_ranks), [max(column) for column in zip(*cost.factors, strict=True)]
-        self.placement, self.cost, self.classes, self.many = placement, cost, classes, len(sizes)
-        self.memory = memory
+        self.placement, self.cost, self.classes, self.memory = placement, cost, classes, memory
         self.large = [size >= LARGE * max(sizes) for size in sizes]
-        self.rows: list[list[Action]] = [[] for _ in ranks]
+        self.times = [cost.durations[half] for half in HALVES]
+        self.rows: list[list[Job]] = [[] for _ in ranks]
         self.free = [0.0 for _ in ranks]
         self.kept = [0.0 for _ in ranks]
         self.arriving: list[list[tuple[float, Job]]] = [[] for _ in ranks]
         self.ready: list[list[Job]] = [[] for _ in ranks]
-        for microbatch in range(self.many):
+        for microbatch in range(len(sizes)):
             self.ready[placement.rank_of(0, microbatch)].append((classes[0], microbatch, 0, 0))
         self.events = [(0.0, rank) for rank in ranks]
+        while self.events:
+            now, rank = heappop(self.events)
+            if now >= self.free[rank] and (job := self.next_job(now, rank)) is not None:
+                self.start(now, rank, job)
+
+    @property
+    def makespan(self) -> float:
+        """Infinite if ranks have come to a standstill."""
+        whole = sum(map(len, self.rows)) == len(HALVES) * self.placement.num_stages * len(self.large)
+        return max(self.free) if whole else inf
+
+    def schedule(self) -> Schedule:
+        """What ran."""
+        rows = (
+            tuple(Action(HALVES[half], stage, microbatch) for _, microbatch, half, stage in row) for row in self.rows
+        )
+        return Schedule("for lengths", self.placement, len(self.large), tuple(rows))
 
     def next_job(self, now: float, rank: int) -> Job | None:
         """The job that a free rank takes."""
@@ -397,17 +410,19 @@ class _LargeFirst:
     def start(self, now: float, rank: int, job: Job) -> None:
         """Runs a job, and sends what it makes to its users."""
         _, microbatch, half, stage = job
-        self.rows[rank].append(Action(HALVES[half], stage, microbatch))
+        factors, path = self.cost.factors, self.placement.paths[microbatch % len(self.placement.paths)]
+        self.rows[rank].append(job)
         if self.memory is not None:
             change = self.memory.at_start[3 * stage + half] + self.memory.at_end[3 * stage + half]
-            self.kept[rank] += change * self.cost.factor(stage, microbatch)
-        self.free[rank] = end = now + self.cost.duration(HALVES[half], stage, microbatch)
+            self.kept[rank] += change * factors[stage][microbatch]
+        self.free[rank] = end = now + self.times[half][stage] * factors[stage][microbatch]
         heappush(self.events, (end, rank))
-        for later, its in _users(half, stage, self.placement.num_stages):
-            user, sender = self.placement.rank_of(its, microbatch), min(stage, its)
-            arrival = end + _delay(self.cost, sender, rank, user, self.cost.factor(sender, microbatch))
-            first = later < 2 and self.large[microbatch]
-            its_class = 0 if first else self.classes[later]
+        for later, its in _users(half, stage, len(path)):
+            user, sender, arrival = path[its], min(stage, its), end
+            if user != rank:
+                link = self.cost.link(rank, user)
+                arrival += link.latency + self.cost.holding(sender, rank, user) * factors[sender][microbatch]
+            its_class = 0 if later < 2 and self.large[microbatch] else self.classes[later]
             heappush(self.arriving[user], (arrival, (its_class, microbatch, later, its)))
             heappush(self.events, (arrival, user))
 
@@ -420,12 +435,3 @@ def _users(half: int, stage: int, stages: int) -> Iterator[tuple[int, int]]:
         yield 2, stage
         if stage:
             yield 1, stage - 1
-
-
-def _delay(cost: CostModel, stage: int, sender: int, receiver: int, factor: float) -> float:
-    """The time between the ranks of two neighbours, of which `stage` is the first; a gradient is as large as its
-    activation.
-    """
-    if sender == receiver:
-        return 0.0
-    return cost.link(sender, receiver).latency + factor * cost.holding(stage, sender, receiver)

@@ -184,7 +184,9 @@ class _State:
         self.unfinished = [0.0 for _ in problem.stages]  # of microbatches with forwards left here
         self.durations = problem.each(problem.durations)
         saved, at_end = problem.each(memory.at_start), problem.each(memory.at_end)
-        self.changes = problem.each([*map(add, memory.at_start, memory.at_end)])  # what an operation adds to what is kept
+        self.changes = problem.each(
+            [*map(add, memory.at_start, memory.at_end)]
+        )  # what an operation adds to what is kept
         self.begins: list[Sequence[float]] = problem.each([0.0 for _ in operations])  # to the unfinished: an F alone
         for stages in problem.stages:
             *own, last = (3 * stage for stage in stages)
@@ -229,7 +231,10 @@ def _reaches(problem: Problem, stages: Sequence[int], most: float) -> list[float
     With this rule the oldest microbatch can always go on: all others on its way are unfinished, and the last of them
     left room for it: for the largest, if they differ.
     """
-    saved = [problem.memory.at_start[3 * stage] * max(problem.factors[stage] if problem.factors else (1,)) for stage in stages]
+    saved = [
+        problem.memory.at_start[3 * stage] * max(problem.factors[stage] if problem.factors else (1,))
+        for stage in stages
+    ]
     return [most - sum(saved[chunk:]) for chunk in range(len(stages) - 1)] + [inf]
 
 

@@ -150,7 +150,9 @@ def _heads(problem: Problem, found: list[Arc], order: list[int], times: Times, p
             for maker, _, later, delay in into[operation]:
                 if microbatch >= later:
                     before = microbatch - later
-                    latest = max(latest, heads[maker][before] + times[maker][before] + delay * passing[operation][before])
+                    latest = max(
+                        latest, heads[maker][before] + times[maker][before] + delay * passing[operation][before]
+                    )
             heads[operation][microbatch] = latest
     return heads
 

@@ -40,7 +40,8 @@ class MemoryUse:
     Per operation, `at_start` is the amount that it adds when it begins, and `at_end` what it adds, mostly a negative
     number, when it ends. `room` has the most that each rank may keep. `spare` has per rank what the I of one
     microbatch, of the largest one, may add: forwards leave that much room, so that a backward can always run. All other
-    amounts are those of factor 1. `unit`: how many activations of a chunk `Timeline.peak_activations` counts as one; None where the amounts are bytes.
+    amounts are those of factor 1. `unit`: how many activations of a chunk `Timeline.peak_activations` counts as one;
+    None where the amounts are bytes.
     """
 
     at_start: tuple[float, ...]
@@ -54,8 +55,8 @@ class MemoryUse:
 class Problem:
     """The data of a search. Per operation, `durations` is its time, `source` the operation whose value it waits for (-1
     for none), and `delays` the time of the transfer of that value. `stages` has per rank its stages in ascending order.
-    `objective` is what the search makes small. `factors` are those of the microbatches per stage, if they differ, in the
-    `order` in which all operations take them; an empty order is that of their numbers.
+    `objective` is what the search makes small. `factors` are those of the microbatches per stage, if they differ, in
+    the `order` in which all operations take them; an empty order is that of their numbers.
     """
 
     placement: Placement

@@ -134,8 +134,8 @@ def improved(
 def _begun(
     builder: Builder, given: Sequence[Schedule], goes_on: Callable[[ScoredOrder], bool]
 ) -> tuple[Builder, list[ScoredOrder]]:
-    """A builder for the best of a few orders of the microbatches, and what the given schedules are in all of them. Where
-    microbatches are alike, there is one order.
+    """A builder for the best of a few orders of the microbatches, and the best of the given schedules and first rules
+    in each of them. Where microbatches are alike, there is one order, and the given schedules are as they are.
     """
     problem = builder.problem
     builders = [builder]
@@ -169,7 +169,9 @@ def _may_gain(problem: Problem, cost: CostModel, schedule: Schedule) -> bool:
     is so, too, if microbatches differ, since one may overtake another in the schedule.
     """
     pairs = bool(cost.overlap) and schedule.has_pairs
-    return pairs or bool(problem.factors) or bool(cost.activation_bytes or cost.route_bytes) or any(problem.memory.spare)
+    return (
+        pairs or bool(problem.factors) or bool(cost.activation_bytes or cost.route_bytes) or any(problem.memory.spare)
+    )
 
 
 def _started(problem: Problem, schedule: Schedule) -> ScoredOrder | None:
@@ -214,7 +216,9 @@ def _searched(
     random = Random(0)
     near = [each for each in found.values() if each[0].objective <= NEAR * best.objective]
     by_rules = [_rule_climb(builder, *each, random) for each in near]
-    orders = {each.order: each for each in begin if each.objective <= NEAR * best.objective and each.order != best.order}
+    orders = {
+        each.order: each for each in begin if each.objective <= NEAR * best.objective and each.order != best.order
+    }
     while True:
         by_moves = [_move_climb(builder.problem, each, random) for each in (best, *orders.values())]
         for climb in (*by_rules, *by_moves) * ROUND:

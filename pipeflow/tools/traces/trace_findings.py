@@ -243,8 +243,9 @@ def _stragglers(timeline: Timeline, usual: Usual) -> Iterator[Finding]:
         slow = {stage: row[worst.microbatch] for stage, row in enumerate(factors) if row[worst.microbatch] > 1}
         if mainly and [*slow] == [worst.stage]:
             factor = slow[worst.stage]
-            text = f"microbatch {worst.microbatch} takes {factor:.2f} times as long as others, on stage {worst.stage} alone"
-            yield Finding("slow microbatch", worst.microbatch, min(seconds, extra), f"{text} (rank {rank})")
+            text = f"microbatch {worst.microbatch} takes {factor:.2f} times as long as others"
+            where = f"on stage {worst.stage} alone (rank {rank})"
+            yield Finding("slow microbatch", worst.microbatch, min(seconds, extra), f"{text}, {where}")
         elif mainly:
             what, takes = listed([str(span.action) for span in one]), "takes" if len(one) == 1 else "take"
             text = (
