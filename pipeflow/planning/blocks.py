@@ -4,8 +4,8 @@ not contain: what precedes and follows the layers, kernels, bytes, times and lay
 A block is norm, attention, norm, MLP (pre-LN). The MLP is a wide linear and an output linear. With `gated` it has two
 wide linears whose outputs are multiplied (SwiGLU, arXiv 2002.05202). With `experts`, the router, a linear without bias,
 sends each token to `experts_per_token` of the MLPs (arXiv 2401.04088). `shared_experts` are further MLPs that get all
-tokens (arXiv 2401.06066). With `dense_layers`, the first layers have one MLP instead. In parallel blocks, one norm
-feeds both attention and MLP (arXiv 2204.02311).
+tokens (arXiv 2401.06066). Layers may be of two kinds: `layer_kinds.py` says which have experts, and the others have one
+MLP. In parallel blocks, one norm feeds both attention and MLP (arXiv 2204.02311).
 
 There are two kinds of attention. Usually, one linear makes query, key and value, and heads of query may share a head of
 key and value (arXiv 2305.13245). Latent attention (MLA, arXiv 2405.04434, section 2.1) first makes a latent vector for
@@ -22,14 +22,16 @@ are split like any MLP, so that each rank has a part of all of them. Source: arX
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache, lru_cache
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, cast
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import Part
 from pipeflow.core.placement import require_at_least, require_positive
+from pipeflow.planning.layer_kinds import ExpertLayers, LayerKind, kinds_of
 
 Biases = Literal["all", "qkv", "none"]
 Norm = Literal["layer", "rms"]
@@ -55,7 +57,7 @@ class Transformer(ABC):
 
     Raises UsageError for sizes below 1, and for sizes that do not divide: `heads` into `hidden` where no `head_size` is
     given, `kv_heads` into `heads`. Also for sizes that belong to others: `q_rank` without `kv_rank`, `dense_layers`
-    without experts, `full_every` without a window.
+    without experts, `full_every` without a window; and as `kinds_of`.
     """
 
     layers: int
@@ -81,11 +83,14 @@ class Transformer(ABC):
     full_every: int = 0
     parallel_block: bool = False
     dense_layers: int = 0
+    expert_layers: ExpertLayers = None
     dense_ffn: int | None = None
     expert_groups: int = 1
     groups_per_token: int = 1
 
     def __post_init__(self) -> None:
+        if isinstance(self.expert_layers, Sequence):
+            object.__setattr__(self, "expert_layers", tuple(self.expert_layers))
         given = {name: size for name in OPTIONAL if (size := getattr(self, name)) is not None}
         always = ("layers", "hidden", "heads", "experts", "experts_per_token", "expert_groups", "groups_per_token")
         require_positive(**{name: getattr(self, name) for name in always}, **given)
@@ -116,28 +121,38 @@ class Transformer(ABC):
 
     def _require_owners(self) -> None:
         """Raises UsageError for sizes that say nothing without another one."""
+        has_dense = self.dense_layers > 0 or self.expert_layers is not None
         owned = {
             "q_rank": (self.q_rank is not None, self.kv_rank is not None, "kv_rank"),
             "rope_size": (self.rope_size > 0, self.kv_rank is not None, "kv_rank"),
             "full_every": (self.full_every > 0, self.window is not None, "window"),
             "dense_layers": (self.dense_layers > 0, self.experts > 1, "experts of at least 2"),
-            "dense_ffn": (self.dense_ffn is not None, self.dense_layers > 0, "dense_layers"),
+            "expert_layers": (self.expert_layers is not None, self.experts > 1, "experts of at least 2"),
+            "dense_ffn": (self.dense_ffn is not None, has_dense, "dense_layers or expert_layers"),
         }
         for name, (is_given, has_owner, owner) in owned.items():
             if is_given and not has_owner:
                 raise UsageError(f"{name}={getattr(self, name)} needs {owner}: give it too, or leave out {name}")
-        if self.dense_layers >= self.layers > 1 and self.experts > 1:
-            raise UsageError(f"dense_layers={self.dense_layers} leave no layer of {self.layers} with experts")
+        if self.experts > 1:
+            kinds_of(self.layers, self.expert_layers, self.dense_layers)
         if self.kv_rank is not None and self.head_width <= self.rope_size:
             raise UsageError(f"rope_size={self.rope_size} must be less than head_size={self.head_width}")
 
     @property
-    def dense(self) -> Self:
-        """The model if all its layers were as its first `dense_layers`."""
-        wide = self.active_experts * self.wide if self.dense_ffn is None else self.dense_ffn
-        plain = {"experts": 1, "experts_per_token": 1, "shared_experts": 0, "dense_layers": 0, "dense_ffn": None}
-        sizes: dict[str, Any] = {"ffn": wide, "expert_groups": 1, "groups_per_token": 1, **plain}
-        return replace(self, **sizes)
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Per layer, its kind: with "experts", or "dense"."""
+        if self.experts == 1:
+            return ("dense",) * self.layers
+        return kinds_of(self.layers, self.expert_layers, self.dense_layers)
+
+    @property
+    def further_kinds(self) -> tuple[LayerKind, ...]:
+        """Per layer that predicts a further token, its kind: that of the last layer."""
+        return self.kinds[-1:] * self.further_layers
+
+    def of_kind(self, kind: LayerKind) -> Self:
+        """The model if all its layers were of one kind."""
+        return self if self.experts == 1 else cast(Self, _of_kind(self, kind))
 
     @property
     def wide(self) -> int:
@@ -215,7 +230,7 @@ class Transformer(ABC):
     def active_parameters(self) -> int:
         """The parameters that one token uses: all of them but those of the experts that it is not sent to."""
         idle = self.experts - self.experts_per_token
-        return self.parameters - idle * (self.layers - self.dense_layers + self.further_layers) * self._mlps(1, 1)
+        return self.parameters - idle * (self.kinds + self.further_kinds).count("experts") * self._mlps(1, 1)
 
     @property
     def further_layers(self) -> int:
@@ -234,23 +249,20 @@ class Transformer(ABC):
                 f"layers {wrong[0]} are not a part of {self.layers} layers: give (start, end), end excluded"
             )
         first, last = any(start == 0 for start, _ in parts), any(end == self.layers for _, end in parts)
-        layers, dense = sum(end - start for start, end in parts), sum(map(self.dense_of, parts))
-        ends = self.parameters_held(layers, tensor, first=first, last=last, dense=dense)
-        return ends + (layers - dense + last * self.further_layers) * self.expert_parameters(1, tensor)
+        every = self.kinds
+        kinds = [kind for start, end in parts for kind in every[start:end]]
+        routed = [*kinds, *self.further_kinds * last].count("experts")
+        held = self.parameters_held(kinds, tensor, first=first, last=last)
+        return held + routed * self.expert_parameters(1, tensor)
 
-    def dense_of(self, part: Part) -> int:
-        """The number of layers [start, end) that are among the first `dense_layers`."""
-        return max(0, min(part[1], self.dense_layers) - part[0])
-
-    def parameters_held(self, layers: int, tensor: int, *, first: bool, last: bool, dense: int = 0) -> int:
-        """Parameters of one of `tensor` ranks that holds `layers` layers, of which `dense` are among the first, without
-        those of experts that tokens are sent to. With `first` and `last`, it also holds the parts before and after the
-        layers. Raises UsageError as `require_tensor` does.
+    def parameters_held(self, kinds: Sequence[LayerKind], tensor: int, *, first: bool, last: bool) -> int:
+        """Parameters of one of `tensor` ranks that holds layers of these kinds, without those of experts that tokens
+        are sent to. With `first` and `last`, it also holds the parts before and after the layers. Raises UsageError as
+        `require_tensor` does.
         """
         self.require_tensor(tensor)
-        dense_block = _block_of(self.dense, tensor) if dense else 0
-        ends = self._ends(tensor, first=first, last=last)
-        return (layers - dense) * _block_of(self, tensor) + dense * dense_block + ends
+        layers = sum(count * _block_of(self.of_kind(kind), tensor) for kind, count in Counter(kinds).items())
+        return layers + self._ends(tensor, first=first, last=last)
 
     def expert_parameters(self, expert: int, split: int) -> int:
         """Parameters of a layer's experts, without the shared ones, on one of `expert` ranks of `split` devices. Raises
@@ -286,9 +298,9 @@ class Transformer(ABC):
         without what is computed again: three times those of the products in the forward, but for the first linear of
         images, whose backward has one half.
         """
-        tokens = self.tokens if sequence is None else sequence
-        dense = self.dense_layers * (self.dense.linear_flops - self.linear_flops) if self.dense_layers else 0
-        layers = (self.layers + self.further_layers) * (self.linear_flops + self.attention_flops(tokens)) + dense
+        tokens, kinds = self.tokens if sequence is None else sequence, self.kinds + self.further_kinds
+        linears = sum(count * self.of_kind(kind).linear_flops for kind, count in Counter(kinds).items())
+        layers = linears + len(kinds) * self.attention_flops(tokens)
         return round(tokens * (3 * (layers + self.head_flops) + 2 * self.embedding_flops))
 
     def require_tensor(self, tensor: int) -> None:
@@ -304,9 +316,10 @@ class Transformer(ABC):
             raise UsageError(
                 f"tensor={tensor} neither divides {self.key_heads} heads of key and value nor is a multiple of that"
             )
-        if self.experts == 1 and self.wide % tensor:
-            near = near_divisors(self.wide, tensor)
-            raise UsageError(f"tensor={tensor} does not divide the MLP width of {self.wide}: {near}")
+        wide = self.of_kind("dense").wide if "dense" in self.kinds else tensor
+        if wide % tensor:
+            near = near_divisors(wide, tensor)
+            raise UsageError(f"tensor={tensor} does not divide the MLP width of {wide}: {near}")
 
     @property
     def attention_linears(self) -> tuple[Linear, ...]:
@@ -383,6 +396,17 @@ class Transformer(ABC):
         if self.biases == "all":
             whole += self.hidden
         return split // tensor + whole + self._mlps(self.always_used, tensor)
+
+
+@lru_cache(maxsize=256)
+def _of_kind(model: Transformer, kind: LayerKind) -> Transformer:
+    """As `Transformer.of_kind`, for a mixture."""
+    alike: dict[str, Any] = {"dense_layers": 0, "expert_layers": None, "dense_ffn": None}
+    if kind == "dense":
+        wide = model.active_experts * model.wide if model.dense_ffn is None else model.dense_ffn
+        alike |= {"ffn": wide, "experts": 1, "experts_per_token": 1, "shared_experts": 0}
+        alike |= {"expert_groups": 1, "groups_per_token": 1}
+    return replace(model, **alike)
 
 
 @lru_cache(maxsize=256)

@@ -37,7 +37,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "kimi-linear": "three of four layers have linear attention",
         "minimax-text": "seven of eight layers have linear attention",
         "rwkv": "its layers have no attention",
-        "llama4-maverick": "every second layer has experts, and only first layers can be planned without",
     }
 )
 """By the beginning of a name: why models that are called so cannot be planned."""

@@ -4,10 +4,10 @@ under a placement. Must not contain: what layers cost, and searches for other si
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise, product
 from math import inf
 from typing import NamedTuple
 
@@ -21,25 +21,37 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.device_map import map_devices
+from pipeflow.planning.layer_kinds import LayerKind
 from pipeflow.planning.physical import Physical, physical_costs, stage_costs
 from pipeflow.planning.setup import Setup
 
 FIRST = (0.0, 0.5, 1.0, 2.0)  # layers that the part before them is worth
 LAST = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0)  # and the part after them
+DENSE = (1.0, 0.8, 0.6, 0.4)  # times of a layer with experts, that a layer without takes
 
 
 @lru_cache(maxsize=4096)
 def cut_by_load(
-    layers: int, placement: Placement, first: float, last: float, paces: tuple[float, ...] = ()
+    layers: int,
+    placement: Placement,
+    first: float,
+    last: float,
+    paces: tuple[float, ...] = (),
+    weights: tuple[float, ...] = (),
 ) -> tuple[Part, ...]:
-    """Per stage its layers [start, end). All layers cost 1. The part before them costs `first`, and the part after them
-    costs `last`. `paces` say per rank how many times as long it takes; by default all ranks are alike.
+    """Per stage its layers [start, end). A layer costs 1, or its one of `weights`, whose mean is 1. The part before the
+    layers costs `first`, and the part after them costs `last`. `paces` say per rank how many times as long it takes; by
+    default all ranks are alike.
 
     Each stage gets a layer. Each other layer goes to the stage whose rank has the least work with it. Ties go to the
-    lightest stage, then to the last one. With one stage per rank, no other cut has a lighter busiest rank.
+    lightest stage, then to the last one. With one stage per rank, no other cut of layers that cost 1 has a lighter
+    busiest rank. With weights, borders then move to where as much work is before them, and one by one as long as the
+    busiest ranks get lighter.
 
     >>> cut_by_load(32, Placement.linear(8), 0.0, 2.4)
     ((0, 4), (4, 8), (8, 12), (12, 16), (16, 20), (20, 25), (25, 30), (30, 32))
+    >>> cut_by_load(6, Placement.linear(2), 0.0, 0.0, weights=(0.5, 0.5, 0.5, 1.5, 1.5, 1.5))
+    ((0, 4), (4, 6))
     """
     stages = placement.num_stages
     share = 1 / len(placement.paths)  # of the microbatches, that a path has
@@ -63,7 +75,49 @@ def cut_by_load(
         loads[stage] += 1
         for rank in holders[stage]:
             ranks[rank] += one[rank]
-    return tuple(pairwise(accumulate(sizes, initial=0)))
+    borders = [*accumulate(sizes, initial=0)]
+    if weights:
+        borders = _weighed(borders, [0.0, *accumulate(weights)], holders, one, (first, last))
+    return tuple(pairwise(borders))
+
+
+def _weighed(
+    even: list[int],
+    work: Sequence[float],
+    holders: Sequence[Sequence[int]],
+    one: Sequence[float],
+    ends: tuple[float, float],
+) -> list[int]:
+    """The borders of stages whose layers do not cost the same. `even` are those for layers that cost 1, and `work` is
+    that of all layers before each layer. `holders` are the ranks of each stage, and `one` is the time of a mean layer
+    on each rank.
+    """
+    stages = len(holders)
+
+    def busy(borders: list[int]) -> list[float]:
+        ranks = [0.0] * len(one)
+        for stage, (start, end) in enumerate(pairwise(borders)):
+            more = ends[0] * (stage == 0) + ends[1] * (stage == stages - 1)
+            for rank in holders[stage]:
+                ranks[rank] += (work[end] - work[start] + more) * one[rank]
+        return sorted(ranks, reverse=True)
+
+    near = [0]
+    for stage, border in enumerate(even[1:-1], start=1):
+        possible = range(near[-1] + 1, even[-1] - stages + stage + 1)
+        near.append(min(possible, key=lambda layer: abs(work[layer] - border)))
+    best = min([*near, even[-1]], even, key=busy)
+    while True:
+        moved = [
+            [*best[:one], *(border + by for border in best[one:other]), *best[other:]]
+            for one, other in combinations(range(1, stages + 1), 2)
+            for by in (-1, 1)
+            if best[one - 1] < best[one] + by and best[other - 1] + by < best[other]
+        ]
+        better = min([best, *moved], key=busy)
+        if busy(better) >= busy(best):
+            return best
+        best = better
 
 
 @lru_cache(maxsize=4096)
@@ -105,47 +159,62 @@ def cut_with_ends(layers: int, placement: Placement, first: int | None, last: in
 
 
 class Profile(NamedTuple):
-    """The time of one microbatch in the whole model, of the parts before and after the layers, in layers, and of one
-    layer.
+    """The time of one microbatch in the whole model, of the parts before and after the layers, in mean layers, and of a
+    mean layer. `weights`: per layer its time, as a multiple of that; empty if all layers are alike.
     """
 
     time: float
     first: float
     last: float
     layer: float
+    weights: tuple[float, ...] = ()
 
 
 def profile(model: Transformer, setup: Setup, cluster: Cluster | None) -> Profile:
     """The profile under a setup: in seconds on a cluster of one kind, else in forwards of a layer, with communication
     free. Raises UsageError for a model that the setup does not fit, and as `physical_costs`.
     """
-    layers, setup = model.layers, setup if setup.expert > 1 else replace(setup, data=1)
-    cut = list(pairwise(sorted({0, 1, max(layers - 1, 1), layers})))
-    placement = Placement.linear(len(cut))
-    cost = stage_costs(model, placement, setup, cluster, cut=cut)
-    times = [sum(each) for each in zip(cost.forward, cost.backward_input, cost.backward_weight, strict=True)]
-    layer = times[1] / (layers - 2) if layers > 2 else min(times)
-    before, after = (round(max(times[end] / layer - 1, 0.0), 1) if layers > 1 else 0.0 for end in (0, -1))
-    return Profile(sum(times), before, after, layer)
+    runs, (first, *times, last) = _part_times(model, setup, cluster)
+    layer = sum(times) / model.layers
+    before, after = (round(each / layer, 1) for each in (first, last))
+    each = {model.kinds[start]: time / (end - start) for time, (start, end) in zip(times, runs, strict=True)}
+    weights = _weights(model.kinds, {kind: round(time / max(each.values()), 1) for kind, time in each.items()})
+    return Profile(first + sum(times) + last, before, after, layer, weights)
+
+
+def _part_times(model: Transformer, setup: Setup, cluster: Cluster | None) -> tuple[list[Part], list[float]]:
+    """The longest parts of layers that are of one kind, and the times of what is before the layers, of each of these
+    parts, and of what is after the layers.
+    """
+    changes = [layer for layer, (one, other) in enumerate(pairwise(model.kinds), start=1) if one != other]
+    runs = list(pairwise([0, *changes, model.layers]))
+    cut = [(0, 0), *runs, (model.layers, model.layers)]
+    setup = setup if setup.expert > 1 else replace(setup, data=1)
+    cost = stage_costs(model, Placement.linear(len(cut)), setup, cluster, cut=cut)
+    times = zip(cost.forward, cost.backward_input, cost.backward_weight, strict=True)
+    return runs, [sum(each) for each in times]
 
 
 class Loads(NamedTuple):
     """What cuts by costs start from: the parts before and after the layers, in layers of their ranks, and per rank the
-    time of a layer, as a multiple of the shortest; no times where all ranks are alike.
+    time of a layer, as a multiple of the shortest; no times where all ranks are alike. `weights` are those of a
+    profile, on the slowest kind of devices.
     """
 
     first: float
     last: float
     paces: tuple[float, ...] = ()
+    weights: tuple[float, ...] = ()
 
 
 def loads_of(ranks: Sequence[tuple[int, ...]], profiles: Sequence[Profile]) -> Loads:
     """The loads of ranks that lie on several kinds of devices: per rank, its kinds as places in `profiles`."""
     if len(profiles) == 1:
-        return Loads(profiles[0].first, profiles[0].last)
+        return Loads(profiles[0].first, profiles[0].last, weights=profiles[0].weights)
     slowest = [max((profiles[kind] for kind in kinds), key=lambda each: each.layer) for kinds in ranks]
     least = min(each.layer for each in profiles)
-    return Loads(slowest[0].first, slowest[-1].last, tuple(each.layer / least for each in slowest))
+    weights = max(profiles, key=lambda each: each.layer).weights
+    return Loads(slowest[0].first, slowest[-1].last, tuple(each.layer / least for each in slowest), weights)
 
 
 def _loads(model: Transformer, placement: Placement, setup: Setup, cluster: Cluster | None) -> Loads:
@@ -160,10 +229,7 @@ def part_shares(model: Transformer, setup: Setup, kind: Cluster) -> tuple[float,
     """The share of the time of a microbatch that each part of a model takes on one kind of devices. Layers of a part
     are alike.
     """
-    layers, setup = model.layers, setup if setup.expert > 1 else replace(setup, data=1)
-    cut = list(pairwise(sorted({0, 1, min(max(model.dense_layers, 1), layers), max(layers - 1, 1), layers})))
-    cost = stage_costs(model, Placement.linear(len(cut)), setup, kind, cut=cut)
-    times = [sum(each) for each in zip(cost.forward, cost.backward_input, cost.backward_weight, strict=True)]
+    times = _part_times(model, setup, kind)[1]
     return tuple(each / sum(times) for each in times)
 
 
@@ -180,11 +246,22 @@ def cut_by_cost(
     return cut_by_load(model.layers, placement, *_loads(model, placement, setup, cluster))
 
 
-def cuts_to_try(layers: int, placement: Placement, paces: tuple[float, ...] = ()) -> Iterator[tuple[Part, ...]]:
-    """Cuts for heads and embeddings of different weights, each once; with `paces`, also those for these ranks."""
-    kinds = dict.fromkeys(((), paces))
-    loads = (cut_by_load(layers, placement, first, last, each) for each in kinds for last in LAST for first in FIRST)
+def cuts_to_try(
+    layers: int, placement: Placement, paces: tuple[float, ...] = (), kinds: Sequence[LayerKind] = ()
+) -> Iterator[tuple[Part, ...]]:
+    """Cuts for heads and embeddings of different weights, each once; with `paces`, also those for these ranks. With the
+    `kinds` of the layers, also for layers of different weights.
+    """
+    weighed = dict.fromkeys(_weights(kinds, {"experts": 1.0, "dense": dense}) for dense in DENSE)
+    given = list(product(weighed, dict.fromkeys(((), paces)), LAST, FIRST))
+    loads = (cut_by_load(layers, placement, first, last, pace, weights) for weights, pace, last, first in given)
     yield from dict.fromkeys((even_cut(layers, placement.num_stages), *loads))
+
+
+def _weights(kinds: Sequence[LayerKind], times: Mapping[LayerKind, float]) -> tuple[float, ...]:
+    """Weights of layers of kinds that take these times; none if all layers are of one kind."""
+    whole = sum(times[kind] for kind in kinds)
+    return tuple(times[kind] * len(kinds) / whole for kind in kinds) if len({*kinds}) > 1 else ()
 
 
 def fastest_cut(model: Transformer, schedule: Schedule, setup: Setup, cluster: Cluster) -> tuple[Part, ...]:
@@ -200,7 +277,7 @@ def fastest_cut(model: Transformer, schedule: Schedule, setup: Setup, cluster: C
     def least(physical: Physical) -> float:
         return physical.after + least_makespan(physical.cost, placement, schedule.num_microbatches, split=is_split)
 
-    cuts = cuts_to_try(model.layers, placement, paces)
+    cuts = cuts_to_try(model.layers, placement, paces, model.kinds)
     costs = {cut: physical_costs(model, placement, setup, cluster, cut=cut) for cut in cuts}
     best: tuple[float, tuple[Part, ...]] | None = None
     for bound, cut in sorted(((least(physical), cut) for cut, physical in costs.items()), key=lambda each: each[0]):

@@ -262,19 +262,21 @@ def _costs(wanted: Wanted, cell: Cell, placement: Placement, limit: float) -> tu
 
 
 def _cuts(wanted: Wanted, cell: Cell, placement: Placement) -> Iterator[Cut]:
-    """Evenly, and by what layers cost on each kind of devices alone. With several kinds also by what they cost where
-    they lie, by the memory there, and halfway.
+    """Evenly, and by what layers cost on each kind of devices alone. Layers of several kinds count alike once, since a
+    first stage with many light layers keeps much, and once by what each costs. With several kinds of devices also by
+    what layers cost where they lie, by the memory there, and halfway.
     """
     layers, mapped = wanted.model.layers, map_devices(wanted.cluster, cell.setup, cell.pipeline)
     yield even_cut(layers, placement.num_stages)
     profiles = [_profile(wanted.model, _of_one_replica(cell.setup), kind) for kind in mapped.kinds]
-    yield from (cut_by_load(layers, placement, each.first, each.last) for each in profiles)
+    for each in profiles:
+        yield from (cut_by_load(layers, placement, each.first, each.last, (), own) for own in ((), each.weights))
     if len(profiles) > 1 and not mapped.is_mixed:
-        first, last, paces = loads_of(mapped.ranks, profiles)
+        first, last, paces, weights = loads_of(mapped.ranks, profiles)
         lacking = wanted.lacking(cell.setup, cell.pipeline)
         memory = tuple(wanted.limit / (wanted.limit - less) for less in lacking)
         halfway = tuple((pace * more) ** 0.5 for pace, more in zip(paces, memory, strict=True))
-        yield from (cut_by_load(layers, placement, first, last, each) for each in (paces, memory, halfway))
+        yield from (cut_by_load(layers, placement, first, last, each, weights) for each in (paces, memory, halfway))
 
 
 def _costs_of(wanted: Wanted, cell: Cell, placement: Placement, limit: float, cut: Cut) -> _Costs | None:

@@ -339,7 +339,7 @@ def _least(wanted: Wanted, cell: Cell) -> float:
         for of, least in ((precision.weight, 2), (precision.gradient, 1))
     )
     model, states = wanted.model, precision.master + precision.moments
-    routed = (model.layers - model.dense_layers) * model.expert_parameters(1, 1)
+    routed = (model.kinds + model.further_kinds).count("experts") * model.expert_parameters(1, 1)
     others = (model.parameters - routed) / (setup.tensor * cell.pipeline)
     own = routed / (setup.expert * setup.expert_split * cell.pipeline)
     divided = others * states / setup.shards + own * states / setup.expert_shards

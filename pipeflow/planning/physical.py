@@ -312,10 +312,10 @@ def _layers(
     model: Transformer, setup: Setup, share: Share, whole: Parameters, forward: float, backward: float
 ) -> StageLayers:
     """The layers of a share with these parameters, which together take so many seconds, and what is in none of them."""
-    ends = parameters_of(model, [share._replace(layers=0, dense=0)], setup)
-    number = max(1, share.layers)
+    ends = parameters_of(model, [share._replace(layers=())], setup)
+    number = max(1, len(share.layers))
     each = Parameters((whole.others - ends.others) // number, whole.experts // number)
-    return StageLayers(share.layers, each, ends, forward / number, backward / number)
+    return StageLayers(len(share.layers), each, ends, forward / number, backward / number)
 
 
 def _tied(model: Transformer, placement: Placement, setup: Setup, mesh: Mesh, rates: Rates) -> float:

@@ -55,6 +55,7 @@ _GLM: dict[str, Any] = {"kv_heads": 8, "biases": "qkv"}
 _GPT_OSS = _mixture(
     _llama(24, 2880, 64, 2880, 4096, 201088, kv_heads=8, head_size=64, biases="all", window=128, full_every=2), 32, 4
 )
+_SCOUT = _mixture(_llama(48, 5120, 40, 8192, 8192, 202048, kv_heads=8), 16, 1, 1)
 _NEMOTRON: dict[str, Any] = {"gated": False, "norm": "layer"}
 
 _GPTS = {
@@ -138,7 +139,8 @@ _MIXTURES = {
     "qwen2-57b-a14b": _mixture(_llama(28, 3584, 28, 2560, 4096, 151936, kv_heads=4, biases="qkv"), 64, 8, 8),
     "qwen3-30b-a3b": _mixture(_llama(48, 2048, 32, 768, 4096, 151936, kv_heads=4, **_QWEN3), 128, 8),
     "qwen3-235b-a22b": _mixture(_llama(94, 4096, 64, 1536, 4096, 151936, kv_heads=4, **_QWEN3), 128, 8),
-    "llama4-scout-17b-16e": _mixture(_llama(48, 5120, 40, 8192, 8192, 202048, kv_heads=8), 16, 1, 1),
+    "llama4-scout-17b-16e": _SCOUT,
+    "llama4-maverick-17b-128e": replace(_SCOUT, experts=128, expert_layers=2, dense_ffn=16384),
     "gpt-oss-20b": _GPT_OSS,
     "gpt-oss-120b": replace(_GPT_OSS, layers=36, experts=128),
     "glm4.5-air-106b": _mixture(_llama(46, 4096, 96, 1408, 4096, 151552, head_size=128, **_GLM), 128, 8, 1, (1, 10944)),

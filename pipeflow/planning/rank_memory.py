@@ -19,6 +19,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.engines import engine_named
 from pipeflow.planning.kept import gradient_bytes, layer_kept, recomputed_bytes
+from pipeflow.planning.layer_kinds import LayerKind
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.shares import Parameters, Share, parameters_of, passed_bytes, shares_of, tokens_of
 from pipeflow.planning.transformer import GPT
@@ -142,7 +143,8 @@ class Held(NamedTuple):
         parts, recomputed_bytes, backward_bytes, transfer_bytes: as in RankPlan.
         stages: parameters of each of its stages.
         whole: parameters of all of them. A word table that is also the head counts once.
-        layer, ends: of these, those of one layer, and those in no layer.
+        pair: parameters of two layers, one after the other, that have the most together; of one layer, twice its own.
+        ends: parameters in no layer.
         tables: per stage, numbers of its whole gradients that belong to other tensor ranks.
         adapters: parameters of adapters, which are not among those above.
         layer_kept: bytes that one layer at least keeps for its backward, for a microbatch.
@@ -154,7 +156,7 @@ class Held(NamedTuple):
     transfer_bytes: float
     stages: tuple[Parameters, ...]
     whole: Parameters
-    layer: Parameters
+    pair: tuple[Parameters, Parameters]
     ends: Parameters
     tables: tuple[int, ...]
     adapters: int = 0
@@ -189,8 +191,9 @@ def held_by(
     buffers = microbatches if engine.buffers_all and placement.num_ranks > 1 else 1
     shares = shares_of(model, parts)
     own = [shares[stage] for stage in stages]
-    has_layers = any(share.layers for share in own)
-    again, backward = (each(model, setup) if has_layers else 0 for each in (recomputed_bytes, gradient_bytes))
+    layers = dict.fromkeys((kind, its) for share in dict.fromkeys(own) for _, kind, its in share.kinds(model, setup))
+    in_layers = [(recomputed_bytes(kind, its), gradient_bytes(kind, its)) for kind, its in layers]
+    again, backward = max(in_layers, key=sum, default=(0, 0))
     received = transferred(placement, rank, [float(buffers * passed_bytes(model, setup))] * len(parts))
     if any(share.last for share in own):  # the loss comes before any layer is computed again
         logits, width = round(tokens_of(model, setup) * model.head_outputs(setup.tensor)), setup.precision.weight
@@ -199,9 +202,7 @@ def held_by(
         if (in_loss := loss * logits - output) > again + backward:
             again, backward = in_loss, 0
         received += buffers * output
-    layer = parameters_of(model, [Share(min(1, sum(share.layers for share in own)), first=False, last=False)], setup)
     each = {share: parameters_of(model, [share], setup) for share in set(own)}
-    kept = [layer_kept(kind, its) for share in set(own) for _, kind, its in share.kinds(model, setup)]
     return Held(
         tuple(parts[stage] for stage in stages),
         again,
@@ -209,12 +210,21 @@ def held_by(
         received,
         tuple(each[share] for share in own),
         parameters_of(model, own, setup),
-        layer,
-        parameters_of(model, [share._replace(layers=0, dense=0) for share in own], setup),
+        _pair(model, [kind for share in own for kind in share.layers], setup),
+        parameters_of(model, [share._replace(layers=()) for share in own], setup),
         tuple(_others_rows(model, setup) if share.first else 0 for share in own),
         learned_parameters(model, own, setup).total,
-        tokens_of(model, setup) * min(kept, default=0),
+        tokens_of(model, setup) * min((layer_kept(kind, its) for kind, its in layers), default=0),
     )
+
+
+def _pair(model: Transformer, layers: Sequence[LayerKind], setup: Setup) -> tuple[Parameters, Parameters]:
+    """The `pair` of a rank with these layers."""
+    pairs = set(pairwise(layers)) or {(kind, kind) for kind in layers}
+    each = {kind: parameters_of(model, [Share((kind,), first=False, last=False)], setup) for kind in set(layers)}
+    none = Parameters(0, 0)
+    found = [(each[one], each[other]) for one, other in pairs]
+    return max(found, key=lambda pair: sum(layer.total for layer in pair), default=(none, none))
 
 
 def _others_rows(model: Transformer, setup: Setup) -> int:
@@ -331,13 +341,14 @@ def _gathered(setup: Setup, held: Held, *, by_layer: bool) -> int:
     precision = setup.precision
     if setup.zero < 2:
         return 0
+    layers = [_divided(setup, each) for each in held.pair]
     if not by_layer:
         sizes = sorted(_divided(setup, each) for each in held.stages)
-        return precision.weight * (sum(sizes[-WHOLE:]) + 2 * _divided(setup, held.layer)) if setup.zero == 3 else 0
-    layer, ends = _divided(setup, held.layer), _divided(setup, held.ends)
+        return precision.weight * (sum(sizes[-WHOLE:]) + sum(layers)) if setup.zero == 3 else 0
+    ends = _divided(setup, held.ends)
     gradient = 0 if setup.reduce_once else precision.gradient
-    made = 2 * max(0, gradient * layer - held.layer_kept) + gradient * ends
-    return made + (2 * layer + ends) * (precision.weight if setup.zero == 3 else 0)
+    made = sum(max(0, gradient * layer - held.layer_kept) for layer in layers) + gradient * ends
+    return made + (sum(layers) + ends) * (precision.weight if setup.zero == 3 else 0)
 
 
 def _divided(setup: Setup, parameters: Parameters) -> int:

@@ -4,6 +4,7 @@ bytes that are kept, and times.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -13,6 +14,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import Cut, Part, stage_parts
 from pipeflow.core.placement import Placement
 from pipeflow.planning.blocks import Transformer, near_divisors
+from pipeflow.planning.layer_kinds import LayerKind
 from pipeflow.planning.setup import Setup
 
 T = TypeVar("T")
@@ -23,34 +25,33 @@ class Share(NamedTuple):
     """The share of a model that stages hold together: shares that are equal cost the same.
 
     Attributes:
-        layers: number of layers.
+        layers: the kind of each of its layers, in their order.
         first: whether the part before the layers belongs to it.
         last: whether the part after the layers belongs to it.
-        dense: the number of its layers that are without experts in a model that has some.
     """
 
-    layers: int
+    layers: tuple[LayerKind, ...]
     first: bool
     last: bool
-    dense: int = 0
 
     def kinds(self, model: Transformer, setup: Setup) -> list[tuple[int, Transformer, Setup]]:
         """How many of its layers are as those of which model and setup: in the latter, all layers have a checkpoint or
         none has, and all of them are offloaded or none is. The last share also has the layers that predict further
         tokens.
         """
-        checkpointed = self.layers if setup.checkpoint_layers is None else min(setup.checkpoint_layers, self.layers)
-        offloaded = min(max(0, setup.offload_layers - ON_THEIR_WAY), self.layers)
-        borders = sorted({0, self.dense, checkpointed, offloaded, self.layers})
+        number = len(self.layers)
+        checkpointed = number if setup.checkpoint_layers is None else min(setup.checkpoint_layers, number)
+        offloaded = min(max(0, setup.offload_layers - ON_THEIR_WAY), number)
         found: list[tuple[int, Transformer, Setup]] = []
-        for start, end in pairwise(borders):
+        for start, end in pairwise(sorted({0, checkpointed, offloaded, number})):
             each = setup
             if setup.checkpoint_layers is not None or setup.offload_layers:
                 kept = setup.checkpoint if start < checkpointed else "none"
                 each = replace(setup, checkpoint=kept, checkpoint_layers=None, offload_layers=int(start < offloaded))
-            found.append((end - start, model.dense if start < self.dense else model, each))
-        if self.last and model.further_layers:
-            found.append((model.further_layers, model, replace(setup, checkpoint_layers=None, offload_layers=0)))
+            found += [(count, model.of_kind(kind), each) for kind, count in Counter(self.layers[start:end]).items()]
+        if self.last:
+            each = replace(setup, checkpoint_layers=None, offload_layers=0)
+            found += [(count, model.of_kind(kind), each) for kind, count in Counter(model.further_kinds).items()]
         return found
 
 
@@ -86,10 +87,8 @@ def _covering(cut: Sequence[float] | Sequence[Part], layers: int) -> list[Part]:
 
 def shares_of(model: Transformer, parts: Sequence[Part]) -> list[Share]:
     """Per stage its share. `parts` are the layers of all stages."""
-    last = len(parts) - 1
-    return [
-        Share(part[1] - part[0], stage == 0, stage == last, model.dense_of(part)) for stage, part in enumerate(parts)
-    ]
+    kinds, last = model.kinds, len(parts) - 1
+    return [Share(kinds[start:end], stage == 0, stage == last) for stage, (start, end) in enumerate(parts)]
 
 
 class Parameters(NamedTuple):
@@ -106,10 +105,12 @@ class Parameters(NamedTuple):
 
 def parameters_of(model: Transformer, shares: Iterable[Share], setup: Setup) -> Parameters:
     """Parameters of a device that holds these shares together."""
-    layers, firsts, lasts, denses = zip(*shares, strict=True)
-    others = model.parameters_held(sum(layers), setup.tensor, first=any(firsts), last=any(lasts), dense=sum(denses))
-    each = model.expert_parameters(setup.expert, setup.expert_split)
-    return Parameters(others, (sum(layers) - sum(denses) + any(lasts) * model.further_layers) * each)
+    held = list(shares)
+    first, last = any(share.first for share in held), any(share.last for share in held)
+    kinds = [kind for share in held for kind in share.layers]
+    routed = [*kinds, *model.further_kinds * last].count("experts")
+    others = model.parameters_held(kinds, setup.tensor, first=first, last=last)
+    return Parameters(others, routed * model.expert_parameters(setup.expert, setup.expert_split))
 
 
 def for_shares(model: Transformer, parts: Sequence[Part], of: Callable[[Share], T]) -> list[T]:

@@ -314,7 +314,9 @@ class Plan(StepPlan):
         if model.experts > 1:
             active = count_text(model.active_parameters)
             divided = f"; {self.setup.expert} expert ranks" if self.setup.expert > 1 else ""
-            yield f"{model.experts} experts: a token uses {model.active_experts}, {active} parameters{divided}"
+            has = model.kinds.count("experts")
+            where = f" in {has} of {model.layers} layers" if has < model.layers else ""
+            yield f"{model.experts} experts{where}: a token uses {model.active_experts}, {active} parameters{divided}"
         yield from super(Plan, self).heading()
         if self.has_uneven_layout:
             yield f"layout: {self.layout_string}"

@@ -54,7 +54,9 @@ class GPT(Transformer):
         full_every: every N-th layer sees all tokens despite `window`; 0 for none.
         parallel_block: whether attention and the MLP of a block read the same norm.
         dense_layers: how many of the first layers have one MLP instead of experts.
-        dense_ffn: width of that MLP; by default that of all experts that a token uses.
+        expert_layers: which layers have experts: N for layer N, 2N and so on, or 0 or 1 for each layer; by default all
+            but the first `dense_layers`.
+        dense_ffn: width of the MLP of layers without experts; by default that of all experts that a token uses.
         expert_groups: equal groups of experts (arXiv 2412.19437, part 2.1.2).
         groups_per_token: groups whose experts a token uses.
         positions: tokens per sequence; with a position table, the most that there can be.
@@ -63,7 +65,7 @@ class GPT(Transformer):
         tied: whether the head shares the weight of the word table.
         position_table: whether positions are learned; rotary positions have no parameters.
         mtp: layers that predict further tokens (arXiv 2412.19437, section 2.2). Each has a linear that reads a hidden
-            state and the next token, a layer like the others, and the common head.
+            state and the next token, a layer like the last, and the common head.
     """
 
     positions: int = 1024
@@ -130,7 +132,7 @@ class GPT(Transformer):
         table = self.vocabulary_rows(tensor) * self.hidden
         tables = max(first, last) if self.tied else first + last
         positions = self.positions * self.hidden // tensor if first and self.position_table else 0
-        further = self._block(tensor) + 2 * self.hidden**2 // tensor + 3 * self.norm_parameters
+        further = self.of_kind(self.kinds[-1])._block(tensor) + 2 * self.hidden**2 // tensor + 3 * self.norm_parameters
         return tables * table + positions + last * (self.norm_parameters + self.mtp * further)
 
 
@@ -145,7 +147,7 @@ class ViT(Transformer):
         kv_heads, head_size, ffn, gated: attention and MLP as in `GPT`; by default plain, with an MLP of 4 x `hidden`.
         experts, experts_per_token, shared_experts, biases, norm, head_norms: as in `GPT`.
         kv_rank, q_rank, rope_size, value_size, window, full_every, parallel_block: likewise.
-        dense_layers, dense_ffn, expert_groups, groups_per_token: likewise.
+        dense_layers, expert_layers, dense_ffn, expert_groups, groups_per_token: likewise.
         dropout: whether there is dropout, whose masks are kept in training.
         image: height and width of an image with three channels, in pixels.
         patch: height and width of a patch.

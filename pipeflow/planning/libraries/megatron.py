@@ -1,4 +1,5 @@
-"""The options of Megatron-LM for a plan. Must not contain: those of the model beside its number of layers.
+"""The options of Megatron-LM for a plan. Must not contain: those of the model beside its number of layers, and which
+have experts.
 
 Names and meanings are from NVIDIA/Megatron-LM/megatron/training/arguments.py, and from the classes of
 megatron/training/config and megatron/core whose fields are flags; all exist at d98e8a64 of 2026-08-22. The schedules,
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from pipeflow.core.errors import UsageError
+from pipeflow.planning.layer_kinds import expert_list
 from pipeflow.planning.libraries.library import (
     Library,
     LibraryOptions,
@@ -69,6 +71,8 @@ LIBRARY = Library(NAME, "d98e8a64 of 2026-08-22", SCHEDULES, options, RECORDING)
 def _flags(found: Plan) -> Iterator[str]:
     setup, pipeline = found.setup, len(found.ranks)
     yield f"--num-layers {found.model.layers}"
+    if len({*found.model.kinds}) > 1:
+        yield f"--moe-layer-freq {shlex.quote(expert_list(found.model.kinds))}"
     yield f"--seq-length {found.sequence}"
     yield f"--tensor-model-parallel-size {setup.tensor}"
     yield f"--pipeline-model-parallel-size {pipeline}"

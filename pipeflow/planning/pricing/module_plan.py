@@ -290,9 +290,9 @@ def _counted_costs(
         received = transferred(placement, rank, [stage.sent_bytes for stage in stages])
         sizes = tuple(sum(stage.parameters.values()) for stage in own)
         unit = max(size // max(1, end - start) for size, (start, end) in zip(sizes, parts, strict=True))
-        counts = Parameters(sum(names.values()), 0), Parameters(unit, 0), Parameters(0, 0)
+        whole, pair, ends = Parameters(sum(names.values()), 0), (Parameters(unit, 0),) * 2, Parameters(0, 0)
         each, tables = tuple(Parameters(size, 0) for size in sizes), (0,) * len(own)
-        held.append(Held(parts, again, gradients, received, each, *counts, tables))
+        held.append(Held(parts, again, gradients, received, each, whole, pair, ends, tables))
     tied = _tied(stages, schedule, setup, mesh, rates)
     most = max((each.whole for each in held), key=lambda each: each.total)
     return physical_of(costs, placement, setup, mesh, rates, most=most, tied=tied), held

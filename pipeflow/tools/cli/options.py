@@ -39,6 +39,7 @@ OTHER_OPTIONS = {  # what options of other programs are called here, without "-"
     **dict.fromkeys(("gpus", "numgpus", "ngpus", "worldsize"), ("--devices", "--ranks")),
     **dict.fromkeys(("stages", "numstages"), ("--ranks", "--pipeline")),
     **dict.fromkeys(("globalbatchsize", "batchsize", "gbs"), ("--batch", "--microbatches")),
+    **dict.fromkeys(("moelayerfreq", "interleavemoelayerstep", "decodersparsestep"), ("--expert-layers",)),
     **dict.fromkeys(("mbs", "nummicrobatches", "gradientaccumulationsteps"), ("--microbatches",)),
 }
 
@@ -128,6 +129,7 @@ def add_fields(
     *,
     choices: Mapping[str, Sequence[Any]] = MappingProxyType({}),
     alone: Mapping[str, object] = MappingProxyType({}),
+    readers: Mapping[str, Callable[[str], Any]] = MappingProxyType({}),
     switches: Collection[str] = (),
     usual: object = None,
 ) -> None:
@@ -140,6 +142,7 @@ def add_fields(
         names: the fields.
         choices: by field the words or numbers that it takes, where its type does not say them.
         alone: by field the value of the option without one.
+        readers: by field what reads its text, where it takes a number or a list.
         switches: those that can only be switched on.
         usual: an instance whose values are the defaults to tell.
     """
@@ -147,7 +150,8 @@ def add_fields(
 
     hints, said = get_type_hints(kind), meanings(kind)
     for name in names:
-        takes = _takes(hints[name], choices.get(name))
+        takes: dict[str, Any] = {"type": argument(readers[name]), "metavar": "N|LIST"} if name in readers else {}
+        takes = takes or _takes(hints[name], choices.get(name))
         if name in switches:
             takes = {"action": "store_true", "default": None}
         if name in alone:

@@ -22,6 +22,7 @@ from pipeflow.planning.catalog import MODELS, Model, model_named
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.cuts import cut_by_cost, cut_with_ends, fastest_cut
 from pipeflow.planning.estimate import plan
+from pipeflow.planning.layer_kinds import expert_layers_in
 from pipeflow.planning.layout import GIVEN, SEARCHED, Wanted
 from pipeflow.planning.layout_string import LayoutString
 from pipeflow.planning.layouts import faster_on_fewer, find_layouts
@@ -118,7 +119,8 @@ def add_plan(commands: Commands) -> None:
     add("model", metavar="MODEL", nargs="?", help=f"one of {', '.join(MODELS)}")
     group = command.add_argument_group("model", "override sizes of MODEL")
     for kind in (GPT, ViT):
-        add_fields(group, kind, [name for name, whose in SIZES.items() if whose is kind])
+        own = [name for name, whose in SIZES.items() if whose is kind]
+        add_fields(group, kind, own, readers={"expert_layers": expert_layers_in})
     _add_schedule(command)
     _add_layout(command)
     _add_search(command)
