@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,44 @@ def test_ranks_that_share_sequences_and_experts_reach_the_plan(capsys: pytest.Ca
     experts = 2 * 3 * 3 * 128 * 512  # of each rank's two layers, three of four experts less
     assert whole["ranks"][1]["parameters"] - shared["ranks"][1]["parameters"] == experts
     assert not any("imbalance" in each for each in shared["not_priced"])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [("2", 2), ("0,1,0,1,0,1,0,1", [0, 1] * 4), ("[0]*7+[1]", [*[0] * 7, 1])]
+)
+def test_experts_in_some_layers_are_a_number_or_a_list(
+    capsys: pytest.CaptureFixture[str], given: str, said: object
+) -> None:
+    sizes = ["--experts", 4, "--experts-per-token", 2, "--biases", "none", "--dense-ffn", 256]
+    found = read(capsys, "tiny", *sizes, "--expert-layers", given)
+    assert found["model"]["expert_layers"] == said
+    mlp = 2 * 128 * 512
+    kinds = [0, 1] * 4 if said == 2 else said
+    layers = [4 * mlp + 4 * 128 if has else mlp / 2 for has in kinds]
+    own = [rank["parameters"] - 2 * (4 * 128 * 128 + 4 * 128) for rank in found["ranks"]]
+    assert own[1:3] == [sum(layers[2:4]), sum(layers[4:6])]
+    shown = out(capsys, "plan", "tiny", *map(str, [*sizes, "--expert-layers", given]))
+    assert f"4 experts in {sum(kinds)} of 8 layers: a token uses 2" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["tiny", "--expert-layers", "2"], "expert_layers=2 needs experts of at least 2"),
+        (["deepseek-v3", "--expert-layers", "2"], "dense_layers=3 and expert_layers both say .*: give dense_layers=0"),
+        (["mixtral-8x7b", "--expert-layers", "0,1"], "has 2 numbers for 32 layers: give one for each layer"),
+        (["mixtral-8x7b", "--expert-layers", "33"], "expert_layers=33 leave no layer of 32 with experts"),
+        (["mixtral-8x7b", "--expert-layers", "[0]*32"], "zeros alone in expert_layers leave no layer of 32"),
+        (["mixtral-8x7b", "--expert-layers", "0"], "expert_layers must be an integer of at least 1"),
+        (["mixtral-8x7b", "--expert-layers", "[0]*"], "it must be a number, or 0 or 1 for each layer"),
+        (["mixtral-8x7b", "--expert-layers", "[1]*9999999"], "cannot be repeated 9999999 times"),
+        (["mixtral-8x7b", "--moe-layer-freq", "2"], "did you mean --expert-layers"),
+    ],
+)
+def test_experts_in_impossible_layers_are_refused(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert re.search(message, error(capsys, "plan", *words))
 
 
 def test_recomputation_and_zero_are_choices_and_alone_what_they_were(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import tomllib
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,11 @@ from pipeflow.planning.libraries.torchtitan import SCHEDULES as TORCHS
 
 MODEL = GPT(layers=16, hidden=64, heads=4, positions=32, vocabulary=101, tied=False)
 NODES = Cluster.of("h100-80gb", devices_per_node=4)
+
+
+def mixed(expert_layers: Any, dense_layers: int = 0) -> GPT:
+    """The model with experts in some of its layers."""
+    return replace(MODEL, experts=4, experts_per_token=2, expert_layers=expert_layers, dense_layers=dense_layers)
 
 
 def planned(
@@ -84,6 +90,25 @@ def test_megatron_has_no_pipeline_of_one_rank() -> None:
     types = {"--fp16": "", "--accumulate-allreduce-grads-in-fp32": "", "--attention-backend": "unfused"}
     assert found == sizes | batch | types
     assert flags(planned(ranks=1, precision="fp8"))["--fp8-format"] == "hybrid"
+
+
+@pytest.mark.parametrize(
+    ("model", "given"),
+    [
+        (mixed(2), "([0,1]*8)"),
+        (mixed(None, 3), "([0]*3+[1]*13)"),
+        (mixed((1, *[0] * 15)), "([1]*1+[0]*15)"),
+        (mixed(None), None),
+        (MODEL, None),
+    ],
+)
+def test_megatron_is_told_which_layers_have_experts_if_some_have_none(model: GPT, given: str | None) -> None:
+    assert flags(planned(model=model)).get("--moe-layer-freq") == given
+
+
+@pytest.mark.parametrize("model", [mixed(2), mixed(16), mixed(None, 3), mixed(None), MODEL])
+def test_torchtitan_has_experts_in_each_nth_layer_or_in_all_but_the_first(model: GPT) -> None:
+    assert LIBRARIES["torchtitan"].options(planned(model=model, data=2, zero=1)).text
 
 
 def toml(found: Plan) -> dict[str, Any]:
@@ -280,6 +305,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("torchtitan", {"data": 2, "precision": "float32"}, "only without tensor and pipeline ranks: plan with --zero"),
     ("torchtitan", {}, "keeps weights in bf16 only where replicas split the optimizer"),
     ("torchtitan", {"model": ViT.named("vit-b16"), **SHARDED}, "written for language models"),
+    ("torchtitan", {"model": mixed((0, 1, 1, 0) * 4), **SHARDED}, "every N-th layer or in all but the first ones"),
     ("deepspeed", {"name": "gpipe"}, "DeepSpeed does not have 'gpipe' on 4 ranks .* is --schedule 1f1b"),
     ("deepspeed", {"cut": [5, 4, 4, 3]}, "DeepSpeed divides layers itself and takes no numbers of layers"),
     ("deepspeed", {"precision": "fp16-mixed"}, "does not train in fp16-mixed as planned: the nearest .* fp16"),

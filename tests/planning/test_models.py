@@ -96,6 +96,7 @@ def test_parameters_are_those_of_the_published_weights(name: str, parameters: in
         ("phi3.5-moe-42b", 41_873_153_344),
         ("qwen2-57b-a14b", 57_400_000_000),
         ("llama4-scout-17b-16e", 107_800_000_000),  # the language model alone
+        ("llama4-maverick-17b-128e", 400_700_000_000),
         ("gpt-oss-20b", 20_914_757_184),  # sinks of attention, biases of routers
         ("gpt-oss-120b", 116_829_156_672),
         ("glm4.5-355b", 352_800_000_000),  # without the layer that predicts further tokens
@@ -120,6 +121,7 @@ def test_parameters_are_near_those_of_models_that_have_small_parts_more(name: st
         ("gpt-oss-120b", 5.1),
         ("gpt-oss-20b", 3.6),
         ("llama4-scout-17b-16e", 17),
+        ("llama4-maverick-17b-128e", 17.2),
     ],
 )
 def test_a_token_uses_as_many_parameters_as_models_print(name: str, billions: float) -> None:
@@ -252,12 +254,24 @@ def sizes_of(model: GPT) -> dict[str, Any]:
             LATENT,
         ),
         (
+            "llama4_text",
+            replace(MIXTURE, experts_per_token=1, shared_experts=1, ffn=20, expert_layers=2, dense_ffn=80),
+            {"num_local_experts": 5, "num_experts_per_tok": 1, "intermediate_size": 20, "intermediate_size_mlp": 80}
+            | {"interleave_moe_layer_step": 2, "head_dim": 8},
+        ),
+        (
+            "qwen3_moe",
+            replace(MIXTURE, head_size=12, head_norms=True, ffn=20, expert_layers=(0, 1, 0, 0), dense_ffn=80),
+            {"num_experts": 5, "moe_intermediate_size": 20, "intermediate_size": 80, "head_dim": 12}
+            | {"decoder_sparse_step": 2, "mlp_only_layers": [3]},
+        ),
+        (
             "gpt2",
             GPT(3, 48, 6, 32, 101, ffn=70),
             {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 32, "n_inner": 70},
         ),
     ],
-    ids=["llama", "llama-tied", "mistral", "qwen2", "mixtral", "qwen3_moe", "deepseek_v3", "gpt2"],
+    ids=["llama", "tied", "mistral", "qwen2", "mixtral", "qwen3_moe", "deepseek_v3", "llama4", "qwen3_moe-step", "gpt2"],
 )
 def test_parameters_are_those_of_transformers(name: str, model: GPT, more: dict[str, Any]) -> None:
     sizes = {"vocab_size": model.vocabulary} if name == "gpt2" else sizes_of(model)
@@ -280,14 +294,17 @@ def test_operations_of_linears_are_two_for_each_weight_that_a_token_uses(name: s
     """Of the layers: without biases, which are added, and norms. What is left is attention's."""
     model = model_named(name)
     inner = replace(model, biases="none", norm="rms", head_norms=False)
-    idle = (inner.experts - inner.experts_per_token) * (3 if inner.gated else 2) * inner.hidden * inner.wide
     norms = (2 - inner.parallel_block) * inner.hidden + (inner.kv_rank or 0) + (inner.q_rank or 0)
-    last = inner.layers - 1
-    weights = inner.parameters_of([(last - 1, last)]) - norms - idle
-    assert model.linear_flops == 2 * weights
-    dense = inner.parameters_of([(0, last)]) - inner.parameters_of([(1, last)]) - norms if model.dense_layers else 0
-    dense -= model.vocabulary * model.hidden if isinstance(model, GPT) and model.dense_layers else 0
-    linears = model.dense_layers * 2 * dense + (model.layers - model.dense_layers) * 2 * weights
+    idle = (inner.experts - inner.experts_per_token) * (3 if inner.gated else 2) * inner.hidden * inner.wide
+    used: dict[str, int] = {}
+    for layer, kind in enumerate(inner.kinds[:-2]):
+        parts = [(layer, inner.layers - 1)], [(layer + 1, inner.layers - 1)]
+        own, after = map(inner.parameters_of, parts)
+        table = inner.vocabulary * inner.hidden if isinstance(inner, GPT) and layer == 0 else 0
+        if layer or len({*inner.kinds}) > 1:
+            used[kind] = own - after - table - norms - (idle if kind == "experts" else 0)
+    assert model.linear_flops == 2 * used[inner.kinds[-1]]
+    linears = sum(2 * used[kind] for kind in inner.kinds)
     layers = linears + model.layers * 2 * model.tokens * model.heads * (model.head_width + model.value_width)
     ends = model.tokens * (3 * model.head_flops + 2 * model.embedding_flops)
     assert model.flops_per_sample() == pytest.approx(3 * model.tokens * layers + ends, rel=1e-12)

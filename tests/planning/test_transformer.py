@@ -76,10 +76,10 @@ def test_what_the_ranks_hold_adds_up(name: str) -> None:
     held = sum(tensor * model.parameters_of(parts, tensor) for parts in ends)
     rows = tensor * -(-model.vocabulary // tensor)
     norm = 2 if model.norm == "layer" else 1
-    outputs = 1 + model.experts + model.shared_experts if model.experts > 1 else 2
+    outputs = 1 + model.experts + model.shared_experts if model.experts > 1 else 2  # of models whose layers are alike
     per_layer = (2 - model.parallel_block) * norm + outputs * (model.biases == "all")
     whole = model.hidden * (per_layer * model.layers + norm) + 2 * model.head_norms * model.head_width * model.layers
-    whole += model.hidden * (model.experts if model.experts > 1 else 0) * (model.layers - model.dense_layers)
+    whole += model.hidden * model.experts * model.kinds.count("experts")
     if model.kv_rank is not None:
         ranks = model.kv_rank + (model.q_rank or 0)
         whole += model.layers * (model.hidden * (ranks + model.rope_size) + ranks)

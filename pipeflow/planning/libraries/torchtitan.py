@@ -21,6 +21,8 @@ from pipeflow.core.analysis.difference import has_halves
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
+from pipeflow.planning.blocks import Transformer
+from pipeflow.planning.layer_kinds import kinds_of
 from pipeflow.planning.libraries.library import (
     SINGLE,
     Library,
@@ -58,6 +60,7 @@ def options(found: Plan) -> LibraryOptions:
     require_plain_stages(NAME, found)
     schedule = _schedule(found.schedule)
     _require_modules(found)
+    _require_kinds(found.model)
     _require_setup(found)
     return LibraryOptions(
         "\n".join(_lines(found, schedule)), (*_notes(found), *common_notes(NAME, found), *order_of_ranks(NAME, found))
@@ -145,6 +148,21 @@ def _require_modules(found: Plan) -> None:
         raise UsageError(
             f"stage {empty[0]} has no layers, and {NAME} cannot train a stage without parameters: the nearest layout "
             "that it has gives the stage a layer"
+        )
+
+
+def _require_kinds(model: Transformer) -> None:
+    """Raises UsageError unless experts are in every N-th layer (`interleave_moe_layer_step` of its Llama 4), or in all
+    but the first ones (`n_dense_layers` of its DeepSeek-V3).
+    """
+    kinds, layers = model.kinds, model.layers
+    if "experts" in kinds and kinds not in (
+        kinds_of(layers, kinds.index("experts") + 1, 0),
+        kinds_of(layers, None, kinds.index("experts")),
+    ):
+        raise UsageError(
+            f"models of {NAME} have experts in every N-th layer or in all but the first ones: the nearest is a number "
+            "as expert_layers, or dense_layers"
         )
 
 
