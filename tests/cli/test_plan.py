@@ -152,9 +152,7 @@ def test_ranks_that_share_sequences_and_experts_reach_the_plan(capsys: pytest.Ca
     assert not any("imbalance" in each for each in shared["not_priced"])
 
 
-@pytest.mark.parametrize(
-    ("given", "said"), [("2", 2), ("0,1,0,1,0,1,0,1", [0, 1] * 4), ("[0]*7+[1]", [*[0] * 7, 1])]
-)
+@pytest.mark.parametrize(("given", "said"), [("2", 2), ("0,1,0,1,0,1,0,1", [0, 1] * 4), ("[0]*7+[1]", [*[0] * 7, 1])])
 def test_experts_in_some_layers_are_a_number_or_a_list(
     capsys: pytest.CaptureFixture[str], given: str, said: object
 ) -> None:

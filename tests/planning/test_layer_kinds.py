@@ -17,7 +17,9 @@ from pipeflow.planning.cuts import cut_by_cost, cut_by_load, cuts_to_try, fastes
 from pipeflow.planning.kept import gradient_bytes, recomputed_bytes
 from pipeflow.planning.layer_kinds import LayerKind, expert_layers_in, expert_list, kinds_of
 from pipeflow.planning.layout import Wanted
-from pipeflow.planning.layouts import find_layouts
+from pipeflow.planning.layout_cells import leanest_cells
+from pipeflow.planning.layout_trials import trials
+from pipeflow.planning.layouts import _least, find_layouts
 from pipeflow.planning.physical import stage_costs
 from pipeflow.planning.rank_memory import held_by
 from pipeflow.planning.shares import Parameters, parameters_of, shares_of
@@ -213,6 +215,14 @@ def test_cuts_by_costs_give_stages_of_lighter_layers_more_of_them() -> None:
     own, alike = (min(map(seconds, cuts_to_try(16, schedule.placement, (), kinds))) for kinds in (model.kinds, ()))
     assert best == pytest.approx(own)
     assert own < 0.99 * alike
+
+
+@pytest.mark.slow
+def test_the_least_bytes_of_a_layout_count_experts_where_they_are() -> None:
+    """Also those of layers that predict further tokens, which expert ranks divide."""
+    task = Wanted(replace(MIXED, mtp=3, experts=64), H100, 4, 8, schedules=("1f1b",))
+    for cell in leanest_cells(task):
+        assert all(_least(task, cell) <= max(trial.state) for _, trial in trials(task, cell)), cell
 
 
 @pytest.mark.slow

@@ -271,7 +271,7 @@ def sizes_of(model: GPT) -> dict[str, Any]:
             {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 32, "n_inner": 70},
         ),
     ],
-    ids=["llama", "tied", "mistral", "qwen2", "mixtral", "qwen3_moe", "deepseek_v3", "llama4", "qwen3_moe-step", "gpt2"],
+    ids=["llama", "tied", "mistral", "qwen2", "mixtral", "qwen3_moe", "deepseek_v3", "llama4", "qwen3-step", "gpt2"],
 )
 def test_parameters_are_those_of_transformers(name: str, model: GPT, more: dict[str, Any]) -> None:
     sizes = {"vocab_size": model.vocabulary} if name == "gpt2" else sizes_of(model)

@@ -150,8 +150,9 @@ def add_fields(
 
     hints, said = get_type_hints(kind), meanings(kind)
     for name in names:
-        takes: dict[str, Any] = {"type": argument(readers[name]), "metavar": "N|LIST"} if name in readers else {}
-        takes = takes or _takes(hints[name], choices.get(name))
+        takes = _takes(hints[name], choices.get(name))
+        if name in readers:
+            takes = {"type": argument(readers[name]), "metavar": "N|LIST"}
         if name in switches:
             takes = {"action": "store_true", "default": None}
         if name in alone:
