@@ -45,8 +45,8 @@ def cut_by_load(
 
     Each stage gets a layer. Each other layer goes to the stage whose rank has the least work with it. Ties go to the
     lightest stage, then to the last one. With one stage per rank, no other cut of layers that cost 1 has a lighter
-    busiest rank. With weights, borders then move to where as much work is before them, and one by one as long as the
-    busiest ranks get lighter.
+    busiest rank. With weights, borders then move to where as much work is before them. After that, neighbouring borders
+    move together by one layer, as long as the busiest ranks get lighter.
 
     >>> cut_by_load(32, Placement.linear(8), 0.0, 2.4)
     ((0, 4), (4, 8), (8, 12), (12, 16), (16, 20), (20, 25), (25, 30), (30, 32))
@@ -76,7 +76,7 @@ def cut_by_load(
         for rank in holders[stage]:
             ranks[rank] += one[rank]
     borders = [*accumulate(sizes, initial=0)]
-    if weights:
+    if weights and stages <= layers:
         borders = _weighed(borders, [0.0, *accumulate(weights)], holders, one, (first, last))
     return tuple(pairwise(borders))
 

@@ -110,6 +110,9 @@ def unpriced(model: Transformer, setup: Setup) -> tuple[str, ...]:
         "all-to-all of experts that is hidden behind other computation (--overlap-experts)": (
             is_routed and not setup.overlap_experts
         ),
+        "divided weights of layers with experts and without, which are gathered as those of a mean layer": (
+            len({*model.kinds}) > 1 and setup.zero > 1 and setup.shards > 1
+        ),
         "adapters, which learn instead of frozen weights (--lora-rank)": setup.frozen and not setup.lora_rank,
         "products in 4 bits, which are planned with the share of their peak that those in 8 bits reach": (
             precision.products == "fp4"

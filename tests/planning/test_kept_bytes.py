@@ -236,7 +236,7 @@ def test_a_frozen_layer_keeps_what_autograd_saves(changed: dict[str, Any], adapt
     setup = Setup(lora_rank=1, lora_targets=adapted) if adapted else Setup(frozen=True)
     require_kept(layer, model, setup)
     learned = sum(each.numel() for each in layer.parameters() if each.requires_grad)
-    planned = learned_parameters(model, [Share(1, first=False, last=False)], setup).total
+    planned = learned_parameters(model, [Share(model.kinds[:1], first=False, last=False)], setup).total
     assert (0.6 * learned <= planned <= learned) if adapted else (planned == 0)  # plans fuse linears of the same input
 
 

@@ -23,6 +23,7 @@ from pipeflow.planning.layouts import _least, find_layouts
 from pipeflow.planning.physical import stage_costs
 from pipeflow.planning.rank_memory import held_by
 from pipeflow.planning.shares import Parameters, parameters_of, shares_of
+from pipeflow.planning.similar import unpriced
 
 PLAIN: dict[str, Any] = {"gated": True, "biases": "none", "norm": "rms", "dropout": False, "tied": False}
 EVERY = GPT(8, 256, 4, 512, 1000, ffn=128, position_table=False, experts=8, experts_per_token=2, **PLAIN)
@@ -167,6 +168,13 @@ def test_each_part_of_a_model_has_layers_of_one_kind() -> None:
     assert sum(weights) == pytest.approx(8)
     assert weights[0] / weights[1] == pytest.approx(dense / (experts / 2), abs=0.06)
     assert profile(EVERY, Setup(), H100).weights == ()
+
+
+def test_gathers_of_layers_that_are_not_alike_are_told_to_be_those_of_a_mean_layer() -> None:
+    said = "gathered as those of a mean layer"
+    for model, zero, is_told in ((MIXED, 3, True), (MIXED, 1, False), (EVERY, 3, False)):
+        assert any(said in each for each in unpriced(model, Setup(data=2, zero=zero))) == is_told
+    assert not any(said in each for each in unpriced(MIXED, Setup(zero=3)))
 
 
 def busiest(cut: Sequence[Part], weights: Sequence[float], first: float, last: float) -> float:
