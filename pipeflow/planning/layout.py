@@ -78,6 +78,10 @@ class Layout:
         return self.setup.zero
 
     @property
+    def shard_ranks(self) -> int | None:
+        return self.setup.shard_ranks
+
+    @property
     def sequence_parallel(self) -> bool:
         return self.setup.sequence_parallel
 
@@ -104,7 +108,8 @@ class Wanted:
         tensor, pipeline, context, expert, expert_tensor, microbatch_size, checkpoint, zero, sequence_parallel, overlap:
             if given, all layouts have these values.
         context_kind: the same for how attention sees the tokens of other context ranks.
-        shard_ranks: the replicas that hold together what `zero` divides, in all layouts; by default all of them.
+        shard_ranks: the replicas that hold together what `zero` divides, in all layouts; by default all of them, or
+            with ZeRO-3 and without a pipeline those of a node.
         schedules: names to try; by default SEARCHED, and with `kinds` also "zb-auto".
         kinds: what may save memory in orders that are searched for: "offload", "recompute", "both" or "none".
 

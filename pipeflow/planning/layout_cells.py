@@ -5,7 +5,8 @@ To recompute more, or to divide more among replicas (ZeRO-2, ZeRO-3), costs time
 with the lightest rung of each cell, and climbs to a heavier one only where a layout does not fit. This loses nothing
 where the same layout on a heavier rung is not faster. With ZeRO-3 on several pipeline ranks it may be, by some percent
 in short steps, if gathers hide that ZeRO-1 does at the end of a step. So there it is no rung but a size: it is tried
-from the beginning. A new dimension is a loop in `_sizes_of`, or another rung.
+from the beginning. Without a pipeline so is ZeRO-3 over the replicas of a node, which passes fewer bytes between two
+nodes than ZeRO-1 over all replicas. A new dimension is a loop in `_sizes_of`, or another rung.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 from pipeflow.core.errors import UsageError
 from pipeflow.planning.blocks import divisors
+from pipeflow.planning.device_map import map_devices
 from pipeflow.planning.engines import engine_named
 from pipeflow.planning.layout import Wanted
 from pipeflow.planning.setup import ContextKind, Setup
@@ -37,6 +39,14 @@ class Sizes(NamedTuple):
     context: int
 
 
+class Rung(NamedTuple):
+    """How a layout saves memory: its recomputation, its ZeRO stage, and the replicas that this divides over, if not all."""
+
+    checkpoint: Any
+    zero: int
+    shards: int | None
+
+
 class Cell(NamedTuple):
     """All of a layout but its schedule and its cut."""
 
@@ -45,21 +55,21 @@ class Cell(NamedTuple):
     microbatches: int
 
     @property
-    def rung(self) -> tuple[Any, int]:
-        """How it saves memory: its recomputation and its ZeRO stage."""
-        return self.setup.checkpoint, self.setup.zero
+    def rung(self) -> Rung:
+        """How it saves memory."""
+        return Rung(self.setup.checkpoint, self.setup.zero, self.setup.shard_ranks)
 
-    def on(self, wanted: Wanted, rung: tuple[Any, int]) -> Cell:
+    def on(self, rung: Rung) -> Cell:
         """The same sizes on another rung."""
-        checkpoint, zero = rung
-        shards = wanted.shard_ranks if zero else None
+        checkpoint, zero, shards = rung
         return self._replace(setup=replace(self.setup, checkpoint=checkpoint, zero=zero, shard_ranks=shards))
 
 
 def cells(wanted: Wanted) -> Iterator[Cell]:
     """All combinations of sizes, microbatches and rungs that `wanted` allows."""
     for cell in _sizes_of(wanted):
-        yield from (cell.on(wanted, rung) for rung in product(wanted.checkpoints, _zeros(wanted, cell)))
+        rungs = [*_begun(wanted, cell), *_climbed(wanted, cell)]
+        yield from (cell.on(rung._replace(checkpoint=each)) for each, rung in product(wanted.checkpoints, rungs))
 
 
 def lightest_cells(wanted: Wanted) -> Iterator[Cell]:
@@ -68,34 +78,33 @@ def lightest_cells(wanted: Wanted) -> Iterator[Cell]:
     """
     checkpoints = wanted.checkpoints if wanted.kinds != "none" else wanted.checkpoints[:1]
     for cell in _sizes_of(wanted):
-        zeros = _zeros(wanted, cell)
-        begun = zeros[:1] if cell.pipeline == 1 else zeros
-        yield from (cell.on(wanted, rung) for rung in product(checkpoints, begun))
+        rungs = _begun(wanted, cell)
+        yield from (cell.on(rung._replace(checkpoint=each)) for each, rung in product(checkpoints, rungs))
 
 
 def leanest_cells(wanted: Wanted) -> Iterator[Cell]:
     """The cells that keep the fewest activations: in the smallest microbatches, with the most recomputation."""
     for cell in _sizes_of(wanted, smallest=True):
-        yield from (cell.on(wanted, (wanted.checkpoints[-1], zero)) for zero in _zeros(wanted, cell))
+        rungs = [*_begun(wanted, cell), *_climbed(wanted, cell)]
+        yield from (cell.on(rung._replace(checkpoint=wanted.checkpoints[-1])) for rung in rungs)
 
 
 def heavier(wanted: Wanted, cell: Cell) -> Iterator[Cell]:
     """The cells one rung above."""
-    order, (checkpoint, zero) = wanted.checkpoints, cell.rung
-    if wanted.kinds == "none" and checkpoint != order[-1]:
-        yield cell.on(wanted, (order[order.index(checkpoint) + 1], zero))
-    zeros = _zeros(wanted, cell)
-    if zero == zeros[0] and cell.pipeline == 1:
-        yield from (cell.on(wanted, (checkpoint, more)) for more in zeros[1:])
+    order, rung = wanted.checkpoints, cell.rung
+    if wanted.kinds == "none" and rung.checkpoint != order[-1]:
+        yield cell.on(rung._replace(checkpoint=order[order.index(rung.checkpoint) + 1]))
+    if rung._replace(checkpoint=order[0]) == _begun(wanted, cell)[0]:
+        yield from (cell.on(more._replace(checkpoint=rung.checkpoint)) for more in _climbed(wanted, cell))
 
 
 def lighter(wanted: Wanted, cell: Cell) -> Iterator[Cell]:
     """The cells one rung below."""
-    order, (checkpoint, zero) = wanted.checkpoints, cell.rung
-    if wanted.kinds == "none" and checkpoint != order[0]:
-        yield cell.on(wanted, (order[order.index(checkpoint) - 1], zero))
-    if zero != (least := _zeros(wanted, cell)[0]) and cell.pipeline == 1:
-        yield cell.on(wanted, (checkpoint, least))
+    order, rung = wanted.checkpoints, cell.rung
+    if wanted.kinds == "none" and rung.checkpoint != order[0]:
+        yield cell.on(rung._replace(checkpoint=order[order.index(rung.checkpoint) - 1]))
+    if rung._replace(checkpoint=order[0]) in _climbed(wanted, cell):
+        yield cell.on(_begun(wanted, cell)[0]._replace(checkpoint=rung.checkpoint))
 
 
 def _sizes_of(wanted: Wanted, *, smallest: bool = False) -> Iterator[Cell]:
@@ -158,15 +167,36 @@ def _context_kinds(wanted: Wanted, sizes: Sizes) -> list[ContextKind]:
     return ["ring", "all-to-all"] if shares_heads else ["ring"]
 
 
-def _zeros(wanted: Wanted, cell: Cell) -> tuple[int, ...]:
-    """The `zero` to try, the lightest first. ZeRO-1 takes no time in a plan and saves bytes, so with replicas it is
-    always on. ZeRO-2 is for one pipeline rank.
+def _begun(wanted: Wanted, cell: Cell) -> list[Rung]:
+    """The rungs with the least recomputation that are tried from the beginning, the lightest first. ZeRO-1 takes no
+    time in a plan and saves bytes, so with replicas it is always on.
     """
+    least, shards = wanted.checkpoints[0], wanted.shard_ranks
     if wanted.zero is not None:
-        return (wanted.zero,)
-    if cell.setup.replicas == 1:
-        return (0,)
-    return (1, 2, 3) if cell.pipeline == 1 else (1, 3)
+        zeros = [wanted.zero]
+    else:
+        zeros = [0] if cell.setup.replicas == 1 else [1] if cell.pipeline == 1 else [1, 3]
+    found = [Rung(least, zero, shards if zero else None) for zero in zeros]
+    is_free = shards is None and wanted.zero in (None, 3) and cell.pipeline == 1
+    near = _in_node(wanted, cell.setup) if is_free else 1
+    return [*found, Rung(least, 3, near)] if near > 1 else found
+
+
+def _climbed(wanted: Wanted, cell: Cell) -> list[Rung]:
+    """The rungs with the least recomputation that are tried where the first of `_begun` does not fit. ZeRO-2 is for one
+    pipeline rank.
+    """
+    if wanted.zero is not None or cell.pipeline > 1 or cell.setup.replicas == 1:
+        return []
+    return [Rung(wanted.checkpoints[0], zero, wanted.shard_ranks) for zero in (2, 3)]
+
+
+def _in_node(wanted: Wanted, setup: Setup) -> int:
+    """How many replicas lie in a node, without a pipeline; 1 if all do."""
+    mapped = map_devices(wanted.cluster, setup, 1)
+    groups = [mapped.mesh(setup, kind).data_group for kind in range(len(mapped.kinds))]
+    near = math.gcd(setup.replicas, *(group.in_node for group in groups))
+    return near if near < setup.replicas else 1
 
 
 def meshes(wanted: Wanted) -> list[Sizes]:

@@ -31,13 +31,14 @@ def plainest(timed: Iterable[Timed]) -> Timed:
 
 def plainness(layout: Layout) -> tuple[int, ...]:
     """A sort key: the plainer layout has fewer kinds of ranks beside replicas. Of as many, it has 1F1B or no pipeline,
-    then fewer stages per rank, less recomputation, and less that is divided among replicas. Last, it has fewer tensor,
-    pipeline, context and expert ranks.
+    then fewer stages per rank, less recomputation, and less that is divided among replicas. Then it has fewer tensor,
+    pipeline, context and expert ranks. Of the same sizes, fewer replicas divide the weights: collectives of fewer ranks
+    suffer less from a loaded network, which plans do not know.
     """
     kinds = sum(getattr(layout, name) > 1 for name in KINDS)
     again = RECOMPUTATION.index(layout.checkpoint)
     sizes = (getattr(layout, name) for name in KINDS)
-    return kinds, not _is_usual(layout), _stages(layout), again, max(1, layout.zero), *sizes
+    return kinds, not _is_usual(layout), _stages(layout), again, max(1, layout.zero), *sizes, layout.setup.shards
 
 
 def plainer(layout: Layout, than: Layout) -> Iterator[str]:
@@ -62,6 +63,9 @@ def plainer(layout: Layout, than: Layout) -> Iterator[str]:
         yield "no recomputation" if layout.checkpoint == "none" else "less recomputation"
     if max(1, layout.zero) < than.zero:
         yield f"ZeRO-{layout.zero}" if layout.zero else "no ZeRO"
+    elif layout.zero == than.zero and layout.setup.replicas == than.setup.replicas:
+        if (mine := layout.setup.shards) < (theirs := than.setup.shards):
+            yield f"ZeRO-{layout.zero} over {mine} replicas, not {theirs}"
 
 
 def _is_usual(layout: Layout) -> bool:

@@ -286,7 +286,8 @@ def described(layout: Layout) -> str:
         "op": "recomputing every other product",
         "full": "recomputing layers",
     }
-    zero = f", ZeRO-{layout.zero}" if layout.zero else ""
+    shards = f" over {layout.shard_ranks} replicas" if layout.shard_ranks else ""
+    zero = f", ZeRO-{layout.zero}{shards}" if layout.zero else ""
     further = {"context": layout.context, "expert": layout.expert}
     others = "".join(f" x {name} {ranks}" for name, ranks in further.items() if ranks > 1)
     sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}{others}"

@@ -154,7 +154,8 @@ def _notes(found: Plan) -> Iterator[str]:
             "--no-sequence-parallel plans that"
         )
     if setup.zero > 1:
-        yield f"for ZeRO-{setup.zero}, apply torch's fully_shard to the stages"
+        mesh = f", over a mesh of {setup.replicas // setup.shards} x {setup.shards}" * (setup.shards < setup.replicas)
+        yield f"for ZeRO-{setup.zero}, apply torch's fully_shard to the stages{mesh}"
     elif setup.zero and setup.shards < setup.replicas:
         yield "pipeflow.Zero divides over all replicas: plan without --shard-ranks"
     is_own = setup.context > 1 and setup.checkpoint == "full"

@@ -195,7 +195,7 @@ def _step_json(found: Plan) -> dict[str, Any]:
 
 MADE_FOR = ("cost", "bytes_cap", "candidates")  # options that a search for layouts gives to an order that it searches
 SIZES = ("tensor", "pipeline", "data", "context", "expert", "microbatch_size", "microbatches")
-CHOSEN = (*SIZES, "schedule", "checkpoint", "zero", "sequence_parallel", "overlap", "cut")
+CHOSEN = (*SIZES, "schedule", "checkpoint", "zero", "shard_ranks", "sequence_parallel", "overlap", "cut")
 
 
 def search_json(found: Layouts, fewer: Layouts | None) -> dict[str, Any]:
@@ -243,6 +243,11 @@ def _schedule_text(layout: Layout) -> str:
     chunks = options.pop("chunks", None)
     named = layout.schedule if chunks is None else f"{layout.schedule} x{chunks}"
     return ", ".join([named, *(f"{name} {value}" for name, value in options.items())])
+
+
+def _zero_text(layout: Layout) -> str:
+    """The ZeRO stage, and the replicas that it divides over, if not all."""
+    return f"{layout.zero}" if layout.shard_ranks is None else f"{layout.zero} over {layout.shard_ranks}"
 
 
 def _sizes_text(layout: Layout, *, has_context: bool) -> str:
@@ -329,7 +334,7 @@ def _search_table(found: Layouts) -> Table:
             *[str(each.layout.expert)] * has_experts,
             f"{each.layout.microbatches}x{each.layout.microbatch_size}",
             "scores" if each.layout.checkpoint == "selective" else each.layout.checkpoint,
-            *[f"{each.layout.zero}"] * has_zeros,
+            *[_zero_text(each.layout)] * has_zeros,
             seconds_text(each.step_seconds),
             number(each.plan.tokens_per_second or 0.0),
             bytes_text(each.plan.peak_bytes),
@@ -380,6 +385,9 @@ def _search_notes(found: Layouts) -> Lines:
         yield "x2: two stages per rank, and so on."
     if any(each.layout.zero == 1 for each in found.ranked) and wanted.zero is None:
         yield "ZeRO-1 splits the optimizer state wherever there are replicas."
+    if wanted.shard_ranks is None and (shards := {each.layout.shard_ranks for each in found.ranked} - {None}):
+        names = " or ".join(f"3 over {ranks}" for ranks in sorted(filter(None, shards)))
+        yield from wrapped(f"{names}: the replicas of a node divide the weights (--shard-ranks); others have copies.")
     yield from wrapped(" ".join(_split(found)))
     if not first.layout.setup.stores_scores and first.plan.attention:
         yield f"All with --attention {first.plan.attention}."
