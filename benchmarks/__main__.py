@@ -45,6 +45,7 @@ TIMED = {
     "pipelining": (*ENGINE, "adapters"),
     "unmodified": ENGINE,
     "planner": ("planning",),
+    "regret": ("planning",),
     "mixtures": ("planning",),
     "replan": ("planning", "schedules"),
     "layouts": ("planning", "tools"),

@@ -38,7 +38,7 @@ VOCABULARY = 51200  # Megatron-LM's padded one
 @dataclass(frozen=True)
 class Row:
     """A measured step: seconds, and the layout that was run. `inner`: the axis of the mesh whose ranks are next to each
-    other, after those of tensors.
+    other, after those of tensors. `release`: of the program, where a source has steps of several.
     """
 
     source: str
@@ -50,6 +50,7 @@ class Row:
     seconds: float
     cluster: Cluster = field(default_factory=partial(Cluster.of, "a100-80gb"))
     inner: Literal["pipeline", "data"] | None = None
+    release: str = ""
 
     @property
     def devices(self) -> int:
@@ -61,7 +62,7 @@ class Row:
         """What was to be done: rows that differ in their layout alone share it."""
         setup, batch = self.setup, self.microbatches * self.setup.microbatch_size * self.setup.data
         what = setup.precision.name, setup.sequence, setup.lora_rank, setup.frozen
-        return self.source, self.model, self.devices, batch, self.cluster.device.name, *what
+        return self.source, self.release, self.model, self.devices, batch, self.cluster.device.name, *what
 
     @cached_property
     def layout(self) -> Layout:
@@ -196,6 +197,7 @@ def _commanded(each: dict[str, str]) -> Row:
         words.microbatches,
         float(each["step_s"]),
         cluster,
+        release=each.get("release") or "",
     )
 
 

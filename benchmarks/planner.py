@@ -1,9 +1,6 @@
 """The planner beside published training steps: its error, its ranking of layouts and their regret, with its own
 coefficients and with those that are fitted without the rows that they predict. It takes minutes, for the fits. With
 --save it also writes the table of docs/planning.md.
-
-Regret: the layout that the search would list first, by how much it is slower than the fastest measured one of the same
-task, which is a model, a number of devices and a batch.
 """
 
 from __future__ import annotations
@@ -22,8 +19,8 @@ import numpy as np
 from benchmarks.measured_steps import DATA, MeasuredBytes, Row, memory_commands, memory_rows, rows
 from benchmarks.planner_fit import fitted, fitted_without, own_coefficients
 from benchmarks.planner_tables import write_tables
+from benchmarks.regret import regrets
 from benchmarks.report import Report
-from pipeflow.planning.layout_ties import plainest, ranking
 from pipeflow.planning.rank_memory import ALLOCATOR
 from pipeflow.planning.similar import Kind, kind_of
 
@@ -187,16 +184,16 @@ def _add(report: Report, label: str, chosen: Sequence[Row], known: Mapping[str, 
     predicted = np.array([row.predicted(known) for row in chosen])
     measured = np.array([row.seconds for row in chosen])
     errors = predicted / measured - 1
-    regrets, plain, ranks = _regrets(chosen, predicted, measured)
+    found, ranks = regrets(chosen, predicted.tolist()), _correlations(chosen, predicted, measured)
     numbers: dict[str, Any] = {
         "rows": len(chosen),
         "error": fmean(abs(errors)),
         "largest": float(max(abs(errors))),
         "bias": fmean(errors),
         "correlation": fmean(ranks) if ranks else None,
-        "regret": fmean(regrets) if regrets else None,
-        "largest_regret": float(max(regrets)) if regrets else None,
-        "regret_without_ties": fmean(plain) if regrets else None,
+        "regret": fmean(each.chosen for each in found) if found else None,
+        "largest_regret": max(each.chosen for each in found) if found else None,
+        "regret_without_ties": fmean(each.first for each in found) if found else None,
     }
     cells = ["" if value is None else f"{100 * value:.1f} %" for name, value in numbers.items() if name != "rows"]
     cells[3] = f"{numbers['correlation']:.3f}" if ranks else ""
@@ -206,26 +203,11 @@ def _add(report: Report, label: str, chosen: Sequence[Row], known: Mapping[str, 
     return [float(error) for error in errors]
 
 
-def _regrets(
-    chosen: Sequence[Row], predicted: np.ndarray, measured: np.ndarray
-) -> tuple[list[float], list[float], list[float]]:
-    """Per task with several layouts: the regret of the plainest layout among ties, which the search names, that of the
-    fastest predicted one, which it lists first, and the rank correlation (Spearman's).
-    """
-    tasks: defaultdict[object, list[int]] = defaultdict(list)
-    for index, row in enumerate(chosen):
-        tasks[row.task].append(index)
-    regrets, plain, ranks = [], [], []
-    for indices in tasks.values():
-        if len(indices) < 2:
-            continue
-        times, took = predicted[indices], measured[indices]
-        first = plainest(ranking((float(predicted[index]), chosen[index].layout) for index in indices))[1]
-        [picked] = (index for index in indices if chosen[index].layout is first)
-        regrets.append(measured[picked] / took.min() - 1)
-        plain.append(took[times.argmin()] / took.min() - 1)
-        ranks.append(float(np.corrcoef(times.argsort().argsort(), took.argsort().argsort())[0, 1]))
-    return regrets, plain, ranks
+def _correlations(chosen: Sequence[Row], predicted: np.ndarray, measured: np.ndarray) -> list[float]:
+    """The rank correlation (Spearman's) of each job with several layouts."""
+    jobs = (list(each.rows) for each in regrets(chosen, predicted.tolist()))
+    ranks = ((predicted[job].argsort().argsort(), measured[job].argsort().argsort()) for job in jobs)
+    return [float(np.corrcoef(planned, took)[0, 1]) for planned, took in ranks]
 
 
 def _add_memory(report: Report, measured: Sequence[MeasuredBytes]) -> None:

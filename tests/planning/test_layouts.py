@@ -279,11 +279,14 @@ def layout(tensor: int, pipeline: int, checkpoint: Any) -> Layout:
 
 
 def test_the_fastest_is_first_and_ties_are_told_apart_by_what_they_need() -> None:
-    """Fewer kinds of ranks, then 1F1B, then fewer stages per rank, then less recomputation, ZeRO and ranks."""
+    """Fewer kinds of ranks, then 1F1B, then fewer stages per rank, then less recomputation, ZeRO and ranks, and last fewer
+    replicas that divide the weights.
+    """
     one = layout(1, 2, "none")
     other = [
         layout(1, 4, "none"),
-        replace(one, setup=Setup(zero=3, data=2)),
+        replace(one, setup=Setup(zero=3, data=4, shard_ranks=2)),
+        replace(one, setup=Setup(zero=3, data=4)),
         replace(one, setup=Setup(checkpoint="full")),
         replace(one, schedule="zb-h1"),
         replace(one, schedule="interleaved-1f1b", cut=tuple(even_cut(4, 4))),
@@ -312,6 +315,32 @@ def test_the_plainest_of_the_ties_is_found_where_another_schedule_is_faster_with
     assert chunks > 2
     assert list(plainer(plain.layout, first.layout)) == ["the schedule 1f1b", f"1 stage per rank, not {chunks}"]
     assert list(plainer(first.layout, plain.layout)) == []
+
+
+def test_weights_are_divided_within_a_node_or_among_all_without_a_pipeline() -> None:
+    def divided(**given: Any) -> dict[tuple[int, int], set[tuple[int, int | None]]]:
+        found: dict[tuple[int, int], set[tuple[int, int | None]]] = {}
+        for cell in cells(wanted(devices=8, **given)):
+            key = cell.setup.tensor, cell.pipeline
+            found.setdefault(key, set()).add((cell.setup.zero, cell.setup.shard_ranks))
+        return found
+
+    every, among_all = divided(), {(1, None), (2, None), (3, None)}
+    assert every[1, 1] == among_all | {(3, 2)}  # nodes have two devices
+    assert every[2, 1] == among_all  # a node has one replica
+    assert every[1, 2] == {(1, None), (3, None)}
+    assert divided(zero=3)[1, 1] == {(3, None), (3, 2)}
+    assert divided(zero=1)[1, 1] == {(1, None)}
+    assert divided(zero=3, shard_ranks=4)[1, 1] == {(3, 4)}
+    one_node = replace(wanted(), cluster=replace(CLUSTER, devices_per_node=4))
+    assert {cell.setup.shard_ranks for cell in cells(one_node)} == {None}
+
+
+def test_what_makes_a_layout_plainer_names_the_replicas_that_divide_the_weights() -> None:
+    near, all_ = (Layout(Setup(zero=3, data=8, shard_ranks=each), 1, 1, "1f1b", {}, ((0, 4),)) for each in (2, None))
+    fewer = replace(all_, setup=Setup(zero=3, data=4))  # more tensor ranks, say, and so other sizes
+    assert list(plainer(near, all_)) == ["ZeRO-3 over 2 replicas, not 8"]
+    assert list(plainer(all_, near)) == list(plainer(fewer, all_)) == []
 
 
 @pytest.mark.parametrize(
