@@ -57,6 +57,19 @@ def test_layouts_for_people(capsys: pytest.CaptureFixture[str], fixed: list[obje
     assert "\n2 +" in shown or "\n2 ties with 1" in shown
 
 
+def test_a_search_says_that_the_replicas_of_a_node_divide_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = ["gpt3-1.3b", "--devices", 16, "--batch", 16, "--device", "a100-80gb", "--network-bandwidth", "5e9"]
+    slow += ["--zero", 3, "--tensor", 1, "--pipeline", 1]
+    said = " ".join(out(capsys, "plan", *slow).split())
+    assert " none 3 over 8 " in said
+    assert "3 over 8: the replicas of a node divide the weights (--shard-ranks); others have copies." in said
+    assert "apply torch's fully_shard to the stages, over a mesh of 2 x 8" in said
+    assert [each["shard_ranks"] for each in read(capsys, *slow)["layouts"]] == [8]
+    said = " ".join(out(capsys, "plan", *slow, "--shard-ranks", 16).split())
+    assert "over 8" not in said
+    assert "the replicas of a node" not in said
+
+
 def test_fewer_devices_may_be_faster(capsys: pytest.CaptureFixture[str]) -> None:
     slow = ["tiny", "--devices", 16, "--batch", 16, "--device", "a100-40gb", "--network-bandwidth", "1e7", "--top", 1]
     found = read(capsys, *slow)
