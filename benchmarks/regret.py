@@ -28,7 +28,11 @@ LARGE = 0.1  # regrets above this are shown
 TOP = 10  # layouts that are listed to find a place
 NVIDIA, NANOTRON = ("1f1b", "interleaved-1f1b"), ("1f1b",)  # the schedules of a program
 PUBLISHED = (  # steps whose sizes a search is asked for: source, layers, devices, precision
-    *(("dgxc-h100", *job, precision, NVIDIA) for job in ((32, 64), (80, 64), (126, 576)) for precision in ("bf16", "fp8")),
+    *(
+        ("dgxc-h100", *job, precision, NVIDIA)
+        for job in ((32, 64), (80, 64), (126, 576))
+        for precision in ("bf16", "fp8")
+    ),
     *(("nanotron", layers, 8, "bf16-mixed", NANOTRON) for layers in (16, 28, 32)),
     *(("nanotron", layers, 64, "bf16-mixed", NANOTRON) for layers in (16, 28, 32, 80)),
 )
@@ -56,7 +60,9 @@ def regrets(chosen: Sequence[Row], predicted: Sequence[float]) -> list[Regret]:
     jobs: defaultdict[object, list[int]] = defaultdict(list)
     for index, row in enumerate(chosen):
         jobs[row.task].append(index)
-    return [_regret(chosen, predicted, job) for job in jobs.values() if _differ([chosen[index].layout for index in job])]
+    return [
+        _regret(chosen, predicted, job) for job in jobs.values() if _differ([chosen[index].layout for index in job])
+    ]
 
 
 def _differ(layouts: Sequence[Layout]) -> bool:
@@ -110,9 +116,7 @@ def published() -> Iterator[tuple[Row, tuple[str, ...]]]:
     every = rows()
     for source, layers, devices, precision, schedules in PUBLISHED:
         job = source, layers, devices, precision
-        found = [
-            row for row in every if (row.source, row.model.layers, row.devices, row.setup.precision.name) == job
-        ]
+        found = [row for row in every if (row.source, row.model.layers, row.devices, row.setup.precision.name) == job]
         yield min(found, key=lambda row: row.seconds), schedules
 
 
@@ -134,8 +138,8 @@ def run(rounds: int | None = None) -> Report:
     for row, schedules in published():
         found_at = place_of(row, schedules)
         report.notes.append(
-            f"{row.source}, {row.model.layers} layers on {row.devices} ({row.setup.precision.name}), {_text(row)}: place "
-            f"{found_at.place or f'after {TOP}'}, planned {found_at.slower:+.1%} beside the first"
+            f"{row.source}, {row.model.layers} layers on {row.devices} ({row.setup.precision.name}), {_text(row)}: "
+            f"place {found_at.place or f'after {TOP}'}, planned {found_at.slower:+.1%} beside the first"
         )
     return report
 
@@ -149,7 +153,8 @@ def _shown(each: Regret, chosen: Sequence[Row], predicted: Sequence[float]) -> s
     """A job whose choice lost much: the chosen and the fastest layout."""
     row = chosen[each.best]
     both = (
-        f"{_text(chosen[index])}: planned {1e3 * predicted[index]:.0f} ms, measured {1e3 * chosen[index].seconds:.0f} ms"
+        f"{_text(chosen[index])}: planned {1e3 * predicted[index]:.0f} ms, "
+        f"measured {1e3 * chosen[index].seconds:.0f} ms"
         for index in (each.picked, each.best)
     )
     job = f"{row.source}, {row.model.layers} layers of {row.model.hidden} on {row.devices}"

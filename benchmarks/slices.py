@@ -22,7 +22,7 @@ from benchmarks.models import Sleep
 from benchmarks.processes import run_ranks
 from benchmarks.report import Report
 from benchmarks.task import Contender
-from pipeflow.engine.tensor.slices import tokens_before
+from pipeflow.engine.runtime.past import tokens_before
 from pipeflow.models import GPTLMLoss, build_gpt_pipeline
 
 TOKENS, ATTENTION = 4096, 0.5
@@ -58,7 +58,7 @@ class SleepingSlice(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        start = tokens_before()
+        start = tokens_before(self)
         places = start / TOKENS, (start + tokens.shape[1]) / TOKENS
         share = (1 - ATTENTION) * (places[1] - places[0]) + ATTENTION * (places[1] ** 2 - places[0] ** 2)
         output: Tensor = Sleep.apply(tokens * self.scale, share * FORWARD, share * BACKWARD)

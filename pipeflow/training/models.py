@@ -22,6 +22,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.sharding import own_tokens
 from pipeflow.engine.runtime.gradients.weights import PipelineSharedModuleWrapper
+from pipeflow.engine.runtime.past import is_sliced, joined, tokens_before
 from pipeflow.engine.tensor.context_attention import ContextAttention, causal_attention, context_group
 from pipeflow.engine.tensor.cross_entropy import VocabParallelCrossEntropy
 from pipeflow.engine.tensor.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
@@ -29,7 +30,6 @@ from pipeflow.engine.tensor.layer import LayerNorm, Membership
 from pipeflow.engine.tensor.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelClassifier
 from pipeflow.engine.tensor.random import Dropout, checkpoint, initialize_
 from pipeflow.engine.tensor.regions import scatter_to_sequence_region
-from pipeflow.engine.tensor.slices import is_sliced, joined, tokens_before
 
 __all__ = [
     "GPTBlock",
@@ -91,7 +91,7 @@ class Attention(nn.Module):
         mask = causal(attention_mask, query.shape[2])
         if mask is not None and self.over_context.group.size > 1:
             raise UsageError("a GPT takes no attention mask over context ranks: leave it out, or launch with context=1")
-        if mask is not None and is_sliced():
+        if mask is not None and is_sliced(self):
             raise UsageError(MASKED)
         with_dropout = self.training and self.dropout.p
         if mask is None:
@@ -214,7 +214,7 @@ class GPTEmbedding(nn.Module):
 
     def _positions(self, length: int, device: torch.device) -> Tensor:
         """The positions in the whole sequence of a slice or of a context rank of `length` tokens, (1, length)."""
-        group, before = self._context.group, tokens_before()
+        group, before = self._context.group, tokens_before(self)
         positions = torch.arange(before, before + length * group.size, device=device)[None]
         return positions if group.size == 1 else own_tokens(positions, group.rank, group.size, dim=1)
 

@@ -279,8 +279,8 @@ def layout(tensor: int, pipeline: int, checkpoint: Any) -> Layout:
 
 
 def test_the_fastest_is_first_and_ties_are_told_apart_by_what_they_need() -> None:
-    """Fewer kinds of ranks, then 1F1B, then fewer stages per rank, then less recomputation, ZeRO and ranks, and last fewer
-    replicas that divide the weights.
+    """Fewer kinds of ranks, then 1F1B, then fewer stages per rank, then less recomputation, ZeRO and ranks, and last
+    fewer replicas that divide the weights.
     """
     one = layout(1, 2, "none")
     other = [

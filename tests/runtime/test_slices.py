@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from pipeflow import CostModel, Divided, Pipeline, Schedule, UsageError, execute_pipeline, make_schedule
 from pipeflow.core.slices import equal_slices
 from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.runtime.past import Slices, joined
 from pipeflow.engine.runtime.slicing import ends_of
-from pipeflow.engine.tensor.slices import Past, joined
 from pipeflow.schedules.orders.additions import with_recompute
 from pipeflow.testing import RankError, run_processes, run_threads
 from pipeflow.training.models import GPTLMLoss, build_gpt_pipeline, build_stage
@@ -230,7 +230,7 @@ def evaluated(schedule: Schedule, batch: Any) -> tuple[Any, Any, int]:
     stages = build_gpt_pipeline(LAYERS, placement=schedule.placement, **SIZES)
     pipeline = Pipeline(stages, schedule, criterion=GPTLMLoss())
     found = execute_pipeline(iter([batch]), pipeline, forward_only=True, return_outputs=True)
-    kept = sum(len(stage.pasts) for stage in pipeline.runner.stages.values())
+    kept = sum(len(stage.slices.pasts) for stage in pipeline.runner.stages.values())
     is_last = found.loss is not None
     return found.loss.item() if is_last else None, found.outputs.numpy() if is_last else None, kept
 
@@ -249,10 +249,11 @@ def traced(schedule: Schedule, batch: Any) -> Any:
 
 def test_slices_share_the_memory_of_keys() -> None:
     """Attention of each slice saves the keys of all tokens so far, in one buffer: not again for each slice."""
-    past, layer = Past([3, 7, 8]), nn.Identity()
-    with past.at(0):
+    slices, layer = Slices(), nn.Identity()
+    slices.load(layer, [[3, 7, 8]])
+    with slices.at(0, 0):
         [first] = joined(layer, torch.ones(2, 3, 4))
-    with past.at(1):
+    with slices.at(0, 1):
         [second] = joined(layer, torch.zeros(2, 4, 4))
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
     assert (first == 1).all()
@@ -309,8 +310,9 @@ def stepped_linear(schedule: Schedule) -> None:
 
 
 def test_a_layer_that_attends_twice_is_refused() -> None:
-    past, layer = Past([1, 2]), nn.Identity()
-    with past.at(0):
+    slices, layer = Slices(), nn.Identity()
+    slices.load(layer, [[1, 2]])
+    with slices.at(0, 0):
         joined(layer, torch.ones(1, 1, 1))
         with pytest.raises(UsageError, match="Identity computes attention twice"):
             joined(layer, torch.ones(1, 1, 1))

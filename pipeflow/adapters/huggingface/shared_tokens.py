@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from pipeflow.adapters.libraries import transformers_library
 from pipeflow.core.errors import UsageError
+from pipeflow.engine.runtime.past import joined
 from pipeflow.engine.tensor.context_attention import causal_attention
 from pipeflow.engine.tensor.cross_entropy import CrossEntropy
-from pipeflow.engine.tensor.slices import joined
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -114,7 +114,8 @@ class CausalLMLoss(nn.Module):
         self.of_shifted = _OfTokens()
 
     def forward(self, output: Any, labels: Tensor) -> Tensor:
-        return self.of_shifted(output, self.shifted(labels))  # type: ignore[no-any-return]
+        loss: Tensor = self.of_shifted(output, self.shifted(labels))
+        return loss
 
     def shifted(self, labels: Tensor) -> Tensor:
         """The label of each token, (batch, length): the next token; that of the last one does not count."""

@@ -1,5 +1,5 @@
 """Slicing: a batch whose microbatches are cut into slices of their sequences, for schedules with slices; and what can
-be cut. Must not contain: what slices keep for each other, which `pipeflow.engine.tensor.slices` has.
+be cut. Must not contain: what slices keep for each other, which `past` has.
 """
 
 from __future__ import annotations
@@ -135,15 +135,15 @@ def require_sliceable(
         if not getattr(_root(module), "shares_tokens", False):
             raise UsageError(
                 f"{able} stage {index}, a {_root(module)._get_name()}, does not say that it computes a slice "
-                "with what earlier slices left: use the stages of pipeflow.models.build_gpt_pipeline, or call "
-                "pipeflow.huggingface.share_tokens(model) before from_module; or make the schedule with slices=1"
+                "with what earlier slices left: use stages of build_gpt_pipeline, or call share_tokens(model) "
+                "before from_module; or make the schedule with slices=1"
             )
         if fully_sharded_in(module):
             raise UsageError(f"{able} stage {index} is under fully_shard: make the schedule with slices=1")
     if criterion is not None and not hasattr(criterion, "shifted"):
         raise UsageError(
-            f"{able} the criterion does not say which token each label belongs to: use pipeflow.models.GPTLMLoss(), or "
-            "make the schedule with slices=1"
+            f"{able} the criterion does not say which token each label belongs to: use GPTLMLoss() or CausalLMLoss(), "
+            "or make the schedule with slices=1"
         )
     if Kind.S in schedule.kinds or schedule.has_pairs or len(schedule.placement.paths) > 1:
         raise UsageError(f"{able} also optimizer steps, pairs or several paths: use a schedule without these")

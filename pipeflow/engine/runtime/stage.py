@@ -16,9 +16,9 @@ from pipeflow.core.route import Routes, sources_of
 from pipeflow.engine.deferral.module import defer_weight_gradients
 from pipeflow.engine.runtime.microbatch import Batch
 from pipeflow.engine.runtime.original import uncompiled
+from pipeflow.engine.runtime.past import Slices
 from pipeflow.engine.stages.module_state import ModuleState
 from pipeflow.engine.stages.stage import ModuleStage
-from pipeflow.engine.tensor.slices import Past
 from pipeflow.engine.torch_private.tensors import state_of
 
 
@@ -53,7 +53,7 @@ class Stage:
         self.deferral.fuses = fuses
         self.state = ModuleState(f"stage {index}", module.root if isinstance(module, ModuleStage) else module)
         self.keywords: list[dict[str, object]] = []
-        self.pasts: list[Past] = []
+        self.slices = Slices()
         self.takes = Keywords.of(module, inputs=len(sources_of(index, routes)))
 
     @property
@@ -69,7 +69,7 @@ class Stage:
         """Stores, per microbatch, the entries that the module takes, and in which region of autocast it runs."""
         self.call = self._call if region is None else region(self._call)
         self.state.renew()
-        self.pasts = [Past(ends) for ends in batch.cuts]
+        self.slices.load(self.module, batch.cuts)
         self.deferral.copies = None if region is None else {}
         parts = {name: batch.split(entry) for name, entry in batch.named.items() if name in self.takes}
         self.keywords = [{name: part[index] for name, part in parts.items()} for index in range(len(batch.sizes))]
@@ -77,7 +77,8 @@ class Stage:
     def unload(self) -> None:
         """Releases the references that only a running step needs."""
         self.deferral.copies = None
-        self.keywords, self.pasts = [], []
+        self.keywords = []
+        self.slices.pasts = []
 
 
 class WatchedCall:

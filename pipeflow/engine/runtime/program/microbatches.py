@@ -16,7 +16,6 @@ from pipeflow.engine.deferral.products import Queue, run_products
 from pipeflow.engine.runtime.program.results import Results
 from pipeflow.engine.runtime.program.slots import Buffers, Slot, Unused, flatten, may_be_overwritten
 from pipeflow.engine.runtime.stage import Stage
-from pipeflow.engine.tensor.slices import Past
 from pipeflow.engine.torch_private.autograd import run_backward
 from pipeflow.engine.torch_private.trees import tree_unflatten
 
@@ -68,20 +67,15 @@ class Microbatch:
         self.keep(self.call(*self.arguments(), **stage.keywords[self.index]))
 
     def call(self, *arguments: object, **keywords: object) -> object:
-        """Calls the stage."""
+        """Calls the stage, for a slice of a microbatch in a region that knows what earlier slices left."""
         if self.slices == 1:
             return self.stage.call(*arguments, **keywords)
-        past, number = self._past()
-        with past.at(number):
+        microbatch, number = divmod(self.index, self.slices)
+        with self.stage.slices.at(microbatch, number) as past:
             output = self.stage.call(*arguments, **keywords)
         if not self.training and number == self.slices - 1:
             past.free()
         return output
-
-    def _past(self) -> tuple[Past, int]:
-        """What the slices of the microbatch leave in the stage, and the number of this slice."""
-        microbatch, number = divmod(self.index, self.slices)
-        return self.stage.pasts[microbatch], number
 
     def arguments(self) -> tuple[object, ...]:
         """The stage's input: that of the batch, or what earlier stages sent, as leaves of a new graph."""
@@ -163,8 +157,8 @@ class Microbatch:
                     gradient.tensors.append(_gradient_of(leaf))
 
     def _run_slice(self, gradients: list[Tensor]) -> None:
-        past, number = self._past()
-        with past.at(number):  # a layer may run its forward again
+        microbatch, number = divmod(self.index, self.slices)
+        with self.stage.slices.at(microbatch, number) as past:  # a layer may run its forward again
             self._run(gradients)
         if not number:
             past.free()

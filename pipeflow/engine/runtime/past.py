@@ -1,4 +1,4 @@
-"""Slices: the keys and values that attention keeps from one slice of a sequence to the next, and their gradients. Must
+"""Past: the keys and values that attention keeps from one slice of a sequence to the next, and their gradients. Must
 not contain: attention itself, and where sequences are cut.
 
 Source: Sun et al., arXiv 2406.03488 (a slice of a causal model needs the keys and values of those before it).
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,21 +85,21 @@ class Past:
     _start: int = field(default=0, init=False)  # of the slice that runs
     _called: set[nn.Module] = field(default_factory=set, init=False)  # by the slice that runs
 
-    @contextmanager
-    def at(self, number: int) -> Iterator[None]:
-        """A region in which slice `number` runs."""
+    def begin(self, number: int) -> None:
+        """Call before slice `number` runs."""
         self._start, self._called = self.ends[number - 1] if number else 0, set()
-        token = _CURRENT.set(self)
-        try:
-            yield
-        finally:
-            _CURRENT.reset(token)
+
+    @property
+    def start(self) -> int:
+        """The first token of the slice that runs."""
+        return self._start
 
     def free(self) -> None:
         """Drops all keys and values."""
         self._rows = {}
 
     def joined(self, layer: nn.Module, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The parts of the slice that runs, behind those of `layer` for earlier slices."""
         if isinstance(parts[0], FakeTensor):  # a module is planned for the shapes of this slice
             return tuple(functional.pad(part, (0, 0, self._start, 0)) for part in parts)
         if layer in self._called:
@@ -115,18 +114,52 @@ class Past:
         )
 
 
-_CURRENT: ContextVar[Past | None] = ContextVar("pipeflow_past", default=None)
+class Slices:
+    """The slices of a stage: what those of each microbatch leave for later ones, and which of them runs now.
+
+    Attributes:
+        pasts: per microbatch of the step; empty if microbatches are whole.
+        current: of the slice that runs.
+    """
+
+    def __init__(self) -> None:
+        self.pasts: list[Past] = []
+        self.current: Past | None = None
+
+    def load(self, module: nn.Module, cuts: Sequence[Sequence[int]]) -> None:
+        """Begins a step. `cuts` has the ends of the slices of each microbatch, in tokens."""
+        self.pasts = [Past(ends) for ends in cuts]
+        for each in module.modules() if cuts else ():
+            vars(each)[_PLACE] = self  # not in a variable of the thread: a GPU's backward runs on another one
+
+    @contextmanager
+    def at(self, microbatch: int, number: int) -> Iterator[Past]:
+        """A region in which slice `number` of a microbatch runs."""
+        self.current = past = self.pasts[microbatch]
+        past.begin(number)
+        try:
+            yield past
+        finally:
+            self.current = None
 
 
-def is_sliced() -> bool:
-    """Whether a slice of a microbatch runs now, not a whole one."""
-    return _CURRENT.get() is not None
+_PLACE = "_pipeflow_slices"
 
 
-def tokens_before() -> int:
-    """How many tokens of its sequence lie before the slice that runs; 0 for whole microbatches."""
-    past = _CURRENT.get()
-    return 0 if past is None else past._start
+def _current(layer: nn.Module) -> Past | None:
+    slices = vars(layer).get(_PLACE)
+    return None if slices is None else slices.current
+
+
+def is_sliced(layer: nn.Module) -> bool:
+    """Whether the stage of `layer` runs a slice of a microbatch now, not a whole one."""
+    return _current(layer) is not None
+
+
+def tokens_before(layer: nn.Module) -> int:
+    """How many tokens of its sequence lie before the slice that the stage of `layer` runs; 0 for whole microbatches."""
+    past = _current(layer)
+    return 0 if past is None else past.start
 
 
 def joined(layer: nn.Module, *parts: Tensor) -> tuple[Tensor, ...]:
@@ -139,5 +172,5 @@ def joined(layer: nn.Module, *parts: Tensor) -> tuple[Tensor, ...]:
 
     Raises UsageError if a layer calls it twice in a forward.
     """
-    past = _CURRENT.get()
+    past = _current(layer)
     return parts if past is None else past.joined(layer, parts)
