@@ -10,9 +10,11 @@ from functools import lru_cache
 from math import isfinite
 from numbers import Real
 from time import perf_counter
+from typing import Any
 
 from pipeflow.core.cost import CostModel, require_cost_model
 from pipeflow.core.errors import UsageError
+from pipeflow.core.factors import is_table
 from pipeflow.core.placement import Placement, require_placement, require_positive
 from pipeflow.core.schedule import Schedule, require_unsliced
 from pipeflow.schedules.families import groups_on, repeated_on, schedules_on
@@ -134,7 +136,7 @@ def exact(
 
 
 def order_for(
-    lengths: Sequence[float],
+    lengths: Sequence[float] | Sequence[Sequence[float]],
     placement: Placement,
     cost: CostModel,
     microbatches: int,
@@ -155,7 +157,8 @@ def order_for(
     The result depends on the arguments alone. Every rank that has the same ones finds the same order.
 
     Args:
-        lengths: per sample of the batch, its length, such as the number of its tokens.
+        lengths: per sample of the batch, its length, such as the number of its tokens. Or such a list per stage, if an
+            encoder has other lengths than a decoder: there a sample may have the length 0.
         placement: which rank holds which stage.
         cost: the times and bytes of a mean microbatch.
         microbatches: number of microbatches.
@@ -182,7 +185,7 @@ def order_for(
         raise UsageError(f"budget must be positive, got {budget}")
     require_placement(placement)
     require_cost_model(cost)
-    costs = _costs(lengths, quadratic, microbatches)
+    costs = _costs(lengths, quadratic, microbatches, placement.num_stages)
     alike = replace(cost, microbatch_factors=())
     reruns = _reruns(placement, microbatches, alike) if among is None else _rerun_of(tuple(among), alike)
     for schedule in (rerun.schedule for rerun in reruns):
@@ -207,18 +210,25 @@ def _rerun_of(schedules: tuple[Schedule, ...], cost: CostModel) -> tuple[Rerun, 
     return tuple(Rerun(schedule, cost) for schedule in schedules)
 
 
-def _costs(lengths: Sequence[float], quadratic: float, microbatches: int) -> list[float]:
-    """The cost of each sample."""
+def _costs(lengths: Sequence[Any], quadratic: float, microbatches: int, stages: int) -> list[list[float]]:
+    """The cost of each sample, in one row for all stages or in one for each."""
     require_positive(microbatches=microbatches)
     if isinstance(lengths, str) or not isinstance(lengths, Sized):
         raise UsageError(f"lengths must be a list with the length of each sample, got {lengths!r}")
-    if len(lengths) < microbatches:
+    rows = lengths if is_table(lengths) else [lengths]
+    if len(rows) not in (1, stages) or len({len(row) if isinstance(row, Sized) else 0 for row in rows}) != 1:
+        raise UsageError(f"lengths per stage must be {stages} lists, one per stage, with the length of each sample")
+    if len(rows[0]) < microbatches:
         raise UsageError(
-            f"a batch of {len(lengths)} samples cannot fill {microbatches} microbatches: use fewer of them"
+            f"a batch of {len(rows[0])} samples cannot fill {microbatches} microbatches: use fewer of them"
         )
-    for sample, length in enumerate(lengths):
-        if not (isinstance(length, Real) and isfinite(length) and length > 0):
-            raise UsageError(f"the length of sample {sample} must be positive, got {length}")
+    for row in rows:
+        for sample, length in enumerate(row):
+            may_be_none = len(rows) > 1 and length == 0
+            if not (isinstance(length, Real) and isfinite(length) and (length > 0 or may_be_none)):
+                raise UsageError(f"the length of sample {sample} must be positive, got {length}")
+    if not all(map(any, rows)):
+        raise UsageError("lengths per stage: on one stage all samples have the length 0: give that stage other lengths")
     if not (isfinite(quadratic) and quadratic >= 0):
         raise UsageError(f"quadratic must be finite and not negative, got {quadratic}")
-    return [length + quadratic * length * length for length in lengths]
+    return [[length + quadratic * length * length for length in row] for row in rows]

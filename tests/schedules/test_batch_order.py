@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations, product
+from math import inf
 from random import Random
 
 import pytest
@@ -19,6 +20,7 @@ from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.schedules.order_search import order_for
 from pipeflow.schedules.orders.batch_order import BatchOrder, Rerun, balanced_groups, large_first, padded_groups
 from pipeflow.schedules.orders.lower_bounds import largest_microbatch
+from pipeflow.schedules.orders.problem import make_problem
 from tests.families import make_near
 
 LINEAR = Placement.linear(4)
@@ -48,7 +50,7 @@ def test_a_rerun_takes_as_long_as_a_simulation(name: str) -> None:
         cost = replace(cost, activation_bytes=(0.005,) * schedule.placement.num_stages, bandwidth=1.0)
     rerun, draw = Rerun(schedule, cost), Random(1)
     for _ in range(3):
-        factors = tuple(draw.uniform(0.3, 3) for _ in range(6))
+        factors = tuple(tuple(draw.uniform(0.3, 3) for _ in range(6)) for _ in cost.forward)
         assert rerun.makespan(factors) == pytest.approx(
             simulate(schedule, replace(cost, microbatch_factors=factors)).makespan
         )
@@ -197,6 +199,59 @@ def test_padded_samples_of_like_length_come_together(seed: int) -> None:
     assert max(areas) < 0.8 * max(wasteful)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_lengths_may_differ_by_stage(padded: bool) -> None:
+    """Images cost on the first stage alone, and few samples have any."""
+    draw, tokens = Random(1), long_tailed(64, 3)
+    images = [draw.choice((0, 0, 0, 5)) for _ in range(64)]
+    lengths, cost = [images, tokens, tokens, tokens], CostModel.even(LINEAR)
+    found = order_for(lengths, LINEAR, cost, 8, padded=padded)
+    rows = []
+    for row in (images, tokens):
+        each = [[row[sample] for sample in group] for group in found.groups]
+        sums = [max(own) * len(own) if padded else sum(own) for own in each]
+        rows.append([8 * one / sum(sums) for one in sums])
+    assert found.cost.factors[0] == pytest.approx(rows[0])
+    assert found.cost.factors[1:] == tuple(pytest.approx(rows[1]) for _ in range(3))
+    assert sorted(index for group in found.groups for index in group) == list(range(64))
+    assert found.timeline == simulate(found.schedule, found.cost)
+    assert found.lower_bound >= (0.7 if padded else 0.9) * found.timeline.makespan
+    assert order_for([tokens] * 4, LINEAR, cost, 8, padded=padded).timeline.makespan == pytest.approx(
+        order_for(tokens, LINEAR, cost, 8, padded=padded).timeline.makespan
+    )
+
+
+@pytest.mark.parametrize("place", [0, 15])
+@pytest.mark.parametrize("times", [8, 12, 16])
+def test_a_long_text_within_the_memory_of_a_usual_schedule_is_near_the_bound(times: int, place: int) -> None:
+    cost, lengths = CostModel.even(LINEAR, saved_bytes=4, deferred_bytes=1), [1.0] * 16
+    lengths[place] = times
+    usual = make_schedule("zb-h1", ranks=4, microbatches=16)
+    factors = [16 * length / sum(lengths) for length in lengths]
+    cap = 1.5 * max(simulate(usual, replace(cost, microbatch_factors=factors)).peak_bytes)
+    found = order_for(lengths, LINEAR, cost, 16, bytes_cap=cap)
+    assert max(found.timeline.peak_bytes) <= cap * (1 + 1e-9)
+    assert found.lower_bound >= 0.9 * found.timeline.makespan
+
+
+@pytest.mark.parametrize("forwards", [True, False])
+def test_large_first_keeps_a_cap_or_says_that_it_stands_still(forwards: bool) -> None:
+    still = 0
+    for placement, seed in product([LINEAR, Placement.looped(2, 2), Placement.looped(2, 4)], range(6)):
+        draw, stages = Random(seed), placement.num_stages
+        table = [[draw.uniform(0.5, 3) for _ in range(8)] for _ in range(stages)]
+        cost = replace(CostModel.even(placement, saved_bytes=4, deferred_bytes=5), microbatch_factors=table)
+        cap = make_problem(placement, 8, cost, bytes_cap=inf).least
+        memory = make_problem(placement, 8, cost, bytes_cap=[1.2 * least for least in cap]).memory
+        makespan, schedule = large_first(placement, cost, memory, forwards=forwards)
+        still += makespan == inf
+        if makespan < inf:
+            assert verify(schedule) == []
+            peaks = simulate(schedule, cost).peak_bytes
+            assert all(peak <= 1.2 * least * (1 + 1e-6) for peak, least in zip(peaks, cap, strict=True))
+    assert still < 18
+
+
 def test_as_many_padded_groups_as_microbatches_even_if_samples_are_alike() -> None:
     assert sorted(map(len, padded_groups([3.0] * 10, 4))) == [1, 3, 3, 3]
     assert sorted(map(len, padded_groups([5.0, 1.0, 1.0], 3))) == [1, 1, 1]
@@ -218,6 +273,10 @@ def test_of_schedules_that_take_the_same_time_the_one_that_keeps_least_is_chosen
         ({"microbatches": 0}, "microbatches must be"),
         ({"cost": CostModel((1,), (1,), (1,))}, "stage"),
         ({"bytes_cap": 1.0}, "saved_bytes"),
+        ({"lengths": [[1, 2, 3, 4]] * 3}, "lengths per stage must be 4 lists, one per stage"),
+        ({"lengths": [[1, 2, 3, 4]] * 3 + [[1, 2, 3]]}, "with the length of each sample"),
+        ({"lengths": [[1, 2, 3, 4]] * 3 + [[1, 2, -3, 4]]}, "the length of sample 2 must be positive, got -3"),
+        ({"lengths": [[1, 2, 3, 4]] * 3 + [[0] * 4]}, "on one stage all samples have the length 0"),
     ],
 )
 def test_what_cannot_be_ordered_is_refused(change: dict[str, object], message: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median
+from typing import Any
 
 from pipeflow.core.action import Action, Entry, Kind, Pair
 from pipeflow.core.analysis.idle_time import Usual, awaited, pauses
@@ -133,7 +134,7 @@ def measured_costs(timeline: Timeline, *, late_apart: bool = False, by_microbatc
     if kinds & {*COPIED}:
         found[Kind.O] = tuple(map(copy, stages))
     usual, links = engine.latencies()
-    others = {"late": dict(extras()), "microbatch_factors": factors, "unit": timeline.unit}
+    others: dict[str, Any] = {"late": dict(extras()), "microbatch_factors": factors, "unit": timeline.unit}
     return costs_of(found, latency=usual, links=links, **others)
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush, heapreplace
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import inf
+from operator import mul
 from random import Random
+from statistics import fmean
 from typing import NamedTuple
 
 from pipeflow.core.action import Action
@@ -17,7 +19,7 @@ from pipeflow.core.analysis.order import Order
 from pipeflow.core.analysis.simulation import require_costs, simulate, transfers
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
-from pipeflow.core.factors import put_in_order
+from pipeflow.core.factors import Factors, is_table, put_in_order
 from pipeflow.core.liveness import ACTIVATIONS, MemoryCap, cap_per_rank
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
@@ -66,7 +68,7 @@ class BatchOrder:
 
 
 def ordered(
-    costs: Sequence[float],
+    costs: Sequence[Sequence[float]],
     cost: CostModel,
     reruns: Sequence[Rerun],
     *,
@@ -75,14 +77,13 @@ def ordered(
     budget: float,
     searches: bool,
 ) -> BatchOrder:
-    """The order of a batch whose samples have these `costs`, in the microbatches of the schedules of `reruns`. With
-    `searches` other orders of actions are tried, too.
+    """The order of a batch whose samples have these `costs`, one row per stage or one for all, in the microbatches of
+    the schedules of `reruns`. With `searches` other orders of actions are tried, too.
     """
     placement, many = reruns[0].schedule.placement, reruns[0].schedule.num_microbatches
-    groups = (padded_groups if padded else balanced_groups)(costs, many)
-    each = [[costs[index] for index in group] for group in groups]
-    sums = [len(own) * max(own) if padded else sum(own) for own in each]
-    cost = replace(cost, microbatch_factors=tuple(many * one / sum(sums) for one in sums))
+    groups = (padded_groups if padded else balanced_groups)(_whole_costs(costs, cost), many)
+    table = [tuple(_factors([[row[index] for index in group] for group in groups], padded=padded)) for row in costs]
+    cost = replace(cost, microbatch_factors=table if len(table) > 1 else table[0])
     bound = _bound(placement, cost)
     choice = _chosen(reruns, cost, bytes_cap, bound, budget * RATE, searches=searches)
     timeline = simulate(choice.schedule, choice.cost)
@@ -90,15 +91,30 @@ def ordered(
     return BatchOrder(found, choice.schedule, choice.cost, timeline, min(bound, timeline.makespan))
 
 
+def _whole_costs(costs: Sequence[Sequence[float]], cost: CostModel) -> Sequence[float]:
+    """Per sample, its cost on all stages: of each, in proportion to the time of a mean microbatch."""
+    if len(costs) == 1:
+        return costs[0]
+    shares = [sum(cost.duration(half, stage) for half in HALVES) / sum(row) for stage, row in enumerate(costs)]
+    return [sum(map(mul, shares, sample)) for sample in zip(*costs, strict=True)]
+
+
+def _factors(groups: Sequence[Sequence[float]], *, padded: bool) -> Iterator[float]:
+    """The factor of each group of samples with these costs: its cost over the mean."""
+    sums = [len(own) * max(own) if padded else sum(own) for own in groups]
+    whole = sum(sums)
+    return (len(sums) * one / whole for one in sums)
+
+
 def _bound(placement: Placement, cost: CostModel) -> float:
     """A lower bound for any order of the microbatches; for two paths, that of the work and of the largest one."""
-    factors = cost.microbatch_factors
+    many = len(cost.factors[0])
     if len(placement.paths) == 1:
-        return bounds(make_problem(placement, len(factors), cost)).objective
+        return bounds(make_problem(placement, many, cost)).objective
     operations = [(kind, stage) for stage in range(placement.num_stages) for kind in HALVES]
-    times = [[cost.duration(kind, stage) * factor for factor in factors] for kind, stage in operations]
+    times = [[cost.duration(kind, stage) * factor for factor in cost.factors[stage]] for kind, stage in operations]
     work = sum(map(sum, times)) / placement.num_ranks
-    return max(work, largest_microbatch(times, len(factors) // 2 - 1))
+    return max(work, largest_microbatch(times, many // 2 - 1))
 
 
 class _Choice(NamedTuple):
@@ -112,7 +128,7 @@ class _Choice(NamedTuple):
     @classmethod
     def of(cls, rerun: Rerun, order: list[int], cost: CostModel) -> _Choice:
         """With the `cost` before it is put in order."""
-        factors = tuple(cost.microbatch_factors[microbatch] for microbatch in order)
+        factors = put_in_order(cost.microbatch_factors, order)
         return cls(rerun.makespan(factors), rerun, order, replace(cost, microbatch_factors=factors))
 
     @property
@@ -130,7 +146,7 @@ def _chosen(
     searches: bool,
 ) -> _Choice:
     """The best choice that trying so many `actions` leads to."""
-    *plain, third = arrangements(cost.microbatch_factors)
+    *plain, third = arrangements([fmean(column) for column in zip(*cost.factors, strict=True)])
     trials = [_Choice.of(rerun, order, cost) for rerun in reruns for order in plain]
     shortest = min(trial.makespan for trial in trials)
     trials.sort(key=lambda trial: (0, trial.rerun.kept) if trial.makespan <= NEAR * shortest else (1, trial.makespan))
@@ -246,9 +262,10 @@ Step = tuple[
     tuple[int, ...],
     tuple[tuple[int, int, float, float], ...],
 ]
-"""An entry of a row: its rank; the time of its action at factor 1, and its microbatch; the same of the other action of
-a pair; the values that it waits for from other ranks; and those that other ranks wait for, each with its microbatch,
-its latency and its time on the link. Plain tuples of numbers, which the garbage collector need not walk through.
+"""An entry of a row: its rank; the time of its action at factor 1, and the place of its factor; the same of the other
+action of a pair; the values that it waits for from other ranks; and those that other ranks wait for, each with the
+place of its factor, its latency and its time on the link. Factors are in one row, stage by stage. Plain tuples of
+numbers, which the garbage collector need not walk through.
 """
 
 
@@ -265,17 +282,24 @@ class Rerun:
         moved = transfers(schedule, cost, order)
         passes = [move.link[0] != move.link[1] for move in moved]
         self._values, many = len(moved), schedule.num_microbatches
+        makers = [min(end.stage, end.of(0).user) for end in order.ends]  # of the activation, also for its gradient
+
+        def place(action: Action) -> int:
+            return action.stage * many + action.microbatch
+
         rows = map(schedule.actions, range(len(schedule.rows)))
         self.kept = max(max(accumulate(ACTIVATIONS[action.kind] for action in row)) for row in rows)
         self._steps: list[Step] = [
             (
                 rank,
                 cost.duration(actions[0].kind, actions[0].stage),
-                actions[0].microbatch,
-                tuple((cost.duration(action.kind, action.stage), action.microbatch) for action in actions[1:]),
+                place(actions[0]),
+                tuple((cost.duration(action.kind, action.stage), place(action)) for action in actions[1:]),
                 tuple(value for value in needs if passes[value]),
                 tuple(
-                    (value, value % many, moved[value].latency, moved[value].held) for value in makes if passes[value]
+                    (value, makers[value // many] * many + value % many, moved[value].latency, moved[value].held)
+                    for value in makes
+                    if passes[value]
                 ),
             )
             for rank, actions, needs, makes in order
@@ -284,15 +308,17 @@ class Rerun:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def makespan(self, factors: Sequence[float]) -> float:
+    def makespan(self, given: Factors) -> float:
         """The makespan if the microbatches have these factors."""
+        stages = self.schedule.placement.num_stages
+        factors = [*chain.from_iterable(given)] if is_table(given) else [*given] * stages
         there, free = [0.0] * self._values, [0.0] * len(self.schedule.rows)
-        for rank, time, microbatch, others, needs, makes in self._steps:
+        for rank, time, place, others, needs, makes in self._steps:
             end = free[rank]
             for value in needs:
                 if there[value] > end:
                     end = there[value]
-            took = time * factors[microbatch]
+            took = time * factors[place]
             for other, its in others:
                 took += other * factors[its] - self._overlap * min(took, other * factors[its])
             free[rank] = end = end + took
@@ -301,16 +327,16 @@ class Rerun:
         return max(free)
 
 
-def rearranged(rerun: Rerun, factors: Sequence[float], order: list[int], tries: int, enough: float) -> list[int]:
+def rearranged(rerun: Rerun, factors: Factors, order: list[int], tries: int, enough: float) -> list[int]:
     """`order`, or a better one that `tries` exchanges of two places lead to; it stops at the makespan `enough`."""
-    random, best = Random(0), rerun.makespan([factors[microbatch] for microbatch in order])
+    random, best = Random(0), rerun.makespan(put_in_order(factors, order))
     for _ in range(tries if len(order) > 1 else 0):
         if best <= enough:
             break
         one, other = random.sample(range(len(order)), 2)
         tried = order.copy()
         tried[one], tried[other] = order[other], order[one]
-        makespan = rerun.makespan([factors[microbatch] for microbatch in tried])
+        makespan = rerun.makespan(put_in_order(factors, tried))
         if makespan <= best:
             order, best = tried, makespan
     return order
