@@ -19,7 +19,7 @@ from pipeflow.core.analysis.order import Order
 from pipeflow.core.analysis.simulation import require_costs, simulate, transfers
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
-from pipeflow.core.factors import Factors, is_table, put_in_order
+from pipeflow.core.factors import Factors, put_in_order, table_of
 from pipeflow.core.liveness import ACTIVATIONS, MemoryCap, cap_per_rank
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
@@ -83,7 +83,7 @@ def ordered(
     placement, many = reruns[0].schedule.placement, reruns[0].schedule.num_microbatches
     groups = (padded_groups if padded else balanced_groups)(_whole_costs(costs, cost), many)
     table = [tuple(_factors([[row[index] for index in group] for group in groups], padded=padded)) for row in costs]
-    cost = replace(cost, microbatch_factors=table if len(table) > 1 else table[0])
+    cost = replace(cost, microbatch_factors=tuple(table) if len(table) > 1 else table[0])
     bound = _bound(placement, cost)
     choice = _chosen(reruns, cost, bytes_cap, bound, budget * RATE, searches=searches)
     timeline = simulate(choice.schedule, choice.cost)
@@ -311,7 +311,7 @@ class Rerun:
     def makespan(self, given: Factors) -> float:
         """The makespan if the microbatches have these factors."""
         stages = self.schedule.placement.num_stages
-        factors = [*chain.from_iterable(given)] if is_table(given) else [*given] * stages
+        factors = [*chain.from_iterable(table_of(given, stages))]
         there, free = [0.0] * self._values, [0.0] * len(self.schedule.rows)
         for rank, time, place, others, needs, makes in self._steps:
             end = free[rank]

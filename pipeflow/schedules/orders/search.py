@@ -148,12 +148,12 @@ def _begun(
     first = [*islice(plain_rules(builder.alike, builder.heads), FIRST)]
     best: list[ScoredOrder] = []
     for its, begin in zip(builders, started, strict=True):
-        top = reduce(_better, begin, its.candidate(first[0]))
+        found = [*begin, *filter(None, [its.candidate(first[0])])]
         for rules in first[1:]:
-            if not goes_on(top):
+            if not goes_on(reduce(_better, found)):
                 break
-            top = _better(top, its.candidate(rules))
-        best.append(top)
+            found += filter(None, [its.candidate(rules)])
+        best.append(reduce(_better, found))
     best_place = min(range(len(best)), key=lambda place: best[place][:2])
     return builders[best_place], best
 
