@@ -115,14 +115,14 @@ def test_a_plan_of_a_measured_cluster_asks_for_a_step_alone(capsys: pytest.Captu
 def test_what_pipeflow_cannot_run_is_said_and_the_next_layout_is_used(capsys: pytest.CaptureFixture[str]) -> None:
     long = ["llama3-8b", "--context", 2, "--device", "a100-40gb"]
     shown = " ".join(used(out(capsys, "plan", *long)).split())
-    assert shown.startswith(": pipeflow has context ranks for its own GPT (pipeflow.models) alone, and this is another")
+    assert shown.startswith(": pipeflow has context ranks for its own GPT alone, and this is another model: --context")
     assert "--context 1 plans without them; --for prints what other" in shown
     assert "make_schedule" not in shown
     assert "run.json" not in shown
     assert "expect at most" in shown
     assert "-m pipeflow calibrate" in shown
     for given, why in {
-        "context": "pipeflow has context ranks for its own GPT (pipeflow.models) alone",  # SMALL is not tied
+        "context": "pipeflow has context ranks for its own GPT alone",  # SMALL is not tied
         "expert": "pipeflow has no expert ranks: --expert 1 plans without them",
     }.items():
         model = SMALL if given == "context" else replace(SMALL, experts=2)
@@ -165,6 +165,7 @@ def test_the_lines_of_a_script_with_context_ranks_run() -> None:
         tokens = torch.arange(64).view(8, 8) % TIED.vocabulary
         step = pipeflow.execute_pipeline(iter([({"input_ids": tokens}, tokens)]), names["model"], broadcast_loss=True)
         names["optimizer"].step()
+        assert step.loss is not None
         return step.loss.item(), sum(len(chunk.blocks) for chunk in names["model"].chunks)
 
     losses, blocks = zip(*run_threads(train, 4, context=2), strict=True)

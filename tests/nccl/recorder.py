@@ -154,5 +154,5 @@ def recorded(
         return recorder.log
 
     with pretended():
-        sizes = {"tensor": tensor, "data": data, "context": context}
+        sizes: Any = {"tensor": tensor, "data": data, "context": context}
         return run_threads(run, ranks, **sizes, deadline=_DEADLINE, timeout=_DEADLINE)

@@ -4,6 +4,8 @@ these deadlocks under NCCL's rules.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -36,7 +38,8 @@ def steps(work: Gpt) -> None:
     model = Pipeline(nn.ModuleList(map(moved, stages)), schedule, criterion=GPTLMLoss())
     optimizer = adamw(model.parameters())
     optimizer = Zero(model, optimizer) if work.zero else optimizer
-    for step, call in enumerate(({}, {"forward_only": True}, {"trace": True}, {})):
+    calls: list[dict[str, Any]] = [{}, {"forward_only": True}, {"trace": True}, {}]
+    for step, call in enumerate(calls):
         execute_pipeline(iter([work.batch(context.data_rank, step)]), model, **call)
         if "forward_only" not in call:
             clip_grad_norm_(model, 1.0)

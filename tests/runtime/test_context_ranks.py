@@ -62,13 +62,13 @@ def mean(logits: Tensor, labels: Tensor) -> Tensor:
 MAKING: dict[str, tuple[Callable[[], Pipeline], str]] = {
     "a stage": (
         lambda: Pipeline(nn.Linear(2, 2), SCHEDULE, criterion=GPTLMLoss()),
-        r"stages that exchange keys and values, and Linear is not known to do so: use pipeflow\.models\.GPTStage",
+        r"stages that exchange keys and values, and Linear is not known to do so: use a GPTStage",
     ),
     "a whole module": (
         whole_module,
-        r"from_module cannot divide the tokens of GPTStage over context ranks: make a Pipeline of pipeflow\.models",
+        r"from_module cannot divide the tokens of GPTStage over context ranks: make a Pipeline of build_gpt_pipeline",
     ),
-    "a loss": (lambda: made(criterion=mean), r"and mean is not known to do so: use pipeflow\.models\.GPTLMLoss\(\)"),
+    "a loss": (lambda: made(criterion=mean), r"and mean is not known to do so: use GPTLMLoss\(\)"),
     "a loss module": (lambda: made(criterion=nn.CrossEntropyLoss()), "and CrossEntropyLoss is not known to do so"),
     "weigh": (lambda: made(weigh=len), "do not go together with weigh=: leave it out"),
     "overlap": (lambda: made(overlap=lambda forward, backward: None), "do not go together with overlap="),

@@ -4,7 +4,7 @@ Must not contain: attention, which is the layers', and sums, in which a context 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +42,7 @@ class ContextTokens:
         self,
         context: Context,
         criterion: Callable[..., Tensor] | None,
-        refused: dict[str, object],
+        refused: Mapping[str, object],
     ) -> None:
         for name in (name for name, given in refused.items() if given):
             raise UsageError(f"context ranks do not go together with {name}=: leave it out, {ALONE}")
@@ -55,7 +55,7 @@ class ContextTokens:
             raise UsageError(
                 "context ranks need a loss that shifts labels before tokens are divided, and "
                 f"{getattr(criterion, '__name__', type(criterion).__name__)} is not known to do so: use "
-                f"pipeflow.models.GPTLMLoss(), {ALONE}"
+                f"GPTLMLoss(), {ALONE}"
             )
         self.criterion, self._shifted = loss.of_shifted, loss.shifted
 
@@ -103,7 +103,7 @@ def require_stages(chunks: Iterable[nn.Module]) -> None:
         if not getattr(chunk, "shares_tokens", False):
             raise UsageError(
                 f"context ranks need stages that exchange keys and values, and {type(chunk).__name__} is not known to "
-                f"do so: use pipeflow.models.GPTStage, {ALONE}"
+                f"do so: use a GPTStage, {ALONE}"
             )
 
 

@@ -63,7 +63,7 @@ def stages_from(
     if context.context_size > 1:
         raise UsageError(
             f"from_module cannot divide the tokens of {type(module).__name__} over context ranks: make a Pipeline of "
-            "pipeflow.models.build_gpt_pipeline(...), or launch with context=1"
+            "build_gpt_pipeline(...), or launch with context=1"
         )
     require_ranks(schedule, context)
     placement, device = schedule.placement, context.device

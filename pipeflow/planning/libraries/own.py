@@ -82,8 +82,8 @@ def _require_gpt(found: Plan) -> None:
     )
     if not is_gpt:
         raise UsageError(
-            "pipeflow has context ranks for its own GPT (pipeflow.models) alone, and this is another model: "
-            "--context 1 plans without them"
+            "pipeflow has context ranks for its own GPT alone, and this is another model: --context 1 plans without "
+            "them"
         )
     if found.setup.zero > 1:
         raise UsageError("pipeflow has no fully_shard over context ranks: --zero 1 or --context 1 plans without it")
@@ -105,9 +105,10 @@ def _gpt(found: Plan) -> Iterator[str]:
     given = [str(model.layers), "placement=schedule.placement", *(f"{name}={size}" for name, size in sizes.items())]
     given += [f"dtype={_dtype(found)}"] * bool(_dtype(found)) + ["checkpoint=True"] * (setup.checkpoint == "full")
     given += ["sequence_parallel=True"] * (setup.tensor > 1 and setup.sequence_parallel)
-    yield "from pipeflow.models import GPTLMLoss, build_gpt_pipeline"
-    yield _call("chunks = build_gpt_pipeline", given)
-    yield _call("model = pipeflow.Pipeline", ["chunks", "schedule", "criterion=GPTLMLoss()", *_wide_gradients(found)])
+    yield "from pipeflow import models"
+    yield _call("chunks = models.build_gpt_pipeline", given)
+    loss = "criterion=models.GPTLMLoss()"
+    yield _call("model = pipeflow.Pipeline", ["chunks", "schedule", loss, *_wide_gradients(found)])
 
 
 def _call(name: str, given: list[str]) -> str:
