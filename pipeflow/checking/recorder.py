@@ -52,6 +52,11 @@ def groups(models: Sequence[nn.Module]) -> dict[str, int]:
     is_ours = any(hasattr(model, "chunks") and hasattr(model, "schedule") for model in models)
     if is_ours and (context := context_if_launched()) is not None:
         layout = context.layout
+        if layout.context > 1:
+            raise UsageError(
+                "a recording cannot put together the tokens of context ranks: record a run with context=1, whose "
+                "results are the same"
+            )
         return {"data": layout.data, "pipeline": layout.pipeline, "tensor": layout.tensor}
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return {}

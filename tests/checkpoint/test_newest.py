@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import threading
@@ -15,8 +16,10 @@ import torch
 from torch import nn
 
 from pipeflow import Saving, UsageError, latest_checkpoint, load_checkpoint, save_checkpoint
+from pipeflow.engine.parallel.layout import WorldLayout
 from pipeflow.optim import named_state
 from pipeflow.testing import run_threads
+from pipeflow.training.checkpoint.folders import MANIFEST
 from pipeflow.training.checkpoint.manifest import Digest, Manifest
 from pipeflow.training.checkpoint.storage import write
 from tests.checkpoint.checkpoints import Run, under
@@ -112,6 +115,18 @@ def test_what_is_damaged_is_left_out_with_a_warning(
     assert filled(loaded) == {1}
     save_checkpoint(tmp_path / "step-4", model(4), step=4)
     assert latest_checkpoint(tmp_path) == tmp_path / "step-4"
+
+
+def test_a_manifest_that_names_no_context_ranks_has_one(tmp_path: Path) -> None:
+    """Older versions wrote none."""
+    save_checkpoint(tmp_path / "step-1", model(1), step=1)
+    file = tmp_path / "step-1" / MANIFEST
+    content = json.loads(file.read_bytes())
+    assert content["layout"].pop("context") == 1
+    del content["sha256"]
+    plain = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    file.write_text(json.dumps({**content, "sha256": hashlib.sha256(plain.encode()).hexdigest()}), encoding="utf-8")
+    assert Manifest.read(tmp_path / "step-1").layout == WorldLayout()
 
 
 def digested(path: Path) -> None:

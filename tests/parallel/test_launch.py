@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,21 +26,31 @@ from pipeflow.testing.ranks import free_port
 SIZES = st.integers(1, 5)
 
 
-@given(SIZES, SIZES, SIZES)
-def test_every_rank_has_a_place_of_its_own(pipeline: int, tensor: int, data: int) -> None:
-    layout = WorldLayout(pipeline, tensor, data)
+@given(SIZES, SIZES, SIZES, SIZES)
+def test_every_rank_has_a_place_of_its_own(pipeline: int, tensor: int, data: int, context: int) -> None:
+    layout = WorldLayout(pipeline, tensor, data, context)
     places = [layout.place(rank) for rank in range(layout.world_size)]
-    assert places == [Coordinates(d, p, t) for d in range(data) for p in range(pipeline) for t in range(tensor)]
+    grid = product(range(data), range(pipeline), range(context), range(tensor))
+    assert places == [Coordinates(d, p, t, c) for d, p, c, t in grid]
     for rank, place in enumerate(places):
         assert layout.rank(place) == rank
         assert layout.tensor_ranks(rank)[place.tensor] == rank
         assert layout.pipeline_ranks(rank)[place.pipeline] == rank
         assert layout.data_ranks(rank)[place.data] == rank
+        assert layout.context_ranks(rank)[place.context] == rank
+        assert layout.copy_ranks(rank)[place.data * context + place.context] == rank
+        assert rank in layout.model_ranks(rank)
+        assert len(layout.model_ranks(rank)) == pipeline * tensor
 
 
 def test_tensor_ranks_are_neighbours_and_replicas_lie_farthest() -> None:
     layout = WorldLayout.of(8, pipeline=2, tensor=2)
     assert (layout.tensor_ranks(5), layout.pipeline_ranks(5), layout.data_ranks(5)) == ((4, 5), (5, 7), (1, 5))
+    layout = WorldLayout.of(16, pipeline=2, tensor=2, context=2)
+    assert (layout.tensor_ranks(9), layout.context_ranks(9), layout.pipeline_ranks(9)) == ((8, 9), (9, 11), (9, 13))
+    assert (layout.data_ranks(9), layout.copy_ranks(9)) == ((1, 9), (1, 3, 9, 11))
+    assert layout.model_ranks(9) == (8, 9, 12, 13)
+    assert [*layout.replica_ranks(9)] == [*range(8, 16)]
 
 
 def test_what_is_not_said_is_pipeline() -> None:
@@ -47,6 +59,18 @@ def test_what_is_not_said_is_pipeline() -> None:
         WorldLayout.of(6, pipeline=2, tensor=2)
     with pytest.raises(UsageError, match=r"a world of 2 .* replicas of 4"):
         WorldLayout.of(2, tensor=4)
+
+
+def mesh_over_context() -> tuple[Any, ...]:
+    context = current_context()
+    return context.mesh.mesh_dim_names, tuple(context.mesh.get_coordinate() or ())
+
+
+@pytest.mark.slow
+def test_a_mesh_has_context_ranks_if_there_are_several() -> None:
+    found = run_processes(mesh_over_context, 4, context=2)
+    assert {names for names, _ in found} == {("data", "pipeline", "context", "tensor")}
+    assert [place for _, place in found] == [(0, 0, 0, 0), (0, 0, 1, 0), (0, 1, 0, 0), (0, 1, 1, 0)]
 
 
 def launch_again() -> list[tuple[int, int, int, float]]:

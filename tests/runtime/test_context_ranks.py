@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from pipeflow import (
     Along,
@@ -21,10 +22,12 @@ from pipeflow import (
     launch,
     make_schedule,
 )
+from pipeflow.checking import recorder
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.runtime.context_ranks import ContextTokens
+from pipeflow.engine.runtime.program import graphs
 from pipeflow.models import GPTLMLoss, GPTStage, build_gpt_pipeline
-from pipeflow.testing import run_threads
+from pipeflow.testing import run_processes, run_threads
 
 OPTIONS: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "vocab_size": 5, "max_position_embeddings": 8}
 SCHEDULE = make_schedule("1f1b", ranks=1, microbatches=2)
@@ -157,6 +160,30 @@ def test_a_loss_whose_labels_cannot_be_counted_is_refused() -> None:
         return ContextTokens(current_context(), Doubled(), {})
 
     assert all("Doubled is not known to do so" in told for told in on_two(tokens))
+
+
+def sharded() -> None:
+    chunks: Any = build_gpt_pipeline(1, **OPTIONS)
+    fully_shard(chunks.blocks["0"], mesh=current_context().mesh["data"])
+    with pytest.raises((UsageError, PipelineError), match=r"fully_shard splits .* use pipeflow\.Zero"):
+        Pipeline(chunks, SCHEDULE, criterion=GPTLMLoss())
+
+
+@pytest.mark.slow
+def test_fully_shard_is_refused() -> None:
+    run_processes(sharded, 2, context=2)
+
+
+def test_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "capturing", lambda device: None)
+    assert all("attention over context ranks communicates" in told for told in on_two(lambda: made(graph=True)))
+
+
+def test_a_recording_is_refused() -> None:
+    def recording() -> object:
+        return recorder.groups([made()])
+
+    assert all("cannot put together the tokens of context ranks" in told for told in on_two(recording))
 
 
 def test_a_launch_whose_sizes_do_not_fit_is_refused() -> None:

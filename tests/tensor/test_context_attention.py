@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipeflow import UsageError
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.sharding import own_tokens
-from pipeflow.engine.tensor.context_attention import ContextAttention, causal_attention
+from pipeflow.engine.tensor.context_attention import Attend, ContextAttention, causal_attention
 from pipeflow.models import GPTBlock, GPTEmbedding
 from pipeflow.tensor import Dropout, checkpoint, manual_seed
 from pipeflow.testing import run_threads
@@ -84,31 +84,34 @@ def test_what_is_sent_is_the_formula(ranks: int) -> None:
 WIDTH, HEADS_OF_BLOCK, TOKENS = 32, 2, 64
 
 
-def operations(length: int, calls: list[tuple[int, int]]) -> float:
+def operations(length: int) -> float:
     """Of a block's forward of `length` tokens: those of linear layers as torch counts them, and two products for each
     pair of a query and a key that it sees.
     """
-    block = GPTBlock(WIDTH, HEADS_OF_BLOCK)
+    block, pairs = GPTBlock(WIDTH, HEADS_OF_BLOCK), list[float]()
+    attend = block.attention.over_context.forward
 
-    def noted(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        calls.append((query.shape[2], key.shape[2]))
+    def counted(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        queries, keys = query.shape[2], key.shape[2]
+        pairs.append(queries * keys - queries * (queries - 1) / 2)
         return torch.zeros_like(query)
 
-    attend = block.attention.over_context.forward
-    block.attention.over_context.forward = lambda *given: attend(*given[:3], noted)  # type: ignore[assignment, method-assign]  # notes its calls
+    def forward(query: Tensor, key: Tensor, value: Tensor, attend_part: Attend) -> Tensor:
+        return attend(query, key, value, counted)
+
+    block.attention.over_context.forward = forward  # type: ignore[method-assign]
     with FlopCounterMode(display=False) as counter:
         block(torch.zeros(1, length, WIDTH), None)
-    pairs = sum(queries * keys - queries * (queries - 1) / 2 for queries, keys in calls)
-    return float(counter.get_total_flops()) + 2 * 2 * pairs * WIDTH
+    return float(counter.get_total_flops()) + 2 * 2 * sum(pairs) * WIDTH
 
 
 def count_here(ranks: int) -> float:
-    return operations(TOKENS // ranks, [])
+    return operations(TOKENS // ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_each_rank_computes_an_equal_share(ranks: int) -> None:
-    whole = operations(TOKENS, [])
+    whole = operations(TOKENS)
     for found in over_context(count_here, ranks, ranks):
         assert found / whole == pytest.approx(1 / ranks, abs=0.02)
 
@@ -145,9 +148,8 @@ def drop_here() -> None:
     for recomputes in (False, True):
         manual_seed(7)
         input = normal(2, 8, WIDTH).requires_grad_()
-        call = lambda hidden: block(hidden, None)[0]  # noqa: E731  # the same call twice
-        output = checkpoint(call, input) if recomputes else call(input)
-        output.sum().backward()
+        output, _ = checkpoint(block, input, None) if recomputes else block(input, None)
+        torch.autograd.backward(output.sum())
         found.append((output.detach(), input.grad))
     for plain, again in zip(*found, strict=True):
         assert torch.equal(plain, again)
