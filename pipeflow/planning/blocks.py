@@ -141,8 +141,9 @@ class Transformer(ABC):
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """Per layer, its kind: with "experts", or "dense"."""
+        dense: LayerKind = "dense"
         if self.experts == 1:
-            return ("dense",) * self.layers
+            return (dense,) * self.layers
         return kinds_of(self.layers, self.expert_layers, self.dense_layers)
 
     @property

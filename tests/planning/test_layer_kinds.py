@@ -74,6 +74,8 @@ def test_the_list_for_megatron_is_read_as_it_was() -> None:
         kinds: tuple[LayerKind, ...] = tuple("experts" if each else "dense" for each in numbers)
         assert expert_layers_in(expert_list(kinds)) == numbers
         assert expert_layers_in(",".join(map(str, numbers))) == numbers
+    assert expert_layers_in("[0] + [1]*2") == (0, 1, 1)
+    assert expert_layers_in("([0]+[1])*2+[1]") == (0, 1, 0, 1, 1)
 
 
 @pytest.mark.parametrize("text", ["", "x", "1,2", "[]", "[1]*", "[0]*2+", "([1]", "[1,0]*0", "[1]*2*9999999", "-1"])
@@ -87,6 +89,7 @@ def test_a_token_uses_experts_in_some_layers_alone() -> None:
     counts = Counter(MIXED.kinds)
     ends = 2 * 1000 * 256 + 256
     assert MIXED.parameters == sum(counts[kind] * layer[kind] for kind in counts) + ends
+    assert MIXED.parameters_of([(1, 2), (3, 6)]) == layer["experts"] + 3 * layer["dense"]
     assert MIXED.parameters - MIXED.active_parameters == 4 * 6 * EXPERT
     linears = sum(counts[kind] * MIXED.of_kind(kind).linear_flops for kind in counts)
     head = MIXED.head_flops
@@ -152,9 +155,9 @@ def test_expert_ranks_share_experts_where_there_are_some() -> None:
 
 
 def test_tensor_ranks_divide_the_mlps_of_layers_without_experts() -> None:
-    odd = replace(MIXED, dense_ffn=1025)
     with pytest.raises(UsageError, match="tensor=2 does not divide the MLP width of 1025"):
-        plan(odd, make_schedule("1f1b", ranks=2, microbatches=2), Setup(tensor=2))
+        replace(MIXED, dense_ffn=1025).require_tensor(2)
+    replace(MIXED, expert_layers=None, dense_ffn=None, ffn=127).require_tensor(2)  # whole experts need not divide
 
 
 def test_each_part_of_a_model_has_layers_of_one_kind() -> None:
