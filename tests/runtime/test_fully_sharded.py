@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -87,6 +88,32 @@ def test_gradients_are_the_plain_models() -> None:
                 require_near(once, {name: gradient / 2 for name, gradient in summed.items()})
                 require_near(twice, summed)
                 require_near(accumulated, summed)
+
+
+def train_within_nodes(model: TinyModel) -> Any:
+    """Gradients of a step whose weights two of four replicas divide, and the norm of the gradients."""
+    context, schedule = current_context(), make_schedule("1f1b", ranks=1, microbatches=2)
+    chunks = model.chunks(schedule, 0)
+    mesh = init_device_mesh("cpu", (2, 2))
+    for layer in chunks.modules():
+        if isinstance(layer, Layer):
+            fully_shard(layer, mesh=mesh)
+    pipeline = Pipeline(chunks, schedule, criterion=model.criterion)
+    assert all(each.to_local().numel() < each.numel() for each in pipeline.parameters() if isinstance(each, DTensor))
+    execute_pipeline(iter([model.batch(4, seed=context.data_rank)]), pipeline)
+    return whole_gradients(pipeline), clip_grad_norm_(pipeline, 1e-3).item()
+
+
+@pytest.mark.slow
+def test_replicas_of_a_node_may_divide_the_weights_while_others_have_copies() -> None:
+    model = PlainModel()
+    module = model.stage(0, model.layers)
+    for seed in range(4):
+        _, summed = model.plain_step(model.batch(4, seed=seed), module)
+    expected = {name: gradient / 4 for name, gradient in summed.items()}
+    for gradients, norm in run_processes(train_within_nodes, 4, model, data=4):
+        require_near(gradients, expected)
+        assert norm == pytest.approx(sum(float(g.square().sum()) for g in expected.values()) ** 0.5, rel=1e-12)
 
 
 def tie_sharded() -> str:
