@@ -94,7 +94,7 @@ def train_within_nodes(model: TinyModel) -> Any:
     """Gradients of a step whose weights two of four replicas divide, and the norm of the gradients."""
     context, schedule = current_context(), make_schedule("1f1b", ranks=1, microbatches=2)
     chunks = model.chunks(schedule, 0)
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     for layer in chunks.modules():
         if isinstance(layer, Layer):
             fully_shard(layer, mesh=mesh)
