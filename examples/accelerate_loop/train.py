@@ -94,7 +94,11 @@ def main() -> None:
         evaluated = evaluate(accelerator, model, held_out)
         accelerator.print(f"epoch {epoch}: loss {loss.item():.4f}, held out {evaluated:.4f}")
         if arguments.folder:
-            accelerator.save_state(arguments.folder / f"epoch-{epoch + 1}")
+            unfinished = arguments.folder / "unfinished"  # until all of it is saved
+            accelerator.save_state(unfinished)
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                unfinished.rename(arguments.folder / f"epoch-{epoch + 1}")
 
 
 def epochs_of(state: Path) -> int:

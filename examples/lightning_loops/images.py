@@ -1,4 +1,5 @@
-"""A classifier of images with validation, early stopping, the best checkpoint, and a test of it:
+"""A classifier of images with validation, early stopping, the best checkpoint, and a test of it. A run that was stopped
+goes on from its last epoch:
 
 torchrun --nproc-per-node 2 examples/lightning_loops/images.py
 """
@@ -45,16 +46,16 @@ class Images(L.LightningModule):
         self.log("test_loss", F.cross_entropy(self(images), labels))
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 if __name__ == "__main__":
     L.seed_everything(0)
     logger = L.pytorch.loggers.CSVLogger("logs", "images")
     stop = L.pytorch.callbacks.EarlyStopping("val_loss", patience=2)
-    best = L.pytorch.callbacks.ModelCheckpoint(monitor="val_loss")
+    best = L.pytorch.callbacks.ModelCheckpoint("logs/images/saved", monitor="val_loss", save_last=True)
     options = {"accelerator": "cpu", "max_epochs": 8, "log_every_n_steps": 1, "logger": logger}
     options["callbacks"] = [stop, best]
     trainer = L.Trainer(strategy=PipelineStrategy(schedule="1f1b", microbatches=4), devices=2, **options)
-    trainer.fit(Images(), digits(), digits(48, seed=1, shuffle=False))
+    trainer.fit(Images(), digits(), digits(48, seed=1, shuffle=False), ckpt_path="last")
     trainer.test(ckpt_path="best", dataloaders=digits(48, seed=2, shuffle=False))

@@ -36,9 +36,9 @@ def plain(script: str) -> tuple[str, int]:
     return "".join(lines), differ
 
 
-def logged(folder: Path, script: Path, ranks: int) -> list[dict[str, str]]:
+def logged(folder: Path, script: Path, ranks: int, run: int = 0) -> list[dict[str, str]]:
     said_by_ranks(script, ranks=ranks, folder=folder, PYTHONPATH=str(FOLDER))
-    with next(folder.glob("logs/*/version_0/metrics.csv")).open() as file:
+    with next(folder.glob(f"logs/*/version_{run}/metrics.csv")).open() as file:
         return list(csv.DictReader(file))
 
 
@@ -57,3 +57,20 @@ def test_a_script_logs_what_it_logs_without_a_pipeline(tmp_path: Path, name: str
         assert {key: float(each) for key, each in mine.items() if each} == pytest.approx(
             {key: float(each) for key, each in row.items() if each}, abs=1e-5
         )
+
+
+@pytest.mark.slow
+def test_images_go_on_from_the_last_epoch_as_if_they_had_not_been_stopped(tmp_path: Path) -> None:
+    text = (FOLDER / "images.py").read_text(encoding="utf-8")
+    assert '"max_epochs": 8' in text
+    for name, epochs in (("one", 1), ("two", 2)):
+        (tmp_path / f"{name}.py").write_text(text.replace('"max_epochs": 8', f'"max_epochs": {epochs}'))
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    whole.mkdir()
+    stopped.mkdir()
+    expected = logged(whole, tmp_path / "two.py", 2)
+    logged(stopped, tmp_path / "one.py", 2)
+    found = logged(stopped, tmp_path / "two.py", 2, run=1)
+    assert len(found) == 12  # ten batches, their validation, and the test of the best epoch
+    assert all(float(row["loss"]) > 0.05 for row in found[:10])
+    assert found == [row for row in expected if int(row["epoch"]) > 0]

@@ -280,8 +280,8 @@ class Accelerator(Operations, accelerate.Accelerator):  # type: ignore[misc]  # 
         return self._model
 
     def _newest(self) -> str:
-        """The folder from which accelerate loads by default."""
-        folders = [each for each in Path(self.project_dir or ".", "checkpoints").glob("*_*") if each.is_dir()]
+        """The folder from which accelerate loads by default: the newest whose model was saved, which comes last."""
+        folders = [each for each in Path(self.project_dir or ".", "checkpoints").glob("*_*") if (each / STATE).is_dir()]
         if not folders or not self.project_configuration.automatic_checkpoint_naming:
             raise UsageError("load_state needs the folder of a saved state")
         return str(max(folders, key=lambda each: int(each.name.rpartition("_")[2])))
