@@ -360,6 +360,31 @@ def test_the_plans_of_the_guide_are_those_shown() -> None:
     assert doctest.testfile(str(ROOT / "docs" / "planning.md"), module_relative=False).failed == 0
 
 
+@pytest.mark.slow
+def test_a_plan_leads_to_a_step_and_the_step_to_a_better_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands as they stand there, but for the seconds of the measurement."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    text = section(guide("docs/planning.md"), "From a plan to a first step")
+    [script], [difference] = blocks(text, "python"), blocks(text, "diff")
+    listed = [shlex.split(command) for console in blocks(text, "console") for command, _ in commands(console)]
+    measure, plan, torchrun, explain, again = listed
+    out(capsys, *("1" if word == "20" else word for word in measure[1:]))
+    planned = out(capsys, *plan[1:])
+    [used] = re.findall(r"in train.py:\n((?:  .*\n)+)", planned)
+    assert used.splitlines()
+    assert [line for line in used.splitlines() if line.strip() not in script.splitlines()] == []
+    assert f"  {' '.join(torchrun)}\n" in planned
+    losses = losses_of(script, 2, tmp_path)
+    assert [step for step, _ in losses] == [0, 1, 2, 3]
+    assert "step: " in out(capsys, *explain[1:])
+    assert "measured" in out(capsys, *again[1:])
+    assert f"  pipeflow {' '.join(again[1:-2])}\n" in planned
+    require_alike(losses_of(changed(script, difference), 2, tmp_path), losses)
+
+
 def test_the_commands_for_other_libraries_run(capsys: pytest.CaptureFixture[str]) -> None:
     """Each prints what its library reads, or the layout that it was given."""
     text = section(guide("docs/planning.md"), "For other libraries")
