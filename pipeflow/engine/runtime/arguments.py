@@ -21,7 +21,7 @@ from pipeflow.engine.runtime.program.slots import Promise
 from pipeflow.engine.stages.stage import ModuleStage
 
 
-def arguments_of(schedule: Schedule, options: Options) -> dict[str, object]:
+def arguments_of(schedule: Schedule, options: Options, head_slices: int | None) -> dict[str, object]:
     """The arguments of this rank that must be the same on all ranks, by their names for users."""
     promise = options.promise
     return {
@@ -31,6 +31,7 @@ def arguments_of(schedule: Schedule, options: Options) -> dict[str, object]:
         "overlap": options.overlap is not None,
         "routes": options.routes,
         "graph": options.graph,
+        "head_slices": head_slices,
     }
 
 

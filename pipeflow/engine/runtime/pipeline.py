@@ -29,6 +29,7 @@ from pipeflow.engine.runtime.confirmation import Clipping
 from pipeflow.engine.runtime.devices import place
 from pipeflow.engine.runtime.from_module import priced, stages_from
 from pipeflow.engine.runtime.gradients.step_end import Gradients
+from pipeflow.engine.runtime.head import head_of, require_sliceable
 from pipeflow.engine.runtime.loss import StepCall
 from pipeflow.engine.runtime.original import Original, add_hooks, cut_chunks, name_in_module
 from pipeflow.engine.runtime.program.compile import Options, Programs
@@ -95,6 +96,12 @@ class Pipeline(nn.Module):
         routes: pairs of stages (from, to) that are not neighbours, of which the first passes tensors to the second. A
             stage where routes begin returns a tuple: the value for the next stage, then one for each route, in the
             order of destinations. Where routes end, arguments have that order. `from_module` makes its own routes.
+        head_slices: compute logits, and the loss of logits, in so many slices of a microbatch's tokens, so that the
+            last stage never has all logits in memory. What follows the head must act on each token alone; a function
+            that is not known to do so raises UsageError. Outputs that are returned are put together. See the guide to
+            clusters.
+        head: with head_slices, the name in the last stage of the module that computes logits. By default it is the one
+            that the stage's `get_output_embeddings()` returns.
 
     Attributes:
         loss_scale: factor of gradients, so that none underflows in half precision; a number or a scalar tensor.
@@ -135,6 +142,8 @@ class Pipeline(nn.Module):
         cost: CostModel | None = None,
         routes: Sequence[tuple[int, int]] | None = None,
         loss_over: LossOver = "microbatches",
+        head_slices: int | None = None,
+        head: str | None = None,
     ) -> None:
         require_schedule(schedule)
         if isinstance(criterion, type):
@@ -155,7 +164,8 @@ class Pipeline(nn.Module):
             own = fitting_stages(self.chunks, schedule, context, stages)
             if cost is not None:
                 require_costs(schedule, cost)
-            has_loss = schedule.placement.num_stages - 1 in own
+            last = schedule.placement.num_stages - 1
+            has_loss = last in own
             self.criterion = criterion if has_loss and isinstance(criterion, nn.Module) else None
             place(self, context.device)
             modules = dict(zip(own, self.chunks, strict=True))
@@ -163,12 +173,15 @@ class Pipeline(nn.Module):
             if graph:
                 batchwise = loss_over == "batch"
                 require_recordable(context, self.chunks, overlaps=overlap is not None, over_batch=batchwise)
+            require_sliceable(head_slices, head, over_batch=loss_over == "batch", graph=graph)
             options = Options(promise, overlap, cost, routed(self.chunks, routes, schedule, promise), graph)
-            taken = self._agree(options, names_taken(modules, options.routes))
+            taken = self._agree(options, head_slices, names_taken(modules, options.routes))
             self.gradients = Gradients(self, self._owners(modules), schedule.placement, context, gradient_dtype)
             watched = None if overlap is None else context.device
+            heads = {last: head_of(modules[last], head, head_slices)} if head_slices and has_loss else {}
+            fuses = gradient_accumulation_fusion
             prepared = {
-                stage: Stage(stage, module, watched, options.routes, fuses=gradient_accumulation_fusion)
+                stage: Stage(stage, module, watched, options.routes, fuses, heads.get(stage))
                 for stage, module in modules.items()
             }
             programs = Programs(schedule.placement, context, prepared, self.gradients, options)
@@ -177,11 +190,12 @@ class Pipeline(nn.Module):
             watch(self)
             self._log_deferrals()
 
-    def _agree(self, options: Options, takes: Names) -> Names:
+    def _agree(self, options: Options, head_slices: int | None, takes: Names) -> Names:
         """The names of the batch's entries that at least one rank takes; `takes` are those of this rank. Raises
         UsageError unless all ranks were given the same arguments.
         """
-        everyone: list[Any] = all_gather_object(self.context.world, (arguments_of(self.schedule, options), takes))
+        arguments = arguments_of(self.schedule, options, head_slices)
+        everyone: list[Any] = all_gather_object(self.context.world, (arguments, takes))
         with told_alike(self.context.world):
             compare([arguments for arguments, _ in everyone])
         return union(names for _, names in everyone)
@@ -218,6 +232,8 @@ class Pipeline(nn.Module):
         graph: bool = False,
         cost: CostModel | None = None,
         rules: Sequence[Rule] = DEFAULT_RULES,
+        head_slices: int | None = None,
+        head: str | None = None,
     ) -> Self:
         r"""Makes a Pipeline from a whole module. Each stage runs the module's own forward.
 
@@ -246,6 +262,7 @@ class Pipeline(nn.Module):
             cost: as in `Pipeline`; if it has no `activation_bytes`, those of the plan are used.
             rules: which layers are split over the tensor ranks, and how; with (), none is. Put your own rules first, as
                 in `rules=[Rule("attention", r"attn\.qkv", parts=3), *DEFAULT_RULES]`.
+            head_slices, head: as in `Pipeline`; the head's name is that in the whole module.
 
         Parameters keep their names in `module`, here and in checkpoints. Parameters that several stages need are tied.
         Parameters that no stage needs belong to the last stage. A buffer is stored by the first stage that needs it.
@@ -288,6 +305,8 @@ class Pipeline(nn.Module):
             graph=graph,
             cost=priced(cost, plan),
             loss_over=loss_over,
+            head_slices=head_slices,
+            head=head,
         )
         made.cut, made.runner.read, made.names_in_module = plan, planner.entries.of, names
         made.runner.original = Original(module, made.chunks, tells=context.rank == 0)

@@ -14,6 +14,7 @@ from torch import nn
 
 from pipeflow.core.route import Routes, sources_of
 from pipeflow.engine.deferral.module import defer_weight_gradients
+from pipeflow.engine.runtime.head import SlicedHead
 from pipeflow.engine.runtime.microbatch import Batch
 from pipeflow.engine.runtime.original import uncompiled
 from pipeflow.engine.runtime.past import Slices
@@ -32,6 +33,7 @@ class Stage:
         watched: a device whose random generator is watched during calls; None to watch none.
         routes: routes of the pipeline, which determine the number of positional arguments.
         fuses: whether linear layers add the products of their weights to the gradients while these are computed.
+        head: the head of the module, if it is computed by slices.
     """
 
     def __init__(
@@ -41,16 +43,19 @@ class Stage:
         watched: torch.device | None = None,
         routes: Routes = (),
         fuses: bool = False,
+        head: SlicedHead | None = None,
     ) -> None:
         self.index = index
         self.module = module
         self._watched: WatchedCall | None = None
-        self._call: Callable[..., Any] = module
+        self._call: Callable[..., Any] = module if head is None else head.watched(module)
         if watched is not None:
             self._call = self._watched = WatchedCall(self._call, watched)
         self.call: Callable[..., Any] = self._call
         self.deferral = defer_weight_gradients(module)
         self.deferral.fuses = fuses
+        if head is not None:
+            head.deferral = self.deferral
         self.state = ModuleState(f"stage {index}", module.root if isinstance(module, ModuleStage) else module)
         self.keywords: list[dict[str, object]] = []
         self.slices = Slices()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.sharding import real_rows
@@ -144,10 +145,24 @@ def vocab_parallel_cross_entropy(
     require_indices(labels.masked_fill(ignored, 0), classes, "labels")
     if group.size == 1 or isinstance(logits, FakeTensor):  # in a trace only the operators count, and nobody answers
         return whole_cross_entropy(logits, labels, label_smoothing, ignore_index, reduction)
-    losses: Tensor = _CrossEntropy.apply(logits, labels, ignored, classes, label_smoothing, group)  # type: ignore[no-untyped-call]  # torch's
+    losses = split_losses(logits, labels, ignored, classes, label_smoothing, group)
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum()
+
+
+def split_losses(
+    logits: Tensor, labels: Tensor, ignored: Tensor, classes: int, smoothing: float, group: Group
+) -> Tensor:
+    """The loss of each label, 0 where it is ignored. A subclass of Tensor sees a call with its logits, as it sees those
+    of torch's functions.
+    """
+    given = (logits, labels, ignored, classes, smoothing, group)
+    if type(logits) is not Tensor and has_torch_function((logits,)):
+        found: Tensor = handle_torch_function(split_losses, (logits,), *given)
+    else:
+        found = _CrossEntropy.apply(*given)  # type: ignore[no-untyped-call]  # torch's
+    return found
 
 
 def whole_cross_entropy(

@@ -144,6 +144,12 @@ class SplitLinear(TensorLayer, Deferring):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    sequence_parallel: bool
+
+    @property
+    def acts_on_tokens(self) -> bool:
+        """Whether the layer acts on each token alone, so that it may be given a few of them."""
+        return not self.sequence_parallel
 
     def _make(
         self,

@@ -23,10 +23,11 @@ from pipeflow.engine.runtime.microbatch import Divided, merge
 from pipeflow.engine.runtime.program.operations import Doing, Operation, run
 from pipeflow.engine.runtime.program.slots import Buffers, Slot, flatten, snapshot
 from pipeflow.engine.runtime.program.wires import ActivationWire, Expectations, starts_of, tags_of
+from pipeflow.engine.runtime.sliced import in_memory, sources, without_memory
 from pipeflow.engine.stages.criterion import own_loss
 from pipeflow.engine.stages.scaling import Scaling
 from pipeflow.engine.torch_private.tensors import foreach_mul
-from pipeflow.engine.torch_private.trees import tree_flatten, tree_leaves, tree_unflatten
+from pipeflow.engine.torch_private.trees import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 
 class Weights(NamedTuple):
@@ -75,6 +76,7 @@ class Results:
         """
         edges = [] if self.criterion is None else self._computed(self.criterion, microbatch, output, training)
         if keep := self.keep_outputs:
+            output = tree_map(in_memory, output)
             self.outputs[microbatch] = snapshot(keep(output) if callable(keep) else output)
         return edges
 
@@ -89,7 +91,7 @@ class Results:
         labels = self.labels[microbatch]
         if self.settle is not None:
             try:
-                self.settle(output, microbatch)
+                self.settle(tree_map(without_memory, output), microbatch)
             except UsageError:
                 criterion(output, labels)  # raises its own error, if it has one
                 raise
@@ -107,7 +109,7 @@ class Results:
             return [get_gradient_edge(loss)]
         # without weight it starts at the output: the loss's gradient may be infinite, as of a mean over nothing
         others = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf is not loss]
-        wanted = [other for other in others if other.requires_grad]
+        wanted = [each for other in others for each in sources(other) if each.requires_grad]
         self.zeros[microbatch] = [other.new_zeros(()).expand(other.shape) for other in wanted]
         return [get_gradient_edge(each) for each in wanted]
 
