@@ -39,6 +39,7 @@ TIMED = {
     "convergence": (*ENGINE, "training"),
     "optimizers": ("training",),
     "gradients": (*ENGINE, "training"),
+    "head": (*ENGINE, "training"),
     "trainer": (*ENGINE, "training"),
     "lightning_loop": (*ENGINE, "adapters"),
     "planning_llama": ("planning", "engine"),

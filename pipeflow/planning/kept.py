@@ -49,16 +49,21 @@ class KeptPerToken(NamedTuple):
 def saved_bytes(model: Transformer, setup: Setup, share: Share) -> float:
     """Bytes per token that a stage keeps from a forward to its backward. A layer keeps everything that it needs except
     recomputed scores, or only its input. The first stage keeps the embedding's dropout mask, with a byte per number.
-    The last stage keeps the inputs of its norm and its head, and the logits in float32 (section 4.3). What engines
-    keep besides is in `engines.py`.
+    The last stage keeps the inputs of its norm and its head, and the logits in float32 (section 4.3). With
+    `head_slices` it keeps no logits, but the gradients of the head's input and, in float32, of the head's weight. What
+    engines keep besides is in `engines.py`.
     """
     width, whole, engine = setup.precision.weight, whole_values(model, setup), engine_named(setup.engine)
     kept: float = sum(layers * layer_kept(kind, each) for layers, kind, each in share.kinds(model, setup))
     if share.first:
         kept += whole * model.dropout
     if share.last:
-        inputs = 0 if setup.frozen else _inputs(model, setup)
-        kept += (1 + model.further_layers) * (width * (whole + inputs) + 4 * model.head_outputs(setup.tensor))
+        inputs, logits = 0 if setup.frozen else _inputs(model, setup), model.head_outputs(setup.tensor)
+        of_head: float = width * inputs + 4 * logits
+        if setup.head_slices > 1:
+            weight = 0 if setup.frozen else 4 * model.hidden * logits / tokens_of(model, setup)
+            of_head = width * _inputs(model, setup) + weight
+        kept += (1 + model.further_layers) * (width * whole + of_head)
     elif engine.keeps_outputs:
         kept += width * whole
     if not share.first and share.layers and engine.buffers_all:
@@ -69,8 +74,8 @@ def saved_bytes(model: Transformer, setup: Setup, share: Share) -> float:
 def deferred_bytes(model: Transformer, setup: Setup, share: Share) -> float:
     """Bytes per token that a stage keeps from I to W. These are the input of each linear and the gradient of its
     output, 32h per layer in half precision (arXiv 2401.10241, table 1). Recomputation does not change them, since W
-    still needs what I recomputed. Tables keep the gradient of their output. With sequence parallelism a rank keeps its
-    part and gathers the others.
+    still needs what I recomputed. Tables keep the gradient of their output; with `head_slices`, the head keeps nothing.
+    With sequence parallelism a rank keeps its part and gathers the others.
 
     The inputs of the query-key-value and wide linears, and the gradients of the two outputs, are whole on every tensor
     rank.
@@ -85,7 +90,7 @@ def deferred_bytes(model: Transformer, setup: Setup, share: Share) -> float:
     if share.first:
         values += whole
     if share.last:
-        values += (1 + model.further_layers) * (whole + model.head_outputs(setup.tensor))
+        values += (1 + model.further_layers) * (whole + model.head_outputs(setup.tensor)) * (setup.head_slices == 1)
     return values * setup.precision.weight
 
 

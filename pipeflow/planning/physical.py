@@ -292,7 +292,8 @@ def _stage_costs(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, sha
         work = head_work(model, setup)
         each = head_rates(rates).seconds(work)
         moved = rates.moving(work.moved_bytes)
-        ends.append(Seconds(each.forward, each.backward - moved + collective, each.weight, 0.0))
+        end = Seconds(each.forward, each.backward - moved + collective, each.weight, 0.0)
+        ends.append(Seconds(end.forward + end.backward, 0.0, 0.0, 0.0) if setup.head_slices > 1 else end)
         communication += collective
     times = {
         Kind.F: forward + sum(each.forward for each in ends),
@@ -385,7 +386,7 @@ def layer_forward(model: Transformer, setup: Setup) -> int:
 def _operations(model: Transformer, setup: Setup, share: Share) -> tuple[float, float, float]:
     """Operations per token of F, I and W. Each half of a linear's backward costs as much as its forward. Attention's
     backward is all in I and costs twice its forward (arXiv 2401.10241, table 1). Recomputation, which layers alone
-    have, is a part of I. A linear that reads the batch needs no I.
+    have, is a part of I. A linear that reads the batch needs no I. With `head_slices`, F has all of the head.
     """
     linears = attention = again = 0
     attended = model.attention_flops(sequence_of(model, setup))
@@ -396,9 +397,11 @@ def _operations(model: Transformer, setup: Setup, share: Share) -> tuple[float, 
         again += layers * (kept + _recomputed_flops(kind, each))
     first = model.embedding_flops if share.first else 0
     last = model.head_flops if share.last else 0
-    forward = first + linears + attention + last
-    weights = 0 if setup.frozen else first + linears + last
-    return forward, linears + 2 * attention + last + again, weights
+    forward, backward = first + linears + attention + last, linears + 2 * attention + again
+    weights = 0 if setup.frozen else first + linears
+    if setup.head_slices > 1:
+        return forward + last + (0 if setup.frozen else last), backward, weights
+    return forward, backward + last, weights + (0 if setup.frozen else last)
 
 
 def _recomputed_flops(model: Transformer, setup: Setup) -> int:

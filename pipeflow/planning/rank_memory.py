@@ -199,7 +199,10 @@ def held_by(
         logits, width = round(tokens_of(model, setup) * model.head_outputs(setup.tensor)), setup.precision.weight
         loss = engine.loss if setup.tensor == 1 else engine.loss_parts
         output = width * logits if engine.buffers_all and placement.num_ranks > 1 else 0
-        if (in_loss := loss * logits - output) > again + backward:
+        in_loss = loss * logits - output
+        if setup.head_slices > 1:  # one slice is there at once, before its stage keeps anything of it
+            in_loss = (loss + 4) * -(-logits // setup.head_slices) - output
+        if in_loss > again + backward:
             again, backward = in_loss, 0
         received += buffers * output
     each = {share: parameters_of(model, [share], setup) for share in set(own)}

@@ -158,6 +158,7 @@ class Setup:
         checkpoint_layers: with a `checkpoint`, how many layers of each stage have it; all unless given.
         offload_layers: how many layers of each stage copy what they keep to the host; two of them are on their way.
         cuda_graphs: scopes of CUDA graphs; what is in them is not launched by the host.
+        head_slices: in how many slices of tokens the last stage computes logits and their loss; 1: all at once.
         frozen: weights do not learn: no gradients, no optimizer, no inputs of linears. Always with `lora_rank`.
         lora_rank: rank of the adapters that learn beside frozen linears (LoRA, arXiv 2106.09685); 0 for none.
         lora_targets: the linears with an adapter; all unless given.
@@ -196,6 +197,7 @@ class Setup:
     checkpoint_layers: int | None = None
     offload_layers: int = 0
     cuda_graphs: tuple[str, ...] = ()
+    head_slices: int = 1
     frozen: bool = False
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = LORA_TARGETS
@@ -214,6 +216,7 @@ class Setup:
         require_positive(**{name: size for name, size in sizes.items() if size is not None})
         require_positive(tensor=self.tensor, data=self.data, microbatch_size=self.microbatch_size)
         require_positive(context=self.context, expert=self.expert, expert_tensor=self.expert_split)
+        require_positive(head_slices=self.head_slices)
         require_at_least(0, lora_rank=self.lora_rank, offload_layers=self.offload_layers)
         require_at_least(0, checkpoint_layers=self.checkpoint_layers or 0)
         self._require_experts()

@@ -348,6 +348,10 @@ class GPTStage(nn.Module):
         """Returns the modules of this stage that share the token table: the token embedding and the head."""
         return [part for part in (self.embedding and self.embedding.word_embeddings, self.head) if part is not None]
 
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Returns the head, as models of transformers do; None in a stage without one."""
+        return self.head
+
     def forward(
         self,
         hidden_states: Tensor | None = None,

@@ -161,6 +161,7 @@ class Pipeline(nn.Module):
         add_hooks(self)
         with self.alarm.raised_everywhere():
             self.alarm.expect_slow()
+            require_sliceable(head_slices, head, over_batch=loss_over == "batch", graph=graph)
             own = fitting_stages(self.chunks, schedule, context, stages)
             if cost is not None:
                 require_costs(schedule, cost)
@@ -173,7 +174,6 @@ class Pipeline(nn.Module):
             if graph:
                 batchwise = loss_over == "batch"
                 require_recordable(context, self.chunks, overlaps=overlap is not None, over_batch=batchwise)
-            require_sliceable(head_slices, head, over_batch=loss_over == "batch", graph=graph)
             options = Options(promise, overlap, cost, routed(self.chunks, routes, schedule, promise), graph)
             taken = self._agree(options, head_slices, names_taken(modules, options.routes))
             self.gradients = Gradients(self, self._owners(modules), schedule.placement, context, gradient_dtype)

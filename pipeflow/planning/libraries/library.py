@@ -132,4 +132,8 @@ def common_notes(library: str, found: Plan) -> tuple[str, ...]:
         )
     if setup.eager:
         notes.append("--eager plans layers without fused kernels: leave it out for code that has them or is compiled")
+    if setup.head_slices > 1:
+        notes.append(
+            f"{library} has no option that computes logits in {setup.head_slices} slices: the model's code has to do it"
+        )
     return tuple(notes)

@@ -56,9 +56,11 @@ def _dtype(found: Plan) -> str:
     return "" if precision.weight != 2 else f"torch.{'float16' if precision.products == 'fp16' else 'bfloat16'}"
 
 
-def _wide_gradients(found: Plan) -> list[str]:
-    precision = found.setup.precision
-    return ["gradient_dtype=torch.float32"] * (precision.gradient > precision.weight)
+def _options(found: Plan) -> list[str]:
+    """The arguments of a Pipeline that follow from precision and memory."""
+    precision, slices = found.setup.precision, found.setup.head_slices
+    wide = ["gradient_dtype=torch.float32"] * (precision.gradient > precision.weight)
+    return wide + [f"head_slices={slices}"] * (slices > 1)
 
 
 def _module(found: Plan) -> Iterator[str]:
@@ -70,7 +72,7 @@ def _module(found: Plan) -> Iterator[str]:
         ends = ", ".join(str(end - 1) for _, end in found.cut[:-1])
         yield textwrap.fill(f'cuts = [f"{LAYERS}.{{n}}" for n in [{ends}]]', WIDTH, subsequent_indent="    ")
         given.append("cuts=cuts")
-    yield _call("model = pipeflow.Pipeline.from_module", [*given, *_wide_gradients(found)])
+    yield _call("model = pipeflow.Pipeline.from_module", [*given, *_options(found)])
 
 
 def _require_gpt(found: Plan) -> None:
@@ -108,7 +110,7 @@ def _gpt(found: Plan) -> Iterator[str]:
     yield "from pipeflow import models"
     yield _call("chunks = models.build_gpt_pipeline", given)
     loss = "criterion=models.GPTLMLoss()"
-    yield _call("model = pipeflow.Pipeline", ["chunks", "schedule", loss, *_wide_gradients(found)])
+    yield _call("model = pipeflow.Pipeline", ["chunks", "schedule", loss, *_options(found)])
 
 
 def _call(name: str, given: list[str]) -> str:
@@ -162,6 +164,8 @@ def _notes(found: Plan) -> Iterator[str]:
     is_own = setup.context > 1 and setup.checkpoint == "full"
     if (setup.checkpoint != "none" and not is_own) or setup.recompute_modules:
         yield "recomputation comes from your module, such as with torch.utils.checkpoint"
+    if setup.head_slices > 1:
+        yield "head_slices takes the head of a model of transformers; for another module, name it with head="
     if is_searched(found.schedule.name):
         yield f"{found.schedule.name} is searched for under costs: give it cost=, and bytes_cap= for memory"
     if setup.context == 1 and len({end - start for start, end in found.cut}) > 1:
