@@ -98,8 +98,8 @@ class Pipeline(nn.Module):
             order of destinations. Where routes end, arguments have that order. `from_module` makes its own routes.
         head_slices: compute logits, and the loss of logits, in so many slices of a microbatch's tokens, so that the
             last stage never has all logits in memory. What follows the head must act on each token alone; a function
-            that is not known to do so raises UsageError. Outputs that are returned are put together. See the guide to
-            clusters.
+            that is not known to do so raises UsageError. Outputs that are returned are put together. See the
+            guide to memory.
         head: with head_slices, the name in the last stage of the module that computes logits. By default it is the one
             that the stage's `get_output_embeddings()` returns.
 

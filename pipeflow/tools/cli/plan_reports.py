@@ -26,6 +26,7 @@ from pipeflow.tools.cli.outputs import wrapped
 
 Lines = Iterator[Table | str]
 LONGEST = 24  # letters of a bar in a terminal
+SLICES = 8  # of tokens in which logits are computed, where they are proposed
 
 
 def plan_lines(name: str, found: Plan, *, says_layout: bool, has_parts: bool) -> Lines:
@@ -49,6 +50,15 @@ def plan_lines(name: str, found: Plan, *, says_layout: bool, has_parts: bool) ->
     if chosen := _chosen(found):
         yield f"planned with {' '.join(chosen)}"
     yield from _omissions(found)
+
+
+def sliced_lines(found: Plan, sliced: Plan) -> Lines:
+    """What a plan that does not fit needs if logits are computed in slices, if that is less."""
+    if sliced.peak_bytes < found.peak_bytes:
+        fits = ", which fits" if sliced.fits else ", which does not fit either"
+        peak = bytes_text(sliced.peak_bytes)
+        yield ""
+        yield from wrapped(f"Logits take a part of it: with --head-slices {SLICES} the peak is {peak}{fits}.")
 
 
 def _chosen(found: Plan) -> list[str]:
