@@ -64,6 +64,8 @@ def cut_settings(
     blocks: Blocks,
     weigh: Callable[..., float] | None,
     loss_over: LossOver,
+    head_slices: int | None,
+    head: str | None,
     context: Context,
     autocast: torch.dtype | None,
     gradient_scale: Callable[[], float] = lambda: 1.0,
@@ -75,12 +77,14 @@ def cut_settings(
         microbatches: number of microbatches in a batch.
         schedule_options: further arguments of `pipeflow.make_schedule`.
         cuts, blocks, autocast: as in `Pipeline.from_module`.
-        weigh, loss_over: as in `Pipeline`.
+        weigh, loss_over, head_slices: as in `Pipeline`.
+        head: as in `Pipeline.from_module`.
         context: the context, whose pipeline has as many ranks as the schedule.
         gradient_scale: as in CutSettings.
     """
     made = make_schedule(schedule, ranks=context.pipeline_size, microbatches=microbatches, **(schedule_options or {}))
     options = {"cuts": cuts, "blocks": blocks, "weigh": weigh, "loss_over": loss_over, "autocast": autocast}
+    options |= {"head_slices": head_slices, "head": head}
     return CutSettings(made, options, gradient_scale)
 
 

@@ -74,3 +74,24 @@ def test_two_models_train_one_after_the_other_and_each_rank_is_profiled(tmp_path
     expected = train_folds("accelerate", tmp_path / "alone")
     require_same(run_processes(train_folds, 2, "pipeflow", tmp_path / "ranks", deadline=200.0), expected)
     assert sorted(each.name for each in (tmp_path / "ranks").iterdir()) == ["profile_0.json", "profile_1.json"]
+
+
+@pytest.mark.parametrize("ranks", [1])
+def test_logits_by_slices_train_as_in_one_process(ranks: int) -> None:
+    expected = two_losses("accelerate")
+    require_same(run_processes(two_losses, ranks, "pipeflow", 3, deadline=200.0), expected)
+
+
+def two_losses(which: str, slices: int | None = None) -> list[float]:
+    """Before and after a step."""
+    accelerator = accelerator_of(which, **({} if slices is None else {"head_slices": slices}))
+    model = make_llama()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    losses = []
+    for _ in range(2):
+        loss = model.train()(**make_words()).loss
+        losses.append(float(loss))
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses

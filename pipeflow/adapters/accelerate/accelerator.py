@@ -51,6 +51,7 @@ class Accelerator(Operations, accelerate.Accelerator):  # type: ignore[misc]  # 
         cuts, blocks: where the model is cut, as in `Pipeline.from_module`.
         weigh, loss_over: as in `Pipeline`. For a loss of torch.nn.functional, `weigh` gets its tensors by their names,
             such as `{"target": labels}`. A model that computes its own loss has loss_over="microbatches" alone.
+        head_slices, head: as in `Pipeline.from_module`.
         parallelism_config: sizes by accelerate's names, in place of `pipeline` and `tensor`.
         options: further arguments of accelerate's Accelerator.
 
@@ -72,6 +73,8 @@ class Accelerator(Operations, accelerate.Accelerator):  # type: ignore[misc]  # 
         blocks: Blocks = None,
         weigh: Callable[..., float] | None = None,
         loss_over: LossOver = "microbatches",
+        head_slices: int | None = None,
+        head: str | None = None,
         parallelism_config: Any = None,
         **options: Any,
     ) -> None:
@@ -88,7 +91,7 @@ class Accelerator(Operations, accelerate.Accelerator):  # type: ignore[misc]  # 
         options["dataloader_config"].dispatch_batches = False
         super().__init__(**options)
         autocast = torch.bfloat16 if self.mixed_precision == "bf16" else None
-        said = schedule, microbatches, schedule_options, cuts, blocks, weigh, loss_over
+        said = schedule, microbatches, schedule_options, cuts, blocks, weigh, loss_over, head_slices, head
         self._settings = cut_settings(*said, self._context, autocast, lambda: 1 / self.gradient_accumulation_steps)
 
     @property

@@ -91,6 +91,7 @@ class PipelineStrategy(LightningWorld, ParallelStrategy):  # type: ignore[misc] 
     Args:
         pipeline, tensor, schedule, microbatches, schedule_options, cuts, blocks, weigh: as in the Trainer's strategy.
         loss_over: as in `Pipeline`; a module that computes its own loss has "microbatches" alone.
+        head_slices, head: as in `Pipeline.from_module`.
         options: further arguments of Fabric's ParallelStrategy.
 
     The loss is the model's own, or what a function of torch.nn.functional returns for its output. Raises UsageError for

@@ -37,6 +37,8 @@ class PipelineStrategy(LightningWorld, ParallelStrategy):  # type: ignore[misc] 
         cuts, blocks: where the training step is cut, as in `Pipeline.from_module`.
         weigh: as in `Pipeline`; it gets a part of the batch.
         loss_over: as in `Pipeline`; a training step has "microbatches" alone.
+        head_slices: as in `Pipeline`.
+        head: the name of the head in the LightningModule, as in "model.lm_head".
         options: further arguments of Lightning's ParallelStrategy, such as `cluster_environment`.
 
     A training step is cut at the first batch, by which its stages are planned. Each microbatch runs `training_step`

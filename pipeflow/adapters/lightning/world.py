@@ -35,8 +35,8 @@ class LightningWorld:
     """The processes of a pipeline, with the names of Lightning's strategies.
 
     Args:
-        pipeline, tensor, schedule, microbatches, schedule_options, cuts, blocks, options: as in the strategy for a
-            Trainer.
+        pipeline, tensor, schedule, microbatches, schedule_options, cuts, blocks, head_slices, head, options: as in the
+            strategy for a Trainer.
     """
 
     cluster_environment: Any
@@ -59,12 +59,14 @@ class LightningWorld:
         blocks: Blocks = None,
         weigh: Callable[..., float] | None = None,
         loss_over: LossOver = "microbatches",
+        head_slices: int | None = None,
+        head: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
         self.num_nodes = 1
         self._sizes = pipeline, tensor
-        said = schedule, microbatches, schedule_options, cuts, blocks, weigh, loss_over
+        said = schedule, microbatches, schedule_options, cuts, blocks, weigh, loss_over, head_slices, head
         self._settings_for = partial(cut_settings, *said)
 
     @property
