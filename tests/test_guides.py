@@ -37,7 +37,7 @@ STAGES, TRAINING, SIMULATING, EXPLAINING = (
 TRAINER, LENGTHS = blocks(TRAINING, "python", "import pipeflow\nimport torch")
 [HYBRID] = blocks(TRAINING, "python", "from collections")
 [STEPPING] = blocks(TRAINING, "python", "import torch\n")
-[OVER_CONTEXT] = blocks(guide("docs/clusters.md"), "python")
+OVER_CONTEXT, IN_SLICES = blocks(guide("docs/clusters.md"), "python")
 LOSSES = r"step (\d+): loss ([\d.]+)"
 WIDTH = 100
 GENERATED = {"docs/schedules.md", "docs/design.md"}  # by docs/gallery.py; a page for those who read the code
@@ -346,6 +346,13 @@ def test_the_script_with_context_ranks_trains_as_one_process(tmp_path: Path) -> 
     alone = OVER_CONTEXT.replace("pipeline=2, context=2", "pipeline=1").replace("ranks=2", "ranks=1")
     losses = losses_of(OVER_CONTEXT, 4, tmp_path)
     require_alike(losses, losses_of(alone, 1, tmp_path))
+    assert losses[0][1] > 1.5 * losses[-1][1]
+
+
+@pytest.mark.slow
+def test_the_script_with_slices_trains_as_with_whole_sequences(tmp_path: Path) -> None:
+    losses = losses_of(IN_SLICES, 2, tmp_path)
+    require_alike(losses, losses_of(IN_SLICES.replace(", slices=4", ""), 2, tmp_path))
     assert losses[0][1] > 1.5 * losses[-1][1]
 
 

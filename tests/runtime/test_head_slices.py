@@ -87,7 +87,10 @@ def cut(module: nn.Module, name: str, criterion: Any, slices: int | None, option
     batch: Any = {"ids": ids, "labels": labels} if criterion is None else (ids, labels)
     ranks = 1 if name == "1f1b-1" else 2
     if "offload" in options:
-        options = {**options, "cost": CostModel(forward=(1, 1), backward_input=(1, 1), backward_weight=(1, 1), offload=(1, 1))}
+        options = {
+            **options,
+            "cost": CostModel(forward=(1, 1), backward_input=(1, 1), backward_weight=(1, 1), offload=(1, 1)),
+        }
     schedule = make_schedule(name.removesuffix("-1"), ranks=ranks, microbatches=MICROBATCHES, **options)
     model = Pipeline.from_module(copy.deepcopy(module), schedule, batch, criterion=criterion, head_slices=slices)
     return stepped(model, batch, outputs=True)

@@ -109,9 +109,9 @@ class Past:
             )
         self._called.add(layer)
         rows = self._rows.setdefault(layer, [_Rows() for _ in parts])
-        return tuple(
-            _Join.apply(part, each, self._start, self.ends[-1]) for part, each in zip(parts, rows, strict=True)
-        )
+        places = self._start, self.ends[-1]
+        join: Any = _Join.apply
+        return tuple(join(part, each, *places) for part, each in zip(parts, rows, strict=True))
 
 
 class Slices:

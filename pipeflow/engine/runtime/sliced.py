@@ -282,9 +282,7 @@ def moved(sliced: Sliced, index: Tensor) -> Sliced:
     def rows(positions: Tensor, part: Any) -> Tensor:
         return part.of(sliced, positions if ordered else flat.index_select(0, positions))
 
-    return Sliced(
-        sliced.origin, index.shape, sliced.sample, rows, sliced.inputs, wants=_requires_grad(sliced)
-    )
+    return Sliced(sliced.origin, index.shape, sliced.sample, rows, sliced.inputs, wants=_requires_grad(sliced))
 
 
 def _positions(length: int, device: torch.device) -> Tensor:
@@ -407,5 +405,7 @@ class _Each(Function):
             with _plain(origin, grads=True):
                 sums.add(part, rows(positions, part), gradient.index_select(0, positions))
             del part
-        found = [None if each is None else each.to(its.dtype) for each, its in zip(sums.gradients(), given, strict=True)]
+        found = [
+            None if each is None else each.to(its.dtype) for each, its in zip(sums.gradients(), given, strict=True)
+        ]
         return None, None, None, *found
