@@ -136,11 +136,10 @@ def run(rounds: int | None = None) -> Report:
     report.rows.append(_line("all jobs", total))
     report.data["regrets"] = {"jobs": len(total), "mean": fmean(each.chosen for each in total)}
     for row, schedules in published():
-        found_at = place_of(row, schedules)
-        report.notes.append(
-            f"{row.source}, {row.model.layers} layers on {row.devices} ({row.setup.precision.name}), {_text(row)}: "
-            f"place {found_at.place or f'after {TOP}'}, planned {found_at.slower:+.1%} beside the first"
-        )
+        at = place_of(row, schedules)
+        job = f"{row.source}, {row.model.layers} layers on {row.devices} ({row.setup.precision.name}), {_text(row)}"
+        place = at.place or f"after {TOP}"
+        report.notes.append(f"{job}: place {place}, planned {at.slower:+.1%} beside the first")
     return report
 
 
@@ -153,8 +152,7 @@ def _shown(each: Regret, chosen: Sequence[Row], predicted: Sequence[float]) -> s
     """A job whose choice lost much: the chosen and the fastest layout."""
     row = chosen[each.best]
     both = (
-        f"{_text(chosen[index])}: planned {1e3 * predicted[index]:.0f} ms, "
-        f"measured {1e3 * chosen[index].seconds:.0f} ms"
+        f"{_text(chosen[index])}: planned {predicted[index]:.3f} s, measured {chosen[index].seconds:.3f} s"
         for index in (each.picked, each.best)
     )
     job = f"{row.source}, {row.model.layers} layers of {row.model.hidden} on {row.devices}"

@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
 
 
 class Rung(NamedTuple):
-    """How a layout saves memory: its recomputation, its ZeRO stage, and over how many replicas, if not all."""
+    """How a layout saves memory: its recomputation, its ZeRO stage, and the replicas of a group, if not all."""
 
     checkpoint: Any
     zero: int

@@ -63,8 +63,8 @@ def plainer(layout: Layout, than: Layout) -> Iterator[str]:
         yield "no recomputation" if layout.checkpoint == "none" else "less recomputation"
     if max(1, layout.zero) < than.zero:
         yield f"ZeRO-{layout.zero}" if layout.zero else "no ZeRO"
-    alike = layout.zero == than.zero and layout.setup.replicas == than.setup.replicas
-    if alike and (mine := layout.setup.shards) < (theirs := than.setup.shards):
+    is_alike = layout.zero == than.zero and layout.setup.replicas == than.setup.replicas
+    if is_alike and (mine := layout.setup.shards) < (theirs := than.setup.shards):
         yield f"ZeRO-{layout.zero} over {mine} replicas, not {theirs}"
 
 
