@@ -367,7 +367,7 @@ def test_the_plans_of_the_guide_are_those_shown() -> None:
     assert doctest.testfile(str(ROOT / "docs" / "planning.md"), module_relative=False).failed == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_plan_leads_to_a_step_and_the_step_to_a_better_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
