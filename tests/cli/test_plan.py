@@ -154,7 +154,7 @@ def test_ranks_that_share_sequences_and_experts_reach_the_plan(capsys: pytest.Ca
 
 @pytest.mark.parametrize(("given", "said"), [("2", 2), ("0,1,0,1,0,1,0,1", [0, 1] * 4), ("[0]*7+[1]", [*[0] * 7, 1])])
 def test_experts_in_some_layers_are_a_number_or_a_list(
-    capsys: pytest.CaptureFixture[str], given: str, said: object
+    capsys: pytest.CaptureFixture[str], given: str, said: Any
 ) -> None:
     sizes = ["--experts", 4, "--experts-per-token", 2, "--biases", "none", "--dense-ffn", 256]
     found = read(capsys, "tiny", *sizes, "--expert-layers", given)

@@ -43,7 +43,8 @@ def test_every_nth_layer_is_the_last_of_n() -> None:
     assert kinds_of(5, 2, 0) == ("dense", "experts", "dense", "experts", "dense")
     assert kinds_of(3, (1, 0, 0), 0) == ("experts", "dense", "dense")
     assert kinds_of(3, None, 2) == kinds_of(3, (0, 0, 1), 0)
-    assert replace(EVERY, expert_layers=[0, 1] * 4) == replace(EVERY, expert_layers=(0, 1) * 4)
+    listed: Any = [0, 1] * 4
+    assert replace(EVERY, expert_layers=listed) == replace(EVERY, expert_layers=(0, 1) * 4)
     assert {*EVERY.kinds} == {"experts"}
     assert {*DENSE.kinds} == {"dense"}
 
@@ -212,7 +213,7 @@ def test_ranks_with_several_stages_and_of_different_speeds_are_weighed_too() -> 
 
 def test_cuts_by_costs_give_stages_of_lighter_layers_more_of_them() -> None:
     """Layers without experts take less, and the simulated cut is the best that is tried."""
-    model = replace(EVERY, layers=16, ffn=1024, expert_layers=([1] * 3 + [0] * 5) * 2, dense_ffn=64)
+    model = replace(EVERY, layers=16, ffn=1024, expert_layers=(1, 1, 1, 0, 0, 0, 0, 0) * 2, dense_ffn=64)
     schedule, setup = make_schedule("1f1b", ranks=4, microbatches=8), Setup(data=2, expert=2)
     for cluster in (None, H100):
         _, light, heavy, _ = (end - start for start, end in cut_by_cost(model, schedule.placement, setup, cluster))
