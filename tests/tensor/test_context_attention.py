@@ -89,15 +89,15 @@ def operations(length: int) -> float:
     pair of a query and a key that it sees.
     """
     block, pairs = GPTBlock(WIDTH, HEADS_OF_BLOCK), list[float]()
-    attend = block.attention.over_context.forward
+    whole_forward = block.attention.over_context.forward
 
     def counted(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         queries, keys = query.shape[2], key.shape[2]
         pairs.append(queries * keys - queries * (queries - 1) / 2)
         return torch.zeros_like(query)
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, attend_part: Attend) -> Tensor:
-        return attend(query, key, value, counted)
+    def forward(query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
+        return whole_forward(query, key, value, counted)
 
     block.attention.over_context.forward = forward  # type: ignore[method-assign]
     with FlopCounterMode(display=False) as counter:
