@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -198,3 +200,17 @@ def test_replicas_join_only_with_even_batches(monkeypatch: pytest.MonkeyPatch) -
         accelerator.join_uneven_inputs([model], even_batches=False),
     ):
         pass
+
+
+def test_the_newest_state_is_the_last_whose_model_was_saved(tmp_path: Path) -> None:
+    from pipeflow.accelerate import Accelerator
+
+    configuration = SimpleNamespace(automatic_checkpoint_naming=True)
+    accelerator: Any = SimpleNamespace(project_dir=str(tmp_path), project_configuration=configuration)
+    (tmp_path / "checkpoints" / "checkpoint_9").mkdir(parents=True)
+    with pytest.raises(UsageError, match="needs the folder of a saved state"):
+        Accelerator._newest(accelerator)
+    for number in (2, 10):
+        (tmp_path / "checkpoints" / f"checkpoint_{number}" / "pipeflow").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "checkpoint_11").mkdir()  # a save that was killed
+    assert Path(Accelerator._newest(accelerator)).name == "checkpoint_10"
