@@ -35,8 +35,8 @@ def run(rounds: int | None = None) -> Report:
 
 
 def _measure(rounds: int) -> tuple[dict[str, list[float]], dict[str, int], dict[str, float]]:
-    """Per contender the seconds of the processor for a step, in rounds that alternate them after one of warm-up, the most bytes of
-    logits, and the loss.
+    """Per contender the seconds of the processor for a step, in rounds that alternate them, the most bytes of logits,
+    and the loss.
     """
     import torch
 

@@ -87,10 +87,8 @@ def cut(module: nn.Module, name: str, criterion: Any, slices: int | None, option
     batch: Any = {"ids": ids, "labels": labels} if criterion is None else (ids, labels)
     ranks = 1 if name == "1f1b-1" else 2
     if "offload" in options:
-        options = {
-            **options,
-            "cost": CostModel(forward=(1, 1), backward_input=(1, 1), backward_weight=(1, 1), offload=(1, 1)),
-        }
+        times = dict.fromkeys(["forward", "backward_input", "backward_weight", "offload"], (1.0, 1.0))
+        options = {**options, "cost": CostModel(**times)}
     schedule = make_schedule(name.removesuffix("-1"), ranks=ranks, microbatches=MICROBATCHES, **options)
     model = Pipeline.from_module(copy.deepcopy(module), schedule, batch, criterion=criterion, head_slices=slices)
     return stepped(model, batch, outputs=True)
@@ -325,7 +323,8 @@ def test_a_loss_has_one_backward() -> None:
     hidden = torch.randn(3, 4, requires_grad=True)
     loss = Sliced.of_input(Origin(hidden, 2, None)).square().sum()
     loss.backward(retain_graph=True)
-    assert hidden.grad is not None and torch.allclose(hidden.grad, 2 * hidden.detach())
+    assert hidden.grad is not None
+    assert torch.allclose(hidden.grad, 2 * hidden.detach())
     with pytest.raises(UsageError, match="has one backward"):
         loss.backward()
 

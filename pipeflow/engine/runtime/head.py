@@ -158,8 +158,8 @@ def head_of(module: nn.Module, name: str | None, slices: int) -> SlicedHead:
         )
     if any(getattr(each, "acts_on_tokens", True) is False for each in head.modules()):
         raise UsageError(
-            f"head_slices: the head {name!r} has sequence_parallel=True, so it takes a piece of the sequence and returns "
-            "all of it: leave head_slices out"
+            f"head_slices: the head {name!r} has sequence_parallel=True, so it takes a piece of the sequence and "
+            "returns all of it: leave head_slices out"
         )
     return SlicedHead(name, root, slices)
 

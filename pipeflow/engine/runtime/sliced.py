@@ -32,10 +32,11 @@ from pipeflow.engine.torch_private.trees import tree_flatten, tree_leaves, tree_
 
 RULES: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 """By the name of a function that acts on each token alone, what it makes of Sliced arguments."""
-ATTRIBUTES = frozenset(
-    "shape dtype device requires_grad ndim layout is_cuda is_meta is_sparse is_nested is_leaf names itemsize size dim "
-    "numel nelement is_floating_point is_complex __len__ __hash__ __repr__ is_contiguous stride get_device".split()
-)
+_ATTRIBUTES = """
+    shape dtype device requires_grad ndim layout is_cuda is_meta is_sparse is_nested is_leaf names itemsize size dim
+    numel nelement is_floating_point is_complex __len__ __hash__ __repr__ is_contiguous stride get_device
+"""
+ATTRIBUTES = frozenset(_ATTRIBUTES.split())
 """What may be read of a Sliced, since it needs no values."""
 Rows = Callable[[Tensor, Any], Tensor]
 """Returns rows: those at some positions, in a Part."""
