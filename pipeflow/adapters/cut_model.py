@@ -83,8 +83,8 @@ def cut_settings(
         gradient_scale: as in CutSettings.
     """
     made = make_schedule(schedule, ranks=context.pipeline_size, microbatches=microbatches, **(schedule_options or {}))
-    options = {"cuts": cuts, "blocks": blocks, "weigh": weigh, "loss_over": loss_over, "autocast": autocast}
-    options |= {"head_slices": head_slices, "head": head}
+    options: dict[str, Any] = {"cuts": cuts, "blocks": blocks, "weigh": weigh, "loss_over": loss_over}
+    options |= {"autocast": autocast, "head_slices": head_slices, "head": head}
     return CutSettings(made, options, gradient_scale)
 
 

@@ -372,7 +372,7 @@ class _Total(Function):
         return total
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]  # torch's has no types
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         found, ctx.found = ctx.found, None
         if found is None:
@@ -397,7 +397,7 @@ class _Each(Function):
         return torch.cat(found)
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]  # torch's has no types
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, origin, length, given = ctx.given
         sums = _Sums(given[0], given[1:], ctx.needs_input_grad[3:])

@@ -45,7 +45,8 @@ def _name(func: Any) -> str:
 
 
 def _first(args: Args, kwargs: Keywords) -> Sliced:
-    return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Sliced))
+    found: Sliced = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Sliced))
+    return found
 
 
 def _own(func: Any, args: Args, kwargs: Keywords) -> Sliced:
@@ -59,8 +60,8 @@ def _own(func: Any, args: Args, kwargs: Keywords) -> Sliced:
 @_rule(POINTWISE)
 def _pointwise(func: Any, args: Args, kwargs: Keywords) -> Any:
     like = _first(args, kwargs)
-    given = tree_map(partial(_broadcast, func, like), (args, kwargs))
-    return applied(func, *given, like)
+    positional, named = tree_map(partial(_broadcast, func, like), (args, kwargs))
+    return applied(func, positional, named, like)
 
 
 @_rule("to type_as")
