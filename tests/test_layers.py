@@ -75,6 +75,7 @@ LAYERS: dict[str, set[str]] = {
         "adapters",
         "parallel",
         "stages",
+        "tensor",
         "runtime",
         "optim",
         "checkpoint",
