@@ -76,8 +76,8 @@ def _regret(chosen: Sequence[Row], predicted: Sequence[float], job: Sequence[int
         next(index for index in job if chosen[index].layout is layout) for layout in (plainest(timed)[1], timed[0][1])
     )
     best = min(job, key=lambda index: chosen[index].seconds)
-    lost = (chosen[index].seconds / chosen[best].seconds - 1 for index in (picked, first))
-    return Regret(*lost, picked, best, tuple(job))
+    lost, of_first = (chosen[index].seconds / chosen[best].seconds - 1 for index in (picked, first))
+    return Regret(lost, of_first, picked, best, tuple(job))
 
 
 class Place(NamedTuple):
