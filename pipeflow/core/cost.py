@@ -218,7 +218,6 @@ BytesByContent = Mapping[Content, Sequence[float]]
 class CostModel:
     """The times of actions and transfers, and optionally the bytes that a rank keeps. All times are in the same unit,
     which may be any. `unit="s"` says that it is seconds, so that drawings and tables can choose a readable unit.
-
     A full backward takes the time of both halves. A value that is sent to another rank occupies the link for
     `activation_bytes[stage] / bandwidth` and arrives a `latency` later. A gradient is as large as its activation.
 
@@ -242,9 +241,8 @@ class CostModel:
         times: per kind of action that has no argument here, the time per stage.
         kept_bytes: per content that has no argument here, the bytes kept per stage.
         route_bytes: per route (from stage, to stage), the bytes that are sent on it.
-        microbatch_factors: per microbatch, its times and bytes relative to those above: a list for all stages, or a
-            table with a list per stage, such as `[[1, 4], [1, 1]]` or `{0: [1, 4]}`. Empty: all microbatches are alike.
-            What a stage sends has its factor. Reductions and unshards, which serve several microbatches, have none.
+        microbatch_factors: per microbatch, its times and bytes relative to those above: a list for all stages, or one
+            per stage, such as `[[1, 4], [1, 1]]` or `{0: [1, 4]}`. What a stage sends has its factor. Empty: all 1.
         attention: the share of causal attention in the times of a microbatch, for slices of it.
         slice_ends: where each slice of a microbatch ends, in tokens. Empty: slices are equally long.
         late: by how much single actions, such as "0F3", take longer than others of their kind and stage.
@@ -253,8 +251,8 @@ class CostModel:
         sizes: per content that has a size, the bytes kept per stage. These are all kept bytes above.
         factors: per stage, the factors of its microbatches. Empty: all microbatches are alike.
 
-    Raises UsageError for tuples of different lengths, for pairs of stages that cannot be routes, and for an unknown
-    unit. Also raises it for numbers that are negative, not finite, or outside `SMALLEST` to `LARGEST`.
+    Raises UsageError for tuples of different lengths, pairs of stages that cannot be routes, an unknown unit, and for
+    numbers that are negative, not finite, or outside `SMALLEST` to `LARGEST`.
     """
 
     forward: tuple[float, ...]

@@ -126,8 +126,7 @@ class Setup:
     """How the work of one pipeline rank is divided among devices, and what is kept for backwards.
 
     Attributes:
-        tensor: number of tensor ranks, which share every layer of a stage.
-        data: number of replicas of the pipeline, each with its own part of the batch.
+        tensor, data: numbers of tensor ranks, which share every layer of a stage, and of replicas of the pipeline.
         microbatch_size: sequences per microbatch.
         sequence: tokens per sequence; the model's `positions` unless given.
         document: tokens of each document of a sequence, within which fused attention stays; by default there is one.
@@ -135,14 +134,14 @@ class Setup:
         zero: what is divided among the replicas (ZeRO, arXiv 1910.02054). 0: nothing; 1: master weights and moments;
             2: gradients, too; 3: weights, too, gathered for use (FSDP, arXiv 2304.11277).
         shard_ranks: the replicas that together hold what `zero` divides, such as those of a node; all unless given.
-        prefetch: with `zero` 3, a backward gathers a layer while another one computes, not after it.
-        reduce_once: with `zero` 3, gradients stay whole until the last microbatch has been computed (FSDP's no_sync).
+        prefetch, reduce_once: with `zero` 3, a backward gathers a layer while another one computes; gradients stay whole
+            until the last microbatch has been computed (FSDP's no_sync).
         engine: the program as which layers compute, and whose own buffers memory counts; none unless given.
         overlap: gradients are reduced, and weights gathered, while layers compute; with `sequence_parallel` and `zero`
             below 3, tensor ranks communicate then, too. By default with `zero` 3, and as in Megatron-Core.
         checkpoint: what a backward recomputes. full: a layer but for its input; selective: scores (arXiv 2205.05198,
             section 5); op: all but attention and every other product, as in torchtitan.
-        early_stop: recomputing a layer stops before its last product, as in torch since 2.1; by default as in `engine`.
+        early_stop: recomputing a layer stops before its last product, as in torch; by default as in `engine`.
         sequence_parallel: tensor ranks divide the activations of norms, too (arXiv 2205.05198); a search tries it.
         eager: norms, rotary positions and gates are computed one operation after the other, not in a kernel for each.
         keep_scores: attention writes its scores to memory, as without scaled_dot_product_attention.

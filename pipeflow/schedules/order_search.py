@@ -225,7 +225,7 @@ def _costs(lengths: Sequence[Any], quadratic: float, microbatches: int, stages: 
     for row in rows:
         for sample, length in enumerate(row):
             may_be_none = len(rows) > 1 and length == 0
-            if not may_be_none and not (isinstance(length, Real) and isfinite(length) and length > 0):
+            if not may_be_none and not (isinstance(length, Real) and isfinite(length) and float(length) > 0):
                 raise UsageError(f"the length of sample {sample} must be positive, got {length}")
     if not all(map(any, rows)):
         raise UsageError("lengths per stage: on one stage all samples have the length 0: give that stage other lengths")

@@ -69,7 +69,7 @@ class Pipeline(nn.Module):
         schedule: the schedule, the same on every rank; it is verified. A call may run another one of its placement.
         criterion: `criterion(output, labels)` returns the mean loss of a microbatch, a scalar tensor. It is needed for
             training. The results of a loss module with `reduction="sum"` are added up over microbatches and replicas.
-            If the criterion is a module, ranks with the last stage hold it as `criterion`, with its parameters.
+            Ranks with the last stage hold a criterion that is a module as `criterion`, with its parameters.
         tensor_shape: shape of the tensor that passes between stages, with the microbatch's size as first entry; then no
             shape is sent. If the first entry is None, the size follows from each batch; if it is a number, evaluation
             uses headers. By default headers have the shapes until these repeat, so they may vary and be of trees.
@@ -78,9 +78,8 @@ class Pipeline(nn.Module):
             batch has no labels of its own, it gets its entries. By default the operators of a copy of the criterion,
             which runs on tensors without memory, say it. A step raises UsageError if it cannot be read.
         loss_over: "microbatches", the default, or "batch": then the criterion is called once, with the outputs of all
-            microbatches, concatenated along dim 0, and the labels of the batch. So it may be any function, such as a
-            contrastive loss. The schedule must run all forwards of the last stage before its first backward, as "gpipe"
-            and "looped-bfs" do; the outputs are in memory together; and there can be no replicas.
+            microbatches, concatenated along dim 0, and all labels. So it may be any function, such as a contrastive
+            loss. The last stage must run all forwards first, as in "gpipe" and "looped-bfs", without replicas.
         stages: indices of the stages that `chunks` were built for, to check them against the schedule's placement.
         overlap: `overlap(forward, backward)` runs a pair of the schedule. It must call both functions once, in any
             order, on any thread or stream, and return when both are done. By default the forward runs first.
@@ -96,12 +95,10 @@ class Pipeline(nn.Module):
         routes: pairs of stages (from, to) that are not neighbours, of which the first passes tensors to the second. A
             stage where routes begin returns a tuple: the value for the next stage, then one for each route, in the
             order of destinations. Where routes end, arguments have that order. `from_module` makes its own routes.
-        head_slices: compute logits, and the loss of logits, in so many slices of a microbatch's tokens, so that the
-            last stage never has all logits in memory. What follows the head must act on each token alone; a function
-            that is not known to do so raises UsageError. Outputs that are returned are put together. See the
-            guide to memory.
-        head: with head_slices, the name in the last stage of the module that computes logits. By default it is the one
-            that the stage's `get_output_embeddings()` returns.
+        head_slices: in how many slices of a microbatch's tokens the last stage computes logits and their loss, as the
+            guide to memory says. What follows the head must be known to act on each token alone.
+        head: with head_slices, the name of the module that computes logits, in the last stage. By default it is what
+            the stage's `get_output_embeddings()` returns.
 
     Attributes:
         loss_scale: factor of gradients, so that none underflows in half precision; a number or a scalar tensor.
@@ -112,9 +109,8 @@ class Pipeline(nn.Module):
     before the first step. Weights that several ranks hold in full get the values of the first of them here: on
     replicas, tensor ranks, and both ranks of a stage in a bidirectional schedule. So do buffers of replicas. Buffers of
     tensor ranks must match, unless the layer's `own_buffers()` names them; see "Tensor parallelism" in the reference.
-
-    Each replica updates its own buffers, such as running statistics. After each step, all replicas get the buffers of
-    the first one, as with DistributedDataParallel. A BatchNorm sees one microbatch at a time.
+    Each replica updates its own buffers, such as running statistics. After each step, all replicas get those of the
+    first one, as with DistributedDataParallel. A BatchNorm sees one microbatch at a time.
 
     If the schedule splits backwards, W computes the weight gradients of stock linear, convolution and embedding layers,
     and I computes all others. `deferrals` lists both for each stage; the logger "pipeflow" reports the others.

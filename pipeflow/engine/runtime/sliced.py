@@ -217,7 +217,7 @@ class Samples:
     """Takes the place of a Part to compute no rows, which have the dtype and the shape of all."""
 
     def of(self, sliced: Sliced, positions: Tensor) -> Tensor:
-        """No rows."""
+        """No rows, of this tensor's shape."""
         return sliced.sample
 
 

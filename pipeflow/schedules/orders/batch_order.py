@@ -398,7 +398,7 @@ class _LargeFirst:
         return max(self.free) if whole else inf
 
     def schedule(self) -> Schedule:
-        """What ran."""
+        """The actions that ran, as a schedule."""
         rows = (
             tuple(Action(HALVES[half], stage, microbatch) for _, microbatch, half, stage in row) for row in self.rows
         )
