@@ -224,8 +224,7 @@ class CostModel:
     Attributes:
         forward: per stage, the time of a forward.
         backward_input, backward_weight: per stage, the times of the two halves of a backward.
-        latency: latency of a transfer between two ranks. Default: 0.
-        bandwidth: bytes per unit of time between two ranks. Default: infinite.
+        latency, bandwidth: of a transfer between two ranks, the latter in bytes per unit of time. Default: no time.
         activation_bytes: per stage, the bytes of its output. Empty: a transfer takes its latency alone.
         links: the `Link` of each ordered pair of ranks (from, to) that differs from `latency` and `bandwidth`.
         overlap: the share of a pair's shorter action that the longer action hides. With 0 a pair takes the sum of both.
@@ -238,18 +237,16 @@ class CostModel:
         copy_groups: the ranks that share a link to their host, which carries one copy at a time in each direction.
         input_bytes: per stage, the bytes that a forward keeps if it is computed again. Empty: not counted.
         unshard: per stage, the time to gather its weights, which fully_shard divides over the replicas. Empty: no time.
-        times: per kind of action that has no argument here, the time per stage.
-        kept_bytes: per content that has no argument here, the bytes kept per stage.
+        times, kept_bytes: per kind of action, or content, that has no argument here, the time or bytes kept per stage.
         route_bytes: per route (from stage, to stage), the bytes that are sent on it.
         microbatch_factors: per microbatch, its times and bytes relative to those above: a list for all stages, or one
             per stage, such as `[[1, 4], [1, 1]]` or `{0: [1, 4]}`. What a stage sends has its factor. Empty: all 1.
-        attention: the share of causal attention in the times of a microbatch, for slices of it.
-        slice_ends: where each slice of a microbatch ends, in tokens. Empty: slices are equally long.
+        attention, slice_ends: for slices, the share of causal attention in the times of a microbatch, and where each
+            ends, in tokens. Empty: slices are equally long.
         late: by how much single actions, such as "0F3", take longer than others of their kind and stage.
         unit: "s" if times are in seconds; "" if the unit is not known.
-        durations: per kind of action, the time per stage: 0 for those that are not given.
-        sizes: per content that has a size, the bytes kept per stage. These are all kept bytes above.
-        factors: per stage, the factors of its microbatches. Empty: all microbatches are alike.
+        durations, sizes, factors: per kind of action, the times; per content, all kept bytes above; and the factors of
+            microbatches: each per stage.
 
     Raises UsageError for tuples of different lengths, pairs of stages that cannot be routes, an unknown unit, and for
     numbers that are negative, not finite, or outside `SMALLEST` to `LARGEST`.

@@ -145,11 +145,11 @@ class Setup:
         sequence_parallel: tensor ranks divide the activations of norms, too (arXiv 2205.05198); a search tries it.
         eager: norms, rotary positions and gates are computed one operation after the other, not in a kernel for each.
         keep_scores: attention writes its scores to memory, as without scaled_dot_product_attention.
-        attention: its kernel: unfused stores scores; FlashAttention 1 to 3, or cuDNN as 3; the device's unless given.
+        attention: its kernel: unfused; FlashAttention 1 to 3, or cuDNN as 3; the device's unless given.
         context: number of context ranks, which share the tokens of each sequence; each has all weights of its stage.
         context_kind: in a ring, keys and values go around behind attention; all-to-all: a rank has heads of all tokens.
-        expert: expert ranks, which share the experts of a layer; they are devices of a stage (arXiv 2504.14960).
-        expert_tensor: devices that share each expert; as many as `tensor` unless given.
+        expert, expert_tensor: expert ranks, which share the experts of a layer (arXiv 2504.14960), and devices that
+            share each expert, as many as `tensor` unless given.
         imbalance: tokens of the fullest expert rank, as a multiple of the mean (arXiv 2408.15664, table 2).
         dispatcher: all-to-all sends a token once to each expert, deepep and hybridep once to each node of its experts.
         overlap_experts: the exchange between experts is hidden behind another microbatch (arXiv 2412.19437, 3.2.1).
@@ -159,8 +159,8 @@ class Setup:
         cuda_graphs: scopes of CUDA graphs; what is in them is not launched by the host.
         head_slices: in how many slices of tokens the last stage computes logits and their loss; 1: all at once.
         frozen: weights do not learn: no gradients, no optimizer, no inputs of linears. Always with `lora_rank`.
-        lora_rank: rank of the adapters that learn beside frozen linears (LoRA, arXiv 2106.09685); 0 for none.
-        lora_targets: the linears with an adapter; all unless given.
+        lora_rank, lora_targets: rank of the adapters that learn beside frozen linears (LoRA, arXiv 2106.09685), 0 for
+            none; the linears that have one, all unless given.
 
     `zero` and `checkpoint` may also be a bool: True is 1 and "full", False is 0 and "none".
 

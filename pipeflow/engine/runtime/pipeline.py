@@ -74,17 +74,16 @@ class Pipeline(nn.Module):
             shape is sent. If the first entry is None, the size follows from each batch; if it is a number, evaluation
             uses headers. By default headers have the shapes until these repeat, so they may vary and be of trees.
         tensor_dtype: dtype of that tensor; ignored if `tensor_shape` is None.
-        weigh: `weigh(labels)` returns what the loss of a microbatch is divided by, such as its number of tokens; if the
-            batch has no labels of its own, it gets its entries. By default the operators of a copy of the criterion,
-            which runs on tensors without memory, say it. A step raises UsageError if it cannot be read.
+        weigh: `weigh(labels)` returns what the loss of a microbatch is divided by, such as its number of tokens; without
+            labels, it gets the batch's entries. By default the criterion's operators say it, or a step raises UsageError.
         loss_over: "microbatches", the default, or "batch": then the criterion is called once, with the outputs of all
             microbatches, concatenated along dim 0, and all labels. So it may be any function, such as a contrastive
             loss. The last stage must run all forwards first, as in "gpipe" and "looped-bfs", without replicas.
         stages: indices of the stages that `chunks` were built for, to check them against the schedule's placement.
         overlap: `overlap(forward, backward)` runs a pair of the schedule. It must call both functions once, in any
             order, on any thread or stream, and return when both are done. By default the forward runs first.
-        autocast: dtype of a torch.autocast in which stages and criterion run. By default it is the dtype of a
-            torch.autocast around `execute_pipeline`, if there is one. Backwards run outside of it.
+        autocast: dtype of a torch.autocast in which stages and criterion run, by default that of one around
+            `execute_pipeline`. Backwards run outside of it.
         gradient_dtype: dtype in which gradients of narrower parameters are added up over microbatches and ranks.
             `.grad` keeps it, for MasterWeights. With fully_shard, set its MixedPrecisionPolicy instead.
         gradient_accumulation_fusion: whether linear layers add to weights' gradients while these are computed, as in
@@ -116,7 +115,6 @@ class Pipeline(nn.Module):
     and I computes all others. `deferrals` lists both for each stage; the logger "pipeflow" reports the others.
 
     A Pipeline cannot be copied; its chunks can be, and they may be compiled or scripted before they are passed in.
-
     Raises UsageError if the chunks, the schedule and the ranks do not fit each other.
     """
 
@@ -318,10 +316,7 @@ class Pipeline(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Like `nn.Module.named_parameters`; after `from_module`, with the names in the module that was cut.
-
-        Raises UsageError if torch.nn.utils.clip_grad_norm_ reads it where a rank has a part of the gradient.
-        """
+        """Like `nn.Module.named_parameters`; after `from_module`, with the names in the module that was cut."""
         has_part = self.context.pipeline_size * self.context.tensor_size > 1
         if _clips(inspect.currentframe()) and (has_part or self.gradients.owners.of):
             raise UsageError(TORCH_CLIPS)
