@@ -47,17 +47,17 @@ def _measure(rounds: int) -> tuple[dict[str, list[float]], dict[str, int], dict[
     pipeflow.launch(pipeline=1)
     schedule = pipeflow.make_schedule("1f1b", ranks=1, microbatches=MICROBATCHES)
     ids = torch.randint(0, VOCABULARY, (MICROBATCHES, LENGTH), generator=torch.Generator().manual_seed(0))
-    sizes = {"hidden_size": WIDTH, "num_attention_heads": 4, "vocab_size": VOCABULARY}
-    steps: dict[str, Callable[[], Any]] = {}
+    sizes: dict[str, Any] = {"hidden_size": WIDTH, "num_attention_heads": 4, "vocab_size": VOCABULARY}
+    steps: dict[str, Callable[..., Any]] = {}
     for count in SLICES:
         stage = build_gpt_pipeline(LAYERS, placement=schedule.placement, max_position_embeddings=LENGTH, **sizes)
-        sliced = {} if count == 1 else {"head_slices": count, "head": "head"}
+        sliced: dict[str, Any] = {} if count == 1 else {"head_slices": count, "head": "head"}
         model = pipeflow.Pipeline(stage, schedule, criterion=GPTLMLoss(), **sliced)
 
         def step(model: Any = model) -> Any:
             model.zero_grad()
             start = time.process_time()
-            loss = pipeflow.execute_pipeline(iter([({"input_ids": ids}, ids)]), model).loss
+            loss: Any = pipeflow.execute_pipeline(iter([({"input_ids": ids}, ids)]), model).loss
             return time.process_time() - start, float(loss)
 
         steps["whole" if count == 1 else f"{count} slices"] = step
@@ -75,7 +75,7 @@ def _measure(rounds: int) -> tuple[dict[str, list[float]], dict[str, int], dict[
     return times, peaks, losses
 
 
-def _most_logits(step: Callable[[], Any]) -> int:
+def _most_logits(step: Callable[..., Any]) -> int:
     """The most bytes that tensors with the vocabulary as their last dimension took at once."""
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,7 +85,7 @@ def _most_logits(step: Callable[[], Any]) -> int:
         most = 0
 
         def __init__(self) -> None:
-            super().__init__()
+            super().__init__()  # type: ignore[no-untyped-call]  # torch's
             self.known: dict[int, tuple[StorageWeakRef, int]] = {}
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -230,8 +230,8 @@ class CostModel:
         overlap: the share of a pair's shorter action that the longer action hides. With 0 a pair takes the sum of both.
         saved_bytes: per stage, the bytes that a forward keeps for its backward. Empty: memory is in activations.
         deferred_bytes: per stage, the bytes that a backward keeps between its two halves. Empty: they are not counted.
-        reduce: per stage, the time to reduce its weight gradients over the ranks that hold it. Empty: no time.
-        optimizer: per stage, the time of the optimizer's step of its weights. Empty: no time.
+        reduce, optimizer: per stage, the time to reduce its weight gradients over the ranks that hold it, and that of
+            the optimizer's step. Empty: no time.
         recompute: per stage, the time to compute a forward again. Empty: that of the forward.
         offload: per stage, the time to copy to the host what a forward saved, or back. Empty: no time.
         copy_groups: the ranks that share a link to their host, which carries one copy at a time in each direction.
@@ -248,8 +248,8 @@ class CostModel:
         durations, sizes, factors: per kind of action, the times; per content, all kept bytes above; and the factors of
             microbatches: each per stage.
 
-    Raises UsageError for tuples of different lengths, pairs of stages that cannot be routes, an unknown unit, and for
-    numbers that are negative, not finite, or outside `SMALLEST` to `LARGEST`.
+    Raises UsageError for tuples of different lengths, impossible routes or units, and numbers that are negative, not
+    finite, or outside `SMALLEST` to `LARGEST`.
     """
 
     forward: tuple[float, ...]

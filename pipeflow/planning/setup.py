@@ -131,8 +131,7 @@ class Setup:
         sequence: tokens per sequence; the model's `positions` unless given.
         document: tokens of each document of a sequence, within which fused attention stays; by default there is one.
         precision: types of weights, gradients, optimizer states and activations.
-        zero: what is divided among the replicas (ZeRO, arXiv 1910.02054). 0: nothing; 1: master weights and moments;
-            2: gradients, too; 3: weights, too, gathered for use (FSDP, arXiv 2304.11277).
+        zero: what replicas divide (arXiv 1910.02054). 1: master weights, moments; 2: gradients, too; 3: weights, too.
         shard_ranks: the replicas that together hold what `zero` divides, such as those of a node; all unless given.
         prefetch, reduce_once: with `zero` 3, a backward gathers a layer while another one computes; gradients stay whole
             until the last microbatch has been computed (FSDP's no_sync).

@@ -64,7 +64,8 @@ def test_images_go_on_from_the_last_epoch_as_if_they_had_not_been_stopped(tmp_pa
     text = (FOLDER / "images.py").read_text(encoding="utf-8")
     assert '"max_epochs": 8' in text
     for name, epochs in (("one", 1), ("two", 2)):
-        (tmp_path / f"{name}.py").write_text(text.replace('"max_epochs": 8', f'"max_epochs": {epochs}'))
+        script = text.replace('"max_epochs": 8', f'"max_epochs": {epochs}')
+        (tmp_path / f"{name}.py").write_text(script, encoding="utf-8")
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     whole.mkdir()
     stopped.mkdir()

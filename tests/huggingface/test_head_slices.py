@@ -54,7 +54,7 @@ def stepped(module: Any, slices: int | None, counts: bool) -> tuple[Any, dict[st
     schedule = make_schedule("zb-h1", ranks=2, microbatches=2)
     model = Pipeline.from_module(copy.deepcopy(module), schedule, batch, head_slices=slices)
     loss = execute_pipeline(iter([batch]), model, broadcast_loss=True).loss
-    found = execute_pipeline(iter([batch]), model, forward_only=True, return_outputs=True).outputs
+    found: Any = execute_pipeline(iter([batch]), model, forward_only=True, return_outputs=True).outputs
     gradients = {name: each.grad for name, each in model.named_parameters()}
     return loss, gradients, None if found is None else found.logits
 

@@ -87,7 +87,7 @@ def cut(module: nn.Module, name: str, criterion: Any, slices: int | None, option
     batch: Any = {"ids": ids, "labels": labels} if criterion is None else (ids, labels)
     ranks = 1 if name == "1f1b-1" else 2
     if "offload" in options:
-        times = dict.fromkeys(["forward", "backward_input", "backward_weight", "offload"], (1.0, 1.0))
+        times: dict[str, Any] = dict.fromkeys(["forward", "backward_input", "backward_weight", "offload"], (1.0, 1.0))
         options = {**options, "cost": CostModel(**times)}
     schedule = make_schedule(name.removesuffix("-1"), ranks=ranks, microbatches=MICROBATCHES, **options)
     model = Pipeline.from_module(copy.deepcopy(module), schedule, batch, criterion=criterion, head_slices=slices)
@@ -106,7 +106,7 @@ def require_equal(whole: list[Stepped], sliced: list[Stepped], close: float = 1e
             assert mine is None or (mine - its).abs().max() <= close * mine.abs().max(), name
         logits = [each[3]["logits"] if isinstance(each[3], dict) else each[3] for each in (one, other)]
         assert (logits[0] is None) == (logits[1] is None)
-        assert logits[0] is None or torch.allclose(*logits, rtol=close, atol=close)
+        assert logits[0] is None or torch.allclose(logits[0], logits[1], rtol=close, atol=close)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,12 @@ def test_all_ranks_need_the_same_slices() -> None:
 
 def gpt(name: str, slices: int | None, dtype: torch.dtype, options: dict[str, Any]) -> Stepped:
     schedule = make_schedule(name, ranks=2, microbatches=MICROBATCHES)
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "vocab_size": WORDS, "max_position_embeddings": LENGTH}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "vocab_size": WORDS,
+        "max_position_embeddings": LENGTH,
+    }
     stages = build_gpt_pipeline(4, placement=schedule.placement, dtype=dtype, **sizes)
     model = Pipeline(stages, schedule, criterion=GPTLMLoss(), head_slices=slices, **options)
     ids, labels = labelled()

@@ -94,10 +94,8 @@ class Pipeline(nn.Module):
         routes: pairs of stages (from, to) that are not neighbours, of which the first passes tensors to the second. A
             stage where routes begin returns a tuple: the value for the next stage, then one for each route, in the
             order of destinations. Where routes end, arguments have that order. `from_module` makes its own routes.
-        head_slices: in how many slices of a microbatch's tokens the last stage computes logits and their loss, as the
-            guide to memory says. What follows the head must be known to act on each token alone.
-        head: with head_slices, the name of the module that computes logits, in the last stage. By default it is what
-            the stage's `get_output_embeddings()` returns.
+        head_slices: slices of tokens in which logits and their loss are computed; see the guide to memory.
+        head: name of the module that computes logits; by default what `get_output_embeddings()` returns.
 
     Attributes:
         loss_scale: factor of gradients, so that none underflows in half precision; a number or a scalar tensor.
@@ -247,16 +245,14 @@ class Pipeline(nn.Module):
                 with `:k` for the k-th call of a module.
             blocks: modules after which a cut is possible: a class or its name, or names of modules. By default the
                 children of outermost nn.ModuleLists; if too few, also those of nn.ModuleDicts, then of nn.Sequentials.
-            criterion: as in `Pipeline`. By default the module's own loss: its output if that is a scalar, or the
-                output's `.loss`.
+            criterion: as in `Pipeline`. By default the module's own loss: a scalar output, or the output's `.loss`.
             weigh: as in `Pipeline`. By default, what each term of the loss is divided by is read from the operators of
                 the module. A loss that is a sum is added up. A step raises UsageError if it cannot be read.
             loss_over: as in `Pipeline`; "batch" needs a criterion.
-            overlap, autocast, gradient_dtype, gradient_accumulation_fusion, graph: as in `Pipeline`.
+            overlap, autocast, gradient_dtype, gradient_accumulation_fusion, graph, head_slices, head: as in `Pipeline`.
             cost: as in `Pipeline`; if it has no `activation_bytes`, those of the plan are used.
             rules: which layers are split over the tensor ranks, and how; with (), none is. Put your own rules first, as
                 in `rules=[Rule("attention", r"attn\.qkv", parts=3), *DEFAULT_RULES]`.
-            head_slices, head: as in `Pipeline`; the head's name is that in the whole module.
 
         Parameters keep their names in `module`, here and in checkpoints. Parameters that several stages need are tied.
         Parameters that no stage needs belong to the last stage. A buffer is stored by the first stage that needs it.

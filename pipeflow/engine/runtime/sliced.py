@@ -4,9 +4,10 @@ never in memory as a whole. Must not contain: which functions act on each token 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +31,8 @@ from pipeflow.engine.torch_private.trees import tree_flatten, tree_leaves, tree_
 #
 # Only what follows the head is computed twice, or late; so it does not matter that Python has gone on meanwhile.
 
-RULES: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
-"""By the name of a function that acts on each token alone, what it makes of Sliced arguments."""
+Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""What a function that acts on each token alone makes of Sliced arguments."""
 _ATTRIBUTES = """
     shape dtype device requires_grad ndim layout is_cuda is_meta is_sparse is_nested is_leaf names itemsize size dim
     numel nelement is_floating_point is_complex __len__ __hash__ __repr__ is_contiguous stride get_device
@@ -68,6 +69,7 @@ class Sliced(Tensor):
         wants: whether it requires a gradient.
     """
 
+    rules: ClassVar[Mapping[str, Rule]] = MappingProxyType({})  # by names of functions; set by sliced_rules
     origin: Origin
     lead: tuple[int, ...]
     sample: Tensor
@@ -115,7 +117,7 @@ class Sliced(Tensor):
         with without_torch_function():
             if any(leaf.grad_fn is not None for leaf in own):
                 raise refused("a custom autograd.Function")
-        if (rule := RULES.get(name)) is not None:
+        if (rule := cls.rules.get(name)) is not None:
             return rule(func, args, kwargs)
         if any(leaf.has_rows for leaf in own):
             raise refused(attribute)
@@ -217,7 +219,7 @@ class Samples:
     """Takes the place of a Part to compute no rows, which have the dtype and the shape of all."""
 
     def of(self, sliced: Sliced, positions: Tensor) -> Tensor:
-        """No rows, of this tensor's shape."""
+        """No rows of it, whatever the positions."""
         return sliced.sample
 
 
@@ -255,7 +257,8 @@ def applied(
         arguments, keywords = tree_unflatten([row(leaf) for leaf in leaves], spec)
         enabled, dtype, caches = region
         with torch.autocast(kind, dtype, enabled=enabled, cache_enabled=caches):
-            return func(*arguments, **keywords)
+            found: Tensor = func(*arguments, **keywords)
+            return found
 
     with torch.no_grad():
         sample = rows(torch.empty(0, dtype=torch.long, device=like.sample.device), Samples())

@@ -4,7 +4,6 @@ Must not contain: how slices are computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeflow.engine.runtime.sliced import RULES, PerToken, Sliced, applied, moved, refused
+from pipeflow.engine.runtime.sliced import PerToken, Sliced, applied, moved, refused
 from pipeflow.engine.torch_private.trees import tree_leaves, tree_map
 
 Args = tuple[Any, ...]
@@ -32,14 +31,6 @@ ORDERS = "transpose permute movedim swapaxes"
 PER_TOKEN = "gather split_losses"
 
 
-def _rule(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(rule: Callable[..., Any]) -> Callable[..., Any]:
-        RULES.update(dict.fromkeys(names.split(), rule))
-        return rule
-
-    return register
-
-
 def _name(func: Any) -> str:
     return str(getattr(func, "__name__", func))
 
@@ -57,14 +48,13 @@ def _own(func: Any, args: Args, kwargs: Keywords) -> Sliced:
     return found[0]
 
 
-@_rule(POINTWISE)
 def _pointwise(func: Any, args: Args, kwargs: Keywords) -> Any:
     like = _first(args, kwargs)
     positional, named = tree_map(partial(_broadcast, func, like), (args, kwargs))
-    return applied(func, positional, named, like)
+    found: Sliced = applied(func, positional, named, like)
+    return found
 
 
-@_rule("to type_as")
 def _converted(func: Any, args: Args, kwargs: Keywords) -> Any:
     own, *rest = args
     if not isinstance(own, Sliced):
@@ -73,7 +63,6 @@ def _converted(func: Any, args: Args, kwargs: Keywords) -> Any:
     return applied(func, (own, *like), kwargs, own)
 
 
-@_rule("requires_grad_")
 def _requiring_grad(func: Any, args: Args, kwargs: Keywords) -> Any:
     own = _own(func, args, kwargs)
     return own if own.requires_grad else own + torch.zeros((), dtype=own.dtype, device=own.device, requires_grad=True)
@@ -101,7 +90,6 @@ def _broadcast(func: Any, like: Sliced, leaf: Any) -> Any:
         raise refused(why) from None
 
 
-@_rule(ELEMENT_LOSSES)
 def _element_loss(func: Any, args: Args, kwargs: Keywords) -> Any:
     given = _bound(func, args, kwargs)
     reduction = given.pop("reduction", "mean")
@@ -124,7 +112,6 @@ def _reduced(each: Sliced, reduction: str, count: Any) -> Any:
     return each.total() if reduction == "sum" else each.total() / count
 
 
-@_rule("cross_entropy nll_loss")
 def _class_loss(func: Any, args: Args, kwargs: Keywords) -> Any:
     given = _bound(func, args, kwargs)
     reduction, logits, target = given.pop("reduction", "mean"), given.pop("input"), given.pop("target")
@@ -142,7 +129,6 @@ def _class_loss(func: Any, args: Args, kwargs: Keywords) -> Any:
     return each.total() / (counts.sum() if weight is None else weight[target[counts]].sum())
 
 
-@_rule(OF_ROWS)
 def _of_rows(func: Any, args: Args, kwargs: Keywords) -> Any:
     own, name = _own(func, args, kwargs), _name(func)
     rest, given = list(args[1:]), dict(kwargs)
@@ -157,7 +143,6 @@ def _of_rows(func: Any, args: Args, kwargs: Keywords) -> Any:
     return applied(func, (own, -1, *rest), given, own)
 
 
-@_rule(PRODUCTS)
 def _product(func: Any, args: Args, kwargs: Keywords) -> Any:
     own, name = _own(func, args, kwargs), _name(func)
     if not own.has_rows:
@@ -172,7 +157,6 @@ def _product(func: Any, args: Args, kwargs: Keywords) -> Any:
     return applied(func, args, kwargs, own)
 
 
-@_rule(PER_TOKEN)
 def _per_token(func: Any, args: Args, kwargs: Keywords) -> Any:
     own, name = _own(func, args, kwargs), _name(func)
     rest = args[1:]
@@ -197,7 +181,6 @@ def _index(own: Sliced) -> Tensor:
     return torch.arange(own.length, device=own.device).view(own.lead)
 
 
-@_rule(RESHAPES)
 def _reshaped(func: Any, args: Args, kwargs: Keywords) -> Any:
     own = _own(func, args, kwargs)
     if len(args) > 1 and isinstance(args[1], torch.dtype):
@@ -212,7 +195,6 @@ def _reshaped(func: Any, args: Args, kwargs: Keywords) -> Any:
     return moved(own, _index(own).view(lead))
 
 
-@_rule(ORDERS)
 def _ordered(func: Any, args: Args, kwargs: Keywords) -> Any:
     own = _own(func, args, kwargs)
     index = _index(own)
@@ -225,7 +207,6 @@ def _ordered(func: Any, args: Args, kwargs: Keywords) -> Any:
     return moved(own, found[..., 0])
 
 
-@_rule("__getitem__")
 def _picked(func: Any, args: Args, kwargs: Keywords) -> Any:
     own, key = args
     if not isinstance(own, Sliced) or any(isinstance(leaf, Sliced) for leaf in tree_leaves(key)):
@@ -246,3 +227,19 @@ def _takes(key: Any) -> int:
     if key is None or key is Ellipsis:
         return 0
     return key.dim() if isinstance(key, Tensor) and key.dtype == torch.bool else 1
+
+
+_TABLE = (
+    (POINTWISE, _pointwise),
+    ("to type_as", _converted),
+    ("requires_grad_", _requiring_grad),
+    (ELEMENT_LOSSES, _element_loss),
+    ("cross_entropy nll_loss", _class_loss),
+    (OF_ROWS, _of_rows),
+    (PRODUCTS, _product),
+    (PER_TOKEN, _per_token),
+    (RESHAPES, _reshaped),
+    (ORDERS, _ordered),
+    ("__getitem__", _picked),
+)
+Sliced.rules = {name: rule for names, rule in _TABLE for name in names.split()}
