@@ -216,8 +216,8 @@ BytesByContent = Mapping[Content, Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """The times of actions and transfers, and optionally the bytes that a rank keeps. All times are in the same unit,
-    which may be any. `unit="s"` says that it is seconds, so that drawings and tables can choose a readable unit.
+    """The times of actions and transfers, in one unit, which may be any; and optionally the bytes that a rank keeps.
+
     A full backward takes the time of both halves. A value that is sent to another rank occupies the link for
     `activation_bytes[stage] / bandwidth` and arrives a `latency` later. A gradient is as large as its activation.
 
@@ -233,8 +233,8 @@ class CostModel:
         reduce, optimizer: per stage, the time to reduce its weight gradients over the ranks that hold it, and that of
             the optimizer's step. Empty: no time.
         recompute: per stage, the time to compute a forward again. Empty: that of the forward.
-        offload: per stage, the time to copy to the host what a forward saved, or back. Empty: no time.
-        copy_groups: the ranks that share a link to their host, which carries one copy at a time in each direction.
+        offload, copy_groups: per stage, the time to copy to the host what a forward saved, or back; and the ranks that
+            share a link to their host, which carries one copy at a time each way. Empty: no time; none share one.
         input_bytes: per stage, the bytes that a forward keeps if it is computed again. Empty: not counted.
         unshard: per stage, the time to gather its weights, which fully_shard divides over the replicas. Empty: no time.
         times, kept_bytes: per kind of action, or content, that has no argument here, the time or bytes kept per stage.
@@ -244,7 +244,7 @@ class CostModel:
         attention, slice_ends: for slices, the share of causal attention in the times of a microbatch, and where each
             ends, in tokens. Empty: slices are equally long.
         late: by how much single actions, such as "0F3", take longer than others of their kind and stage.
-        unit: "s" if times are in seconds; "" if the unit is not known.
+        unit: "s" if times are in seconds, so that drawings choose a readable unit; "" if it is not known.
         durations, sizes, factors: per kind of action, the times; per content, all kept bytes above; and the factors of
             microbatches: each per stage.
 

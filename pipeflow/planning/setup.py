@@ -133,8 +133,8 @@ class Setup:
         precision: types of weights, gradients, optimizer states and activations.
         zero: what replicas divide (arXiv 1910.02054). 1: master weights, moments; 2: gradients, too; 3: weights, too.
         shard_ranks: the replicas that together hold what `zero` divides, such as those of a node; all unless given.
-        prefetch, reduce_once: with `zero` 3, a backward gathers a layer while another one computes; gradients stay whole
-            until the last microbatch has been computed (FSDP's no_sync).
+        prefetch, reduce_once: with `zero` 3, a backward gathers a layer while another one computes; gradients stay
+            whole until the last microbatch has been computed (FSDP's no_sync).
         engine: the program as which layers compute, and whose own buffers memory counts; none unless given.
         overlap: gradients are reduced, and weights gathered, while layers compute; with `sequence_parallel` and `zero`
             below 3, tensor ranks communicate then, too. By default with `zero` 3, and as in Megatron-Core.
