@@ -77,6 +77,7 @@ def _measure(rounds: int) -> tuple[dict[str, list[float]], dict[str, int], dict[
 
 def _most_logits(step: Callable[..., Any]) -> int:
     """The most bytes that tensors with the vocabulary as their last dimension took at once."""
+    from torch import Tensor
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
@@ -91,7 +92,7 @@ def _most_logits(step: Callable[..., Any]) -> int:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             output = func(*args, **(kwargs or {}))
             for leaf in tree_leaves(output):
-                if hasattr(leaf, "untyped_storage") and leaf.dim() and leaf.shape[-1] == VOCABULARY:
+                if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[-1] == VOCABULARY and not leaf.is_meta:
                     storage = leaf.untyped_storage()
                     if storage.nbytes() != 4 * VOCABULARY * WIDTH:  # not the transposed weight
                         self.known = {key: each for key, each in self.known.items() if not each[0].expired()}

@@ -284,7 +284,8 @@ def moved(sliced: Sliced, index: Tensor) -> Sliced:
     ordered = len(flat) == sliced.length and torch.equal(flat, _positions(sliced.length, flat.device))
 
     def rows(positions: Tensor, part: Any) -> Tensor:
-        return part.of(sliced, positions if ordered else flat.index_select(0, positions))
+        found: Tensor = part.of(sliced, positions if ordered else flat.index_select(0, positions))
+        return found
 
     return Sliced(sliced.origin, index.shape, sliced.sample, rows, sliced.inputs, wants=_requires_grad(sliced))
 

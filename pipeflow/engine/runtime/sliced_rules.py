@@ -42,7 +42,7 @@ def _first(args: Args, kwargs: Keywords) -> Sliced:
 
 def _own(func: Any, args: Args, kwargs: Keywords) -> Sliced:
     """The first argument. Raises UsageError if it is not the only Sliced."""
-    found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Sliced)]
+    found: list[Sliced] = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Sliced)]
     if len(found) != 1 or not args or args[0] is not found[0]:
         raise refused(f"{_name(func)} of these arguments")
     return found[0]
