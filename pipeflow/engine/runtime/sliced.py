@@ -207,6 +207,10 @@ class Part:
             self._known[key] = sliced.rows(positions, self), positions
         return self._known[key][0]
 
+    def forget(self) -> None:
+        """Leaves the rows to the graph, so that each is freed as soon as the backward has used it."""
+        self._known.clear()
+
     def source(self, positions: Tensor) -> Tensor:
         """Rows of the head's input, as a leaf."""
         leaf = self._source.index_select(0, positions)
@@ -330,7 +334,8 @@ class _Sums:
         self._found: list[Tensor | None] = [None] * len(self._inputs)
 
     def add(self, part: Part, output: Tensor, gradient: Tensor | None = None) -> None:
-        """Adds the gradients of what a part computed."""
+        """Adds the gradients of what a part computed, which forgets its rows."""
+        part.forget()
         if not output.requires_grad:
             return
         starts = [leaf for _, leaf in part.leaves]

@@ -45,7 +45,8 @@ def _own(func: Any, args: Args, kwargs: Keywords) -> Sliced:
     found: list[Sliced] = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Sliced)]
     if len(found) != 1 or not args or args[0] is not found[0]:
         raise refused(f"{_name(func)} of these arguments")
-    return found[0]
+    own: Sliced = found[0]
+    return own
 
 
 def _pointwise(func: Any, args: Args, kwargs: Keywords) -> Any:
