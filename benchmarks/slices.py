@@ -61,7 +61,8 @@ class SleepingSlice(nn.Module):
         start = tokens_before(self)
         places = start / TOKENS, (start + tokens.shape[1]) / TOKENS
         share = (1 - ATTENTION) * (places[1] - places[0]) + ATTENTION * (places[1] ** 2 - places[0] ** 2)
-        output: Tensor = Sleep.apply(tokens * self.scale, share * FORWARD, share * BACKWARD)
+        sleep: Any = Sleep.apply
+        output: Tensor = sleep(tokens * self.scale, share * FORWARD, share * BACKWARD)
         return output
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -124,9 +125,10 @@ def test_a_table_with_equal_rows_is_a_sequence(name: str) -> None:
     cost, row = CostModel.even(schedule.placement, saved_bytes=3), (1, 0.5, 2, 3, 1, 0.7)
     one = replace(cost, microbatch_factors=row)
     stages = schedule.placement.num_stages
-    for table in ([row] * stages, {stage: [*row] for stage in range(stages)}):
+    tables: list[Any] = [[row] * stages, {stage: [*row] for stage in range(stages)}]
+    for table in tables:
         assert replace(cost, microbatch_factors=table) == one
-    apart = replace(cost, microbatch_factors=[row] * (stages - 1) + [(*row[:-1], 0.7 + 1e-12)])
+    apart = replace(cost, microbatch_factors=((row,) * (stages - 1) + ((*row[:-1], 0.7 + 1e-12),)))
     assert len(apart.microbatch_factors) == stages
     assert simulate(schedule, apart).makespan == pytest.approx(simulate(schedule, one).makespan)
     assert simulate(schedule, apart).peak_bytes == pytest.approx(simulate(schedule, one).peak_bytes)
@@ -149,7 +151,8 @@ def test_bytes_have_the_factor_of_their_stage() -> None:
 
 
 def test_stages_that_a_mapping_leaves_out_have_the_factor_1() -> None:
-    assert replace(PRICED, microbatch_factors={1: [2, 1, 1]}).microbatch_factors == ((1, 1, 1), (2, 1, 1))
+    given: Any = {1: [2, 1, 1]}
+    assert replace(PRICED, microbatch_factors=given).microbatch_factors == ((1, 1, 1), (2, 1, 1))
 
 
 @pytest.mark.parametrize("given", ["[[1, 3, 1], [2, 1, 1]]", '{"0": [1, 3, 1], "1": [2, 1, 1]}'])
@@ -194,7 +197,7 @@ def test_a_table_of_other_microbatches_is_refused() -> None:
 def test_factors_by_stage_and_microbatch_are_measured() -> None:
     schedule = make_schedule("1f1b", ranks=4, microbatches=8)
     cost = CostModel.even(schedule.placement, 1, 1.5, 0.5)
-    table = [[1.0] * 8 for _ in range(4)]
+    table: Any = [[1.0] * 8 for _ in range(4)]
     table[0][3], table[2][5], table[2][6] = 3, 2, 0.5
     ran = simulate(schedule, replace(cost, microbatch_factors=table))
     found = measured_costs(ran, by_microbatch=True)

@@ -187,7 +187,7 @@ def test_no_name_lies_over_a_line_or_another_name(points: list[Point], width: in
         pair
         for path in root.iter(f"{tag}path")
         if path.get("class") in {"front", "leader"}
-        for pair in pairwise(tuple(map(float, place.split())) for place in path.get("d", "")[1:].split("L"))
+        for pair in pairwise((float(x), float(y)) for x, y in map(str.split, path.get("d", "")[1:].split("L")))
     ]
     boxes = []
     for text in root.iter(f"{tag}text"):

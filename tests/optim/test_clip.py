@@ -229,7 +229,7 @@ def clip_with_torch(has_owners: bool = False) -> tuple[str, str, float, float]:
 
 
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"data": 2}], ids=["pipeline", "tensor", "zero"])
-def test_torchs_clipping_names_that_of_pipeflow_where_a_rank_has_a_part(layout: dict[str, int]) -> None:
+def test_torchs_clipping_names_that_of_pipeflow_where_a_rank_has_a_part(layout: dict[str, Any]) -> None:
     for first, second, whole, own in run_threads(clip_with_torch, 2, "data" in layout, **layout):
         assert "call pipeflow.clip_grad_norm_(pipeline, max_norm)" in first
         assert second == first

@@ -86,7 +86,7 @@ def random_cost(placement: Placement, draw: Random, microbatches: int) -> CostMo
     def drawn(low: float, high: float) -> tuple[float, ...]:
         return tuple(draw.uniform(low, high) for _ in range(stages))
 
-    rows = [tuple(draw.uniform(0.5, 2) for _ in range(microbatches)) for _ in range(stages)]
+    rows = tuple(tuple(draw.uniform(0.5, 2) for _ in range(microbatches)) for _ in range(stages))
     cost = CostModel(
         drawn(0.5, 2),
         drawn(0.5, 2),

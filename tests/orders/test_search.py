@@ -62,7 +62,7 @@ def with_bytes(cost: CostModel, seed: int) -> CostModel:
 def with_factors(cost: CostModel, many: int, seed: int) -> CostModel:
     """Microbatches differ in times and bytes: with odd seeds, on each stage in another way."""
     draw = Random(seed)
-    rows = [tuple(draw.uniform(0.3, 3) for _ in range(many)) for _ in cost.forward]
+    rows = tuple(tuple(draw.uniform(0.3, 3) for _ in range(many)) for _ in cost.forward)
     return replace(cost, microbatch_factors=rows if seed % 2 else rows[0])
 
 
@@ -133,7 +133,7 @@ def one_long(factor: float, place: int, capped: bool) -> tuple[CostModel, float]
     """Costs of 16 microbatches on 4 ranks, of which one is so many times as long as the others; and a cap in bytes."""
     factors = [1.0] * 16
     factors[place] = factor
-    cost = replace(CostModel.even(LINEAR, saved_bytes=4, deferred_bytes=1), microbatch_factors=factors)
+    cost = replace(CostModel.even(LINEAR, saved_bytes=4, deferred_bytes=1), microbatch_factors=tuple(factors))
     usual = simulate(make_schedule("zb-h1", ranks=4, microbatches=16), cost)
     return cost, 1.5 * max(usual.peak_bytes) if capped else inf
 

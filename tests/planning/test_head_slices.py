@@ -14,7 +14,7 @@ from pipeflow.planning.shares import Share, stage_layers
 
 WORDS, WIDTH, TOKENS = 10_000, 64, 256
 MODEL = GPT(4, WIDTH, 4, TOKENS, WORDS, norm="rms", dropout=False)
-LAST = Share(1, first=False, last=True)
+LAST = Share(("dense",), first=False, last=True)
 
 
 def setup(slices: int, **options: object) -> Setup:
@@ -35,7 +35,7 @@ def test_frozen_weights_leave_the_gradient_of_the_input_alone() -> None:
 def test_nothing_of_the_head_waits_for_its_weight_gradient() -> None:
     whole, sliced = (deferred_bytes(MODEL, setup(slices), LAST) for slices in (1, 4))
     assert whole - sliced == 4 * (WORDS + WIDTH)
-    first = Share(1, first=True, last=False)
+    first = Share(("dense",), first=True, last=False)
     assert deferred_bytes(MODEL, setup(1), first) == deferred_bytes(MODEL, setup(4), first)
 
 

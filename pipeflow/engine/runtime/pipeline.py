@@ -74,8 +74,8 @@ class Pipeline(nn.Module):
             shape is sent. If the first entry is None, the size follows from each batch; if it is a number, evaluation
             uses headers. By default headers have the shapes until these repeat, so they may vary and be of trees.
         tensor_dtype: dtype of that tensor; ignored if `tensor_shape` is None.
-        weigh: `weigh(labels)` returns what the loss of a microbatch is divided by, such as its tokens. Without labels, it
-            gets the batch's entries. By default the criterion's operators say it, or it is an error.
+        weigh: `weigh(labels)` returns what the loss of a microbatch is divided by, such as its tokens. Without
+            labels, it gets the batch's entries. By default the criterion's operators say it, or it is an error.
         loss_over: "microbatches", the default, or "batch": then the criterion is called once, with the outputs of all
             microbatches, concatenated along dim 0, and all labels. So it may be any function, such as a contrastive
             loss. The last stage must run all forwards first, as in "gpipe" and "looped-bfs", without replicas.
