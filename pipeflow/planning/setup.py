@@ -126,29 +126,29 @@ class Setup:
     """How the work of one pipeline rank is divided among devices, and what is kept for backwards.
 
     Attributes:
-        tensor, data: numbers of tensor ranks, which share every layer of a stage, and of replicas of the pipeline.
+        tensor: number of tensor ranks, which share every layer of a stage.
+        data: number of replicas of the pipeline, each with its own part of the batch.
         microbatch_size: sequences per microbatch.
         sequence: tokens per sequence; the model's `positions` unless given.
         document: tokens of each document of a sequence, within which fused attention stays; by default there is one.
         precision: types of weights, gradients, optimizer states and activations.
-        zero: what replicas divide (arXiv 1910.02054). 1: master weights, moments; 2: gradients, too; 3: weights, too.
+        zero: what replicas divide (ZeRO, arXiv 1910.02054). 1: master weights, moments; 2: gradients; 3: weights, too.
         shard_ranks: the replicas that together hold what `zero` divides, such as those of a node; all unless given.
-        prefetch, reduce_once: with `zero` 3, a backward gathers a layer while another one computes; gradients stay
-            whole until the last microbatch has been computed (FSDP's no_sync).
+        prefetch: with `zero` 3, a backward gathers a layer while another one computes, not after it.
+        reduce_once: with `zero` 3, gradients stay whole until the last microbatch has been computed (FSDP's no_sync).
         engine: the program as which layers compute, and whose own buffers memory counts; none unless given.
         overlap: gradients are reduced, and weights gathered, while layers compute; with `sequence_parallel` and `zero`
             below 3, tensor ranks communicate then, too. By default with `zero` 3, and as in Megatron-Core.
-        checkpoint: what a backward recomputes. full: a layer but for its input; selective: scores (arXiv 2205.05198,
-            section 5); op: all but attention and every other product, as in torchtitan.
-        early_stop: recomputing a layer stops before its last product, as in torch; by default as in `engine`.
+        checkpoint: what is recomputed. full: a layer; selective: scores; op: all but attention and every other product.
+        early_stop: recomputing a layer stops before its last product, as in torch since 2.1; by default as in `engine`.
         sequence_parallel: tensor ranks divide the activations of norms, too (arXiv 2205.05198); a search tries it.
         eager: norms, rotary positions and gates are computed one operation after the other, not in a kernel for each.
         keep_scores: attention writes its scores to memory, as without scaled_dot_product_attention.
-        attention: its kernel: unfused; FlashAttention 1 to 3, or cuDNN as 3; the device's unless given.
+        attention: its kernel: unfused stores scores; FlashAttention 1 to 3, or cuDNN as 3; the device's unless given.
         context: number of context ranks, which share the tokens of each sequence; each has all weights of its stage.
         context_kind: in a ring, keys and values go around behind attention; all-to-all: a rank has heads of all tokens.
-        expert, expert_tensor: expert ranks, which share the experts of a layer (arXiv 2504.14960), and devices that
-            share each expert, as many as `tensor` unless given.
+        expert: expert ranks, which share the experts of a layer; they are devices of a stage (arXiv 2504.14960).
+        expert_tensor: devices that share each expert; as many as `tensor` unless given.
         imbalance: tokens of the fullest expert rank, as a multiple of the mean (arXiv 2408.15664, table 2).
         dispatcher: all-to-all sends a token once to each expert, deepep and hybridep once to each node of its experts.
         overlap_experts: the exchange between experts is hidden behind another microbatch (arXiv 2412.19437, 3.2.1).
@@ -158,12 +158,11 @@ class Setup:
         cuda_graphs: scopes of CUDA graphs; what is in them is not launched by the host.
         head_slices: in how many slices of tokens the last stage computes logits and their loss; 1: all at once.
         frozen: weights do not learn: no gradients, no optimizer, no inputs of linears. Always with `lora_rank`.
-        lora_rank, lora_targets: rank of the adapters that learn beside frozen linears (LoRA, arXiv 2106.09685), 0 for
-            none; the linears that have one, all unless given.
+        lora_rank: rank of the adapters that learn beside frozen linears (LoRA, arXiv 2106.09685); 0 for none.
+        lora_targets: the linears with an adapter; all unless given.
 
-    `zero` and `checkpoint` may also be a bool: True is 1 and "full", False is 0 and "none".
-
-    Raises UsageError for sizes below 1 or that do not divide, words not in WORDS, and settings that exclude each other.
+    `zero` and `checkpoint` may also be a bool: True is 1 and "full", False is 0 and "none". Raises UsageError for sizes
+    below 1 or that do not divide, words not in WORDS, and settings that exclude each other.
     """
 
     tensor: int = 1
@@ -366,7 +365,7 @@ def meanings(kind: type) -> dict[str, str]:
     docstrings out (-OO).
 
     >>> meanings(Setup)["zero"][:61]
-    'what is divided among the replicas (ZeRO). 0: nothing; 1: mas'
+    'what replicas divide (ZeRO). 1: master weights, moments; 2: g'
     """
     if "Attributes:" not in (kind.__doc__ or ""):
         return defaultdict(str)

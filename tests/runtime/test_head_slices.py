@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from pipeflow import CostModel, Pipeline, UsageError, execute_pipeline, make_schedule
 from pipeflow.engine.parallel.context import current_context
-from pipeflow.engine.runtime.sliced import Origin, Sliced
+from pipeflow.engine.runtime.head_logits import Origin, Sliced
 from pipeflow.engine.runtime.weighing import Divisors
 from pipeflow.models import GPTLMLoss, build_gpt_pipeline
 from pipeflow.testing import run_threads

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.deferral.layers import DeferringLinear
 from pipeflow.engine.deferral.products import Deferral
-from pipeflow.engine.runtime import sliced_rules  # noqa: F401  # registers what Sliced may be given to
-from pipeflow.engine.runtime.sliced import Origin, Sliced, applied
+from pipeflow.engine.runtime import head_rules  # noqa: F401  # registers what Sliced may be given to
+from pipeflow.engine.runtime.head_logits import Origin, Sliced, applied
 from pipeflow.engine.stages.stage import ModuleStage
 
 _LINEAR = (nn.Linear.forward, DeferringLinear.forward)

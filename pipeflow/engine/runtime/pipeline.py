@@ -223,9 +223,9 @@ class Pipeline(nn.Module):
         gradient_accumulation_fusion: bool = False,
         graph: bool = False,
         cost: CostModel | None = None,
-        rules: Sequence[Rule] = DEFAULT_RULES,
         head_slices: int | None = None,
         head: str | None = None,
+        rules: Sequence[Rule] = DEFAULT_RULES,
     ) -> Self:
         r"""Makes a Pipeline from a whole module. Each stage runs the module's own forward.
 

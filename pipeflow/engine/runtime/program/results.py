@@ -19,11 +19,11 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.transport.protocol import Channel, Transport
+from pipeflow.engine.runtime.head_logits import in_memory, sources, without_memory
 from pipeflow.engine.runtime.microbatch import Divided, merge
 from pipeflow.engine.runtime.program.operations import Doing, Operation, run
 from pipeflow.engine.runtime.program.slots import Buffers, Slot, flatten, snapshot
 from pipeflow.engine.runtime.program.wires import ActivationWire, Expectations, starts_of, tags_of
-from pipeflow.engine.runtime.sliced import in_memory, sources, without_memory
 from pipeflow.engine.stages.criterion import own_loss
 from pipeflow.engine.stages.scaling import Scaling
 from pipeflow.engine.torch_private.tensors import foreach_mul

@@ -69,7 +69,7 @@ class Sliced(Tensor):
         wants: whether it requires a gradient.
     """
 
-    rules: ClassVar[Mapping[str, Rule]] = MappingProxyType({})  # by names of functions; set by sliced_rules
+    rules: ClassVar[Mapping[str, Rule]] = MappingProxyType({})  # by names of functions; set by head_rules
     origin: Origin
     lead: tuple[int, ...]
     sample: Tensor

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeflow.engine.runtime.sliced import PerToken, Sliced, applied, moved, refused
+from pipeflow.engine.runtime.head_logits import PerToken, Sliced, applied, moved, refused
 from pipeflow.engine.torch_private.trees import tree_leaves, tree_map
 
 Args = tuple[Any, ...]
