@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from pipeflow import Pipeline, Schedule, execute_pipeline, make_schedule
+from pipeflow import Pipeline, Schedule, UsageError, execute_pipeline, make_schedule
 from pipeflow.adapters.huggingface.shared_tokens import FAMILIES
 from pipeflow.huggingface import CausalLMLoss, share_tokens
 from pipeflow.testing import RankError, run_threads
@@ -109,3 +109,19 @@ def test_positions_must_count(change: str) -> None:
     said = "attention_mask is not possible" if change == "mask" else "slices need position_ids"
     with pytest.raises(RankError, match=said):
         run_threads(step, 1, model_of("llama"), schedule, (inputs, labels))
+
+
+def test_masks_are_never_left_out() -> None:
+    """With whole microbatches, too, and without a pipeline: padding and packed documents are an error, plain ids are
+    computed as before.
+    """
+    inputs, _ = batch_of(12)
+    model = model_of("llama").eval()
+    expected = model(**inputs).logits
+    shared = share_tokens(model)
+    torch.testing.assert_close(shared(**inputs).logits, expected, rtol=0, atol=1e-12)
+    padded = {**inputs, "attention_mask": torch.ones(4, 12, dtype=torch.long).tril()}
+    packed = {**inputs, "position_ids": inputs["position_ids"] % 6}
+    for wrong in (padded, packed):
+        with pytest.raises(UsageError, match="a mask, of padding or of packed documents"):
+            shared(**wrong, use_cache=False)

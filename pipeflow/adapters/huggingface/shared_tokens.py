@@ -14,6 +14,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.engine.runtime.past import joined
 from pipeflow.engine.tensor.context_attention import causal_attention
 from pipeflow.engine.tensor.cross_entropy import CrossEntropy
+from pipeflow.engine.torch_private.modes import FakeTensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,8 +47,10 @@ def share_tokens(model: PreTrainedModel) -> PreTrainedModel:
             f"it is not known whether tokens of {type(model).__name__} ({kind}) meet in causal attention alone: use a "
             f"schedule with slices=1, or a model of {', '.join(sorted(FAMILIES))}"
         )
-    functions: Any = transformers_library().modeling_utils.ALL_ATTENTION_FUNCTIONS
-    functions.register(NAME, attention)
+    library: Any = transformers_library()
+    library.AttentionInterface.register(NAME, attention)
+    # the mask of another function: none for plain causal attention, and one that `attention` refuses for all else
+    library.AttentionMaskInterface.register(NAME, library.masking_utils.sdpa_mask)
     model.set_attn_implementation(NAME)
     vars(model)["shares_tokens"] = True
     return model
@@ -81,13 +84,13 @@ def attention(
     Raises UsageError for attention that is not plain and causal.
     """
     found = [name for name in sorted(UNKNOWN) if others.get(name) is not None]
-    if attention_mask is not None:
-        found.append("attention_mask")
+    if attention_mask is not None and not isinstance(attention_mask, FakeTensor):
+        found.append("a mask, of padding or of packed documents")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         found.append("is_causal=False")
     if found:
         raise UsageError(
-            f"{type(module).__name__} computes attention with {found[0]}, which slices do not know: leave share_tokens "
+            f"{type(module).__name__} computes attention with {found[0]}, which share_tokens does not know: leave it "
             "out, and use a schedule with slices=1"
         )
     key, value = joined(module, key, value)
