@@ -64,7 +64,8 @@ class Microbatch:
         """F: calls the stage with its input, and keeps the output."""
         stage = self.stage
         stage.deferral.active = self.defers
-        self.keep(self.call(*self.arguments(), **stage.keywords[self.index]))
+        call = stage.call if self.slices == 1 else self.call  # saves a Python call
+        self.keep(call(*self.arguments(), **stage.keywords[self.index]))
 
     def call(self, *arguments: object, **keywords: object) -> object:
         """Calls the stage, for a slice of a microbatch in a region that knows what earlier slices left."""
