@@ -63,6 +63,7 @@ def step(whole: Any, schedule: Schedule, batch: Any) -> tuple[float | None, dict
     return None if loss is None else loss.item(), found
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_gradients_are_those_of_whole_sequences(kind: str, name: str) -> None:

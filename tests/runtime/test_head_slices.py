@@ -109,6 +109,7 @@ def require_equal(whole: list[Stepped], sliced: list[Stepped], close: float = 1e
         assert logits[0] is None or torch.allclose(logits[0], logits[1], rtol=close, atol=close)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("name", "own", "tied", "options"),
     [
@@ -165,6 +166,7 @@ def of_unknown(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([losses, losses]).sum() / (2 * (labels != -100).sum())
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("criterion", [z_loss, by_hand, masked, summed, weighted, of_entries, of_unknown])
 def test_slices_leave_any_loss_of_functions_that_act_on_tokens(criterion: Callable[..., Tensor]) -> None:
     module = made(False)
@@ -353,6 +355,7 @@ def gpt(name: str, slices: int | None, dtype: torch.dtype, options: dict[str, An
     return stepped(model, ({"input_ids": ids}, labels))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "tensor", "options"),
     [

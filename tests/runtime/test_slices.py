@@ -99,6 +99,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("slices", [2, 3, 8])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients_are_those_of_whole_sequences(name: str, slices: int) -> None:
@@ -135,6 +136,7 @@ def step_of_replica(schedule: Schedule, batches: Any, *rest: Any) -> Stepped:
     return step(schedule, batches[current_context().data_rank], *rest)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("more", [{}, {"sequence_parallel": True}], ids=["tensor", "sequence parallel"])
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_tensor_ranks(name: str, more: dict[str, Any]) -> None:
@@ -146,6 +148,7 @@ def test_replicas_whose_labels_count_differently() -> None:
     require_same(4, make_schedule("zb-h1", ranks=2, microbatches=2, slices=3), batches, {}, data=2)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("how", ["stage", "block"])
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_recomputation(name: str, how: str) -> None:
