@@ -382,7 +382,8 @@ def test_a_plan_leads_to_a_step_and_the_step_to_a_better_plan(
     planned = out(capsys, *plan[1:])
     [used] = re.findall(r"in train.py:\n((?:  .*\n)+)", planned)
     assert used.splitlines()
-    assert [line for line in used.splitlines() if line.strip() not in script.splitlines()] == []
+    others = [line for line in used.splitlines() if line.strip() not in script.splitlines()]
+    assert all("make_schedule(" in line for line in others)  # which schedule is fastest depends on the machine
     assert f"  {' '.join(torchrun)}\n" in planned
     losses = losses_of(script, 2, tmp_path)
     assert [step for step, _ in losses] == [0, 1, 2, 3]
