@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeflow import CostModel, Divided, Pipeline, Schedule, UsageError, execute_pipeline, make_schedule
+from pipeflow import CostModel, Divided, Kind, Pipeline, Schedule, UsageError, Whole, execute_pipeline, make_schedule
 from pipeflow.core.slices import equal_slices
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.runtime.past import Slices, joined
@@ -254,6 +254,53 @@ def evaluated(schedule: Schedule, batch: Any) -> tuple[Any, Any, int]:
     kept = sum(len(stage.slices.pasts) for stage in pipeline.runner.stages.values())
     loss = None if found.loss is None else found.loss.item()
     return loss, found.outputs.numpy() if isinstance(found.outputs, Tensor) else None, kept
+
+
+def test_evaluation_needs_no_labels_and_whole_entries_stay_whole() -> None:
+    inputs, labels = batch_of(5, 13)
+    schedule = make_schedule("1f1b", ranks=2, microbatches=4, slices=3)
+    *_, last = run_threads(outputs_of, 2, schedule, {**inputs, "note": Whole(torch.ones(3, 7))})
+    numpy.testing.assert_allclose(last, whole((inputs, labels))[1], rtol=0, atol=1e-12)
+
+
+class Noted(nn.Module):
+    """A stage that takes an entry without tokens, too."""
+
+    shares_tokens = True
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, hidden_states: Tensor | None = None, input_ids: Tensor | None = None, note: Any = None) -> Tensor:
+        assert note.shape == (3, 7)
+        hidden: Tensor = self.stage(hidden_states, input_ids)
+        return hidden
+
+
+def outputs_of(schedule: Schedule, inputs: Any) -> Any:
+    stage = Noted(build_gpt_pipeline(LAYERS, placement=schedule.placement, **SIZES))
+    pipeline = Pipeline(stage, schedule, criterion=GPTLMLoss())
+    found = execute_pipeline(iter([(inputs, None)]), pipeline, forward_only=True, return_outputs=True)
+    return found.outputs.numpy() if isinstance(found.outputs, Tensor) else None
+
+
+@pytest.mark.parametrize("how", ["compiled", "offload"])
+def test_what_slices_would_share_wrongly_is_refused(how: str) -> None:
+    schedule = make_schedule("1f1b", ranks=1, microbatches=2, slices=2)
+    if how == "offload":
+        first, *others = schedule.actions(0)
+        schedule = replace(schedule, rows=((first, first.as_kind(Kind.O), first.as_kind(Kind.L), *others),))
+    said = "modules of stage 0 are compiled" if how == "compiled" else "also optimizer steps, offload"
+    with pytest.raises(RankError, match=said):
+        run_threads(step_compiled, 1, schedule, batch_of(2, 8), how == "compiled")
+
+
+def step_compiled(schedule: Schedule, batch: Any, compiled: bool) -> None:
+    stage: Any = build_gpt_pipeline(LAYERS, **SIZES)
+    if compiled:
+        stage.blocks["0"].compile(backend="eager")
+    execute_pipeline(iter([batch]), Pipeline(stage, schedule, criterion=GPTLMLoss()))
 
 
 def test_a_measured_step_has_the_slices() -> None:

@@ -17,6 +17,7 @@ from pipeflow.core.cost import CostModel, require_ends
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.slices import equal_slices
+from pipeflow.engine.deferral.compile_backend import is_compiled
 from pipeflow.engine.runtime.gradients.fully_sharded import fully_sharded_in
 from pipeflow.engine.runtime.microbatch import Along, Batch, EntryParts, Whole
 from pipeflow.engine.runtime.original import uncompiled
@@ -43,8 +44,8 @@ def ends_of(tokens: int, slices: int, cost: CostModel | None, *, multiple_of: in
 
 
 def sliced(batch: Batch, ends: Callable[[int], Sequence[int]], criterion: Any) -> Batch:
-    """The batch with each microbatch cut into slices. All tensors are cut along dim 1, labels after the criterion has
-    shifted them.
+    """The batch with each microbatch cut into slices. All tensors but those in Whole are cut along dim 1, labels after
+    the criterion has shifted them.
 
     Args:
         batch: the batch.
@@ -55,15 +56,19 @@ def sliced(batch: Batch, ends: Callable[[int], Sequence[int]], criterion: Any) -
     """
     inputs, inputs_spec = tree_flatten(batch.inputs, _is_entry)
     labels, labels_spec = tree_flatten(batch.labels, _is_entry)
-    columns = [batch.divided(leaf) for leaf in inputs]
-    paired = [batch.divided(leaf) for leaf in labels]
-    cuts = [ends(_length(parts)) for parts in zip(*columns, *paired, strict=True)]
-    shifted = ([_shifted(criterion, part) for part in column] for column in paired)
-    entries = [EntryParts([*_cut(column, cuts)]) for column in (*columns, *shifted)]
+    columns = {id(leaf): batch.divided(leaf) for leaf in (*inputs, *labels) if _has_tokens(leaf)}
+    cuts = [ends(_length(parts)) for parts in zip(*columns.values(), strict=True)]
+
+    def cut(leaf: object, *, shift: bool) -> object:
+        if id(leaf) not in columns:
+            return leaf
+        column = columns[id(leaf)]
+        return EntryParts([*_cut([_shifted(criterion, part) for part in column] if shift else column, cuts)])
+
     return replace(
         batch,
-        inputs=tree_unflatten(entries[: len(inputs)], inputs_spec),
-        labels=tree_unflatten(entries[len(inputs) :], labels_spec),
+        inputs=tree_unflatten([cut(leaf, shift=False) for leaf in inputs], inputs_spec),
+        labels=tree_unflatten([cut(leaf, shift=True) for leaf in labels], labels_spec),
         sizes=[size for size, cut in zip(batch.sizes, cuts, strict=True) for _ in cut],
         cuts=cuts,
         whole=batch,
@@ -74,6 +79,11 @@ def _is_entry(tree: object) -> bool:
     if isinstance(tree, Along):
         raise UsageError("pipeflow.Along entries cannot be cut into slices: use a schedule with slices=1")
     return isinstance(tree, Whole | EntryParts)
+
+
+def _has_tokens(leaf: object) -> bool:
+    """Whether an entry has a part for each slice: tensors, also of a divided batch."""
+    return isinstance(leaf, EntryParts) or (isinstance(leaf, Tensor) and bool(leaf.dim()))
 
 
 def _shifted(criterion: Any, labels: object) -> object:
@@ -140,13 +150,15 @@ def require_sliceable(
             )
         if fully_sharded_in(module):
             raise UsageError(f"{able} stage {index} is under fully_shard: make the schedule with slices=1")
+        if any(map(is_compiled, module.modules())):
+            raise UsageError(f"{able} modules of stage {index} are compiled: pass them as they are, or use slices=1")
     if criterion is not None and not hasattr(criterion, "shifted"):
         raise UsageError(
             f"{able} the criterion does not say which token each label belongs to: use GPTLMLoss() or CausalLMLoss(), "
             "or make the schedule with slices=1"
         )
-    if Kind.S in schedule.kinds or schedule.has_pairs or len(schedule.placement.paths) > 1:
-        raise UsageError(f"{able} also optimizer steps, pairs or several paths: use a schedule without these")
+    if {Kind.S, Kind.O, Kind.L} & schedule.kinds or schedule.has_pairs or len(schedule.placement.paths) > 1:
+        raise UsageError(f"{able} also optimizer steps, offload, pairs or several paths: use a schedule without these")
     if found := [name for name, given in refused.items() if given]:
         raise UsageError(
             f"{able} {found[0]} needs whole microbatches: leave it out, or make the schedule with slices=1"
