@@ -303,6 +303,12 @@ def step_compiled(schedule: Schedule, batch: Any, compiled: bool) -> None:
     execute_pipeline(iter([batch]), Pipeline(stage, schedule, criterion=GPTLMLoss()))
 
 
+def test_the_head_of_a_slice_may_be_computed_in_slices_of_its_tokens() -> None:
+    batch = batch_of(4, 13)
+    schedule = make_schedule("zb-v", ranks=2, microbatches=2, slices=3)
+    require(run_threads(step, 2, schedule, batch, {"head_slices": 3}), batch)
+
+
 def test_a_measured_step_has_the_slices() -> None:
     schedule = make_schedule("zb-v", ranks=2, microbatches=2, slices=3)
     timeline = run_threads(traced, 2, schedule, batch_of(2, 12))[0]
