@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import statistics
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -111,7 +112,8 @@ def measure(rounds: int, latency: float, bandwidth: float, size: int) -> dict[st
 def go_first() -> None:
     """Lets every thread of this process run before whatever else the machine does: what is asked is what links take."""
     for thread in os.listdir("/proc/self/task"):
-        os.sched_setscheduler(int(thread), os.SCHED_FIFO, os.sched_param(1))
+        with suppress(ProcessLookupError):  # it has ended since
+            os.sched_setscheduler(int(thread), os.SCHED_FIFO, os.sched_param(1))
 
 
 def _linked(cost: CostModel, *, link: Link, size: int) -> CostModel:
