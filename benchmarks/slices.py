@@ -113,7 +113,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
         criterion: nn.Module = SleepingLoss()
         batch: Any = (tokens[..., None].float(), tokens.float())
     else:
-        stage = build_gpt_pipeline(4 * ranks, max_position_embeddings=TOKENS, **SIZES)
+        stage = build_gpt_pipeline(2 * ranks, max_position_embeddings=TOKENS, **SIZES)
         criterion, batch = GPTLMLoss(), ({"input_ids": tokens}, tokens)
     cost = pipeflow.CostModel((FORWARD,) * ranks, (BACKWARD,) * ranks, (0.0,) * ranks, attention=ATTENTION)
     if name == "gpt":
