@@ -214,7 +214,11 @@ STEPS: list[tuple[str, Callable[[], None], str]] = [
     ("a batch", lambda: step(iterator=(ONES, ONES)), r"got the batch itself, a tuple: pass iter\(\[batch\]\)"),
     ("a dict", lambda: step(iterator={"hidden": ONES}), r"got the batch itself, a dict: pass iter\(\[batch\]\)"),
     ("lengths", lambda: step((ONES, ONES[:3])), r"tensors of a batch differ in dim 0: \[3, 4\]; each needs one"),
-    ("no tensor", lambda: step(("words", 3)), "the tensors of a batch are missing"),
+    (
+        "no tensor",
+        lambda: step(("words", 3)),
+        r"a batch needs a tensor with one entry per sample, got str, int: convert with torch.as_tensor",
+    ),
 ]
 
 
