@@ -22,7 +22,7 @@ from pipeflow.core.files import parse
 from pipeflow.core.placement import Placement
 from pipeflow.core.route import Route, routes_among
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.slices import require_cut, shares_of
+from pipeflow.core.slices import places_of, require_cut, shares_of
 from pipeflow.core.text import listed
 
 
@@ -242,7 +242,7 @@ class CostModel:
         microbatch_factors: per microbatch, its times and bytes relative to those above: a list for all stages, or one
             per stage, such as `[[1, 4], [1, 1]]` or `{0: [1, 4]}`. What a stage sends has its factor. Empty: all 1.
         attention, slice_ends: for slices, the share of causal attention in the times of a microbatch, and where each
-            ends, in tokens. Empty: slices are equally long.
+            ends, in tokens. Empty: all slices cost the same.
         late: by how much single actions, such as "0F3", take longer than others of their kind and stage.
         unit: "s" if times are in seconds, so that drawings choose a readable unit; "" if it is not known.
         durations, sizes, factors: per kind of action, the times; per content, all kept bytes above; and the factors of
@@ -460,12 +460,16 @@ class CostModel:
 
 def slice_lengths(cost: CostModel, slices: int) -> tuple[float, ...]:
     """The share of each of so many slices in the length of its microbatch."""
-    return shares_of(cost.slice_ends or range(1, slices + 1), 0.0)
+    return shares_of(_slice_ends(cost, slices), 0.0)
 
 
 def slice_works(cost: CostModel, slices: int) -> tuple[float, ...]:
     """The share of each of so many slices in the times of its microbatch."""
-    return shares_of(cost.slice_ends or range(1, slices + 1), cost.attention)
+    return shares_of(_slice_ends(cost, slices), cost.attention)
+
+
+def _slice_ends(cost: CostModel, slices: int) -> tuple[float, ...]:
+    return cost.slice_ends or places_of(slices, cost.attention)
 
 
 def costs_of(times: TimesByKind, sizes: BytesByContent | None = None, **others: Any) -> CostModel:

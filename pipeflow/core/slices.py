@@ -20,6 +20,18 @@ def shares_of(ends: Sequence[float], attention: float) -> tuple[float, ...]:
     return tuple((1 - attention) * (b - a) + attention * (b * b - a * a) for a, b in pairwise(places))
 
 
+def places_of(slices: int, attention: float) -> tuple[float, ...]:
+    """Where each of so many slices of equal cost ends, as a share of the sequence."""
+    rest = 1 - attention
+    works = [number / slices for number in range(1, slices + 1)]  # rest * x + attention * x^2 of the whole
+    return tuple(2 * work / (rest + sqrt(rest * rest + 4 * attention * work)) for work in works)
+
+
+def attention_of_longer(attention: float, times: float) -> float:
+    """The share of attention in the cost of a sequence that is so many times as long as one whose share is known."""
+    return attention * times / (1 - attention + attention * times)
+
+
 def equal_slices(tokens: int, slices: int, *, attention: float = 0.0, multiple_of: int = 1) -> tuple[int, ...]:
     """Where to cut a sequence so that all slices cost the same: the end of each slice, in tokens.
 
@@ -40,10 +52,8 @@ def equal_slices(tokens: int, slices: int, *, attention: float = 0.0, multiple_o
     if tokens < slices * multiple_of or min(slices, multiple_of) < 1:
         each = "a token" if multiple_of == 1 else f"{multiple_of} tokens"
         raise UsageError(f"{tokens} tokens are too few for {slices} slices of at least {each}: use fewer slices")
-    ends, rest = list[int](), 1 - attention
-    for number in range(1, slices):
-        work = number / slices  # rest * x + attention * x^2 of the whole
-        place = 2 * work / (rest + sqrt(rest * rest + 4 * attention * work))
+    ends = list[int]()
+    for number, place in enumerate(places_of(slices, attention)[:-1], 1):
         least = multiple_of + (ends[-1] if ends else 0)
         most = (tokens // multiple_of - (slices - number)) * multiple_of
         ends.append(min(max(round(place * tokens / multiple_of) * multiple_of, least), most))

@@ -56,16 +56,19 @@ def keywords(function: Callable[..., Schedule]) -> tuple[str, ...]:
     return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
 
 
-def schedules_on(placement: Placement, microbatches: int) -> Iterator[Schedule]:
+def schedules_on(placement: Placement, microbatches: int, slices: int = 1) -> Iterator[Schedule]:
     """The schedules of all families with this placement, one of each name: with the chunks or waves of the placement,
-    and otherwise default options. Ranks may be numbered in another order.
+    and otherwise default options. Ranks may be numbered in another order. With several slices per microbatch, those of
+    the families that cut microbatches.
     """
-    ranks = placement.in_turn
+    ranks, cut = placement.in_turn, {"slices": slices} if slices > 1 else {}
     for make in FAMILIES.values():
+        if not {*cut} <= {*keywords(make)}:
+            continue
         for options in sizes_on(make, placement):
             try:
                 if make(placement.num_ranks, 1, **options).placement.with_ranks(ranks) == placement:
-                    yield make(placement.num_ranks, microbatches, **options).with_ranks(ranks)
+                    yield make(placement.num_ranks, microbatches, **options, **cut).with_ranks(ranks)
                     break
             except UsageError:  # it has no such size
                 continue

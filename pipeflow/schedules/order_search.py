@@ -145,6 +145,7 @@ def order_for(
     budget: float = 0.05,
     *,
     padded: bool = False,
+    slices: Iterable[int] = (1,),
     among: Iterable[Schedule] | None = None,
 ) -> BatchOrder:
     """Divides a batch into microbatches of like cost, puts them in order, and chooses the order of actions.
@@ -168,6 +169,8 @@ def order_for(
         budget: seconds to plan on a usual processor. It is counted in actions that are tried, not in time.
         padded: whether the samples of a microbatch are padded to the longest. The cost of a microbatch is then that of
             its longest sample, times their number, and samples of like length come together.
+        slices: into how many slices of a sequence named schedules may cut microbatches, such as (1, 4, 8) for a causal
+            model: long ones then hold up no others. No sample is shorter than the number of slices that is chosen.
         among: the only schedules to choose from. None: the named ones of the placement, and orders for the batch.
 
     Raises UsageError for lengths that are not positive, for fewer samples than microbatches, for costs of another
@@ -186,21 +189,34 @@ def order_for(
     require_placement(placement)
     require_cost_model(cost)
     costs = _costs(lengths, quadratic, microbatches, placement.num_stages)
-    alike = replace(cost, microbatch_factors=())
-    reruns = _reruns(placement, microbatches, alike) if among is None else _rerun_of(tuple(among), alike)
+    numbers, alike = _numbers_of_slices(slices), replace(cost, microbatch_factors=())
+    rows = lengths if is_table(lengths) else [lengths]
+    if not cost.attention and not cost.slice_ends:
+        cost = replace(cost, attention=1 - sum(map(sum, rows)) / sum(map(sum, costs)))
+    reruns = _reruns(placement, microbatches, alike, numbers) if among is None else _rerun_of(tuple(among), alike)
+    shortest = max(1, min(map(min, rows)))
+    reruns = tuple(rerun for rerun in reruns if rerun.schedule.slices <= shortest) or reruns
     for schedule in (rerun.schedule for rerun in reruns):
         if schedule.placement != placement or schedule.num_microbatches != microbatches:
             raise UsageError(f"schedule {schedule.name!r} has another placement or other microbatches than the batch")
-    searches = among is None
+    searches = among is None and 1 in numbers
     return ordered(costs, cost, reruns, padded=padded, bytes_cap=bytes_cap, budget=budget, searches=searches)
 
 
 @lru_cache(maxsize=8)
-def _reruns(placement: Placement, microbatches: int, cost: CostModel) -> tuple[Rerun, ...]:
+def _reruns(placement: Placement, microbatches: int, cost: CostModel, slices: tuple[int, ...]) -> tuple[Rerun, ...]:
     """The different named schedules of a placement, or one that is searched for if there are none."""
-    different = {schedule.rows: schedule for schedule in schedules_on(placement, microbatches)}
+    found = [schedule for number in slices for schedule in schedules_on(placement, microbatches, number)]
+    different = {schedule.rows: schedule for schedule in found}
     named = different.values() or [search(placement, microbatches, cost, candidates=100).schedule]
     return tuple(Rerun(schedule, cost) for schedule in named)
+
+
+def _numbers_of_slices(slices: Iterable[int]) -> tuple[int, ...]:
+    numbers = tuple(slices) if isinstance(slices, Iterable) else ()
+    if not numbers or any(type(number) is not int or number < 1 for number in numbers):
+        raise UsageError(f"slices must be whole numbers of 1 or more, such as (1, 4), got {slices}")
+    return tuple(sorted({*numbers}))
 
 
 @lru_cache(maxsize=8)

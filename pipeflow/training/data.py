@@ -288,14 +288,18 @@ class ByLength:
             **self._options,
         )
         parts = [self.undivided([samples[index] for index in group]) for group in order.groups]
-        return Divided(parts, order.schedule)
+        return Divided(parts, order.schedule, order.cost)
 
 
 @lru_cache(maxsize=8)
 def _frugal(schedule: Schedule) -> tuple[Schedule, ...]:
-    """The schedule, and the named ones of its placement that keep no more on any rank."""
+    """The schedule, and the named ones of its placement that keep no more on any rank, of as many slices or whole."""
     most = simulate(schedule).peak_activations
-    named = schedules_on(schedule.placement, schedule.num_microbatches)
+    named = [
+        each
+        for slices in sorted({1, schedule.slices})
+        for each in schedules_on(schedule.placement, schedule.num_microbatches, slices)
+    ]
     peaks = ((each, simulate(each).peak_activations) for each in named)
     return schedule, *(each for each, kept in peaks if max(kept) <= max(most) and each.rows != schedule.rows)
 

@@ -183,16 +183,18 @@ def test_processes() -> None:
 
 def test_slices_end_where_costs_say() -> None:
     placement = make_schedule("1f1b", ranks=2, microbatches=2).placement
-    assert ends_of(16, 2, None) == (8, 16)
+    assert ends_of(16, 1, 2, None) == (8, 16)
     assert (
-        ends_of(16, 2, replace(CostModel.even(placement), attention=0.9))
+        ends_of(16, 1, 2, replace(CostModel.even(placement), attention=0.9))
         == equal_slices(16, 2, attention=0.9)
         != (8, 16)
     )
-    assert ends_of(32, 2, replace(CostModel.even(placement), slice_ends=(10, 16))) == (20, 32)
-    assert ends_of(16, 3, None, multiple_of=4) == (4, 12, 16)
+    longer = ends_of(48, 3, 2, replace(CostModel.even(placement), attention=0.4))
+    assert longer == equal_slices(48, 2, attention=1.2 / 1.8) != equal_slices(48, 2, attention=0.4)
+    assert ends_of(32, 2, 2, replace(CostModel.even(placement), slice_ends=(10, 16))) == (20, 32)
+    assert ends_of(16, 1, 3, None, multiple_of=4) == (4, 12, 16)
     with pytest.raises(UsageError, match="leave a slice of 3 tokens empty"):
-        ends_of(3, 2, replace(CostModel.even(placement), slice_ends=(15, 16)))
+        ends_of(3, 1, 2, replace(CostModel.even(placement), slice_ends=(15, 16)))
 
 
 def test_a_divided_batch_of_other_lengths() -> None:
@@ -201,22 +203,28 @@ def test_a_divided_batch_of_other_lengths() -> None:
     schedule = make_schedule("zb-h1", ranks=2, microbatches=2, slices=4)
     pair = [long, short]
     plain = make_schedule("zb-h1", ranks=2, microbatches=2)
-    sliced, expected = (run_threads(divided, 2, each, pair) for each in (schedule, plain))
+    cost = replace(CostModel.even(plain.placement), attention=0.5)
+    sliced, expected = (run_threads(divided, 2, plain, Divided(pair, each, cost)) for each in (schedule, plain))
+    mean = (2 * 20**2 + 3 * 9**2) / (2 * 20 + 3 * 9)  # over tokens, of which half of the cost is attention
+    shares = [length / (length + mean) for length in (20, 9)]
     for mine, its in zip(sliced, expected, strict=True):
+        assert mine[2] == [equal_slices(*each, attention=share) for each, share in zip(((20, 4), (9, 4)), shares)]
         assert (mine[0] or 0) == pytest.approx(its[0] or 0, rel=1e-12)
         for name, gradient in its[1].items():
             numpy.testing.assert_allclose(mine[1][name], gradient, rtol=0, atol=1e-12, err_msg=name)
 
 
-def divided(schedule: Schedule, pair: list[Any]) -> tuple[float | None, dict[str, numpy.ndarray]]:
+def divided(schedule: Schedule, batch: Divided) -> tuple[float | None, dict[str, numpy.ndarray], list[Any]]:
+    """The loss, the gradients, and where microbatches were cut."""
     pipeline = Pipeline(
         build_gpt_pipeline(LAYERS, placement=schedule.placement, **SIZES), schedule, criterion=GPTLMLoss()
     )
-    loss = execute_pipeline(iter([Divided(pair)]), pipeline).loss
+    [stage], cuts = pipeline.runner.stages.values(), list[Any]()
+    stage.module.register_forward_pre_hook(lambda *_: cuts.append([past.ends for past in stage.slices.pasts]))
+    loss = execute_pipeline(iter([batch]), pipeline).loss
     named = {name: each.grad for name, each in pipeline.named_parameters()}
-    return None if loss is None else loss.item(), {
-        name: each.numpy() for name, each in named.items() if each is not None
-    }
+    gradients = {name: each.numpy() for name, each in named.items() if each is not None}
+    return None if loss is None else loss.item(), gradients, cuts[0]
 
 
 def test_evaluation_gives_whole_outputs_and_the_loss() -> None:

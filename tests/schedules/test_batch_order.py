@@ -270,6 +270,8 @@ def test_of_schedules_that_take_the_same_time_the_one_that_keeps_least_is_chosen
         ({"quadratic": -1}, "quadratic must be finite and not negative, got -1"),
         ({"budget": 0}, "budget must be positive, got 0"),
         ({"microbatches": 0}, "microbatches must be"),
+        ({"slices": (0, 2)}, r"slices must be whole numbers of 1 or more, such as \(1, 4\)"),
+        ({"slices": 4}, r"slices must be whole numbers of 1 or more, such as \(1, 4\), got 4"),
         ({"cost": CostModel((1,), (1,), (1,))}, "stage"),
         ({"bytes_cap": 1.0}, "saved_bytes"),
         ({"lengths": [[1, 2, 3, 4]] * 3}, "lengths per stage must be 4 lists, one per stage"),
@@ -291,3 +293,50 @@ def test_a_cap_that_nothing_keeps_says_the_least_that_an_order_does() -> None:
     bidirectional = Placement.bidirectional(2)
     with pytest.raises(UsageError, match="none of the schedules keeps bytes_cap: the least cap that one keeps is"):
         order_for([1, 1, 1, 1], bidirectional, CostModel.even(bidirectional, saved_bytes=4), 4, bytes_cap=3)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved-1f1b"])
+@pytest.mark.parametrize("attention", [0.0, 0.5])
+def test_a_rerun_of_slices_takes_as_long_as_a_simulation(name: str, attention: float) -> None:
+    schedule = make_schedule(name, ranks=3, microbatches=6, slices=3)
+    even = CostModel.even(schedule.placement, saved_bytes=1)
+    cost = replace(even, attention=attention, slice_ends=(2, 3, 4), latency=0.1)
+    factors = (0.2, 2.0, 1.3, 1.0, 0.5, 1.0)
+    timeline = simulate(schedule, replace(cost, microbatch_factors=factors))
+    assert Rerun(schedule, cost).makespan(factors) == pytest.approx(timeline.makespan)
+    kept = max(simulate(schedule, cost).peak_activations) * schedule.placement.chunks_per_rank
+    assert Rerun(schedule, cost).kept == pytest.approx(kept)
+
+
+def test_slices_of_a_very_long_text_hold_up_no_others() -> None:
+    """With whole microbatches the long text passes all ranks alone, which the bound of whole microbatches says."""
+    placement, lengths = Placement.linear(4), [8000, *range(100, 500, 8)]
+    cost = CostModel.even(placement)
+    whole = order_for(lengths, placement, cost, 8, quadratic=1e-3)
+    found = order_for(lengths, placement, cost, 8, quadratic=1e-3, slices=(1, 4))
+    assert found.schedule.slices == 4
+    assert found.timeline.makespan < 0.6 * whole.lower_bound
+    assert 0.5 < found.lower_bound / found.timeline.makespan <= 1
+    squares = sum(length * length for length in lengths) * 1e-3
+    assert found.cost.attention == pytest.approx(squares / (squares + sum(lengths)))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-1f1b"])
+@pytest.mark.parametrize("slices", [2, 5])
+def test_no_schedule_of_slices_ends_before_its_bound(name: str, slices: int) -> None:
+    """It meets the bound of its work on one rank, and that of the path with one microbatch alone."""
+    for ranks, lengths in product((1, 4), ([1], [1] * 6, [30, *[1] * 5])):
+        schedule = make_schedule(name, ranks=ranks, microbatches=len(lengths), slices=slices)
+        cost = CostModel.even(schedule.placement, 1.0, 1.2, 0.5 if len(lengths) > 1 else 0.0)
+        order = order_for(lengths, schedule.placement, cost, len(lengths), among=[schedule])
+        assert 0.5 * order.timeline.makespan < order.lower_bound <= order.timeline.makespan + 1e-9
+        if ranks == 1 or (name != "interleaved-1f1b" and len(lengths) == 1):
+            assert order.lower_bound == pytest.approx(order.timeline.makespan)
+
+
+def test_a_sample_has_a_token_for_each_slice() -> None:
+    placement = Placement.linear(4)
+    orders = [
+        order_for([900, 80, shortest], placement, CostModel.even(placement), 3, slices=(1, 4)) for shortest in (3, 4)
+    ]
+    assert [order.schedule.slices for order in orders] == [1, 4]

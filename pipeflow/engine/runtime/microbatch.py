@@ -13,6 +13,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.engine.runtime.devices import copied
@@ -377,16 +378,25 @@ class Divided:
         microbatches: per microbatch, a batch of its samples alone, in a form that the Pipeline takes.
         schedule: the schedule that runs them, such as `BatchOrder.schedule`. None: that of the call, which must have as
             many microbatches.
+        cost: the costs by which a schedule with slices cuts microbatches, such as `BatchOrder.cost`. None: those of the
+            Pipeline.
         own: True if each rank has only the entries that its own stages take. Then ranks do not compare their batches,
             entries need no samples and are not split, and each microbatch counts as one sample.
 
     Raises UsageError if there is no microbatch, or another number than the schedule has.
     """
 
-    __slots__ = ("microbatches", "own", "schedule")
+    __slots__ = ("cost", "microbatches", "own", "schedule")
 
-    def __init__(self, microbatches: Sequence[object], schedule: Schedule | None = None, *, own: bool = False) -> None:
-        self.microbatches, self.schedule, self.own = list(microbatches), schedule, own
+    def __init__(
+        self,
+        microbatches: Sequence[object],
+        schedule: Schedule | None = None,
+        cost: CostModel | None = None,
+        *,
+        own: bool = False,
+    ) -> None:
+        self.microbatches, self.schedule, self.cost, self.own = list(microbatches), schedule, cost, own
         if not self.microbatches:
             raise UsageError("a divided batch needs a microbatch")
         if schedule is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from operator import mul
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel, require_ends
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.slices import equal_slices
+from pipeflow.core.slices import attention_of_longer, equal_slices
 from pipeflow.engine.deferral.compile_backend import is_compiled
 from pipeflow.engine.runtime.gradients.fully_sharded import fully_sharded_in
 from pipeflow.engine.runtime.microbatch import Along, Batch, EntryParts, Whole
@@ -26,16 +27,24 @@ from pipeflow.engine.stages.stage import ModuleStage
 from pipeflow.engine.torch_private.trees import tree_flatten, tree_unflatten
 
 
-def ends_of(tokens: int, slices: int, cost: CostModel | None, *, multiple_of: int = 1) -> tuple[int, ...]:
+def ends_of(tokens: int, times: float, slices: int, cost: CostModel | None, *, multiple_of: int = 1) -> tuple[int, ...]:
     """Where a sequence is cut: the end of each slice, in tokens. The costs of the Pipeline say it: `slice_ends`, or
     else slices of equal cost by the share of `attention`. Without costs, slices are equally long.
+
+    Args:
+        tokens: the length of the sequence.
+        times: its length over that of the batch's mean sequence, whose share of attention the costs have.
+        slices: the number of slices.
+        cost: the costs of the Pipeline.
+        multiple_of: all ends but the last one are multiples of this, if `tokens` is one.
 
     Raises UsageError if there are too few tokens, and if `slice_ends` are not as many as slices.
     """
     if cost is None or not cost.slice_ends:
         if tokens % multiple_of:
             multiple_of = 1
-        return equal_slices(tokens, slices, attention=0.0 if cost is None else cost.attention, multiple_of=multiple_of)
+        attention = 0.0 if cost is None else attention_of_longer(cost.attention, times)
+        return equal_slices(tokens, slices, attention=attention, multiple_of=multiple_of)
     require_ends(cost.slice_ends, slices)
     ends = [round(end / cost.slice_ends[-1] * tokens) for end in cost.slice_ends]
     if any(end <= start for start, end in pairwise([0, *ends])):
@@ -43,13 +52,14 @@ def ends_of(tokens: int, slices: int, cost: CostModel | None, *, multiple_of: in
     return tuple(ends)
 
 
-def sliced(batch: Batch, ends: Callable[[int], Sequence[int]], criterion: Any) -> Batch:
+def sliced(batch: Batch, ends: Callable[[int, float], Sequence[int]], criterion: Any) -> Batch:
     """The batch with each microbatch cut into slices. All tensors but those in Whole are cut along dim 1, labels after
     the criterion has shifted them.
 
     Args:
         batch: the batch.
-        ends: the ends of the slices of a sequence of so many tokens.
+        ends: the ends of the slices of a sequence, of so many tokens and so many times as long as the mean one. The
+            mean is over all tokens of the batch, so it has the share of attention of the whole batch.
         criterion: the criterion of the Pipeline, whose `shifted` is applied to labels.
 
     Raises UsageError for tensors without tokens along dim 1, and for lengths that differ within a microbatch.
@@ -57,7 +67,9 @@ def sliced(batch: Batch, ends: Callable[[int], Sequence[int]], criterion: Any) -
     inputs, inputs_spec = tree_flatten(batch.inputs, _is_entry)
     labels, labels_spec = tree_flatten(batch.labels, _is_entry)
     columns = {id(leaf): batch.divided(leaf) for leaf in (*inputs, *labels) if _has_tokens(leaf)}
-    cuts = [ends(_length(parts)) for parts in zip(*columns.values(), strict=True)]
+    lengths = [_length(parts) for parts in zip(*columns.values(), strict=True)]
+    tokens, squares = (sum(map(mul, batch.sizes, (length**power for length in lengths))) for power in (1, 2))
+    cuts = [ends(length, length * tokens / max(squares, 1)) for length in lengths]
 
     def cut(leaf: object, *, shift: bool) -> object:
         if id(leaf) not in columns:

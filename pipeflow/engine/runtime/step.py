@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeflow.core.action import Kind
+from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
@@ -265,9 +266,9 @@ class Runner:
                 stage.defer()
 
     def _start(self, data_iter: Iterator[object], call: StepCall) -> tuple[Batch, Compiled]:
-        given, schedule = next_of(data_iter), call.schedule
+        given, schedule, cost = next_of(data_iter), call.schedule, self.programs.options.cost
         if isinstance(given, Divided):
-            schedule = given.schedule or schedule
+            schedule, cost = given.schedule or schedule, given.cost or cost
             given.require_fits(schedule)
         if self.loss_over == "batch" and call.training:
             require_forwards_first(schedule, given)
@@ -279,7 +280,7 @@ class Runner:
             batch = self.tokens.own(batch)
         microbatches, paths = len(batch.sizes), len(schedule.placement.paths)
         if schedule.slices > 1:
-            batch = self._sliced(batch, schedule)
+            batch = self._sliced(batch, schedule, cost)
         least = min(paths, schedule.num_microbatches)
         if call.training and microbatches < least and (self.context.copies.size > 1 or Kind.S in schedule.kinds):
             raise UsageError(
@@ -289,7 +290,7 @@ class Runner:
             )
         return batch, self.programs.get(schedule, RunMode(microbatches, call.training, call.training and call.reduce))
 
-    def _sliced(self, batch: Batch, schedule: Schedule) -> Batch:
+    def _sliced(self, batch: Batch, schedule: Schedule, cost: CostModel | None) -> Batch:
         """The batch for a schedule with slices. Raises UsageError if something cannot be computed in slices."""
         options = self.programs.options
         refused = {
@@ -302,7 +303,7 @@ class Runner:
         require_sliceable(schedule, self.stages, self.criterion, refused)
         if self.original is not None:
             require_positions(batch)
-        find = partial(ends_of, slices=schedule.slices, cost=options.cost, multiple_of=self.context.tensor.size)
+        find = partial(ends_of, slices=schedule.slices, cost=cost, multiple_of=self.context.tensor.size)
         return sliced(batch, find, self.criterion)
 
     def _run(self, compiled: Compiled, operations: Sequence[Operation], batch: Batch) -> None:

@@ -4,8 +4,9 @@ which named schedules are tried.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import accumulate, chain
 from math import inf
@@ -17,7 +18,7 @@ from typing import NamedTuple
 from pipeflow.core.action import Action
 from pipeflow.core.analysis.order import Order
 from pipeflow.core.analysis.simulation import require_costs, simulate, transfers
-from pipeflow.core.cost import CostModel
+from pipeflow.core.cost import CostModel, slice_lengths, slice_works
 from pipeflow.core.errors import UsageError
 from pipeflow.core.factors import Factors, put_in_order, table_of
 from pipeflow.core.liveness import ACTIVATIONS, MemoryCap, cap_per_rank
@@ -43,7 +44,7 @@ NEAR = 1.001  # times the shortest makespan, up to which a schedule is chosen fo
 GAIN = 0.99  # times the makespan of a named schedule, below which one for this batch is worth being compiled
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BatchOrder:
     """How to run one batch.
 
@@ -51,15 +52,18 @@ class BatchOrder:
         groups: per microbatch, the indices of its samples in the batch.
         schedule: the schedule that takes the microbatches in this order.
         cost: the costs, whose `microbatch_factors` are the cost of each microbatch over their mean.
-        timeline: the simulated step.
+        timeline: the simulated step, which is computed when it is first read.
         lower_bound: a makespan that no order of these microbatches goes below.
     """
 
     groups: tuple[tuple[int, ...], ...]
     schedule: Schedule
     cost: CostModel
-    timeline: Timeline
     lower_bound: float
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return simulate(self.schedule, self.cost)
 
     @property
     def gap(self) -> float:
@@ -84,11 +88,10 @@ def ordered(
     groups = (padded_groups if padded else balanced_groups)(_whole_costs(costs, cost), many)
     table = [tuple(_factors([[row[index] for index in group] for group in groups], padded=padded)) for row in costs]
     cost = replace(cost, microbatch_factors=tuple(table) if len(table) > 1 else table[0])
-    bound = _bound(placement, cost)
-    choice = _chosen(reruns, cost, bytes_cap, bound, budget * RATE, searches=searches)
-    timeline = simulate(choice.schedule, choice.cost)
+    bounds_of = {slices: _bound(placement, cost, slices) for slices in {rerun.schedule.slices for rerun in reruns}}
+    choice = _chosen(reruns, cost, bytes_cap, bounds_of, budget * RATE, searches=searches)
     found = tuple(tuple(groups[microbatch]) for microbatch in choice.order)
-    return BatchOrder(found, choice.schedule, choice.cost, timeline, min(bound, timeline.makespan))
+    return BatchOrder(found, choice.schedule, choice.cost, min(choice.makespan, *bounds_of.values()))
 
 
 def _whole_costs(costs: Sequence[Sequence[float]], cost: CostModel) -> Sequence[float]:
@@ -106,15 +109,39 @@ def _factors(groups: Sequence[Sequence[float]], *, padded: bool) -> Iterator[flo
     return (len(sums) * one / whole for one in sums)
 
 
-def _bound(placement: Placement, cost: CostModel) -> float:
-    """A lower bound for any order of the microbatches; for two paths, that of the work and of the largest one."""
+def _bound(placement: Placement, cost: CostModel, slices: int) -> float:
+    """A lower bound for any order of microbatches of so many slices; for two paths, or several slices, that of the work
+    and of the largest one.
+    """
     many = len(cost.factors[0])
-    if len(placement.paths) == 1:
+    if len(placement.paths) == slices == 1:
         return bounds(make_problem(placement, many, cost)).objective
     operations = [(kind, stage) for stage in range(placement.num_stages) for kind in HALVES]
     times = [[cost.duration(kind, stage) * factor for factor in cost.factors[stage]] for kind, stage in operations]
+    if slices > 1:
+        return _bound_of_slices(placement, times, min(slice_works(cost, slices)))
     work = sum(map(sum, times)) / placement.num_ranks
     return max(work, largest_microbatch(times, many // 2 - 1))
+
+
+def _bound_of_slices(placement: Placement, times: Sequence[Sequence[float]], least: float) -> float:
+    """A lower bound for slices of which each has at least the share `least` of its microbatch. `times` are those of F,
+    I and W of each stage, per microbatch.
+
+    A rank waits until the first slice has passed the stages before its own. All slices of a microbatch pass each stage,
+    and one of them all others; its gradients start when its last slice has passed the last stage.
+    """
+    found = 0.0
+    for rank in range(placement.num_ranks):
+        stages = placement.stages_of(rank)
+        before = min(map(sum, zip(*times[: 3 * stages[0] : 3], strict=True)), default=0.0)
+        work = sum(sum(row) for stage in stages for row in times[3 * stage : 3 * stage + 3])
+        found = max(found, least * before + work)
+    for column in zip(*times, strict=True):
+        ways = column[::3], column[1::3]
+        path = sum(max(way) + least * (sum(way) - max(way)) for way in ways) + least * column[2]
+        found = max(found, path)
+    return found
 
 
 class _Choice(NamedTuple):
@@ -140,25 +167,33 @@ def _chosen(
     reruns: Sequence[Rerun],
     cost: CostModel,
     bytes_cap: MemoryCap | None,
-    bound: float,
+    bound: Mapping[int, float],
     actions: float,
     *,
     searches: bool,
 ) -> _Choice:
-    """The best choice that trying so many `actions` leads to."""
+    """The best choice that trying so many `actions` leads to. `bound` has the lower bounds by numbers of slices."""
     *plain, third = arrangements([fmean(column) for column in zip(*cost.factors, strict=True)])
-    trials = [_Choice.of(rerun, order, cost) for rerun in reruns for order in plain]
+    trials = [
+        _Choice.of(rerun, order, cost)
+        for rerun in reruns
+        for order in (plain if rerun.schedule.slices == 1 else plain[:1])  # of slices, order changes less
+    ]
     shortest = min(trial.makespan for trial in trials)
     trials.sort(key=lambda trial: (0, trial.rerun.kept) if trial.makespan <= NEAR * shortest else (1, trial.makespan))
     best = next((trial for trial in trials if _keeps(trial, bytes_cap)), None)
     left = actions - sum(len(trial.rerun) for trial in trials)
     if best is not None:
-        tries = int(left / 4 / len(best.rerun))
-        moved = _Choice.of(best.rerun, rearranged(best.rerun, cost.microbatch_factors, best.order, tries, bound), cost)
+        rerun, tries = best.rerun, int(left / 4 / len(best.rerun))
+        order = rearranged(rerun, cost.microbatch_factors, best.order, tries, bound[rerun.schedule.slices])
+        moved = _Choice.of(rerun, order, cost)
         best = moved if _keeps(moved, bytes_cap) else best
-        if best.makespan * GAIN <= bound or not searches:
+        if not searches or best.makespan * GAIN <= bound[1]:
             return best
-    found = _made(best or trials[0], cost, (*plain[:2], third), bytes_cap, left * 3 / 4) if searches else None
+    found = None
+    if searches:
+        whole = next(trial for trial in (best, *trials) if trial is not None and trial.schedule.slices == 1)
+        found = _made(whole, cost, (*plain[:2], third), bytes_cap, left * 3 / 4)
     if found is not None and (best is None or found.makespan < best.makespan * GAIN):
         return found
     if best is None:
@@ -272,7 +307,7 @@ numbers, which the garbage collector need not walk through.
 class Rerun:
     """A schedule without actions beside the computations, whose makespan is asked for under many factors. It is that of
     `simulate` if no value waits for a link that another one occupies. `kept` is the most activations of stages that a
-    rank keeps. Raises UsageError for costs of another number of stages.
+    rank keeps, in microbatches. Raises UsageError for costs of another number of stages.
     """
 
     def __init__(self, schedule: Schedule, cost: CostModel) -> None:
@@ -287,14 +322,22 @@ class Rerun:
         def place(action: Action) -> int:
             return action.stage * many + action.microbatch
 
+        works = lengths = (1.0,)
+        if schedule.slices > 1:
+            works, lengths = slice_works(cost, schedule.slices), slice_lengths(cost, schedule.slices)
+
+        def time(action: Action) -> float:
+            return cost.duration(action.kind, action.stage) * works[action.slice or 0]
+
         rows = map(schedule.actions, range(len(schedule.rows)))
-        self.kept = max(max(accumulate(ACTIVATIONS[action.kind] for action in row)) for row in rows)
+        changes = ([ACTIVATIONS[each.kind] * lengths[each.slice or 0] for each in row] for row in rows)
+        self.kept = max(max(accumulate(row)) for row in changes)
         self._steps: list[Step] = [
             (
                 rank,
-                cost.duration(actions[0].kind, actions[0].stage),
+                time(actions[0]),
                 place(actions[0]),
-                tuple((cost.duration(action.kind, action.stage), place(action)) for action in actions[1:]),
+                tuple((time(action), place(action)) for action in actions[1:]),
                 tuple(value for value in needs if passes[value]),
                 tuple(
                     (value, makers[value // many] * many + value % many, moved[value].latency, moved[value].held)
