@@ -23,6 +23,8 @@ FORWARD, BACKWARD = 0.010, 0.020  # seconds of a mean microbatch, on one stage
 LARGE = {"ranks": 8, "microbatches": 32, "samples": 256}  # for the time of planning
 LONGEST = 4096  # tokens of a sample
 VERY_LONG = 32_768  # tokens of a sample in batches with very long ones
+SLICES = 1, 2, 4, 8
+QUADRATIC = 1 / 4096  # a sequence of 4096 tokens is half attention
 TIMES_AS_LONG = 8, 12, 16  # how many times as long as the others one microbatch is
 ROOM = 1.5  # times what zb-h1 keeps
 
@@ -38,8 +40,8 @@ def run(rounds: int | None = None) -> Report:
     results = run_ranks("lengths:measure", RANKS, {"rounds": rounds}, deadline=120 + 30 * rounds)
     times, planned = step_times([each["times"] for each in results]), results[0]["planned"]
     title = f"lengths: {RANKS} ranks, {MICROBATCHES} microbatches of {SAMPLES} samples, {rounds} rounds"
-    columns = ["batch", "equal counts ms", "planned ones ms", "planned gain", "measured gain", "measured / planned"]
-    report = Report("lengths", title, [*columns, "bound / makespan"])
+    columns = ["batch", "equal counts (or whole) ms", "planned (or in slices) ms", "planned gain", "measured gain"]
+    report = Report("lengths", title, [*columns, "measured / planned", "bound / makespan"])
     ratios = []
     for seed in range(BATCHES):
         each = planned[seed]
@@ -50,8 +52,18 @@ def run(rounds: int | None = None) -> Report:
         report.rows.append([str(seed), *steps, *figures])
     first, later, near = planning_seconds()
     very_long, its_seconds = very_long_batches()
+    _, sliced_seconds = very_long_batches(slices=SLICES)
     one = one_long_text()
+    sliced = run_ranks("lengths:measure_slices", RANKS, {"rounds": rounds}, deadline=120 + 30 * rounds)
+    with_slices, its_times = sliced[0]["planned"], step_times([each["times"] for each in sliced])
+    for seed, each in with_slices.items():
+        gain, measured = each["whole"] / each["sliced"], paired(its_times, f"{seed} whole", f"{seed} sliced")
+        ratios.append(measured / gain)
+        steps = [f"{1e3 * statistics.median(its_times[f'{seed} {name}']):.0f}" for name in ("whole", "sliced")]
+        figures = [f"{number:.3f}" for number in (gain, measured, ratios[-1], each["bound"] / each["sliced"])]
+        report.rows.append([f"{seed}, one of {VERY_LONG} tokens, in {each['slices']} slices", *steps, *figures])
     report.data = {"seconds": times, "planned": planned, "planning seconds": later, "first planning seconds": first}
+    report.data |= {"slices": with_slices, "slices seconds": its_times}
     report.data |= {"one long text": one, "very long": very_long, "very long planning seconds": its_seconds}
     report.notes += [
         "targets: measured gain within 5 % of the planned one; bound / makespan at least 0.9; planning in 50 ms",
@@ -59,7 +71,8 @@ def run(rounds: int | None = None) -> Report:
         f"{1e3 * first:.0f} ms for the first batch of a placement, then {1e3 * statistics.median(later):.0f} ms, at "
         f"most {1e3 * max(later):.0f} ms; bound / makespan there at least {near:.3f}",
         f"the same with a sample of {VERY_LONG} tokens: {1e3 * statistics.median(its_seconds):.0f} ms, at most "
-        f"{1e3 * max(its_seconds):.0f} ms; bound / makespan at least {min(very_long):.3f}",
+        f"{1e3 * max(its_seconds):.0f} ms; bound / makespan at least {min(very_long):.3f}; with the choice of "
+        f"{SLICES} slices {1e3 * statistics.median(sliced_seconds):.0f} ms",
         f"one of {MICROBATCHES} microbatches {' / '.join(map(str, TIMES_AS_LONG))} times as long, {ROOM} times the "
         f"memory of zb-h1, bound / makespan: search {_near(one['search'])}, order_for {_near(one['order_for'])}",
     ]
@@ -92,9 +105,9 @@ def _near(ratios: list[float]) -> str:
     return " / ".join(f"{ratio:.3f}" for ratio in ratios)
 
 
-def very_long_batches() -> tuple[list[float], list[float]]:
+def very_long_batches(**options: Any) -> tuple[list[float], list[float]]:
     """Of batches with long tails and one sample of VERY_LONG tokens, after the first: bounds over makespans, and the
-    processor time of `order_for`.
+    processor time of `order_for` with these `options`.
     """
     import pipeflow
 
@@ -103,7 +116,8 @@ def very_long_batches() -> tuple[list[float], list[float]]:
     for seed in range(11):
         lengths = [VERY_LONG, *lengths_of(seed, LARGE["samples"] - 1, VERY_LONG)]
         begun = time.process_time()
-        order = pipeflow.order_for(lengths, placement, pipeflow.CostModel.even(placement), LARGE["microbatches"])
+        cost = pipeflow.CostModel.even(placement)
+        order = pipeflow.order_for(lengths, placement, cost, LARGE["microbatches"], **options)
         seconds.append(time.process_time() - begun)
         near.append(order.lower_bound / order.timeline.makespan)
     return near[1:], seconds[1:]
@@ -172,6 +186,44 @@ def measure(rounds: int) -> dict[str, Any]:
             }
         )
     return {"times": times, "planned": planned if rank == 0 else []}
+
+
+def measure_slices(rounds: int) -> dict[str, Any]:
+    """On every rank: per batch with one very long text, the times of the best order of whole microbatches and of the
+    best one that may cut them, both padded; and what their plans say.
+    """
+    import torch
+
+    import pipeflow
+    from benchmarks.links import go_first
+    from benchmarks.measure import alternate
+    from benchmarks.models import SlicedTokens, TokenMean
+    from benchmarks.task import Contender
+
+    go_first()
+    schedule = pipeflow.make_schedule("1f1b", ranks=RANKS, microbatches=MICROBATCHES)
+    model = pipeflow.Pipeline(SlicedTokens(QUADRATIC), schedule, criterion=TokenMean())
+    cost = pipeflow.CostModel((FORWARD,) * RANKS, (BACKWARD,) * RANKS, (0.0,) * RANKS)
+    times: Times = {}
+    planned: dict[str, dict[str, float]] = {}
+    for seed in range(2):
+        lengths = [VERY_LONG, *lengths_of(seed, SAMPLES - 1)]
+        contenders = {}
+        for name, slices in (("whole", (1,)), ("sliced", SLICES)):
+            order = pipeflow.order_for(
+                lengths, schedule.placement, cost, MICROBATCHES, QUADRATIC, padded=True, slices=slices
+            )
+            shapes = [(len(group), max(lengths[index] for index in group), 1) for group in order.groups]
+            parts = [(torch.zeros(shape), torch.zeros(shape[:2])) for shape in shapes]
+            padded = sum(samples * (length + QUADRATIC * length**2) for samples, length, _ in shapes)
+            batch = pipeflow.Divided(parts, order.schedule, order.cost)
+            contenders[f"{seed} {name}"] = Contender(name, partial(_step, batch, model), [model])
+            figures = {name: order.timeline.makespan, "bound": order.lower_bound, "slices": order.schedule.slices}
+            planned.setdefault(str(seed), {}).update(figures)
+        SlicedTokens.forward_seconds = FORWARD * MICROBATCHES / padded
+        SlicedTokens.backward_seconds = BACKWARD * MICROBATCHES / padded
+        times |= alternate(contenders, rounds)
+    return {"times": times, "planned": planned}
 
 
 def _step(batch: object, model: Any) -> None:

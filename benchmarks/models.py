@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipeflow.engine.runtime.past import tokens_before
+
 
 class Sleep(torch.autograd.Function):
     """The identity, taking a given time forward and backward."""
@@ -59,6 +61,47 @@ class TokenStage(nn.Module):
         seconds = tokens * self.forward_seconds, tokens * self.backward_seconds
         output: Tensor = Sleep.apply(scaled, *seconds)  # type: ignore[no-untyped-call]  # as torch has it
         return output
+
+
+class SlicedTokens(nn.Module):
+    """A stage that takes its time for each token and its attention, in (samples, tokens, 1) that may be sliced. Set
+    the times of a token on the class; `quadratic` is what attention adds per square of a length.
+    """
+
+    shares_tokens = True
+    forward_seconds = 0.0
+    backward_seconds = 0.0
+
+    def __init__(self, quadratic: float) -> None:
+        super().__init__()
+        self.quadratic = quadratic
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, samples: Tensor) -> Tensor:
+        many, length = samples.shape[:2]
+        start = tokens_before(self)
+        tokens = many * (length + self.quadratic * ((start + length) ** 2 - start**2))
+        seconds = tokens * self.forward_seconds, tokens * self.backward_seconds
+        output: Tensor = Sleep.apply(samples * self.scale, *seconds)  # type: ignore[no-untyped-call]  # as torch has it
+        return output
+
+
+class TokenMean(nn.Module):
+    """The mean of an output per token, as a loss whose labels belong to their own tokens."""
+
+    weigh = staticmethod(Tensor.numel)
+
+    def forward(self, output: Tensor, labels: Tensor) -> Tensor:
+        return output.sum() / labels.numel()
+
+    def shifted(self, labels: Tensor) -> Tensor:
+        """The labels themselves."""
+        return labels
+
+    @property
+    def of_shifted(self) -> TokenMean:
+        """The loss of some tokens."""
+        return self
 
 
 class TrivialStage(nn.Module):

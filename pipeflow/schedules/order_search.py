@@ -190,7 +190,7 @@ def order_for(
     require_cost_model(cost)
     costs = _costs(lengths, quadratic, microbatches, placement.num_stages)
     numbers, alike = _numbers_of_slices(slices), replace(cost, microbatch_factors=())
-    rows = lengths if is_table(lengths) else [lengths]
+    rows: Sequence[Any] = lengths if is_table(lengths) else [lengths]
     if not cost.attention and not cost.slice_ends:
         cost = replace(cost, attention=1 - sum(map(sum, rows)) / sum(map(sum, costs)))
     reruns = _reruns(placement, microbatches, alike, numbers) if among is None else _rerun_of(tuple(among), alike)
@@ -231,7 +231,7 @@ def _costs(lengths: Sequence[Any], quadratic: float, microbatches: int, stages: 
     require_positive(microbatches=microbatches)
     if isinstance(lengths, str) or not isinstance(lengths, Sized):
         raise UsageError(f"lengths must be a list with the length of each sample, got {lengths!r}")
-    rows = lengths if is_table(lengths) else [lengths]
+    rows: Sequence[Any] = lengths if is_table(lengths) else [lengths]
     if len(rows) not in (1, stages) or len({len(row) if isinstance(row, Sized) else 0 for row in rows}) != 1:
         raise UsageError(f"lengths per stage must be {stages} lists, one per stage, with the length of each sample")
     if len(rows[0]) < microbatches:

@@ -122,8 +122,10 @@ def test_what_is_chosen_keeps_no_more_than_the_schedule() -> None:
     assert len(few) == 3
     sliced = make_schedule("1f1b", ranks=4, microbatches=8, slices=4)
     divided = ByLength(nn.utils.rnn.pad_sequence, sliced, length=lambda text: 10 * len(text), quadratic=0.1)(texts)
-    assert (divided.schedule is not None) and (divided.schedule.name, divided.schedule.slices) == ("zb-h1", 4)
-    assert divided.cost is not None and 0.9 < divided.cost.attention < 1
+    assert divided.schedule is not None
+    assert (divided.schedule.name, divided.schedule.slices) == ("zb-h1", 4)
+    assert divided.cost is not None
+    assert 0.9 < divided.cost.attention < 1
 
 
 def test_a_sample_of_unknown_length_is_refused() -> None:

@@ -322,7 +322,8 @@ class Rerun:
         def place(action: Action) -> int:
             return action.stage * many + action.microbatch
 
-        works = lengths = (1.0,)
+        works: tuple[float, ...] = (1.0,)
+        lengths = works
         if schedule.slices > 1:
             works, lengths = slice_works(cost, schedule.slices), slice_lengths(cost, schedule.slices)
 
