@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from pipeflow.core.action import Kind
@@ -19,16 +20,16 @@ from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError, require_type
 from pipeflow.core.factors import FactorsLike, factors_of
 from pipeflow.core.partition import Cut
-from pipeflow.core.schedule import Schedule, require_schedule, require_unsliced
+from pipeflow.core.schedule import Schedule, require_schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.physical import Physical, physical_costs, stage_costs
+from pipeflow.planning.physical import Physical, layer_forward, physical_costs, stage_costs
 from pipeflow.planning.rank_memory import Held, RankPlan, held_by, rank_plan, stage_gradients, with_gradients
 from pipeflow.planning.rates import KINDS
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.sharding import require_pipeline
-from pipeflow.planning.shares import stage_layers
+from pipeflow.planning.shares import sequence_of, stage_layers
 from pipeflow.planning.step_plan import Plan, StepParts, StepPlan
 from pipeflow.planning.transformer import GPT, ViT
 
@@ -87,14 +88,17 @@ def plan(
     setup, physical = Setup() if setup is None else setup, None
     require_inputs(model, setup, cluster)
     require_schedule(schedule)
-    require_unsliced(schedule, "a plan")
+    if schedule.slices > 1:
+        _require_sliceable(model, schedule, setup)
     if cluster is None:
         cost = stage_costs(model, schedule.placement, setup, flops=flops, cut=cut)
+        share = model.attention_flops(sequence_of(model, setup)) / layer_forward(model, setup)
+        cost = replace(cost, attention=share if schedule.slices > 1 else 0.0)
     elif flops is not None:
         raise UsageError("flops and cluster both give the speed of a device: pass only one of them")
     else:
         cluster = cluster.used(len(schedule.rows) * setup.tensor * setup.replicas)
-        physical = physical_costs(model, schedule.placement, setup, cluster, cut=cut)
+        physical = _physical(model, schedule, setup, cluster, cut)
         cost = physical.cost
     cost = replace(cost, microbatch_factors=factors_of(microbatch_factors, len(cost.forward)))
     physical = physical and replace(physical, cost=cost)
@@ -102,6 +106,53 @@ def plan(
     many = schedule.num_microbatches
     held = [held_by(model, setup, schedule.placement, parts, rank, many) for rank in range(len(schedule.rows))]
     return step_plan(Plan, schedule, setup, cost, held, cluster, physical, model=model, flops=flops)
+
+
+def _require_sliceable(model: Transformer, schedule: Schedule, setup: Setup) -> None:
+    """Raises UsageError unless `model` can be computed in the slices of `schedule`."""
+    parts = schedule.slices * (setup.tensor if setup.sequence_parallel else 1)
+    who = f"schedule {schedule.name!r} has {schedule.slices} slices of each microbatch, but"
+    if not isinstance(model, GPT):
+        raise UsageError(f"{who} {type(model).__name__} is no causal model: make it with slices=1")
+    if setup.context > 1:
+        raise UsageError(f"{who} context ranks need whole microbatches: plan with context=1 or slices=1")
+    if sequence_of(model, setup) < parts:
+        raise UsageError(f"{who} a sequence has {sequence_of(model, setup)} tokens: use fewer slices")
+
+
+def _physical(
+    model: Transformer,
+    schedule: Schedule,
+    setup: Setup,
+    cluster: Cluster,
+    cut: Cut,
+    free: frozenset[str] = frozenset(),
+) -> Physical:
+    """The costs of whole microbatches. In a schedule with slices, all but attention is that of sequences that are so
+    many times shorter, since small products are less efficient, and more of them are started.
+    """
+    costs = partial(physical_costs, model, schedule.placement, cluster=cluster, cut=cut)
+    whole = costs(setup, free=free)
+    if schedule.slices == 1:
+        return whole
+    parts = setup.tensor if setup.sequence_parallel else 1
+    tokens = sequence_of(model, setup) // schedule.slices // parts * parts
+    part = costs(replace(setup, sequence=tokens), free=free | {"attention"})
+    without, slices = costs(setup, free=free | {"attention"}), schedule.slices
+    kinds = "forward", "backward_input", "backward_weight"
+
+    def times(kind: str) -> tuple[float, ...]:
+        rows = zip(*(getattr(each.cost, kind) for each in (part, whole, without)), strict=True)
+        return tuple(slices * own + all_ - others for own, all_, others in rows)
+
+    found = {kind: times(kind) for kind in kinds}
+    others = sum(sum(getattr(without.cost, kind)) for kind in kinds)
+    total, attention = sum(map(sum, found.values())), sum(sum(getattr(whole.cost, kind)) for kind in kinds) - others
+    return replace(
+        whole,
+        cost=replace(whole.cost, attention=attention / total if total else 0.0, **found),
+        communication=tuple(slices * each for each in part.communication),
+    )
 
 
 def step_plan(
@@ -134,7 +185,7 @@ def _rank_plan(
 ) -> RankPlan:
     """The plan of a rank that keeps `kept` bytes; where gradients come and go, those at the fullest moment of both."""
     gradients = stage_gradients(setup, schedule.placement, rank, held)
-    if not gradients or cost.microbatch_factors:
+    if not gradients or cost.microbatch_factors or schedule.slices > 1:
         return rank_plan(setup, schedule.placement, rank, held, kept=kept, idle=idle)
     kept, whole = with_gradients(list(schedule.actions(rank)), cost.sizes, gradients)
     return rank_plan(setup, schedule.placement, rank, held, kept=kept, idle=idle, gradients=whole)
@@ -150,7 +201,8 @@ def _step_parts(schedule: Schedule, physical: Physical, timeline: Timeline, comp
     forwards = [action for action in schedule.actions(busiest) if action.kind is Kind.F]
 
     def of_all(seconds: Sequence[float]) -> float:
-        return sum(seconds[each.stage] * cost.factor(each.stage, each.microbatch) for each in forwards)
+        each_slice = [seconds[each.stage] * cost.factor(each.stage, each.microbatch) for each in forwards]
+        return sum(each_slice) / schedule.slices
 
     tensor = min(computing[busiest], of_all(physical.communication))
     sharding = min(computing[busiest] - tensor, of_all(physical.sharding))
@@ -221,8 +273,7 @@ def breakdown(found: Plan) -> Breakdown:
 def _without(found: Plan, setup: Setup, free: Sequence[str]) -> Physical:
     """The costs of a plan in a `setup`, if these kinds of work were free."""
     assert found.cluster is not None
-    placement = found.schedule.placement
-    return physical_costs(found.model, placement, setup, found.cluster, cut=found.cut, free=frozenset(free))
+    return _physical(found.model, found.schedule, setup, found.cluster, found.cut, frozenset(free))
 
 
 def _runs(found: Plan, rank: int) -> dict[int, float]:
@@ -230,7 +281,7 @@ def _runs(found: Plan, rank: int) -> dict[int, float]:
     runs = dict.fromkeys(found.schedule.placement.stages_of(rank), 0.0)
     for action in found.schedule.actions(rank):
         if action.kind is Kind.F:
-            runs[action.stage] += found.cost.factor(action.stage, action.microbatch)
+            runs[action.stage] += found.cost.factor(action.stage, action.microbatch) / found.schedule.slices
     return runs
 
 
@@ -247,7 +298,8 @@ def _again(found: Plan, rank: int) -> float:
     """The seconds of forwards that the schedule computes again on a rank."""
     again = (each for each in found.schedule.actions(rank) if each.kind is Kind.C)
     cost = found.cost
-    return sum(cost.durations[Kind.C][each.stage] * cost.factor(each.stage, each.microbatch) for each in again)
+    seconds = sum(cost.durations[Kind.C][each.stage] * cost.factor(each.stage, each.microbatch) for each in again)
+    return seconds / found.schedule.slices
 
 
 def _in_all(found: Plan, physical: Physical, runs: dict[int, float], rank: int) -> dict[str, float]:

@@ -69,9 +69,10 @@ def has_order(schedule: Schedule, name: str, **options: int) -> bool:
 
 def no_schedule(library: str, schedule: Schedule, nearest: str) -> UsageError:
     """The error for a schedule that a library does not have. `nearest` is one that it has, with its options."""
+    sliced = f" of {schedule.slices} slices" * (schedule.slices > 1)
     return UsageError(
         f"{library} does not have {schedule.name!r} on {schedule.placement.num_ranks} ranks with "
-        f"{schedule.num_microbatches} microbatches: the nearest that it has is --schedule {nearest}"
+        f"{schedule.num_microbatches} microbatches{sliced}: the nearest that it has is --schedule {nearest}"
     )
 
 

@@ -41,6 +41,10 @@ def _lines(found: Plan, options: Mapping[str, Any]) -> Iterator[str]:
     yield _schedule(found, options)
     if setup.replicas > 1:
         yield "schedule = schedule.with_reductions()"
+    if found.schedule.slices > 1:
+        yield "from dataclasses import replace"
+        cost = "pipeflow.CostModel.even(schedule.placement)"
+        yield _call("cost = replace", [cost, f"attention={found.cost.attention:.3f}"])
     yield from _gpt(found) if setup.context > 1 else _module(found)
     yield "optimizer = torch.optim.AdamW(model.parameters())"
     if setup.zero == 1 and setup.replicas > 1:
@@ -60,7 +64,7 @@ def _options(found: Plan) -> list[str]:
     """The arguments of a Pipeline that follow from precision and memory."""
     precision, slices = found.setup.precision, found.setup.head_slices
     wide = ["gradient_dtype=torch.float32"] * (precision.gradient > precision.weight)
-    return wide + [f"head_slices={slices}"] * (slices > 1)
+    return wide + [f"head_slices={slices}"] * (slices > 1) + ["cost=cost"] * (found.schedule.slices > 1)
 
 
 def _module(found: Plan) -> Iterator[str]:
@@ -68,6 +72,9 @@ def _module(found: Plan) -> Iterator[str]:
     if dtype := _dtype(found):
         yield f"module = module.to({dtype})"
     given = ["module", "schedule", "example=batch"]
+    if found.schedule.slices > 1:
+        yield "from pipeflow.huggingface import CausalLMLoss, share_tokens"
+        given = ["share_tokens(module)", *given[1:], "criterion=CausalLMLoss()"]
     if len({end - start for start, end in found.cut}) > 1:
         ends = ", ".join(str(end - 1) for _, end in found.cut[:-1])
         yield textwrap.fill(f'cuts = [f"{LAYERS}.{{n}}" for n in [{ends}]]', WIDTH, subsequent_indent="    ")
