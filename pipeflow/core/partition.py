@@ -91,10 +91,10 @@ def stage_parts(num_layers: int, num_stages: int, cut: Cut = "uniform") -> list[
     Raises UsageError as those functions do, for another number of weights than layers, and for parts that leave out a
     layer, have one twice, or are empty.
     """
-    if isinstance(cut, str):
-        return [part for [part] in partition_uniform(num_layers, num_stages)]
     given: object = cut
-    if not isinstance(given, Sequence):
+    if given == "uniform":
+        return [part for [part] in partition_uniform(num_layers, num_stages)]
+    if isinstance(given, str) or not isinstance(given, Sequence):
         raise UsageError(f"a cut is 'uniform' or a list, got {cut!r}")
     parts = [(each[0], each[1]) for each in cut if isinstance(each, Sequence) and len(each) == 2]
     if parts:

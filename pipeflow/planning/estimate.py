@@ -145,7 +145,7 @@ def _physical(
         rows = zip(*(getattr(each.cost, kind) for each in (part, whole, without)), strict=True)
         return tuple(slices * own + all_ - others for own, all_, others in rows)
 
-    found = {kind: times(kind) for kind in kinds}
+    found: dict[str, Any] = {kind: times(kind) for kind in kinds}
     others = sum(sum(getattr(without.cost, kind)) for kind in kinds)
     total, attention = sum(map(sum, found.values())), sum(sum(getattr(whole.cost, kind)) for kind in kinds) - others
     return replace(

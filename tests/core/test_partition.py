@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from pipeflow.core.errors import UsageError
-from pipeflow.core.partition import partition_balanced, partition_uniform
+from pipeflow.core.partition import partition_balanced, partition_uniform, stage_parts
 
 
 @pytest.mark.parametrize(
@@ -92,3 +92,10 @@ def test_balanced_refuses_too_few_layers_and_negative_weights() -> None:
     for wrong in (-1.0, float("nan")):
         with pytest.raises(UsageError, match="must not be negative"):
             partition_balanced([1, wrong], 2)
+
+
+def test_a_cut_of_another_name_is_refused() -> None:
+    assert stage_parts(4, 2) == stage_parts(4, 2, [1, 1, 1, 1])
+    for cut in ("balanced", 4):
+        with pytest.raises(UsageError, match=f"a cut is 'uniform' or a list, got {cut!r}"):
+            stage_parts(4, 2, cut)  # type: ignore[arg-type]

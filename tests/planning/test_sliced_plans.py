@@ -43,8 +43,8 @@ def test_the_share_of_attention_is_that_of_its_operations_where_nothing_depends_
     attended, others = LLAMA.attention_flops(8192), LLAMA.linear_flops
     assert found.cost.attention == pytest.approx(attended / (attended + others))
     assert plan(LLAMA, sliced(1), SETUP).cost.attention == 0
-    whole = plan(LLAMA, sliced(1, 16), SETUP, cut="balanced").timeline.makespan
-    gain = whole / plan(LLAMA, sliced(4, 16), SETUP, cut="balanced").timeline.makespan
+    whole = plan(LLAMA, sliced(1, 16), SETUP).timeline.makespan
+    gain = whole / plan(LLAMA, sliced(4, 16), SETUP).timeline.makespan
     assert gain == pytest.approx(4 * (16 + 3) / (16 * 4 + 3), rel=0.03)
 
 
