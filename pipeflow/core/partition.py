@@ -92,9 +92,9 @@ def stage_parts(num_layers: int, num_stages: int, cut: Cut = "uniform") -> list[
     layer, have one twice, or are empty.
     """
     given: object = cut
-    if given == "uniform":
+    if isinstance(cut, str) and cut == "uniform":
         return [part for [part] in partition_uniform(num_layers, num_stages)]
-    if isinstance(given, str) or not isinstance(given, Sequence):
+    if isinstance(cut, str) or not isinstance(given, Sequence):
         raise UsageError(f"a cut is 'uniform' or a list, got {cut!r}")
     parts = [(each[0], each[1]) for each in cut if isinstance(each, Sequence) and len(each) == 2]
     if parts:
