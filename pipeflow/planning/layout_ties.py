@@ -10,7 +10,7 @@ from pipeflow.planning.layout import Layout
 
 TIE = 0.02
 """Steps whose times differ by less than this share are ties: the error of the cost model is no smaller. They are sorted
-by time nevertheless, and `plainest` says which of them needs least."""
+by time nevertheless; `plainest` is the one to recommend."""
 
 RECOMPUTATION = ("none", "selective", "op", "full")  # the least first
 KINDS = ("tensor", "pipeline", "context", "expert")  # of ranks that share a model; replicas are plain

@@ -41,9 +41,9 @@ from pipeflow.planning.step_plan import Plan, StepParts
 # but the estimate, which TRUST corrects. What is listed is the fastest, not the plainest of those that are about as
 # fast: then a cluster that makes each layout faster makes no listed step longer.
 #
-# The plainest within TIE of the fastest is named beside it. When a layout has a bound above the best of its sizes, the
-# fastest is known, since all others have higher bounds. So it is simulated only if it is plainer than what is known
-# within TIE.
+# The plainest within TIE of the fastest is what a search recommends. When a layout has a bound above the best of its
+# sizes, the fastest is known, since all others have higher bounds. So it is simulated only if it is plainer than what
+# is known within TIE.
 
 MORE = (2, 4, 8, 16, 32, 64)  # times as many devices are tried
 TRUST = 0.98  # an estimate of a long step may be too long by this share; of 334 layouts, the worst was by 1.8 %
@@ -85,15 +85,33 @@ class Layouts:
 
     Attributes:
         wanted: the task of the search.
-        ranked: the layouts, the best first. They have different sizes, or different schedules if the sizes were given.
-        plainest: the plainest layout within TIE of the fastest, by `plainness`; the fastest, if it is that itself.
+        ranked: the layouts by time, the fastest first. They have different sizes, or different schedules if the sizes
+            were given.
+        recommended: the plainest layout within TIE of the fastest, by `plainness`; the fastest, if it is that itself.
+            It may have the sizes of one in `ranked`, and then it is not there.
         simulated: how many layouts were simulated.
     """
 
     wanted: Wanted
     ranked: tuple[Ranked, ...]
-    plainest: Ranked
+    recommended: Ranked
     simulated: int
+
+    @property
+    def fastest(self) -> Ranked:
+        """The layout with the shortest step."""
+        return self.ranked[0]
+
+    @property
+    def listed(self) -> tuple[Ranked, ...]:
+        """Those in `ranked` and the recommended one, by time."""
+        further = [] if any(each is self.recommended for each in self.ranked) else [self.recommended]
+        return tuple(sorted((*self.ranked, *further), key=lambda each: each.step_seconds))
+
+    @property
+    def preferred(self) -> tuple[Ranked, ...]:
+        """The recommended layout, then the others by time: in this order they are to be used."""
+        return self.recommended, *(each for each in self.listed if each is not self.recommended)
 
 
 def find_layouts(wanted: Wanted, *, top: int = 5, progress: Callable[[float], None] | None = None) -> Layouts:
@@ -102,7 +120,7 @@ def find_layouts(wanted: Wanted, *, top: int = 5, progress: Callable[[float], No
 
     One layout is listed for each choice of tensor, pipeline and data sizes. If `wanted` sets the tensor and the
     pipeline size, one layout is listed for each schedule. The fastest comes first. Of equal times, the plainest one
-    does, by `plainness`; `plainest` finds the one of those within TIE.
+    does, by `plainness`. The recommended layout is the plainest of all that are within TIE of the fastest.
 
     Layouts are tried sorted by a lower bound on their step time, until the bound exceeds the times found. So no layout
     that is left out is better, with one exception. Steps with many more microbatches than stages are first estimated
@@ -132,10 +150,10 @@ def _planned(wanted: Wanted, layout: Layout) -> Ranked:
 
 
 def faster_on_fewer(found: Layouts) -> Layouts | None:
-    """The fastest layout on a half, a quarter and so on of the devices, if its step is shorter than the first one of
-    `found` by more than a tie. None if there is none, as for most models: half of the devices compute twice as long.
+    """The layouts on a half, a quarter and so on of the devices, if the fastest of them is faster than that of `found`
+    by more than a tie. None if there is none, as for most models: half of the devices compute twice as long.
     """
-    best, fewer = found.ranked[0].step_seconds, None
+    best, fewer = found.fastest.step_seconds, None
     devices = found.wanted.devices
     while devices % 2 == 0:
         devices //= 2
@@ -149,7 +167,7 @@ def faster_on_fewer(found: Layouts) -> Layouts | None:
         if not search.groups:
             break
         fewer = find_layouts(wanted, top=1)
-        best = fewer.ranked[0].step_seconds
+        best = fewer.fastest.step_seconds
     return fewer
 
 

@@ -68,14 +68,14 @@ def test_a_measured_step_names_the_best_order(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.slow
-def test_a_search_names_the_fastest_layout(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_names_the_recommended_layout(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("plan", "llama3-8b", "--devices", 8, "--batch", 16, "--device", "a100-80gb")
     shown = out(capsys, *words)
-    row = re.search(r"^1 +(.*?) +(\d+)x(\d+)x(\d+) .*? ([\d.]+ m?s) ", shown, re.MULTILINE)
+    row = re.search(r"^\d\* +(.*?) +(\d+)x(\d+)x(\d+) .*? ([\d.]+ m?s) ", shown, re.MULTILINE)
     assert row is not None
     schedule, tensor, pipeline, data, step = row.groups()
-    said = f"The fastest layout takes {step} a step: {schedule}, tensor {tensor}, pipeline {pipeline}, data {data}."
-    assert first(capsys, *words) == said
+    said = f"The recommended layout takes {step} a step: {schedule}, tensor {tensor}, pipeline {pipeline}, data {data}."
+    assert first(capsys, *words).startswith(said)
 
 
 @pytest.mark.parametrize(("microbatches", "says"), [(8, False), (128, True)])

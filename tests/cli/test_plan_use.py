@@ -11,7 +11,7 @@ import pytest
 
 from pipeflow import GPT, PRECISIONS, Cluster, Plan, Setup, UsageError, make_schedule, plan
 from pipeflow.planning.libraries.own import script
-from pipeflow.tools.cli.plan_use import measured_words, started, use_lines
+from pipeflow.tools.cli.plan_use import Planned, measured_words, started, use_lines
 from tests.cli.run import out
 
 SMALL = GPT(layers=5, hidden=16, heads=2, positions=8, vocabulary=11, tied=False)
@@ -127,8 +127,8 @@ def test_what_pipeflow_cannot_run_is_said_and_the_next_layout_is_used(capsys: py
     }.items():
         model = SMALL if given == "context" else replace(SMALL, experts=2)
         first, second = planned("1f1b", 2, model=model, data=2, **{given: 2}), planned("1f1b", 2)
-        shown = " ".join(" ".join(use_lines([(first, {}), (second, {})], ONE)).split())
-        assert shown.startswith(f"Use it (layout 2: {why}")
+        shown = " ".join(" ".join(use_lines([Planned(first, {}), Planned(second, {}, 4)], ONE)).split())
+        assert shown.startswith(f"Use it (layout 4: {why}")
         assert "make_schedule" in shown
 
 

@@ -63,7 +63,7 @@ def test_the_search_finds_what_brute_force_finds(memory: float | None) -> None:
     assert [plainness(each.layout) for each in found] == [plainness(layout) for _, layout in expected]
     few = find_layouts(task, top=2)
     assert [each.step_seconds for each in few.ranked] == [each.step_seconds for each in found[:2]]
-    assert plainness(few.plainest.layout) == plainness(plainest(timed)[1])
+    assert plainness(few.recommended.layout) == plainness(plainest(timed)[1])
 
 
 @pytest.mark.slow
@@ -308,9 +308,10 @@ def test_the_plainest_of_the_ties_is_found_where_another_schedule_is_faster_with
     node, names = replace(CLUSTER, devices_per_node=8), ("1f1b", "interleaved-1f1b")
     task = Wanted(wide, node, 4, 128, pipeline=2, microbatch_size=1, schedules=names, memory=1e12)
     found = find_layouts(task, top=1)
-    first, plain = found.ranked[0], found.plainest
+    first, plain = found.ranked[0], found.recommended
     assert (first.layout.schedule, plain.layout.schedule) == ("interleaved-1f1b", "1f1b")
     assert first.step_seconds < plain.step_seconds <= (1 + TIE) * first.step_seconds
+    assert (found.ranked, found.listed, found.preferred) == ((first,), (first, plain), (plain, first))
     chunks = first.layout.options["chunks"]
     assert chunks > 2
     assert list(plainer(plain.layout, first.layout)) == ["the schedule 1f1b", f"1 stage per rank, not {chunks}"]

@@ -118,7 +118,7 @@ def test_a_search_names_weights_that_are_divided_within_a_node_beside_those_amon
         model, cluster, batch = measured.model, measured.cluster, 2 * devices
         sizes: dict[str, Any] = {"tensor": 1, "pipeline": 1, "microbatch_size": 2, "checkpoint": "none", "zero": 3}
         found = find_layouts(Wanted(model, cluster, devices, batch, setup=measured.setup, **sizes), top=1)
-        assert (found.ranked[0].layout.shard_ranks, found.plainest.layout.shard_ranks) == (None, 4)
+        assert (found.ranked[0].layout.shard_ranks, found.recommended.layout.shard_ranks) == (None, 4)
         assert found.ranked[0].step_seconds == pytest.approx(measured.predicted({}))
 
 

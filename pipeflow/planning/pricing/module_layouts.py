@@ -16,7 +16,7 @@ from pipeflow.engine.stages.blocks import Blocks
 from pipeflow.planning.blocks import divisors
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.layout import SEARCHED, Layout
-from pipeflow.planning.layout_ties import ranking
+from pipeflow.planning.layout_ties import Timed, plainest, ranking
 from pipeflow.planning.layout_trials import ACTIONS, Family, families
 from pipeflow.planning.pricing.module_plan import CountedModule, ModulePlan
 from pipeflow.planning.setup import Checkpoint, Setup
@@ -57,9 +57,10 @@ def find_module_layouts(
     memory: float | None = None,
     top: int = 5,
 ) -> tuple[ModuleLayout, ...]:
-    """The `top` best layouts of a module, the best first, with one layout for each choice of pipeline ranks and
+    """The `top` best layouts of a module. The first is the recommended one, as in `find_layouts`: the plainest of all
+    that are about as fast as the fastest. The others come by time, the fastest of each choice of pipeline ranks and
     replicas. The search tries all schedules with their chunks, full recomputation, and the given sizes of a microbatch,
-    and plans them as `plan_module` does. Ties are broken as in `find_layouts`.
+    and plans them as `plan_module` does.
 
     Args:
         module: as in `plan_module`.
@@ -105,12 +106,22 @@ def find_module_layouts(
             f"and microbatches of {layout.microbatch_size}, needs {bytes_text(more)} more than the limit of "
             f"{bytes_text(limit)}: use more devices, smaller blocks, or smaller microbatches"
         )
-    return _ranked([_ranked(group)[0] for group in found.values()])[:top]
+    every = [each for group in found.values() for each in group]
+    [recommended] = _by_layout(every, [plainest(_timed(every))])
+    best = _ranked([_ranked(group)[0] for group in found.values()])
+    return (recommended, *(each for each in best if each is not recommended))[:top]
 
 
-def _ranked(found: list[ModuleLayout]) -> tuple[ModuleLayout, ...]:
-    order = ranking((each.step_seconds, each.layout) for each in found)
-    return tuple(next(each for each in found if each.layout is layout) for _, layout in order)
+def _timed(found: list[ModuleLayout]) -> list[Timed]:
+    return [(each.step_seconds, each.layout) for each in found]
+
+
+def _ranked(found: list[ModuleLayout]) -> list[ModuleLayout]:
+    return _by_layout(found, ranking(_timed(found)))
+
+
+def _by_layout(found: list[ModuleLayout], order: list[Timed]) -> list[ModuleLayout]:
+    return [next(each for each in found if each.layout is layout) for _, layout in order]
 
 
 def _tried(

@@ -35,6 +35,7 @@ from pipeflow.planning.transformer import GPT, ViT
 from pipeflow.schedules import SCHEDULES, options_of
 from pipeflow.schedules.orders.additions import STAGE_OPTIONS
 from pipeflow.schedules.registry import family_options
+from pipeflow.tools.cli import layout_reports
 from pipeflow.tools.cli import plan_reports as reports
 from pipeflow.tools.cli.options import (
     Commands,
@@ -253,7 +254,7 @@ def _run_one(arguments: argparse.Namespace, model: Model) -> int:
     if found.fits is False and setup.head_slices == 1:
         sliced = replace(setup, head_slices=reports.SLICES)
         lines += reports.sliced_lines(found, plan(model, schedule, sliced, cluster=cluster, cut=parts))
-    used = [(found, _options(arguments, found.schedule))]
+    used = [Planned(found, _options(arguments, found.schedule))]
     return _tell(arguments, used, lambda: reports.plan_svg(found), lambda: reports.plan_json(found), iter(lines))
 
 
@@ -275,11 +276,11 @@ def _run_search(arguments: argparse.Namespace, model: Model) -> int:
         found = find_layouts(wanted, top=top, progress=progress)
     with doing("searching on fewer devices"):
         fewer = faster_on_fewer(found)
-    used, has_parts = [(each.plan, each.layout.options) for each in found.ranked], arguments.breakdown
+    used, has_parts = layout_reports.to_use(found), arguments.breakdown
     told = {"says_layout": arguments.layout is not None, "has_parts": has_parts}
-    lines = reports.search_lines(arguments.model, found, fewer, **told)
-    drawn = partial(reports.search_svg, found, has_parts=has_parts)
-    return _tell(arguments, used, drawn, lambda: reports.search_json(found, fewer), lines)
+    lines = layout_reports.search_lines(arguments.model, found, fewer, **told)
+    drawn = partial(layout_reports.search_svg, found, has_parts=has_parts)
+    return _tell(arguments, used, drawn, lambda: layout_reports.search_json(found, fewer), lines)
 
 
 def _run_replan(arguments: argparse.Namespace) -> int:
@@ -302,7 +303,7 @@ def _tell(
     if arguments.svg is not None:
         write({arguments.svg: drawn()})
     if arguments.library is not None:
-        print_options(arguments.library, [each for each, _ in plans])
+        print_options(arguments.library, plans)
     elif arguments.json:
         print(json.dumps(values()))
     elif arguments.svg != STANDARD_OUTPUT:

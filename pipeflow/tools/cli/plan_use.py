@@ -8,7 +8,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.text import bytes_text
@@ -31,7 +31,13 @@ DESCRIBING = (
 )
 TYPED = "  "  # before what is typed
 
-Planned = tuple[Plan, Mapping[str, Any]]  # with the options of its schedule
+
+class Planned(NamedTuple):
+    """A plan that may be used, with the options of its schedule, and its place in the list of a search."""
+
+    plan: Plan
+    options: Mapping[str, Any]
+    place: int = 1
 
 
 def use_lines(found: Sequence[Planned], words: Sequence[str]) -> Iterator[str]:
@@ -39,7 +45,7 @@ def use_lines(found: Sequence[Planned], words: Sequence[str]) -> Iterator[str]:
     command that made the plans.
     """
     refused: list[str] = []
-    for place, (each, options) in enumerate(found, start=1):
+    for each, options, place in found:
         try:
             written = script(each, options)
         except UsageError as error:
@@ -56,8 +62,8 @@ def use_lines(found: Sequence[Planned], words: Sequence[str]) -> Iterator[str]:
         yield from _typed("pipeflow plan --measured run.json")
         return
     yield from wrapped(f"Use it: {refused[0]}; --for prints what other libraries take")
-    yield from wrapped(expected(found[0][0]))
-    yield from _machine(found[0][0], words)
+    yield from wrapped(expected(found[0].plan))
+    yield from _machine(found[0].plan, words)
 
 
 def started(devices: int, cluster: Cluster | None, script: str) -> str:
@@ -132,7 +138,7 @@ def _typed(command: str) -> Iterator[str]:
     yield lines[-1]
 
 
-def print_options(name: str, found: Sequence[Plan]) -> None:
+def print_options(name: str, found: Sequence[Planned]) -> None:
     """Prints the options of a library for the first of these plans that it can run, and on the error stream what they
     do not say, and how the plan is used. Raises UsageError if it can run none.
     """
@@ -145,10 +151,10 @@ def print_options(name: str, found: Sequence[Plan]) -> None:
     print(options.text)
 
 
-def _first_options(name: str, found: Sequence[Plan]) -> tuple[tuple[Plan, LibraryOptions], list[str]]:
+def _first_options(name: str, found: Sequence[Planned]) -> tuple[tuple[Plan, LibraryOptions], list[str]]:
     """The first plan that has any options, these options, and why the plans before it have none."""
     library, refused = LIBRARIES[name], list[str]()
-    for place, each in enumerate(found, start=1):
+    for each, _, place in found:
         try:
             return (each, library.options(each)), refused
         except UsageError as error:
