@@ -56,9 +56,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(f"standard output: {error.strerror}")
     except KeyboardInterrupt:
         return 130
+    except ModuleNotFoundError as error:
+        return _failed(_missing(error))
     except Exception as error:  # a status of 1 would say that runs differ
         return _failed(_fault(error))
     return status
+
+
+def _missing(error: ModuleNotFoundError) -> str:
+    """The message for a package that is not there: `python -m pipeflow` also runs where nothing is installed, and draws
+    into files.
+    """
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "pipeflow"):
+        return _fault(error)
+    return f"this needs {package}, which is not installed: run `pip install .` in the folder of pipeflow's README.md"
 
 
 def _fault(error: Exception) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from pipeflow import draw
 from pipeflow.core.analysis.difference import Difference, differences, has_halves, without_halves
 from pipeflow.core.analysis.measures import Measures
 from pipeflow.core.errors import UsageError
@@ -19,7 +20,6 @@ from pipeflow.core.files import is_number, parse, read_text
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.text import bytes_text, listed, number, percent, seconds_text
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw import Comparison, Scatter, Table, animated_svg, scatter_svg
 from pipeflow.draw.captions import Unit
 from pipeflow.draw.columns import COLUMNS, Column, changes, columns_in, difference_text, grouped, plot
 from pipeflow.planning.estimate import MEANINGS, Breakdown
@@ -28,7 +28,6 @@ from pipeflow.schedules.registry import COMPARED
 from pipeflow.tools.cli.conclusions import change_said, compared_said
 from pipeflow.tools.cli.options import UNITS, Commands, add_costs, add_sizes, add_units, schedule_name
 from pipeflow.tools.cli.outputs import add_outputs, files_named, show, wrapped, write, write_drawings
-from pipeflow.tools.cli.plan_reports import breakdowns_svg
 from pipeflow.tools.cli.requests import Compared, refuse, refuse_all_but, refuse_costs
 
 Found = dict[str, Measures]
@@ -72,7 +71,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
         raise UsageError("; ".join(grouped(refused)))
     found = _sorted(found, arguments.sort)
     if paths:
-        drawings = {"svg": lambda: scatter_svg(*plot(found)), "animate": lambda: animated_svg(timelines)}
+        drawings = {"svg": lambda: draw.scatter_svg(*plot(found)), "animate": lambda: draw.animated_svg(timelines)}
         write({path: drawings[name]() for name, path in paths.items()})
     if arguments.json:
         schedules = {name: asdict(measures) for name, measures in found.items()}
@@ -126,10 +125,10 @@ def _show(found: Found, refused: Mapping[str, str], columns: Mapping[str, Column
     notes += [f"left out: {line}" for line in grouped(refused)]
     table = _compared_table(found, [column for column in shown if column not in same])
     said = compared_said(found, columns["makespan"].text)
-    show(*said, "", table, *[""] * bool(notes), *notes, "", Scatter(*plot(found)))
+    show(*said, "", table, *[""] * bool(notes), *notes, "", draw.Scatter(*plot(found)))
 
 
-def _compared_table(found: Found, columns: list[Column]) -> Table:
+def _compared_table(found: Found, columns: list[Column]) -> draw.Table:
     best = set()
     for index, column in enumerate(columns, start=1):
         cells = [column.of(measures) for measures in found.values()]
@@ -137,7 +136,7 @@ def _compared_table(found: Found, columns: list[Column]) -> Table:
         texts = [column.cell(measures) for measures in found.values()]
         best |= {(row, index) for row, text in enumerate(texts) if text == column.text(least)}
     rows = [[name, *(column.cell(measures) for column in columns)] for name, measures in found.items()]
-    return Table(["schedule", *(column.title for column in columns)], rows, frozenset(best))
+    return draw.Table(["schedule", *(column.title for column in columns)], rows, frozenset(best))
 
 
 SHOWN_ENTRIES = 4  # how many entries of each kind of difference are written out
@@ -234,7 +233,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
     one, other = titles if first.name == second.name else (first.name, second.name)
     said = change_said(one, first.makespan, other, second.makespan, written.text)
     table = _changes_table(names, schedules, timelines, written)
-    picture = Comparison(timelines[0], timelines[1], unit, factor, titles, arguments.memory)
+    picture = draw.Comparison(timelines[0], timelines[1], unit, factor, titles, arguments.memory)
     show(said, *lines, "", table, *_ratio(timelines, measured), "", picture)
     return 0
 
@@ -246,10 +245,12 @@ def _require_schedules(names: list[str], plans: list[bool], svg: str | None) -> 
         raise UsageError("--svg is for two plans; for schedules there are --html and --perfetto")
 
 
-def _changes_table(names: list[str], schedules: Sequence[Schedule], timelines: Sequence[Timeline], unit: Unit) -> Table:
+def _changes_table(
+    names: list[str], schedules: Sequence[Schedule], timelines: Sequence[Timeline], unit: Unit
+) -> draw.Table:
     first, second = map(Measures.of, schedules, timelines)
     rows = [[title, *change] for title, change in changes(first, second, unit).items()]
-    return Table(["", *names, "change", ""], rows)
+    return draw.Table(["", *names, "change", ""], rows)
 
 
 def _ratio(timelines: Sequence[Timeline], measured: list[bool]) -> list[str]:
@@ -330,6 +331,8 @@ def _diff_plans(names: list[str], svg: str | None) -> int:
     """Prints two plans beside each other, or writes their steps as bars into an SVG file."""
     first, second = map(SavedPlan.read, names)
     if svg is not None:
+        from pipeflow.tools.cli.plan_reports import breakdowns_svg  # whose tables need rich
+
         write({svg: breakdowns_svg([(each.name, Breakdown(each.times, {}, 0)) for each in (first, second)])})
         return 0
     plans = (first, second)
@@ -339,7 +342,7 @@ def _diff_plans(names: list[str], svg: str | None) -> int:
     return 0
 
 
-def _layouts_table(first: SavedPlan, second: SavedPlan) -> Table:
+def _layouts_table(first: SavedPlan, second: SavedPlan) -> draw.Table:
     """The two layouts in a table, with their differences."""
     names = [name for name in ("devices", "schedule", *SIZES, "microbatches") if name in first.words | second.words]
     rows = []
@@ -347,7 +350,7 @@ def _layouts_table(first: SavedPlan, second: SavedPlan) -> Table:
         both = [plan.words.get(name, USUAL.get(name, "-")) for plan in (first, second)]
         if both != [USUAL.get(name)] * 2:
             rows.append([name.replace("_", " "), *map(str, both), "" if both[0] == both[1] else "differs"])
-    return Table(["", first.name, second.name, ""], rows)
+    return draw.Table(["", first.name, second.name, ""], rows)
 
 
 def _plans_table(
@@ -355,7 +358,7 @@ def _plans_table(
     parts: Sequence[Mapping[str, float]],
     order: Iterable[str],
     text: Callable[[float], str],
-) -> Table:
+) -> draw.Table:
     """The parts of both plans and by how much they differ: the first one, which is the whole, then those of `order`."""
     before, after = parts
     whole = next(iter(before))
@@ -364,7 +367,7 @@ def _plans_table(
     for name in names:
         one, other = before.get(name, 0.0), after.get(name, 0.0)
         rows.append([name, text(one), text(other), *difference_text(one, other, text)])
-    return Table(["", *(each.name for each in plans), "change", ""], rows)
+    return draw.Table(["", *(each.name for each in plans), "change", ""], rows)
 
 
 def _summary(first: SavedPlan, second: SavedPlan) -> str:
