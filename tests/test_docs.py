@@ -65,7 +65,7 @@ def test_the_figures_are_those_of_their_script(tmp_path: Path) -> None:
 def test_the_moving_picture_is_that_of_the_command_below_it(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     shown, command = re.findall(
-        r"\((docs/pictures/flow\.svg)\)|^\$ pipeflow (compare .*--animate flow\.svg)$", readme, re.MULTILINE
+        r"\((docs/pictures/flow\.svg)\)|^\$ python3 -m pipeflow (compare .*--animate flow\.svg)$", readme, re.MULTILINE
     )
     run("-m", "pipeflow", *command[1].split(), cwd=tmp_path)
     assert (tmp_path / "flow.svg").read_text(encoding="utf-8") == (ROOT / shown[0]).read_text(encoding="utf-8"), (

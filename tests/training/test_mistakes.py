@@ -123,3 +123,13 @@ def test_an_error_says_what_to_write(name: str) -> None:
     mistake, wanted = MISTAKES[name]
     for told in run_threads(said, 2, mistake):
         assert wanted in told
+
+
+def test_an_optimizer_for_a_rank_without_weights_says_to_cut_elsewhere() -> None:
+    def made_for() -> str:
+        return said(lambda: optimizer(made(nn.Sequential(nn.Linear(8, 1), nn.Tanh()))))
+
+    first, last = run_threads(made_for, 2)
+    assert first == "no error"
+    assert last.startswith("rank 1 has no weights")
+    assert "cuts=[...]" in last

@@ -8,12 +8,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Self
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pipeflow.core.action import Kind
 from pipeflow.core.analysis.simulation import require_costs
@@ -54,6 +55,10 @@ KEEPS = (
 TORCH_CLIPS = (
     "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's part of the gradient: call "
     "pipeflow.clip_grad_norm_(pipeline, max_norm), or what your trainer has for it"
+)
+NO_WEIGHTS = (
+    "has no weights, so it can have no optimizer: cut the module elsewhere with from_module(..., cuts=[...]), the names "
+    "of the blocks after which to cut, or use fewer ranks"
 )
 
 
@@ -314,11 +319,15 @@ class Pipeline(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Like `nn.Module.named_parameters`; after `from_module`, with the names in the module that was cut."""
         has_part = self.context.pipeline_size * self.context.tensor_size > 1
-        if _clips(inspect.currentframe()) and (has_part or self.gradients.owners.of):
+        reader = _reader(inspect.currentframe())
+        if reader is inspect.unwrap(nn.utils.clip_grad_norm_).__code__ and (has_part or self.gradients.owners.of):
             raise UsageError(TORCH_CLIPS)
-        cut = cut_chunks(self.chunks)
+        cut, any_found = cut_chunks(self.chunks), False
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            any_found = True
             yield name_in_module(name, prefix, cut), parameter
+        if not any_found and reader is Optimizer.__init__.__code__:
+            raise UsageError(f"rank {self.context.rank} {NO_WEIGHTS}")
 
     def compile(
         self,
@@ -378,11 +387,11 @@ class Pipeline(nn.Module):
         )
 
 
-def _clips(frame: FrameType | None) -> bool:
-    """Whether torch.nn.utils.clip_grad_norm_ reads a generator, directly or through other generators."""
+def _reader(frame: FrameType | None) -> CodeType | None:
+    """The code of the function that reads a generator, directly or through other generators."""
     while frame is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
         frame = frame.f_back
-    return frame is not None and frame.f_code is inspect.unwrap(nn.utils.clip_grad_norm_).__code__
+    return frame and frame.f_code
 
 
 def execute_pipeline(
