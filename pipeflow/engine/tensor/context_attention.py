@@ -17,14 +17,14 @@ from torch.nn.attention.bias import causal_lower_right
 from pipeflow.engine.parallel.context import context_if_launched
 from pipeflow.engine.parallel.sharding import own_tokens
 from pipeflow.engine.parallel.transport.protocol import Alone, Group
+from pipeflow.engine.tensor.block_attention import LENGTH, attention_to_earlier, can_attend
 from pipeflow.engine.tensor.layer import TensorLayer
 from pipeflow.engine.tensor.regions import exchanged, gathered, sum_scattered
 from pipeflow.engine.torch_private.modes import FakeTensor, disable_current_modes
+from pipeflow.engine.torch_private.tensors import storage_key
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of queries to keys and values, of which the last query sees all and each earlier one sees one less."""
-
-LENGTH = 2  # the dimension of tokens in (batch, heads, length, head size)
 
 
 def context_group() -> Group:
@@ -73,8 +73,12 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) 
     of `scaled_dot_product_attention`.
     """
     queries, keys = query.shape[LENGTH], key.shape[LENGTH]
+    if storage_key(query) != storage_key(key) and query.untyped_storage().nbytes() > query.nbytes:
+        query = query.clone()  # else the memory of which it is a part would be kept with it
     if queries == keys:
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+    if not options.get("dropout_p") and can_attend(query, key, value):
+        return attention_to_earlier(query, key, value, scale=options.get("scale"))
     if isinstance(query, FakeTensor):
         mask = query.new_ones(queries, keys, dtype=torch.bool).tril(keys - queries)
     else:

@@ -47,6 +47,11 @@ with needed():
     called_by_functional: Any = torch._C._nn
     from torch.nn.modules.conv import _ConvNd as Convolution
 
+CPU_FLASH: Function | None = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+CPU_FLASH_BACKWARD: Function | None = getattr(
+    torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None
+)
+
 
 def unviewed(tensor: Tensor) -> Tensor:
     """The same values, but not as a view: torch forbids writing in place to a view that a custom function returns. The
@@ -76,6 +81,8 @@ def _uses(tensor: Tensor) -> tuple[int, int]:
 _ALONE = _uses(torch.empty(0, device="cpu"))
 
 __all__ = [
+    "CPU_FLASH",  # attention with its log-sum-exp, which nothing public returns; None: attention has a mask then
+    "CPU_FLASH_BACKWARD",
     "GROUPED_MM",  # aten's operators, which have no other names
     "LOCAL_SCALAR",
     "PACK_PADDED",
