@@ -52,6 +52,7 @@ def run_threads(
     tensor: int = 1,
     data: int = 1,
     context: int = 1,
+    context_attention: str = "gather",
 ) -> list[Any]:
     """Calls `function(*arguments)` on every rank, with ranks as threads of this process over a LocalTransport. Returns
     the list of results by rank.
@@ -66,6 +67,7 @@ def run_threads(
         tensor: number of tensor ranks; 1 on a GPU.
         data: number of replicas.
         context: number of context ranks; 1 on a GPU. The pipeline has the remaining ranks.
+        context_attention: as in `launch`.
 
     Raises RankError if a rank raised an error, or did not finish within the deadline, and UsageError for tensor or
     context ranks on a GPU.
@@ -84,7 +86,7 @@ def run_threads(
 
     def run(rank: int) -> None:
         transport = LocalTransport(hub, rank, device=place, timeout=timeout)
-        contexts[rank] = own = Context(rank, layout, place, transport)
+        contexts[rank] = own = Context(rank, layout, place, transport, context_attention)
         set_context(own)
         if place.type == "cuda":
             torch.cuda.set_stream(torch.cuda.Stream(place))
@@ -126,13 +128,14 @@ def run_processes(
     tensor: int = 1,
     data: int = 1,
     context: int = 1,
+    context_attention: str = "gather",
 ) -> list[Any]:
     """Calls `function(*arguments)` on every rank, with ranks as processes that have called `launch`. Returns the list
     of results by rank.
 
     Args:
-        function, ranks, arguments, tensor, data, context: as in `run_threads`; function, arguments and results must be
-            picklable.
+        function, ranks, arguments, tensor, data, context, context_attention: as in `run_threads`; function, arguments
+            and results must be picklable.
         deadline: seconds after which ranks that still run are ended.
         timeout: as in `launch`, in seconds.
         may_die: ranks that may be killed by the test; their result is then None.
@@ -148,7 +151,7 @@ def run_processes(
         processes: list[BaseProcess] = []
         for rank in range(ranks):
             here, there = start.Pipe(duplex=False)
-            place = (rank, layout, port, timeout, str(Path(folder, f"{rank}.stack")))
+            place = (rank, layout, context_attention, port, timeout, str(Path(folder, f"{rank}.stack")))
             process = start.Process(target=_run_rank, args=(there, together, place, function, arguments), daemon=True)
             process.start()
             there.close()
@@ -167,18 +170,18 @@ def run_processes(
 def _run_rank(
     connection: Connection,
     together: Any,
-    place: tuple[int, WorldLayout, int, float, str],
+    place: tuple[int, WorldLayout, str, int, float, str],
     function: Callable[..., Any],
     arguments: tuple[object, ...],
 ) -> None:
-    rank, layout, port, timeout, stack = place
+    rank, layout, attention, port, timeout, stack = place
     faulthandler.register(signal.SIGUSR1, file=Path(stack).open("w", encoding="utf-8"), all_threads=True)  # noqa: SIM115  # open until the end
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(layout.world_size), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     try:
         together.wait()
-        launch(layout.pipeline, layout.tensor, context=layout.context, timeout=timeout)
+        launch(layout.pipeline, layout.tensor, context=layout.context, context_attention=attention, timeout=timeout)
         _send(connection, (True, function(*arguments)))
     except BaseException:
         _send(connection, (False, traceback.format_exc()))

@@ -134,9 +134,7 @@ class _RecordedGroup:
         return lambda *arguments: self._recorder.start(self._communicator, self._on_host, collective, *arguments)
 
 
-def recorded(
-    function: Callable[..., object], ranks: int, *arguments: object, tensor: int = 1, data: int = 1, context: int = 1
-) -> list[list[Issued]]:
+def recorded(function: Callable[..., object], ranks: int, *arguments: object, **layout: Any) -> list[list[Issued]]:
     """Calls `function(*arguments)` on every rank, with ranks as threads, and returns what each rank issued."""
 
     def run() -> list[Issued]:
@@ -144,7 +142,7 @@ def recorded(
         plain = here.world
         assert isinstance(plain, LocalTransport)
         recorder = Recorder(plain)
-        recorded = Context(here.rank, here.layout, DEVICE, recorder)
+        recorded = Context(here.rank, here.layout, DEVICE, recorder, here.context_attention)
         set_context(recorded)
         try:
             with Watch(recorder.computed, recorder.waited):
@@ -154,5 +152,4 @@ def recorded(
         return recorder.log
 
     with pretended():
-        sizes: Any = {"tensor": tensor, "data": data, "context": context}
-        return run_threads(run, ranks, **sizes, deadline=_DEADLINE, timeout=_DEADLINE)
+        return run_threads(run, ranks, **layout, deadline=_DEADLINE, timeout=_DEADLINE)

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeflow import UsageError
-from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.context import CONTEXT_ATTENTION, current_context
 from pipeflow.engine.parallel.sharding import own_tokens
-from pipeflow.engine.tensor.context_attention import Attend, ContextAttention, causal_attention
+from pipeflow.engine.tensor.context_attention import Attend, ContextAttention, _Seen, causal_attention
 from pipeflow.models import GPTBlock, GPTEmbedding
 from pipeflow.tensor import Dropout, checkpoint, manual_seed
 from pipeflow.testing import run_threads
@@ -22,8 +23,8 @@ from tests.tensor.ranks import Counting, normal, require_near
 SHAPE = BATCH, HEADS, LENGTH, SIZE = 2, 3, 24, 4
 
 
-def over_context(function: Any, ranks: int, *arguments: Any, tensor: int = 1) -> list[Any]:
-    return run_threads(function, ranks, *arguments, context=ranks // tensor, tensor=tensor)
+def over_context(function: Any, ranks: int, *arguments: Any, tensor: int = 1, how: str = "gather") -> list[Any]:
+    return run_threads(function, ranks, *arguments, context=ranks // tensor, tensor=tensor, context_attention=how)
 
 
 def mine(whole: Tensor, dim: int = 2) -> Tensor:
@@ -47,9 +48,10 @@ def attend_here(wholes: list[Tensor]) -> None:
         require_near(found, mine(whole))
 
 
+@pytest.mark.parametrize("how", CONTEXT_ATTENTION)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_outputs_and_gradients_are_those_of_the_whole_sequence(ranks: int) -> None:
-    over_context(attend_here, ranks, attended())
+def test_outputs_and_gradients_are_those_of_the_whole_sequence(ranks: int, how: str) -> None:
+    over_context(attend_here, ranks, attended(), how=how)
 
 
 class Elements(Counting):
@@ -65,6 +67,14 @@ class Elements(Counting):
         self.elements += whole.numel() - part.numel()
         return self.__getattr__("reduce_scatter")(part, whole)
 
+    def broadcast(self, tensor: Tensor, source: int) -> Any:
+        self.elements += tensor.numel() * (source != self.rank)
+        return self.__getattr__("broadcast")(tensor, source)
+
+    def reduce(self, tensor: Tensor, target: int) -> Any:
+        self.elements += tensor.numel() * (target != self.rank)
+        return self.__getattr__("reduce")(tensor, target)
+
 
 def exchange_counted() -> None:
     group = Elements(current_context().context)
@@ -76,9 +86,96 @@ def exchange_counted() -> None:
     assert (group.elements, group.taken()) == (2 * formula, {"reduce_scatter": 1})
 
 
+SHARED = 1  # heads of keys and values
+
+
+def ring_counted() -> None:
+    """Each rank's keys and values come once in a forward, and again in a backward, which also sends their gradients.
+    A rank keeps its own ones alone.
+    """
+    group = Elements(current_context().context)
+    shapes = [SHAPE, (BATCH, SHARED, LENGTH, SIZE), (BATCH, SHARED, LENGTH, SIZE)]
+    query, key, value = (mine(normal(*shape, seed=seed)).requires_grad_() for seed, shape in enumerate(shapes))
+    formula = (group.size - 1) / group.size * 2 * LENGTH * SHARED * SIZE * BATCH
+    kept = dict[int, int]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = ContextAttention(group)(query, key, value, causal_attention)
+    assert (group.elements, group.taken()) == (formula, {"broadcast": group.size})
+    assert sum(kept.values()) == 2 * query.nbytes + query.nbytes // SIZE + 2 * key.nbytes
+    output.sum().backward()
+    assert (group.elements, group.taken()) == (3 * formula, {"broadcast": group.size, "reduce": group.size})
+
+
+@pytest.mark.parametrize(("how", "counted"), [("gather", exchange_counted), ("ring", ring_counted)])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_what_is_sent_is_the_formula(ranks: int) -> None:
-    over_context(exchange_counted, ranks)
+def test_what_is_sent_is_the_formula(ranks: int, how: str, counted: Any) -> None:
+    over_context(counted, ranks, how=how)
+
+
+def in_another_form() -> None:
+    """What both forms give for fewer heads of keys, another scale, and 16-bit numbers."""
+    found = []
+    for how in CONTEXT_ATTENTION:
+        layer, inputs = (
+            ContextAttention(),
+            [
+                mine(normal(BATCH, heads, LENGTH, SIZE, seed=seed)).float().requires_grad_()
+                for seed, heads in enumerate((4, 2, 2))
+            ],
+        )
+        layer.is_ring = how == "ring"
+        with torch.autocast("cpu"):
+            output = layer(*inputs, causal_attention, scale=0.3, enable_gqa=True)
+        output.sum().backward()
+        found.append([output, *(each.grad for each in inputs)])
+    for gathered, ring in zip(*found, strict=True):
+        assert gathered.dtype == ring.dtype
+        torch.testing.assert_close(ring, gathered, rtol=0.02, atol=0.02)
+
+
+def test_a_ring_has_grouped_heads_scales_and_autocast() -> None:
+    over_context(in_another_form, 3)
+
+
+def pairs_here() -> int:
+    """The pairs of a query and a key whose scores a rank computes, of blocks that are whole or causal."""
+    context, pairs = current_context(), 0
+    for source in range(context.context_size):
+        (_, queries), (_, keys), causal = _Seen.of(context.context_rank, source, LENGTH)
+        pairs += queries * (queries + 1) // 2 if causal else queries * keys
+    return pairs
+
+
+def test_each_rank_of_a_ring_computes_an_equal_share() -> None:
+    pairs = over_context(pairs_here, 3, how="ring")
+    assert len(set(pairs)) == 1
+    assert sum(pairs) == 3 * LENGTH * (3 * LENGTH + 1) // 2
+
+
+def refuse_dropout() -> None:
+    block = GPTBlock(WIDTH, HEADS_OF_BLOCK, attention_dropout=0.5)
+    with pytest.raises(UsageError, match='launch with context_attention="gather"'):
+        block(torch.zeros(1, 4, WIDTH), None)
+
+
+def test_dropout_in_a_ring_is_refused() -> None:
+    over_context(refuse_dropout, 2, how="ring")
+
+
+def refuse_a_second_derivative() -> None:
+    inputs = [mine(normal(*SHAPE, seed=seed)).requires_grad_() for seed in range(3)]
+    output = ContextAttention()(*inputs, causal_attention)
+    with pytest.raises(UsageError, match="leave create_graph=True out"):
+        torch.autograd.grad(output.sum(), inputs, create_graph=True)
+
+
+def test_a_second_derivative_of_a_ring_is_refused() -> None:
+    over_context(refuse_a_second_derivative, 2, how="ring")
 
 
 WIDTH, HEADS_OF_BLOCK, TOKENS = 32, 2, 64

@@ -40,6 +40,7 @@ class Gpt:
     sequence_parallel: bool = False
     zero: bool = False
     gives_positions: bool = False
+    context_attention: str = "gather"
     max_norm: float = 0.05
 
     @property

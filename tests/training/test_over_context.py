@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pipeflow import execute_pipeline
+from pipeflow.engine.parallel.context import CONTEXT_ATTENTION
 from pipeflow.testing import run_processes, run_threads
 from tests.training.hybrid import Trained, require_trained
 from tests.training.over_context import Gpt, pipeline_of, train, train_in_one_process
@@ -32,6 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "recomputed": {"checkpoint": True},
     "zero": {"zero": True},
     "given positions": {"gives_positions": True, "sequence_parallel": True},
+    "ring": {"context_attention": "ring", "checkpoint": True, "zero": True},
 }
 
 
@@ -43,7 +45,8 @@ def expected(samples: tuple[int, ...], gives_positions: bool = False) -> Trained
 def run(runner: Any, work: Gpt, context: int, tensor: int = 1) -> None:
     data = len(work.samples)
     ranks = context * work.pipeline * tensor * data
-    results = runner(train, ranks, work, context=context, tensor=tensor, data=data)
+    sizes: dict[str, Any] = {"context": context, "tensor": tensor, "data": data}
+    results = runner(train, ranks, work, **sizes, context_attention=work.context_attention)
     require_trained(results, expected(work.samples, work.gives_positions), TOLERANCE)
 
 
@@ -61,9 +64,14 @@ def test_one_stage() -> None:
     run(run_threads, Gpt(), 2)
 
 
+def test_one_stage_with_a_ring() -> None:
+    run(run_threads, Gpt(context_attention="ring"), 4)
+
+
 @pytest.mark.slow
-def test_gloo() -> None:
-    run(run_processes, Gpt("zb-v", 2, zero=True, checkpoint=True), 2)
+@pytest.mark.parametrize("how", CONTEXT_ATTENTION)
+def test_gloo(how: str) -> None:
+    run(run_processes, Gpt("zb-v", 2, zero=True, checkpoint=True, context_attention=how), 2)
 
 
 @pytest.mark.exhaustive

@@ -22,6 +22,10 @@ from pipeflow.engine.parallel.layout import WorldLayout
 from pipeflow.engine.parallel.transport.protocol import Group, Subset, Transport
 
 
+CONTEXT_ATTENTION = ("gather", "ring")
+"""How context ranks may get each other's keys and values: see `tensor.context_attention`."""
+
+
 @dataclass(eq=False)
 class Context:
     """The place of this process in the world, and its connections to other ranks.
@@ -31,6 +35,7 @@ class Context:
         layout: the sizes of the world's dimensions (data, pipeline, context, tensor).
         device: the device on which this process computes.
         world: the transport that connects all ranks.
+        context_attention: how attention over context ranks gets keys and values, one of `CONTEXT_ATTENTION`.
         transport: the transport that connects the ranks of this rank's pipeline.
         replicas: the transport that connects the ranks that have the same place in other replicas.
         holders: the transport that connects the ranks that hold the same weights, in all replicas and context ranks.
@@ -48,6 +53,7 @@ class Context:
     layout: WorldLayout
     device: torch.device
     world: Transport
+    context_attention: str = "gather"
     transport: Transport = field(init=False)
     replicas: Transport = field(init=False)
     holders: Transport = field(init=False)

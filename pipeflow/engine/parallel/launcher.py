@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # loaded later, its default arguments would keep the first group alive
 
-from pipeflow.core.errors import Failure, PipelineError
-from pipeflow.engine.parallel.context import Context, set_process_context
+from pipeflow.core.errors import Failure, PipelineError, UsageError
+from pipeflow.engine.parallel.context import CONTEXT_ATTENTION, Context, set_process_context
 from pipeflow.engine.parallel.control.coordinator import Coordinator
 from pipeflow.engine.parallel.control.diagnosis import gone
 from pipeflow.engine.parallel.control.monitor import HOST, Monitor, grace_of
@@ -51,6 +51,7 @@ def launch(
     tensor: int = 1,
     *,
     context: int = 1,
+    context_attention: str = "gather",
     timeout: float = 60.0,
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
@@ -70,6 +71,9 @@ def launch(
         tensor: number of processes that share every layer.
         context: number of processes that hold the same weights and share the tokens of each sequence. They read the
             same batches.
+        context_attention: "gather" or "ring". With "gather", each layer gathers the keys and values of all context
+            ranks. With "ring", it has those of one rank at a time, keeps only its own, and sends them again in the
+            backward.
         timeout: seconds to wait for all ranks to launch, and later for another rank that makes the same call. The limit
             is ten times as long if that rank may have to compile first. There is no limit for a rank between calls, for
             example during a long upload, as long as its process answers. On GPUs it must be longer than a step.
@@ -81,10 +85,14 @@ def launch(
     This sets environment variables that gloo, CUDA, NCCL and torch read (docs/clusters.md lists them). On GPUs, call it
     before CUDA is used.
 
-    Raises UsageError if the world size does not fit, if the device does not exist or is not supported, and if
+    Raises UsageError if the world size does not fit, if `context_attention` is another name, if the device does not exist or is not supported, and if
     CUDA_DEVICE_MAX_CONNECTIONS is less than 32. No process group exists then. Raises PipelineError if not all ranks
     launch in time; the error names the missing ranks.
     """
+    if context_attention not in CONTEXT_ATTENTION:
+        raise UsageError(
+            f"context_attention must be {' or '.join(map(repr, CONTEXT_ATTENTION))}, got {context_attention!r}"
+        )
     rank, world_size = _rank_and_size(group)
     layout = WorldLayout.of(world_size, pipeline, tensor, context)
     if world_size > 1:
@@ -96,7 +104,7 @@ def launch(
         write_once(rank)
     elif not dist.is_initialized() and all(name in os.environ for name in _TORCHRUN):
         _initialize(rank, world_size, place, timeout, lambda *_: None)  # for torch's libraries; nothing here needs it
-    launched = Context(rank, layout, place, transport)
+    launched = Context(rank, layout, place, transport, context_attention)
     set_process_context(launched)
     return launched
 

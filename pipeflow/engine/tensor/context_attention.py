@@ -1,29 +1,40 @@
 """Causal attention of tokens that context ranks share. Each sequence is cut into 2 c equal parts for c context ranks.
 Rank i holds parts i and 2 c - 1 - i, so that all ranks compute equally many scores. This is the head-tail order of
-arXiv 2407.21783, section 3.3.2. Must not contain: which tokens of a batch a rank reads.
+arXiv 2407.21783, section 3.3.2. Must not contain: which tokens of a batch a rank reads, and attention to a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
+from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import context_if_launched
 from pipeflow.engine.parallel.sharding import own_tokens
-from pipeflow.engine.parallel.transport.protocol import Alone, Group
-from pipeflow.engine.tensor.block_attention import LENGTH, attention_to_earlier, can_attend
+from pipeflow.engine.parallel.transport.protocol import Alone, Group, Work
+from pipeflow.engine.tensor.block_attention import (
+    LENGTH,
+    Attended,
+    attend,
+    attention_to_earlier,
+    by_shared_heads,
+    can_split,
+    gradients_of,
+    require_first_derivative,
+)
 from pipeflow.engine.tensor.layer import TensorLayer
 from pipeflow.engine.tensor.regions import exchanged, gathered, sum_scattered
 from pipeflow.engine.torch_private.modes import FakeTensor, disable_current_modes
 from pipeflow.engine.torch_private.tensors import storage_key
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]
 """Attention of queries to keys and values, of which the last query sees all and each earlier one sees one less."""
 
 
@@ -36,8 +47,12 @@ def context_group() -> Group:
 class ContextAttention(TensorLayer):
     """Causal attention, over all tokens of each sequence, of the tokens that this context rank holds.
 
-    The keys and values of all context ranks are gathered: a forward receives (c - 1) / c x 2 S h d elements per
-    sequence, for S tokens and h heads of size d on this tensor rank. A backward sends as many.
+    With "gather", the keys and values of all context ranks are gathered: a forward receives (c - 1) / c x 2 S h d
+    elements per sequence, for S tokens and h heads of size d on this tensor rank. A backward sends as many.
+
+    With "ring", they come from one rank at a time, as in ring attention (Liu et al., arXiv 2310.01889). A rank keeps
+    its own for the backward, a c-th of those of the sequence. A forward receives as much as with "gather". A backward
+    receives that again, and sends as much of gradients.
 
     Args:
         group: the context ranks; by default the context group of the context, or a group of one without a launch.
@@ -46,23 +61,35 @@ class ContextAttention(TensorLayer):
     def __init__(self, group: Group | None = None) -> None:
         super().__init__()
         self.join(context_group() if group is None else group)
+        context = context_if_launched()
+        self.is_ring = context is not None and context.context_attention == "ring"
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend, **options: Any) -> Tensor:
         """The outputs of this rank's tokens, in their order.
 
         Args:
             query, key, value: (batch, heads, length, head size) of this rank's tokens, parts i and 2 c - 1 - i.
             attend: computes the attention of one part's queries to the keys and values of all tokens up to its end.
+            options: arguments of `attend`, such as `scale`.
+
+        Raises UsageError with "ring" for an `attend` that is not `causal_attention`, and for dropout.
         """
         ranks, rank = self.group.size, self.group.rank
         if ranks == 1:
-            return attend(query, key, value)
+            return attend(query, key, value, **options)
+        if self.is_ring:
+            if attend is not causal_attention or options.get("dropout_p"):
+                raise UsageError(
+                    'context_attention="ring" computes attention without dropout alone: set the dropout of attention '
+                    'to 0, or launch with context_attention="gather"'
+                )
+            return ring_attention(self.group, query, key, value, scale=options.get("scale"))
         pair = torch.stack([key, value])
         keys, values = exchanged(pair, self.group, _gathered_in_order, _sum_scattered_in_order)
         length = query.shape[LENGTH] // 2
         ends = [(part + 1) * length for part in (rank, 2 * ranks - 1 - rank)]
         seen = [
-            attend(own, keys.narrow(LENGTH, 0, end), values.narrow(LENGTH, 0, end))
+            attend(own, keys.narrow(LENGTH, 0, end), values.narrow(LENGTH, 0, end), **options)
             for own, end in zip(query.chunk(2, LENGTH), ends, strict=True)
         ]
         return torch.cat(seen, LENGTH)
@@ -77,7 +104,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) 
         query = query.clone()  # else the memory of which it is a part would be kept with it
     if queries == keys:
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
-    if not options.get("dropout_p") and can_attend(query, key, value):
+    if not options.get("dropout_p") and can_split(query, key, value):
         return attention_to_earlier(query, key, value, scale=options.get("scale"))
     if isinstance(query, FakeTensor):
         mask = query.new_ones(queries, keys, dtype=torch.bool).tril(keys - queries)
@@ -97,3 +124,111 @@ def _sum_scattered_in_order(group: Group, whole: Tensor) -> Tensor:
     """This rank's tokens of the sum over the ranks."""
     mine = partial(own_tokens, whole, ranks=group.size, dim=LENGTH + 1)
     return sum_scattered(group, torch.stack([mine(rank=rank) for rank in range(group.size)]), 0)[0]
+
+
+def ring_attention(group: Group, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Tensor:
+    """Causal attention over context ranks, of which one at a time sends its keys and values to all others. While a rank
+    computes with them, the next ones are under way. A broadcast stands for the c - 1 sends of a ring: it brings as
+    much, and all ranks start the same calls in the same order.
+
+    Args:
+        group: the context ranks.
+        query: (batch, heads, length, head size) of this rank's tokens, parts i and 2 c - 1 - i.
+        key, value: the same, perhaps with fewer heads, each for as many heads of queries.
+        scale: factor of the scores; by default the head size to the power of -1/2.
+
+    Returns the outputs of this rank's tokens, in their order.
+
+    Raises UsageError in a backward with create_graph=True.
+    """
+    three = query, key, value
+    if torch.is_autocast_enabled(query.device.type):
+        three = query, key, value = tuple(each.to(torch.get_autocast_dtype(query.device.type)) for each in three)
+    three = by_shared_heads(*three)
+    output: Tensor = _Ring.apply(group, *three, scale)  # type: ignore[no-untyped-call]  # torch's
+    return output if three[0] is query else output.unflatten(0, (len(query), -1)).flatten(1, 2)
+
+
+def _in_turn(group: Group, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Each rank, and its keys and values. Those of the next one arrive meanwhile."""
+
+    def start(source: int) -> tuple[Tensor, Work]:
+        block = own if source == group.rank else torch.empty_like(own)
+        return block, group.broadcast(block, source)
+
+    coming = start(0)
+    for source in range(group.size):
+        block, work = coming
+        work.wait()
+        if source + 1 < group.size:
+            coming = start(source + 1)
+        yield source, block
+
+
+class _Seen(NamedTuple):
+    """Which tokens of this rank see which of a block: places of the first ones, and their numbers."""
+
+    query: tuple[int, int]
+    key: tuple[int, int]
+    causal: bool
+
+    @classmethod
+    def of(cls, rank: int, source: int, tokens: int) -> _Seen:
+        """Of the block of rank `source`. Both have so many tokens, half of them in each part."""
+        half = tokens // 2
+        if source == rank:
+            return cls((0, tokens), (0, tokens), causal=True)
+        if source < rank:  # its first part lies before both of this rank, its second one behind both
+            return cls((0, tokens), (0, half), causal=False)
+        return cls((half, half), (0, tokens), causal=False)  # both lie between the two of this rank
+
+
+class _Ring(Function):
+    """`ring_attention`, with one head of keys for all heads of queries or as many."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        found: Attended | None = None
+        with torch.autocast(query.device.type, enabled=False):
+            for source, block in _in_turn(group, torch.stack([key, value])):
+                seen = _Seen.of(group.rank, source, query.shape[LENGTH])
+                keys, values = block.narrow(LENGTH + 1, *seen.key)
+                new = attend(query.narrow(LENGTH, *seen.query), keys, values, causal=seen.causal, scale=scale)
+                if found is None:
+                    found = Attended(new.output.to(new.logsumexp.dtype), new.logsumexp)
+                elif seen.query[0]:
+                    for whole, part in zip(found, found.part(*seen.query).merged(new), strict=True):
+                        whole.narrow(LENGTH, *seen.query).copy_(part)
+                else:
+                    found = found.merged(new)
+        assert found is not None
+        output = found.output.to(query.dtype)
+        ctx.group, ctx.scale = group, scale
+        ctx.save_for_backward(query, key, value, output, found.logsumexp)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None]:
+        require_first_derivative()
+        query, key, value, *saved = ctx.saved_tensors
+        group, all_keys = ctx.group, Attended(*saved)
+        of_query = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
+        own, last = torch.empty(0), list[tuple[Work, Tensor]]()
+        with torch.autocast(query.device.type, enabled=False):
+            for source, block in _in_turn(group, torch.stack([key, value])):
+                seen = _Seen.of(group.rank, source, query.shape[LENGTH])
+                mine = [each.narrow(LENGTH, *seen.query) for each in (gradient, query)]
+                keys, values = block.narrow(LENGTH + 1, *seen.key)
+                more, *others = gradients_of(
+                    *mine, keys, values, all_keys.part(*seen.query), causal=seen.causal, scale=ctx.scale
+                )
+                of_query.narrow(LENGTH, *seen.query).add_(more)
+                of_block = torch.zeros_like(block)
+                of_block.narrow(LENGTH + 1, *seen.key).copy_(torch.stack(others))
+                own = of_block if source == group.rank else own
+                for work, _ in last:
+                    work.wait()
+                last = [(group.reduce(of_block, source), of_block)]
+        for work, _ in last:
+            work.wait()
+        return None, of_query.to(query.dtype), *own, None
