@@ -1,9 +1,11 @@
-"""Models of transformers whose stages compute slices of a sequence, with pipeflow's attention, and their loss. Must not
-contain: how keys pass from slice to slice.
+"""Models of transformers whose tokens are shared, over context ranks or in slices of a sequence: with pipeflow's
+attention, and their loss. Must not contain: how keys pass from slice to slice or from rank to rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -11,49 +13,101 @@ from torch.nn import functional
 
 from pipeflow.adapters.libraries import transformers_library
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.runtime.past import joined
-from pipeflow.engine.tensor.context_attention import causal_attention
+from pipeflow.engine.runtime.past import is_sliced, joined
+from pipeflow.engine.tensor.context_attention import ContextAttention, context_group
 from pipeflow.engine.tensor.cross_entropy import CrossEntropy
+from pipeflow.engine.tensor.masked_attention import masked_attention
 from pipeflow.engine.torch_private.modes import FakeTensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "pipeflow"
-FAMILIES = frozenset({"gpt2", "llama", "mistral", "olmo2", "qwen2", "qwen3"})
+FAMILIES = frozenset(
+    {
+        "cohere",
+        "gemma3_text",
+        "gpt2",
+        "granite",
+        "llama",
+        "mistral",
+        "olmo2",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+    }
+)
 """The model types whose tokens meet in attention alone, as tests have shown for each."""
-UNKNOWN = frozenset({"sliding_window", "softcap", "position_bias", "s_aux", "cache"})
-"""Arguments of attention functions that change what a token sees."""
+UNKNOWN = frozenset({"softcap", "position_bias", "s_aux", "cache"})
+"""Arguments of attention functions that change what a token sees, or its scores."""
+BY_LENGTH = frozenset({"dynamic", "longrope"})
+"""Types of rotary embeddings whose angles depend on the largest position of a forward."""
 
 
 def share_tokens(model: PreTrainedModel) -> PreTrainedModel:
-    """Gives a causal model pipeflow's attention, so that its pipeline takes schedules with slices. Call it before
-    `Pipeline.from_module`, whose batches then have `input_ids` and `position_ids`, and no `attention_mask`.
+    """Gives a causal model pipeflow's attention, so that its pipeline runs over context ranks and takes schedules with
+    slices. Call it before `Pipeline.from_module`, whose batches then have `input_ids` and `position_ids`, and no
+    `attention_mask`. Positions begin at 0 in each sequence; where they begin again, so does a document, whose tokens
+    see no others. Padding at the end has the label -100.
 
-    >>> schedule = make_schedule("1f1b", ranks=2, microbatches=8, slices=4)  # doctest: +SKIP
+    >>> schedule = make_schedule("1f1b", ranks=2, microbatches=8)  # doctest: +SKIP
     >>> model = share_tokens(model)  # doctest: +SKIP
     >>> pipeline = Pipeline.from_module(model, schedule, example, criterion=CausalLMLoss())  # doctest: +SKIP
 
     Args:
-        model: a model of transformers, which is changed.
+        model: a model of transformers, which is changed. It keeps no cache any more.
 
     Returns the model.
 
     Raises UsageError for a model that is not known to mix tokens in causal attention alone.
     """
-    kind = model.config.model_type
+    kind, config = model.config.model_type, model.config
+    alone = "launch with context=1 and use a schedule with slices=1"
     if kind not in FAMILIES:
         raise UsageError(
-            f"it is not known whether tokens of {type(model).__name__} ({kind}) meet in causal attention alone: use a "
-            f"schedule with slices=1, or a model of {', '.join(sorted(FAMILIES))}"
+            f"it is not known whether tokens of {type(model).__name__} ({kind}) meet in causal attention alone: "
+            f"{alone}, or use a model of {', '.join(sorted(FAMILIES))}"
+        )
+    if found := sorted(_rope_types(config) & BY_LENGTH):
+        raise UsageError(
+            f"{type(model).__name__} has rotary embeddings of the type {found[0]!r}, whose angles depend on the "
+            f"largest position of a forward, and a part of a sequence has another one: {alone}"
+        )
+    if getattr(config, "output_router_logits", False):
+        raise UsageError(
+            f"{type(model).__name__} has a loss that balances its experts over all tokens, which a part of a sequence "
+            f"does not have: set config.output_router_logits to False, or {alone}"
         )
     library: Any = transformers_library()
     library.AttentionInterface.register(NAME, attention)
-    # the mask of another function: none for plain causal attention, and one that `attention` refuses for all else
-    library.AttentionMaskInterface.register(NAME, library.masking_utils.sdpa_mask)
+    library.AttentionMaskInterface.register(NAME, mask)
     model.set_attn_implementation(NAME)
+    config.use_cache = False  # with a cache, transformers takes packed documents for one
     vars(model)["shares_tokens"] = True
     return model
+
+
+def _rope_types(config: Any) -> set[object]:
+    """The types of a model's rotary embeddings, which some models have per type of layer."""
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    tables = [found, *(each for each in found.values() if isinstance(each, Mapping))]
+    return {table.get("rope_type", table.get("type")) for table in tables}
+
+
+def mask(*arguments: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
+    """The mask of transformers' own attention, as a function of masks of transformers; None over context ranks, where
+    `attention` hides what a token does not see.
+
+    Raises UsageError for a mask of padding over context ranks.
+    """
+    if context_group().size == 1:
+        whole: Any = transformers_library().masking_utils.sdpa_mask
+        found: Tensor | None = whole(*arguments, attention_mask=attention_mask, **options)
+        return found
+    if attention_mask is not None:
+        raise UsageError("context ranks take no attention_mask: leave it out, or launch with context=1")
+    return None
 
 
 def attention(
@@ -65,37 +119,49 @@ def attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    documents: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of a slice to its tokens and those before, as an attention function of transformers.
+    """Causal attention, as an attention function of transformers: of a slice to its tokens and those before, and of
+    the tokens of a context rank to those of all.
 
     Args:
         module: the attention layer.
         query: (batch, heads, tokens, head size).
         key, value: (batch, heads of keys, tokens, head size).
-        attention_mask: None; others are refused.
+        attention_mask: what each token of a whole sequence sees; None: all before it, or what `sliding_window` and
+            `documents` leave. Parts of a sequence take it from these two.
         dropout: probability of dropout of the scores.
         scaling: factor of the scores.
         is_causal: by default what the layer says.
+        sliding_window: how many tokens each sees, itself included; None: all before it.
+        documents: the number of the document of each token of whole sequences, (batch, all tokens), of parts alone.
         others: further arguments of the layer, of which none may change what a token sees.
 
     Returns the output (batch, tokens, heads, head size), and None for the scores.
 
-    Raises UsageError for attention that is not plain and causal.
+    Raises UsageError for attention that is not known.
     """
     found = [name for name in sorted(UNKNOWN) if others.get(name) is not None]
-    if attention_mask is not None and not isinstance(attention_mask, FakeTensor):
-        found.append("a mask, of padding or of packed documents")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         found.append("is_causal=False")
     if found:
         raise UsageError(
             f"{type(module).__name__} computes attention with {found[0]}, which share_tokens does not know: leave it "
-            "out, and use a schedule with slices=1"
+            "out, or do not call share_tokens"
         )
-    key, value = joined(module, key, value)
-    options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-    seen = causal_attention(query, key, value, **options)
+    over_context = ContextAttention()
+    if attention_mask is None or is_sliced(module) or over_context.group.size > 1:
+        options = {"window": sliding_window, "documents": documents, "dropout_p": dropout, "scale": scaling}
+        attend = partial(masked_attention, **options)
+        key, value = joined(module, key, value)
+        is_planned = isinstance(query, FakeTensor)  # then no rank sends anything
+        seen = attend(query, key, value) if is_planned else over_context(query, key, value, attend)
+    else:
+        seen = functional.scaled_dot_product_attention(
+            query, key, value, attention_mask, dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        )
     return seen.transpose(1, 2).contiguous(), None
 
 

@@ -14,7 +14,8 @@ from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.sharding import own_tokens
 from pipeflow.engine.runtime.microbatch import Batch
-from pipeflow.engine.runtime.original import uncompiled
+from pipeflow.engine.runtime.original import root_of
+from pipeflow.engine.runtime.positions import DOCUMENTS, documents_of
 
 TOKENS = ("input_ids", "position_ids")  # the entries of a batch that have a number for each token
 ALONE = "or launch with context=1"
@@ -59,13 +60,22 @@ class ContextTokens:
             )
         self.criterion, self._shifted = loss.of_shifted, loss.shifted
 
-    def own(self, batch: Batch) -> Batch:
-        """The part of `batch` that has this rank's tokens. Raises UsageError for a batch that cannot be divided."""
+    def own(self, batch: Batch, *, of_module: bool = False) -> Batch:
+        """The part of `batch` that has this rank's tokens.
+
+        Args:
+            batch: the whole batch.
+            of_module: whether its entries are those of a module that was cut, which may count positions itself.
+
+        Raises UsageError for a batch that cannot be divided.
+        """
         if batch.is_divided:
             raise UsageError(f"context ranks need a batch that is not divided: pass the whole batch, {ALONE}")
         if not isinstance(batch.inputs, dict) or "input_ids" not in batch.inputs:
             raise UsageError('context ranks need a dict of inputs, as in ({"input_ids": tokens}, tokens)')
         inputs = {name: entry for name, entry in batch.inputs.items() if entry is not None}
+        if of_module and inputs.get("labels") is batch.labels:  # which the criterion takes
+            inputs.pop("labels", None)
         if "attention_mask" in inputs:
             raise UsageError(f"context ranks take no attention_mask: leave it out of the batch, {ALONE}")
         if others := [name for name in inputs if name not in TOKENS]:
@@ -78,6 +88,9 @@ class ContextTokens:
         if self.criterion is not None and batch.labels is not None:
             labels = self._part(self._shifted(batch.labels))
         parts = {name: self._part(entry) for name, entry in inputs.items()}
+        documents = documents_of(replace(batch, inputs=inputs), "context ranks") if of_module else None
+        if documents is not None:
+            parts[DOCUMENTS] = documents
         return replace(batch, inputs=parts, labels=labels, whole=batch)
 
     def _part(self, entry: Tensor) -> Tensor:
@@ -99,11 +112,11 @@ class ContextTokens:
 
 def require_stages(chunks: Iterable[nn.Module]) -> None:
     """Raises UsageError for a stage that does not say `shares_tokens`: it computes over context ranks."""
-    for chunk in map(uncompiled, chunks):
-        if not getattr(chunk, "shares_tokens", False):
+    for root in map(root_of, chunks):
+        if not getattr(root, "shares_tokens", False):
             raise UsageError(
-                f"context ranks need stages that exchange keys and values, and {type(chunk).__name__} is not known to "
-                f"do so: use a GPTStage, {ALONE}"
+                f"context ranks need stages that exchange keys and values, and {type(root).__name__} is not known to "
+                f"do so: use a GPTStage, call share_tokens(model) before from_module, {ALONE}"
             )
 
 

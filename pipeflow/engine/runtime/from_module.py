@@ -20,6 +20,7 @@ from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.transport.agreement import all_gather_object
 from pipeflow.engine.parallel.transport.protocol import Unconnected
 from pipeflow.engine.runtime.arguments import require_ranks
+from pipeflow.engine.runtime.context_ranks import ContextTokens, require_stages
 from pipeflow.engine.runtime.gradients.weights import PipelineSharedModuleWrapper
 from pipeflow.engine.runtime.microbatch import Divided, as_batch
 from pipeflow.engine.stages.blocks import Blocks, Cuts
@@ -61,10 +62,7 @@ def stages_from(
     """
     _require_plain(module)
     if context.context_size > 1:
-        raise UsageError(
-            f"from_module cannot divide the tokens of {type(module).__name__} over context ranks: make a Pipeline of "
-            "build_gpt_pipeline(...), or launch with context=1"
-        )
+        require_stages([module])
     require_ranks(schedule, context)
     placement, device = schedule.placement, context.device
     planner = Planner(
@@ -78,6 +76,8 @@ def stages_from(
     )
     example = example.microbatches[0] if isinstance(example, Divided) else example
     batch = as_batch(example, schedule.num_microbatches, device, planner.entries.of)
+    if context.context_size > 1:
+        batch = ContextTokens(context, None, {}).own(batch, of_module=True)
     entries = batch.split(batch.inputs)[0]
     with torch.autocast(device.type, autocast, enabled=autocast is not None):
         plan = planner.plan(entries)

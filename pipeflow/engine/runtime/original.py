@@ -46,6 +46,12 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return module if inner is None else inner
 
 
+def root_of(module: nn.Module) -> nn.Module:
+    """The module whose forward a stage runs: a copy of the module that was cut, or else the stage, not compiled."""
+    inner = uncompiled(module)
+    return inner.root if isinstance(inner, ModuleStage) else inner
+
+
 def name_in_module(name: str, prefix: str, cut: Collection[str]) -> str:
     """The name without the first prefix in `cut` that follows `prefix` in it.
 

@@ -10,8 +10,7 @@ from itertools import pairwise
 from operator import mul
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel, require_ends
@@ -21,9 +20,9 @@ from pipeflow.core.slices import attention_of_longer, equal_slices
 from pipeflow.engine.deferral.compile_backend import is_compiled
 from pipeflow.engine.runtime.gradients.fully_sharded import fully_sharded_in
 from pipeflow.engine.runtime.microbatch import Along, Batch, EntryParts, Whole
-from pipeflow.engine.runtime.original import uncompiled
+from pipeflow.engine.runtime.original import root_of
+from pipeflow.engine.runtime.positions import DOCUMENTS
 from pipeflow.engine.runtime.stage import Stage
-from pipeflow.engine.stages.stage import ModuleStage
 from pipeflow.engine.torch_private.trees import tree_flatten, tree_unflatten
 
 
@@ -52,7 +51,12 @@ def ends_of(tokens: int, times: float, slices: int, cost: CostModel | None, *, m
     return tuple(ends)
 
 
-def sliced(batch: Batch, ends: Callable[[int, float], Sequence[int]], criterion: Any) -> Batch:
+def sliced(
+    batch: Batch,
+    ends: Callable[[int, float], Sequence[int]],
+    criterion: Any,
+    documents: Tensor | EntryParts | None = None,
+) -> Batch:
     """The batch with each microbatch cut into slices. All tensors but those in Whole are cut along dim 1, labels after
     the criterion has shifted them.
 
@@ -61,6 +65,7 @@ def sliced(batch: Batch, ends: Callable[[int, float], Sequence[int]], criterion:
         ends: the ends of the slices of a sequence, of so many tokens and so many times as long as the mean one. The
             mean is over all tokens of the batch, so it has the share of attention of the whole batch.
         criterion: the criterion of the Pipeline, whose `shifted` is applied to labels.
+        documents: an entry of which each slice gets that of its whole microbatch; None if there is none.
 
     Raises UsageError for tensors without tokens along dim 1, and for lengths that differ within a microbatch.
     """
@@ -77,9 +82,13 @@ def sliced(batch: Batch, ends: Callable[[int, float], Sequence[int]], criterion:
         column = columns[id(leaf)]
         return EntryParts([*_cut([_shifted(criterion, part) for part in column] if shift else column, cuts)])
 
+    entries: Any = tree_unflatten([cut(leaf, shift=False) for leaf in inputs], inputs_spec)
+    if documents is not None:
+        column = zip(batch.divided(documents), cuts, strict=True)
+        entries = {**entries, DOCUMENTS: EntryParts([part for part, cut in column for _ in cut])}
     return replace(
         batch,
-        inputs=tree_unflatten([cut(leaf, shift=False) for leaf in inputs], inputs_spec),
+        inputs=entries,
         labels=tree_unflatten([cut(leaf, shift=True) for leaf in labels], labels_spec),
         sizes=[size for size, cut in zip(batch.sizes, cuts, strict=True) for _ in cut],
         cuts=cuts,
@@ -122,41 +131,16 @@ def _cut(column: Iterable[object], cuts: Iterable[Sequence[int]]) -> Iterable[ob
             yield part[:, start:end] if isinstance(part, Tensor) and part.dim() else part
 
 
-def require_positions(batch: Batch) -> None:
-    """Raises UsageError unless entries of a module that was cut say the position of each token in a whole sequence: a
-    module that counts positions itself would begin at 0 in each slice.
-    """
-    if "attention_mask" in batch.named:
-        raise UsageError("attention_mask is not possible with slices: leave it out, and give padding the label -100")
-    position_ids = batch.named.get("position_ids")
-    parts = [] if position_ids is None else batch.divided(position_ids)
-    if not parts or any(not _counts(part) for part in parts):
-        raise UsageError(
-            "slices need position_ids in each batch, which count from 0 in each sequence: add "
-            '{"position_ids": torch.arange(length).expand(samples, length)}, also to the example of from_module'
-        )
-
-
-def _counts(positions: object) -> bool:
-    if not isinstance(positions, Tensor) or positions.dim() != 2:
-        return False
-    return bool((positions == torch.arange(positions.shape[1], device=positions.device)).all())
-
-
-def _root(module: nn.Module) -> nn.Module:
-    return module.root if isinstance(module, ModuleStage) else module
-
-
 def require_sliceable(
     schedule: Schedule, stages: Mapping[int, Stage], criterion: object, refused: Mapping[str, bool]
 ) -> None:
     """Raises UsageError unless stages and criterion can compute slices, and no option of `refused` is set."""
     able = f"schedule {schedule.name!r} has {schedule.slices} slices of each microbatch, but"
     for index, stage in stages.items():
-        module = uncompiled(stage.module)
-        if not getattr(_root(module), "shares_tokens", False):
+        module = root_of(stage.module)
+        if not getattr(module, "shares_tokens", False):
             raise UsageError(
-                f"{able} stage {index}, a {_root(module)._get_name()}, does not say that it computes a slice "
+                f"{able} stage {index}, a {module._get_name()}, does not say that it computes a slice "
                 "with what earlier slices left: use stages of build_gpt_pipeline, or call share_tokens(model) "
                 "before from_module; or make the schedule with slices=1"
             )

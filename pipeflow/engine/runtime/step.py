@@ -26,10 +26,11 @@ from pipeflow.engine.runtime.gradients.step_end import ParameterChange
 from pipeflow.engine.runtime.loss import Agreed, AgreementRow, StepCall, agree, told_alone
 from pipeflow.engine.runtime.microbatch import Batch, Divided, as_batch, as_pair, next_of
 from pipeflow.engine.runtime.original import Original
+from pipeflow.engine.runtime.positions import documents_of
 from pipeflow.engine.runtime.program.compile import Compiled, Programs, RunMode
 from pipeflow.engine.runtime.program.operations import Awaited, Operation, run
 from pipeflow.engine.runtime.program.results import merged_outputs, require_forwards_first, require_whole_loss
-from pipeflow.engine.runtime.slicing import ends_of, require_positions, require_sliceable, sliced
+from pipeflow.engine.runtime.slicing import ends_of, require_sliceable, sliced
 from pipeflow.engine.runtime.trace import StepTrace
 from pipeflow.engine.runtime.weighing import Weigher, share_of
 from pipeflow.engine.stages.criterion import explained
@@ -277,7 +278,7 @@ class Runner:
             batch.require_taken(self.taken)
         if self.tokens is not None:
             require_no_outputs(call.return_outputs)
-            batch = self.tokens.own(batch)
+            batch = self.tokens.own(batch, of_module=self.original is not None)
         microbatches, paths = len(batch.sizes), len(schedule.placement.paths)
         if schedule.slices > 1:
             batch = self._sliced(batch, schedule, cost)
@@ -301,10 +302,9 @@ class Runner:
             'loss_over="batch"': self.loss_over == "batch",
         }
         require_sliceable(schedule, self.stages, self.criterion, refused)
-        if self.original is not None:
-            require_positions(batch)
+        documents = None if self.original is None else documents_of(batch, "slices")
         find = partial(ends_of, slices=schedule.slices, cost=cost, multiple_of=self.context.tensor.size)
-        return sliced(batch, find, self.criterion)
+        return sliced(batch, find, self.criterion, documents)
 
     def _run(self, compiled: Compiled, operations: Sequence[Operation], batch: Batch) -> None:
         if not compiled.mode.training:

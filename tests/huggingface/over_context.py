@@ -1,0 +1,150 @@
+"""Models of transformers in one process, and the same over context ranks: what both have after some steps."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeflow import Pipeline, Schedule, clip_grad_norm_, execute_pipeline, make_schedule
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.sharding import Split, splits_of
+from pipeflow.engine.parallel.transport.protocol import Unconnected
+from pipeflow.engine.tensor.layer import cut
+from pipeflow.huggingface import CausalLMLoss, share_tokens
+from tests.huggingface.test_shared_tokens import model_of
+
+TOLERANCE = 1e-12
+VOCABULARY, LENGTH = 48, 16
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained, and how. `samples` has the number of each replica."""
+
+    kind: str
+    name: str = "1f1b"
+    pipeline: int = 2
+    samples: tuple[int, ...] = (3,)
+    steps: int = 2
+    microbatches: int = 2
+    slices: int = 1
+    recomputed: bool = False
+    packed: bool = False
+    max_norm: float = 0.05
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def schedule(self) -> Schedule:
+        options: dict[str, Any] = {"chunks": 2} if self.name == "interleaved-1f1b" else {}
+        if self.slices > 1:
+            options["slices"] = self.slices
+        return make_schedule(self.name, ranks=self.pipeline, microbatches=self.microbatches, **options)
+
+    def model(self) -> Any:
+        return model_of(self.kind, **{"num_hidden_layers": 4, "use_cache": False, **self.options})
+
+    def batch(self, replica: int, step: int) -> tuple[dict[str, Tensor], Tensor]:
+        """Token ids, their positions, and labels, of which some ranks have none in a microbatch. The last sample ends
+        with padding.
+        """
+        samples = self.samples[replica]
+        generator = torch.Generator().manual_seed(100 * replica + step)
+        ids = torch.randint(1, VOCABULARY, (samples, LENGTH), generator=generator)
+        positions = torch.arange(LENGTH).repeat(samples, 1)
+        labels = ids.clone()
+        labels[0, : LENGTH - 2] = -100
+        labels[1, LENGTH // 4 + replica : 3 * LENGTH // 4] = -100
+        ids[-1, -3:], labels[-1, -3:] = 0, -100
+        if self.packed and step:  # the first batch is one document
+            positions[0] = torch.cat([torch.arange(3), torch.arange(LENGTH - 3)])
+            positions[1] = torch.cat([torch.arange(7), torch.arange(1), torch.arange(LENGTH - 8)])
+            labels[positions == 0] = -100
+        return {"input_ids": ids, "position_ids": positions}, labels
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a rank has in the end. Gradients and weights are by name, each with its split and the tensor rank."""
+
+    losses: list[float | None]
+    norms: list[float]
+    gradients: dict[str, tuple[Any, Split | None]]
+    weights: dict[str, tuple[Any, Split | None]]
+    tensor: tuple[int, int] = (0, 1)
+
+
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-6)
+
+
+def _ended(
+    named: dict[str, nn.Parameter],
+    losses: list[float | None],
+    norms: list[float],
+    splits: dict[int, Split],
+    tensor: tuple[int, int] = (0, 1),
+) -> Trained:
+    gradients = {name: (p.grad.numpy(), splits.get(id(p))) for name, p in named.items() if p.grad is not None}
+    weights = {name: (p.detach().numpy(), splits.get(id(p))) for name, p in named.items()}
+    return Trained(losses, norms, gradients, weights, tensor)
+
+
+def train_in_one_process(work: Work) -> Trained:
+    """All replicas' batches at once, with the model's own attention and torch's own loop."""
+    model, criterion = work.model(), CausalLMLoss()
+    optimizer, losses, norms = optimizer_of(model.parameters()), list[float | None](), list[float]()
+    for step in range(work.steps):
+        optimizer.zero_grad()
+        parts = [work.batch(replica, step) for replica in range(len(work.samples))]
+        inputs = {name: torch.cat([entries[name] for entries, _ in parts]) for name in parts[0][0]}
+        loss = criterion(model(**inputs), torch.cat([labels for _, labels in parts]))
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), work.max_norm)))
+        optimizer.step()
+    return _ended(dict(model.named_parameters()), losses, norms, {})
+
+
+def train(work: Work, whole: Any) -> Trained:
+    """On one rank of the layout."""
+    context, model = current_context(), share_tokens(deepcopy(whole))
+    if work.recomputed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    pipeline = Pipeline.from_module(
+        model, work.schedule, work.batch(context.data_rank, 0), criterion=CausalLMLoss()
+    )
+    optimizer, losses, norms = optimizer_of(pipeline.parameters()), list[float | None](), list[float]()
+    for step in range(work.steps):
+        optimizer.zero_grad()
+        output = execute_pipeline(iter([work.batch(context.data_rank, step)]), pipeline)
+        losses.append(None if output.loss is None else output.loss.item())
+        norms.append(float(clip_grad_norm_(pipeline, work.max_norm)))
+        optimizer.step()
+    tensor = context.tensor_rank, context.tensor_size
+    return _ended(dict(pipeline.named_parameters()), losses, norms, splits_of(pipeline), tensor)
+
+
+def require_trained(results: list[Trained], expected: Trained) -> None:
+    """Every rank has the losses and norms, and its part of every gradient and weight; together they have all."""
+    assert any(result.losses[0] is not None for result in results)
+    for kind in ("gradients", "weights"):
+        assert {name for result in results for name in getattr(result, kind)} == set(getattr(expected, kind))
+    for result in results:
+        if result.losses[0] is not None:
+            _require_near(torch.tensor(result.losses), torch.tensor(expected.losses), "losses")
+        _require_near(torch.tensor(result.norms), torch.tensor(expected.norms), "norms")
+        for kind in ("gradients", "weights"):
+            for name, (values, split) in getattr(result, kind).items():
+                whole = torch.from_numpy(getattr(expected, kind)[name][0])
+                own = cut(whole, split, Unconnected(*result.tensor))
+                _require_near(torch.from_numpy(values), own, f"{kind} {name}")
+
+
+def _require_near(mine: Tensor, whole: Tensor, what: str) -> None:
+    assert mine.shape == whole.shape, what
+    error = float((mine - whole).abs().max()) if mine.numel() else 0.0
+    assert error <= TOLERANCE * max(1.0, float(whole.abs().max())), f"{what}: {error} off"
