@@ -96,5 +96,5 @@ def random_of_layers(context: Context) -> OwnRandom:
 
 
 def seed_of_layers(seed: int, context: Context) -> int:
-    """The seed of this rank's layers: alike on tensor ranks, and others in each pipeline rank and each replica."""
-    return (seed + 1024 * (context.pipeline_rank + context.pipeline_size * context.data_rank)) % 2**63
+    """The seed of this rank's layers: alike on tensor ranks, others in each pipeline rank, context rank and replica."""
+    return (seed + 1024 * (context.pipeline_rank + context.pipeline_size * context.copies.rank)) % 2**63

@@ -45,7 +45,7 @@ class Work:
         return make_schedule(self.name, ranks=self.pipeline, microbatches=self.microbatches, **options)
 
     def model(self) -> Any:
-        return model_of(self.kind, **{"num_hidden_layers": 4, "use_cache": False, **self.options})
+        return model_of(self.kind, num_hidden_layers=4, use_cache=False, **self.options)
 
     def batch(self, replica: int, step: int) -> tuple[dict[str, Tensor], Tensor]:
         """Token ids, their positions, and labels, of which some ranks have none in a microbatch. The last sample ends
@@ -114,9 +114,7 @@ def train(work: Work, whole: Any) -> Trained:
     context, model = current_context(), share_tokens(deepcopy(whole))
     if work.recomputed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    pipeline = Pipeline.from_module(
-        model, work.schedule, work.batch(context.data_rank, 0), criterion=CausalLMLoss()
-    )
+    pipeline = Pipeline.from_module(model, work.schedule, work.batch(0, 0), criterion=CausalLMLoss())
     optimizer, losses, norms = optimizer_of(pipeline.parameters()), list[float | None](), list[float]()
     for step in range(work.steps):
         optimizer.zero_grad()

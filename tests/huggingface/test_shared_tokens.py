@@ -10,6 +10,8 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from pipeflow import Pipeline, Schedule, UsageError, execute_pipeline, make_schedule
 from pipeflow.adapters.huggingface.shared_tokens import FAMILIES
@@ -39,11 +41,47 @@ OTHERS = {
 }
 
 
+class GemmaNorm(Gemma3RMSNorm):
+    """In float64, where transformers' adds up the gradient of its weight in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed: Tensor = self._norm(x)
+        return normed * (1 + self.weight)
+
+
+class CohereNorm(CohereLayerNorm):
+    """In float64, as above."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        spread = hidden_states - hidden_states.mean(-1, keepdim=True)
+        return self.weight * (spread * torch.rsqrt(spread.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+
+WIDE = {Gemma3RMSNorm: GemmaNorm, CohereLayerNorm: CohereNorm}
+
+
+MORE: dict[str, Any] = {
+    "gemma3_text": {"head_dim": 4, "query_pre_attn_scalar": 7, "sliding_window_pattern": 2},
+    "phi3": {"pad_token_id": 0},
+    "granite": {
+        "attention_multiplier": 0.4,
+        "residual_multiplier": 0.7,
+        "embedding_multiplier": 3,
+        "logits_scaling": 2,
+    },
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 4},
+}
+
+
 def model_of(kind: str, **options: Any) -> Any:
     """A small model in float64, in training."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **{**OTHERS.get(kind, SIZES), **options})
-    return transformers.AutoModelForCausalLM.from_config(config).double().train()
+    config = transformers.AutoConfig.for_model(kind, **{**OTHERS.get(kind, SIZES), **MORE.get(kind, {}), **options})
+    config._experts_implementation = "batched_mm"  # what it would choose knows no float64
+    model = transformers.AutoModelForCausalLM.from_config(config).double().train()
+    for module in model.modules():
+        module.__class__ = WIDE.get(type(module), type(module))
+    return model
 
 
 def batch_of(tokens: int = 13) -> tuple[dict[str, Tensor], Tensor]:

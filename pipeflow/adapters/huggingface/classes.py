@@ -140,8 +140,14 @@ _IMAGES, _MASKED_IMAGES = "ForImageClassification", "ForMaskedImageModeling"
 _ONE_CLASS = "single_label_classification"
 
 
-def example_for(model: Any, samples: int) -> dict[str, Tensor]:
+def example_for(model: Any, samples: int, shares: int = 0) -> dict[str, Tensor]:
     """A batch of `samples` sequences of 8 tokens, or of images, with labels, as the model's loss takes them.
+
+    Args:
+        model: the model.
+        samples: their number.
+        shares: of how many tokens a sequence must have a multiple if its tokens are shared, over context ranks or in
+            slices; it then has positions instead of a mask. 0: they are not.
 
     Raises UsageError for a model that does not take `input_ids` or `pixel_values`, and labels of a known shape.
     """
@@ -152,6 +158,9 @@ def example_for(model: Any, samples: int) -> dict[str, Tensor]:
     is_per_sample = name.endswith(_PER_SAMPLE) and not config.is_encoder_decoder  # these need a configuration's tokens
     if model.main_input_name != "input_ids" or not (is_per_token or is_per_sample):
         raise UsageError(f"no example batch is known for {name}: pass one, as in from_pretrained(..., example=batch)")
+    if shares:
+        tokens = torch.ones(samples, _LENGTH * shares, dtype=torch.long)
+        return {"input_ids": tokens, "position_ids": tokens.cumsum(1) - 1, "labels": torch.ones_like(tokens)}
     tokens = torch.ones(samples, _LENGTH, dtype=torch.long)
     return {
         "input_ids": tokens,

@@ -18,6 +18,7 @@ from pipeflow.adapters.huggingface.classes import Kind, Model, example_for, mode
 from pipeflow.adapters.huggingface.keys import targets_of
 from pipeflow.adapters.huggingface.owned_weights import StoredWeights, dtype_in, files_in, fill, make_owned
 from pipeflow.adapters.huggingface.peft_adapters import add_adapters, is_adapted, save_adapters
+from pipeflow.adapters.huggingface.shared_tokens import share_tokens
 from pipeflow.adapters.huggingface.skeleton import Blueprint
 from pipeflow.adapters.libraries import transformers_library
 from pipeflow.core.errors import UsageError
@@ -63,8 +64,9 @@ def from_config(
     with _together() as context:
         blueprint = Blueprint(model_class(config, kind), config, _dtype(dtype, config))
         skeleton = blueprint.skeleton().train()
+        shares = _shared(skeleton, schedule, context)
         all_gather(context.world, [0.0])  # torch's default dtype, which all threads share, was changed meanwhile
-    example = example_for(skeleton, schedule.num_microbatches) if example is None else example
+    example = example_for(skeleton, schedule.num_microbatches, shares=shares) if example is None else example
     model = Model.from_module(skeleton, schedule, example, **options)
     with _together():
         make_owned(model)
@@ -123,10 +125,11 @@ def from_pretrained(
         files = files_in(path)
         blueprint = Blueprint(kind, config, _dtype(dtype, config, files))
         skeleton = blueprint.skeleton()
+        shares = _shared(skeleton, schedule, context)
         _read_generation_config(skeleton, path)
         stored = StoredWeights(skeleton, path, files)
         first = stored.new_names(new, context)
-    example = example_for(skeleton, schedule.num_microbatches) if example is None else example
+    example = example_for(skeleton, schedule.num_microbatches, shares=shares) if example is None else example
     with _together():
         adapted = None if adapters is None else add_adapters(skeleton, adapters, seed)
     model = Model.from_module(skeleton if adapted is None else adapted.root, schedule, example, **options)
@@ -193,6 +196,16 @@ def _together(context: Context | None = None) -> Iterator[Context]:
     with context.alarm.raised_everywhere():
         context.alarm.expect_slow()
         yield context
+
+
+def _shared(skeleton: Any, schedule: Schedule, context: Context) -> int:
+    """Makes a model ready for context ranks or slices, if there are any. Returns of how many tokens a sequence must
+    have a multiple; 0 if tokens are not shared.
+    """
+    if context.context_size == schedule.slices == 1:
+        return 0
+    share_tokens(skeleton)
+    return 2 * context.context_size
 
 
 def _is_idle(name: str, value: object) -> bool:

@@ -69,6 +69,11 @@ def share_tokens(model: PreTrainedModel) -> PreTrainedModel:
             f"it is not known whether tokens of {type(model).__name__} ({kind}) meet in causal attention alone: "
             f"{alone}, or use a model of {', '.join(sorted(FAMILIES))}"
         )
+    if model.get_output_embeddings() is None:
+        raise UsageError(
+            f"{type(model).__name__} has no head that computes logits of each token: {alone}, or pass a model such as "
+            "AutoModelForCausalLM makes"
+        )
     if found := sorted(_rope_types(config) & BY_LENGTH):
         raise UsageError(
             f"{type(model).__name__} has rotary embeddings of the type {found[0]!r}, whose angles depend on the "
@@ -85,6 +90,8 @@ def share_tokens(model: PreTrainedModel) -> PreTrainedModel:
     model.set_attn_implementation(NAME)
     config.use_cache = False  # with a cache, transformers takes packed documents for one
     vars(model)["shares_tokens"] = True
+    if model.loss_function is library.loss.loss_utils.ForCausalLMLoss:  # it takes labels that are shifted
+        vars(model)["shifted"] = shifted_labels
     return model
 
 
@@ -165,6 +172,11 @@ def attention(
     return seen.transpose(1, 2).contiguous(), None
 
 
+def shifted_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """The label of each token, (batch, length): the next token's; that of the last one does not count."""
+    return functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
+
+
 class _OfTokens(CrossEntropy):
     """The mean cross-entropy of a model's logits and of labels that belong to their tokens."""
 
@@ -188,4 +200,4 @@ class CausalLMLoss(nn.Module):
 
     def shifted(self, labels: Tensor) -> Tensor:
         """The label of each token, (batch, length): the next token; that of the last one does not count."""
-        return functional.pad(labels[:, 1:], (0, 1), value=self.of_shifted.ignore_index)
+        return shifted_labels(labels, self.of_shifted.ignore_index)

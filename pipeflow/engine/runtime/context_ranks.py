@@ -16,8 +16,11 @@ from pipeflow.engine.parallel.sharding import own_tokens
 from pipeflow.engine.runtime.microbatch import Batch
 from pipeflow.engine.runtime.original import root_of
 from pipeflow.engine.runtime.positions import DOCUMENTS, documents_of
+from pipeflow.engine.stages.criterion import own_loss
+from pipeflow.engine.stages.entries import LABELS
 
 TOKENS = ("input_ids", "position_ids")  # the entries of a batch that have a number for each token
+SHIFTED = "shift_labels"  # an entry with the label of each token, from which a module computes its own loss
 ALONE = "or launch with context=1"
 
 
@@ -48,50 +51,51 @@ class ContextTokens:
         for name in (name for name, given in refused.items() if given):
             raise UsageError(f"context ranks do not go together with {name}=: leave it out, {ALONE}")
         self._rank, self._ranks = context.context_rank, context.context_size
-        self.criterion: Callable[..., Tensor] | None = None
-        if criterion is None:
+        self.criterion: Callable[..., Tensor] | None = criterion
+        self._is_own = criterion is own_loss
+        if criterion is None or self._is_own:
             return
         loss: Any = criterion
         if not (hasattr(loss, "shifted") and getattr(getattr(loss, "of_shifted", None), "weigh", None)):
             raise UsageError(
                 "context ranks need a loss that shifts labels before tokens are divided, and "
                 f"{getattr(criterion, '__name__', type(criterion).__name__)} is not known to do so: use "
-                f"GPTLMLoss(), {ALONE}"
+                f"GPTLMLoss() or CausalLMLoss(), {ALONE}"
             )
         self.criterion, self._shifted = loss.of_shifted, loss.shifted
 
-    def own(self, batch: Batch, *, of_module: bool = False) -> Batch:
-        """The part of `batch` that has this rank's tokens.
+    def own(self, batch: Batch, module: nn.Module | None = None) -> Batch:
+        """The part of `batch` that has this rank's tokens. Raises UsageError for a batch that cannot be divided.
 
         Args:
             batch: the whole batch.
-            of_module: whether its entries are those of a module that was cut, which may count positions itself.
-
-        Raises UsageError for a batch that cannot be divided.
+            module: the module that was cut, which may count positions and compute its loss itself; None if none was.
         """
         if batch.is_divided:
             raise UsageError(f"context ranks need a batch that is not divided: pass the whole batch, {ALONE}")
         if not isinstance(batch.inputs, dict) or "input_ids" not in batch.inputs:
             raise UsageError('context ranks need a dict of inputs, as in ({"input_ids": tokens}, tokens)')
         inputs = {name: entry for name, entry in batch.inputs.items() if entry is not None}
-        if of_module and inputs.get("labels") is batch.labels:  # which the criterion takes
-            inputs.pop("labels", None)
+        if module is not None and inputs.get(LABELS) is batch.labels:
+            inputs.pop(LABELS, None)
         if "attention_mask" in inputs:
             raise UsageError(f"context ranks take no attention_mask: leave it out of the batch, {ALONE}")
         if others := [name for name in inputs if name not in TOKENS]:
             raise UsageError(f"it is not known how context ranks divide the entry {others[0]!r}: leave it out, {ALONE}")
         tokens = inputs["input_ids"]
-        for name, entry in {**inputs, "labels": batch.labels}.items():
+        for name, entry in {**inputs, LABELS: batch.labels}.items():
             if entry is not None:
                 self._require_fits(name, entry, tokens)
-        labels = None
-        if self.criterion is not None and batch.labels is not None:
-            labels = self._part(self._shifted(batch.labels))
         parts = {name: self._part(entry) for name, entry in inputs.items()}
-        documents = documents_of(replace(batch, inputs=inputs), "context ranks") if of_module else None
+        documents = None if module is None else documents_of(replace(batch, inputs=inputs), "context ranks")
         if documents is not None:
             parts[DOCUMENTS] = documents
-        return replace(batch, inputs=parts, labels=labels, whole=batch)
+        if self.criterion is None or batch.labels is None:
+            return replace(batch, inputs=parts, labels=None, whole=batch)
+        if not self._is_own:
+            return replace(batch, inputs=parts, labels=self._part(self._shifted(batch.labels)), whole=batch)
+        labels = self._part(_shifted_by(module, batch.labels))
+        return replace(batch, inputs={**parts, LABELS: labels, SHIFTED: labels}, labels=labels, whole=batch)
 
     def _part(self, entry: Tensor) -> Tensor:
         return own_tokens(entry, self._rank, self._ranks, dim=1)
@@ -108,6 +112,18 @@ class ContextTokens:
                 f"sequences of {length} tokens have no {2 * self._ranks} equal parts for {self._ranks} context ranks: "
                 f"pad them to a multiple of {2 * self._ranks}, with labels of -100"
             )
+
+
+def _shifted_by(module: nn.Module | None, labels: Tensor) -> Tensor:
+    """The label of each token, of which a module computes its own loss. Raises UsageError for one that takes none."""
+    shifted = getattr(module, "shifted", None)
+    if shifted is None:
+        raise UsageError(
+            "context ranks need a loss that shifts labels before tokens are divided, and the module's own loss is not "
+            f"known to do so: pass criterion=CausalLMLoss(), {ALONE}"
+        )
+    found: Tensor = shifted(labels)
+    return found
 
 
 def require_stages(chunks: Iterable[nn.Module]) -> None:

@@ -24,6 +24,7 @@ from pipeflow.engine.runtime.context_ranks import ContextTokens, require_stages
 from pipeflow.engine.runtime.gradients.weights import PipelineSharedModuleWrapper
 from pipeflow.engine.runtime.microbatch import Divided, as_batch
 from pipeflow.engine.stages.blocks import Blocks, Cuts
+from pipeflow.engine.stages.criterion import own_loss
 from pipeflow.engine.stages.module_state import counts_of
 from pipeflow.engine.stages.plan import CutPlan
 from pipeflow.engine.stages.planner import Planner
@@ -77,7 +78,7 @@ def stages_from(
     example = example.microbatches[0] if isinstance(example, Divided) else example
     batch = as_batch(example, schedule.num_microbatches, device, planner.entries.of)
     if context.context_size > 1:
-        batch = ContextTokens(context, None, {}).own(batch, of_module=True)
+        batch = ContextTokens(context, None if has_criterion else own_loss, {}).own(batch, module)
     entries = batch.split(batch.inputs)[0]
     with torch.autocast(device.type, autocast, enabled=autocast is not None):
         plan = planner.plan(entries)

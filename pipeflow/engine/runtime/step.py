@@ -25,7 +25,7 @@ from pipeflow.engine.runtime.devices import outside, region_of
 from pipeflow.engine.runtime.gradients.step_end import ParameterChange
 from pipeflow.engine.runtime.loss import Agreed, AgreementRow, StepCall, agree, told_alone
 from pipeflow.engine.runtime.microbatch import Batch, Divided, as_batch, as_pair, next_of
-from pipeflow.engine.runtime.original import Original
+from pipeflow.engine.runtime.original import Original, root_of
 from pipeflow.engine.runtime.positions import documents_of
 from pipeflow.engine.runtime.program.compile import Compiled, Programs, RunMode
 from pipeflow.engine.runtime.program.operations import Awaited, Operation, run
@@ -278,7 +278,8 @@ class Runner:
             batch.require_taken(self.taken)
         if self.tokens is not None:
             require_no_outputs(call.return_outputs)
-            batch = self.tokens.own(batch, of_module=self.original is not None)
+            first = next(iter(self.stages.values()))
+            batch = self.tokens.own(batch, None if self.original is None else root_of(first.module))
         microbatches, paths = len(batch.sizes), len(schedule.placement.paths)
         if schedule.slices > 1:
             batch = self._sliced(batch, schedule, cost)
