@@ -54,6 +54,31 @@ def test_outputs_and_gradients_are_those_of_the_whole_sequence(ranks: int, how: 
     over_context(attend_here, ranks, attended(), how=how)
 
 
+def compare_as_torch() -> None:
+    ranks = current_context().context_size
+    generator = torch.Generator().manual_seed(10)
+    wholes = [torch.rand(8, 8, 64 * ranks, 32, generator=generator).requires_grad_() for _ in range(3)]
+    output = functional.scaled_dot_product_attention(*wholes, is_causal=True)
+    output.sum().backward()
+    inputs = [mine(each.detach()).requires_grad_() for each in wholes]
+    found = ContextAttention()(*inputs, causal_attention)
+    found.sum().backward()
+    torch.testing.assert_close(found, mine(output), rtol=1e-5, atol=1e-8)
+    for each, whole in zip(inputs, wholes, strict=True):
+        assert each.grad is not None
+        assert whole.grad is not None
+        torch.testing.assert_close(each.grad, mine(whole.grad), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("how", CONTEXT_ATTENTION)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_torchs_own_comparison_of_context_ranks(ranks: int, how: str) -> None:
+    """Sizes, dtype and tolerances are those of `test_ring_attention_sdpa` in torch's test/distributed/tensor, for its
+    kernel with the least tolerance.
+    """
+    over_context(compare_as_torch, ranks, how=how)
+
+
 class Elements(Counting):
     """Counts the elements that collectives bring to this rank from others, or take from it."""
 
