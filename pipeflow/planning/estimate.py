@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
 from pipeflow.core.action import Kind
@@ -88,8 +87,7 @@ def plan(
     setup, physical = Setup() if setup is None else setup, None
     require_inputs(model, setup, cluster)
     require_schedule(schedule)
-    if schedule.slices > 1:
-        _require_sliceable(model, schedule, setup)
+    require_sliceable(model, setup, schedule.slices)
     if cluster is None:
         cost = stage_costs(model, schedule.placement, setup, flops=flops, cut=cut)
         share = model.attention_flops(sequence_of(model, setup)) / layer_forward(model, setup)
@@ -98,7 +96,7 @@ def plan(
         raise UsageError("flops and cluster both give the speed of a device: pass only one of them")
     else:
         cluster = cluster.used(len(schedule.rows) * setup.tensor * setup.replicas)
-        physical = _physical(model, schedule, setup, cluster, cut)
+        physical = physical_costs(model, schedule.placement, setup, cluster, cut=cut, slices=schedule.slices)
         cost = physical.cost
     cost = replace(cost, microbatch_factors=factors_of(microbatch_factors, len(cost.forward)))
     physical = physical and replace(physical, cost=cost)
@@ -108,51 +106,19 @@ def plan(
     return step_plan(Plan, schedule, setup, cost, held, cluster, physical, model=model, flops=flops)
 
 
-def _require_sliceable(model: Transformer, schedule: Schedule, setup: Setup) -> None:
-    """Raises UsageError unless `model` can be computed in the slices of `schedule`."""
-    parts = schedule.slices * (setup.tensor if setup.sequence_parallel else 1)
-    who = f"schedule {schedule.name!r} has {schedule.slices} slices of each microbatch, but"
+def require_sliceable(model: Transformer, setup: Setup, slices: int) -> None:
+    """Raises UsageError unless sequences of `model` can be computed in so many slices."""
+    if slices == 1:
+        return
     if not isinstance(model, GPT):
-        raise UsageError(f"{who} {type(model).__name__} is no causal model: make it with slices=1")
+        raise UsageError(f"slices={slices} need a causal model, and {type(model).__name__} is none: use slices=1")
     if setup.context > 1:
-        raise UsageError(f"{who} context ranks need whole microbatches: plan with context=1 or slices=1")
-    if sequence_of(model, setup) < parts:
-        raise UsageError(f"{who} a sequence has {sequence_of(model, setup)} tokens: use fewer slices")
-
-
-def _physical(
-    model: Transformer,
-    schedule: Schedule,
-    setup: Setup,
-    cluster: Cluster,
-    cut: Cut,
-    free: frozenset[str] = frozenset(),
-) -> Physical:
-    """The costs of whole microbatches. In a schedule with slices, all but attention is that of sequences that are so
-    many times shorter, since small products are less efficient, and more of them are started.
-    """
-    costs = partial(physical_costs, model, schedule.placement, cluster=cluster, cut=cut)
-    whole = costs(setup, free=free)
-    if schedule.slices == 1:
-        return whole
-    parts = setup.tensor if setup.sequence_parallel else 1
-    tokens = sequence_of(model, setup) // schedule.slices // parts * parts
-    part = costs(replace(setup, sequence=tokens), free=free | {"attention"})
-    without, slices = costs(setup, free=free | {"attention"}), schedule.slices
-    kinds = "forward", "backward_input", "backward_weight"
-
-    def times(kind: str) -> tuple[float, ...]:
-        rows = zip(*(getattr(each.cost, kind) for each in (part, whole, without)), strict=True)
-        return tuple(slices * own + all_ - others for own, all_, others in rows)
-
-    found: dict[str, Any] = {kind: times(kind) for kind in kinds}
-    others = sum(sum(getattr(without.cost, kind)) for kind in kinds)
-    total, attention = sum(map(sum, found.values())), sum(sum(getattr(whole.cost, kind)) for kind in kinds) - others
-    return replace(
-        whole,
-        cost=replace(whole.cost, attention=attention / total if total else 0.0, **found),
-        communication=tuple(slices * each for each in part.communication),
-    )
+        raise UsageError(f"context ranks take whole microbatches: plan slices={slices} with context=1, or slices=1")
+    if setup.zero > 1:
+        raise UsageError(f"ZeRO-{setup.zero} takes whole microbatches: plan slices={slices} with zero=1, or slices=1")
+    tokens = sequence_of(model, setup)
+    if tokens < slices * (setup.tensor if setup.sequence_parallel else 1):
+        raise UsageError(f"slices={slices} are too many for a sequence of {tokens} tokens: use fewer")
 
 
 def step_plan(
@@ -273,7 +239,10 @@ def breakdown(found: Plan) -> Breakdown:
 def _without(found: Plan, setup: Setup, free: Sequence[str]) -> Physical:
     """The costs of a plan in a `setup`, if these kinds of work were free."""
     assert found.cluster is not None
-    return _physical(found.model, found.schedule, setup, found.cluster, found.cut, frozenset(free))
+    placement, slices = found.schedule.placement, found.schedule.slices
+    return physical_costs(
+        found.model, placement, setup, found.cluster, cut=found.cut, free=frozenset(free), slices=slices
+    )
 
 
 def _runs(found: Plan, rank: int) -> dict[int, float]:

@@ -15,7 +15,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.planning.blocks import Transformer, near_divisors
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.device_map import map_devices
-from pipeflow.planning.estimate import require_inputs
+from pipeflow.planning.estimate import require_inputs, require_sliceable
 from pipeflow.planning.setup import Checkpoint, ContextKind, Setup
 from pipeflow.planning.sharding import require_pipeline
 from pipeflow.schedules import SCHEDULES, make_schedule
@@ -112,6 +112,8 @@ class Wanted:
             with ZeRO-3 and without a pipeline those of a node.
         schedules: names to try; by default SEARCHED, and with `kinds` also "zb-auto".
         kinds: what may save memory in orders that are searched for: "offload", "recompute", "both" or "none".
+        slices: into how many slices of a sequence microbatches are cut. Then the layouts with several pipeline ranks
+            have a schedule that cuts them, no context ranks, and at most ZeRO-1.
 
     Raises UsageError for sizes below 1, more pipeline ranks than layers, no schedule or an unknown one, an unknown
     `checkpoint`, `zero` or `kinds`, offloads of a device without `host_bandwidth`, and more devices than there are.
@@ -138,13 +140,15 @@ class Wanted:
     shard_ranks: int | None = None
     schedules: tuple[str, ...] = SEARCHED
     kinds: str = "none"
+    slices: int = 1
 
     def __post_init__(self) -> None:
         require_inputs(self.model, self.setup, self.cluster)
         require_type("cluster", self.cluster, Cluster, "Cluster.of(device) has a cluster by the name of its device")
         optional = {name: getattr(self, name) for name in GIVEN}
         given = {name: size for name, size in optional.items() if size is not None}
-        require_positive(devices=self.devices, batch=self.batch, **given)
+        require_positive(devices=self.devices, batch=self.batch, slices=self.slices, **given)
+        require_sliceable(self.model, replace(self.setup, context=self.context or 1, zero=self.zero or 0), self.slices)
         if self.pipeline is not None and self.pipeline > self.model.layers:
             raise UsageError(
                 f"{self.model.layers} layers cannot fill {self.pipeline} pipeline ranks: "

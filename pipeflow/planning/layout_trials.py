@@ -76,13 +76,18 @@ class Family:
         """Whether its orders may offload or recompute, to keep within a room."""
         return any(name == "kinds" for name, _ in self.options)
 
+    @property
+    def slices(self) -> int:
+        """Into how many slices it cuts each microbatch."""
+        return int(dict(self.options).get("slices", 1))
+
     def make(self, microbatches: int) -> Schedule:
         """Makes the schedule of this family with so many microbatches."""
         return _made(self.name, self.placement.num_ranks, microbatches, self.options)
 
     def actions(self, microbatches: int) -> int:
         """An upper bound of the number of actions."""
-        return self.placement.num_stages * microbatches * (3 if self.split else 2)
+        return self.placement.num_stages * microbatches * self.slices * (3 if self.split else 2)
 
     def peaks(self, microbatches: int) -> tuple[RankPeaks, ...]:
         """The most that its ranks keep."""
@@ -134,9 +139,10 @@ class LayoutTrial:
 
     def least_bytes(self) -> float:
         """A lower bound on the bytes of its fullest device: the bytes with few microbatches. With more microbatches, no
-        schedule of the registry keeps less. An order that may save memory keeps at least one microbatch of a stage.
+        schedule of the registry keeps less. An order that may save memory, and one of slices, keeps at least one
+        microbatch of a stage.
         """
-        if self.family.saves:
+        if self.family.saves or self.family.slices > 1:
             return self._fullest(_of_one(self.physical.cost, self.family.placement))
         ranks, many = self.cell.pipeline, self.cell.microbatches
         odd = many % len(self.family.placement.paths)  # two directions keep other amounts for odd numbers
@@ -144,6 +150,8 @@ class LayoutTrial:
 
     def peak_bytes(self) -> float:
         """The highest memory of a device, in bytes."""
+        if self.family.slices > 1:
+            return self.simulated()[1]()
         return self._peak_bytes(self.cell.microbatches)
 
     def _peak_bytes(self, microbatches: int) -> float:
@@ -182,20 +190,23 @@ class LayoutTrial:
         return self.physical.timeline(self.family.make(microbatches).with_reductions())
 
 
-def families(names: tuple[str, ...], ranks: int, layers: int) -> Iterator[Family]:
-    """The schedules among `names` to try on so many ranks. On one rank all are the same, so only one is tried."""
+def families(names: tuple[str, ...], ranks: int, layers: int, slices: int = 1) -> Iterator[Family]:
+    """The schedules among `names` to try on so many ranks, of several those that cut microbatches into so many slices.
+    On one rank all are the same, so only one is tried.
+    """
+    cut = (("slices", slices),) if slices > 1 < ranks else ()
     if ranks == 1:
         names = ("1f1b",) if "1f1b" in names else names[:1]
     for name in names:
-        for options in _options(name, ranks, layers):
-            found = _family(name, ranks, options)
+        for options in _options(name, ranks, layers) if not cut or "slices" in options_of(name) else ():
+            found = _family(name, ranks, (*options, *cut))
             if found is not None and found.placement.num_stages <= layers:
                 yield found
 
 
 @lru_cache(maxsize=512)
-def _families(names: tuple[str, ...], ranks: int, layers: int) -> tuple[Family, ...]:
-    return tuple(families(names, ranks, layers))
+def _families(names: tuple[str, ...], ranks: int, layers: int, slices: int) -> tuple[Family, ...]:
+    return tuple(families(names, ranks, layers, slices))
 
 
 def _options(name: str, ranks: int, layers: int) -> Iterator[tuple[tuple[str, int], ...]]:
@@ -225,7 +236,10 @@ def trials(
     on its step time, in seconds. With `only`, those of one family. `misfit` is called with a family of which a layout
     needs more.
     """
-    for family in _families(wanted.schedules, cell.pipeline, wanted.model.layers):
+    slices = wanted.slices if cell.pipeline > 1 else 1
+    if slices > 1 and (cell.setup.context > 1 or cell.setup.zero > 1):
+        return
+    for family in _families(wanted.schedules, cell.pipeline, wanted.model.layers, slices):
         if only is not None and family.kept != only:
             continue
         saves = wanted.kinds != "none" and "cost" in options_of(family.name)
@@ -287,12 +301,24 @@ def _costs_of(wanted: Wanted, cell: Cell, placement: Placement, limit: float, cu
     )
     if max(*state, *step) > limit:
         return None
-    physical = physical_costs(model, placement, setup, wanted.cluster, cut=cut)
+    slices = wanted.slices if cell.pipeline > 1 else 1
+    physical = physical_costs(model, placement, setup, wanted.cluster, cut=cut, slices=slices)
     of_one = zip(state, _of_one(physical.cost, placement), strict=True)
     if max(held + (1 + ALLOCATOR) * kept for held, kept in of_one) > limit:
         return None
-    least = (least_makespan(physical.cost, placement, cell.microbatches, split=split) for split in (False, True))
+    least = (least_of_slices(physical.cost, placement, cell.microbatches, slices, split) for split in (False, True))
     return _Costs(cut, physical, state, step, *least)
+
+
+def least_of_slices(cost: CostModel, placement: Placement, microbatches: int, slices: int, split: bool) -> float:
+    """`least_makespan` for microbatches of so many slices, which all take the same time: that of as many more
+    microbatches, which need not wait for each other. A slice is sent in no time.
+    """
+    if slices > 1:
+        kinds = "forward", "backward_input", "backward_weight"
+        parts: dict[str, Any] = {kind: tuple(time / slices for time in getattr(cost, kind)) for kind in kinds}
+        cost = replace(cost, activation_bytes=(), route_bytes={}, **parts)
+    return least_makespan(cost, placement, microbatches * slices, split=split)
 
 
 def _of_one(cost: CostModel, placement: Placement) -> list[float]:

@@ -9,8 +9,9 @@ or a norm costs nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -123,14 +124,19 @@ def physical_costs(
     mesh: Mesh | None = None,
     cut: Cut = "uniform",
     free: frozenset[str] = frozenset(),
+    slices: int = 1,
 ) -> Physical:
     """The costs of `model`, with the layers of `stage_layers` on each stage. `cluster.efficiency` may replace
     coefficients of `PUBLISHED`. Devices are as in `mesh`, by default as `Mesh.of` a setup has them; of several kinds,
     those of a rank are as `map_devices` says. What is in `free`, some of `rates.KINDS`, takes no time.
+    Costs are those of whole microbatches, also for a schedule that cuts each into so many `slices`: see `_in_slices`.
 
     Raises UsageError for a model that the setup does not fit, a precision that a device does not have, unknown
     coefficients, and as `map_devices`.
     """
+    if slices > 1:
+        costs = partial(physical_costs, model, placement, cluster=cluster, mesh=mesh, cut=cut)
+        return _in_slices(costs, setup, sequence_of(model, setup), free, slices)
     inner = None if mesh is None else mesh.inner
     mapped = map_devices(cluster, setup, placement.num_ranks, inner)
     tokens_of(model, setup)  # raises the error for a sequence before others
@@ -148,6 +154,32 @@ def physical_costs(
         return physical_of(stages, placement, setup, own, rates, most=most, tied=tied)
 
     return _slowest([on_kind(kind) for kind in range(len(mapped.kinds))], mapped, placement)
+
+
+def _in_slices(
+    costs: Callable[..., Physical], setup: Setup, sequence: int, free: frozenset[str], slices: int
+) -> Physical:
+    """The costs of microbatches of so many slices. All but attention is that of sequences that are as many times
+    shorter, since small products are less efficient, and more of them are started.
+    """
+    parts = setup.tensor if setup.sequence_parallel else 1
+    short = replace(setup, sequence=max(1, sequence // slices // parts) * parts)
+    part = costs(setup=short, free=free | {"attention"})
+    whole, without = (costs(setup=setup, free=each) for each in (free, free | {"attention"}))
+    kinds = "forward", "backward_input", "backward_weight"
+
+    def times(kind: str) -> tuple[float, ...]:
+        rows = zip(*(getattr(each.cost, kind) for each in (part, whole, without)), strict=True)
+        return tuple(slices * own + all_ - others for own, all_, others in rows)
+
+    found: dict[str, Any] = {kind: times(kind) for kind in kinds}
+    others = sum(sum(getattr(without.cost, kind)) for kind in kinds)
+    total, attention = sum(map(sum, found.values())), sum(sum(getattr(whole.cost, kind)) for kind in kinds) - others
+    return replace(
+        whole,
+        cost=replace(whole.cost, attention=attention / total if total else 0.0, **found),
+        communication=tuple(slices * each for each in part.communication),
+    )
 
 
 def _slowest(costs: Sequence[Physical], mapped: DeviceMap, placement: Placement) -> Physical:

@@ -67,11 +67,13 @@ def test_the_search_finds_what_brute_force_finds(memory: float | None) -> None:
 
 
 @pytest.mark.slow
-def test_bounds_are_below_what_they_bound_and_zero_1_costs_no_time() -> None:
-    task = wanted(batch=4)
+@pytest.mark.parametrize("slices", [1, 3])
+def test_bounds_are_below_what_they_bound_and_zero_1_costs_no_time(slices: int) -> None:
+    task = wanted(batch=4, slices=slices)
     for cell in cells(task):
         for least, trial in trials(task, cell):
             found = planned(trial.layout, task)
+            assert found.schedule.slices == (slices if trial.layout.pipeline > 1 else 1)
             assert found.step_seconds is not None
             assert max(least, least_seconds(task, cell)) <= found.step_seconds * (1 + 1e-9)
             assert trial.least_bytes() <= trial.peak_bytes() == pytest.approx(found.peak_bytes)

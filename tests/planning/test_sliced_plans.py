@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from pipeflow import GPT, Cluster, Plan, Setup, UsageError, make_schedule, model_named, plan
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.estimate import breakdown
+from pipeflow.planning.layout import Wanted
+from pipeflow.planning.layouts import find_layouts
 from pipeflow.planning.libraries import LIBRARIES
 from pipeflow.planning.libraries.own import script
 
@@ -79,9 +82,13 @@ def test_a_script_cuts_where_the_plan_does() -> None:
 @pytest.mark.parametrize(
     ("model", "setup", "message"),
     [
-        ("vit-l16", Setup(), "ViT is no causal model: make it with slices=1"),
-        ("llama3-8b", Setup(context=2), "context ranks need whole microbatches: plan with context=1 or slices=1"),
-        ("llama3-8b", Setup(sequence=3), "a sequence has 3 tokens: use fewer slices"),
+        ("vit-l16", Setup(), "slices=4 need a causal model, and ViT is none: use slices=1"),
+        (
+            "llama3-8b",
+            Setup(context=2),
+            "context ranks take whole microbatches: plan slices=4 with",
+        ),
+        ("llama3-8b", Setup(sequence=3), "slices=4 are too many for a sequence of 3 tokens: use fewer"),
     ],
 )
 def test_what_has_no_slices_is_refused(model: str, setup: Setup, message: str) -> None:
@@ -92,3 +99,17 @@ def test_what_has_no_slices_is_refused(model: str, setup: Setup, message: str) -
 def test_a_model_of_gpt_has_slices_without_a_cluster() -> None:
     found = plan(GPT.named("gpt3-2.7b"), sliced(2))
     assert found.makespan_bubble_ratio < plan(GPT.named("gpt3-2.7b"), sliced(1)).makespan_bubble_ratio
+
+
+def test_a_search_finds_what_slices_make_possible() -> None:
+    """Slices keep less, so layouts fit that recompute nothing; context ranks and ZeRO-3 are not tried with them."""
+    given: Any = {"setup": Setup(sequence=32768), "tensor": 4, "pipeline": 4, "memory": 32e9}
+    tasks = [Wanted(LLAMA, H100, 16, 16, **given, slices=slices) for slices in (1, 4)]
+    whole, cut = (find_layouts(task, top=1).ranked[0] for task in tasks)
+    assert (whole.layout.checkpoint, cut.layout.checkpoint) == ("full", "none")
+    assert cut.layout.options["slices"] == 4
+    assert cut.plan.step_seconds is not None
+    assert cut.plan.step_seconds < 0.95 * (whole.plan.step_seconds or 0.0)
+    for change in ({"context": 2}, {"zero": 3}):
+        with pytest.raises(UsageError, match=r"plan slices=4 with \w+=1, or slices=1"):
+            Wanted(LLAMA, H100, 16, 16, setup=Setup(sequence=32768), slices=4, **change)  # type: ignore[arg-type]

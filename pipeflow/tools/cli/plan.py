@@ -450,7 +450,8 @@ def _wanted(arguments: argparse.Namespace, model: Model) -> Wanted:
     for name, why in REFUSED.items():
         if getattr(arguments, name) not in (None, ""):  # --layout without a value asks for the string
             raise UsageError(f"{flag(name)} is for one layout, not for a search with --devices: {why}")
-    if given := [flag(name) for name in family_options() if name != "kinds" and getattr(arguments, name)]:
+    taken = "kinds", "slices"
+    if given := [flag(name) for name in family_options() if name not in taken and getattr(arguments, name)]:
         raise UsageError(f"{', '.join(given)}: a search with --devices chooses the options of schedules itself")
     cluster = cluster_of(arguments)
     if cluster is None:
@@ -468,5 +469,6 @@ def _wanted(arguments: argparse.Namespace, model: Model) -> Wanted:
         setup=setup_of(arguments, [name for name in LAYOUT if name not in {*FIXED, *REFUSED}]),
         schedules=searched if arguments.schedule is None else (arguments.schedule,),
         kinds=arguments.kinds or "none",
+        slices=arguments.slices or 1,
         **fixed,
     )
