@@ -55,6 +55,14 @@ def thinned(*columns: Sequence[Any], possible: Callable[..., bool] = lambda *_: 
     return some_rows([row for row in product(*columns) if possible(*row)], covering(*columns, possible=possible))
 
 
+def halved(*columns: Sequence[Any], kept: Collection[Row]) -> list[Any]:
+    """Half of the matrix as parameters of a test: the rows whose places in the columns have an even sum, and those that
+    are `kept`, of which the others are exhaustive. So all values that any columns but one can have together are there.
+    """
+    numbered = ([*zip(*row, strict=True)] for row in product(*map(_numbered, columns)))
+    return some_rows([row for places, row in numbered if sum(places) % 2 == 0 or row in kept], kept)
+
+
 def some_rows(every: Iterable[Row], kept: Collection[Row]) -> list[Any]:
     """Rows as parameters of a test, of which those that are not kept are exhaustive."""
     return [pytest.param(*row, marks=[] if row in kept else [pytest.mark.exhaustive]) for row in every]

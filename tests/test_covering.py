@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.covering import LEFT_OUT, Row, covering, spaced, thinned
+from tests.covering import LEFT_OUT, Row, covering, halved, spaced, thinned
 
 ROOT = LEFT_OUT.parent.parent
 COLUMNS = ("abcd", (1, 2, 3), ({"x": 1}, {"x": 2}), (True, False))
@@ -47,6 +47,17 @@ def test_the_rest_is_exhaustive() -> None:
     assert [each.values for each in parameters] == [row for row in product(*COLUMNS) if possible(*row)]
     kept = [each.values for each in parameters if pytest.mark.exhaustive not in each.marks]
     assert kept == covering(*COLUMNS, possible=possible)
+
+
+def test_half_of_a_matrix_has_all_that_three_of_four_columns_can_have() -> None:
+    every, kept = list(product(*COLUMNS)), [("b", 1, {"x": 1}, True)]  # an odd one
+    found = halved(*COLUMNS, kept=kept)
+    rows = [each.values for each in found]
+    assert len(rows) == len(every) / 2 + 1
+    assert [each.values for each in found if pytest.mark.exhaustive not in each.marks] == kept
+    for left_out in range(4):
+        shorter = [[str(row[:left_out] + row[left_out + 1 :]) for row in those] for those in (rows, every)]
+        assert set(shorter[0]) == set(shorter[1])
 
 
 @pytest.mark.parametrize(

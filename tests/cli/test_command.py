@@ -221,7 +221,7 @@ def test_the_placement_of_a_file_can_be_given(
         ("draw 1f1b --placement vee", "--placement is for CSV files; schedule '1f1b' has its own"),
         ("verify missing.csv", "missing.csv: No such file or directory"),
         ("verify missing.csv --ranks 2", "--ranks is for named schedules; missing.csv has its own"),
-        ("export 1f1b", "the following arguments are required: --csv (see pipeflow export --help)"),
+        ("export 1f1b", "the following arguments are required: --csv, as in --csv FILE (see pipeflow export --help)"),
         ("export 1f1b --csv missing/folder.csv", "missing/folder.csv: No such file or directory"),
         ("draw", "the following arguments are required: SCHEDULE (see pipeflow draw --help)"),
         (

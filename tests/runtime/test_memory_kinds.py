@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import count, product
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from pipeflow import Pipeline, Schedule, UsageError, execute_pipeline, make_schedule
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import KeywordModel, PlainModel, TiedModel, TinyModel, TreeModel
-from tests.covering import covering, some, some_rows
+from tests.covering import covering, halved, some
 from tests.runtime import kinds
 from tests.runtime.work import Stepped, build, gradients_of, largest, run_steps, schedule_of, variants
 from tests.stages.models import CASES
@@ -60,7 +60,7 @@ COLUMNS: tuple[Any, ...] = (largest(variants()), kinds.ALL, tuple(MODELS), (1, 2
 
 
 @pytest.mark.some(10)
-@pytest.mark.parametrize(("variant", "use", "kind", "data"), some_rows(product(*COLUMNS), covering(*COLUMNS)))
+@pytest.mark.parametrize(("variant", "use", "kind", "data"), halved(*COLUMNS, kept=covering(*COLUMNS)))
 def test_every_schedule(variant: Variant, use: str, kind: str, data: int) -> None:
     schedule = kinds.with_kinds(schedule_of(variant, 5), use)
     require_equal(stepped(kind, variant, schedule, data), expected(kind, variant, data))

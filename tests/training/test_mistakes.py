@@ -88,6 +88,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "output.backward()": (lambda: step().backward(), "remove the call of loss.backward()"),
     "no_grad": (without_gradients, "pass forward_only=True to evaluate"),
     "the name of a model": (lambda: made("gpt2"), "make the module that 'gpt2' names first"),
+    "layers": (lambda: made([nn.Linear(8, 8), nn.Linear(8, 1)]), "pass nn.Sequential(*layers)"),
+    "the name of a loss": (lambda: made(criterion="mse"), "as nn.MSELoss() is, got 'mse'"),
     "the name of a schedule": (lambda: made(order="1f1b"), "make_schedule('1f1b', ...)"),
     "a schedule for other ranks": (lambda: made(order=schedule(ranks=3)), "make it with ranks=2"),
     "no microbatch": (lambda: schedule(microbatches=0), "at least 1, got 0"),

@@ -97,8 +97,9 @@ def stages_from(
 
 def _require_plain(module: object) -> None:
     if not isinstance(module, nn.Module):
-        name = f": make the module that {module!r} names first" if isinstance(module, str) else ""
-        raise UsageError(f"from_module takes an nn.Module, got {type(module).__name__}{name}")
+        hint = f": make the module that {module!r} names first" if isinstance(module, str) else ""
+        hint = ": pass nn.Sequential(*layers)" if isinstance(module, list | tuple) else hint
+        raise UsageError(f"from_module takes an nn.Module, got {type(module).__name__}{hint}")
     compiled = next((name or "the module" for name, each in module.named_modules() if is_compiled(each)), None)
     if compiled is not None:
         raise UsageError(

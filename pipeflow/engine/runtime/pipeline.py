@@ -145,6 +145,8 @@ class Pipeline(nn.Module):
         require_schedule(schedule)
         if isinstance(criterion, type):
             raise UsageError(f"criterion is the class {criterion.__name__}: make one, as in {criterion.__name__}()")
+        if criterion is not None and not callable(criterion):
+            raise UsageError(f"criterion must be a function of output and labels, as nn.MSELoss() is, got {criterion!r}")
         super().__init__()
         self.context = context = current_context()
         self.chunks = chunks if isinstance(chunks, nn.ModuleList) else nn.ModuleList([chunks])

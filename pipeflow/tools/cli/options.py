@@ -37,6 +37,9 @@ OTHER_OPTIONS = {  # what options of other programs are called here, without "-"
     **dict.fromkeys(("pp", "ppsize", "pipelineparallel", "pipelinemodelparallelsize"), ("--pipeline", "--ranks")),
     **dict.fromkeys(("dp", "dpsize", "dataparallel", "replicas"), ("--data",)),
     **dict.fromkeys(("gpus", "numgpus", "ngpus", "worldsize"), ("--devices", "--ranks")),
+    **dict.fromkeys(("gpu", "gputype"), ("--device",)),
+    **dict.fromkeys(("n", "np", "nproc", "nprocpernode"), ("--ranks", "--devices")),
+    **dict.fromkeys(("o", "out", "output", "format", "save"), ("--svg", "--csv")),
     **dict.fromkeys(("stages", "numstages"), ("--ranks", "--pipeline")),
     **dict.fromkeys(("globalbatchsize", "batchsize", "gbs"), ("--batch", "--microbatches")),
     **dict.fromkeys(("moelayerfreq", "interleavemoelayerstep", "decodersparsestep"), ("--expert-layers",)),
@@ -93,13 +96,19 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {said}")
 
     def error(self, message: str) -> NoReturn:
-        """Raises UsageError with the message and a hint at the help."""
+        """Raises UsageError with the message and a hint at the help, and with what an option needs if it was left out."""
+        lacks = re.fullmatch(r"argument (-.*): expected one argument|the following .* required: (--[^,]*)", message)
+        action = self._option_string_actions.get(lacks[1] or lacks[2]) if lacks else None
+        if action is not None and action.metavar:
+            message += f", as in {action.option_strings[-1]} {action.metavar}"
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
 def schedule_name(text: str) -> str:
     """The SCHEDULE argument: the name of a schedule in upper or lower case, unless there is a file with this name."""
     name = text.lower()
+    if len(names := name.split(",")) > 1 and all(each in SCHEDULES for each in names):
+        raise argparse.ArgumentTypeError(f"put spaces between names, as in {' '.join(names)}")
     return name if name in SCHEDULES and not os.path.isfile(text) else text
 
 
