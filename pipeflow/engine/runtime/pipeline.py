@@ -57,8 +57,8 @@ TORCH_CLIPS = (
     "pipeflow.clip_grad_norm_(pipeline, max_norm), or what your trainer has for it"
 )
 NO_WEIGHTS = (
-    "has no weights, so it can have no optimizer: cut the module elsewhere with from_module(..., cuts=[...]), the names "
-    "of the blocks after which to cut, or use fewer ranks"
+    "has no weights, so it can have no optimizer: cut the module elsewhere with from_module(..., cuts=[...]), the "
+    "names of the blocks after which to cut, or use fewer ranks"
 )
 
 
@@ -146,7 +146,9 @@ class Pipeline(nn.Module):
         if isinstance(criterion, type):
             raise UsageError(f"criterion is the class {criterion.__name__}: make one, as in {criterion.__name__}()")
         if criterion is not None and not callable(criterion):
-            raise UsageError(f"criterion must be a function of output and labels, as nn.MSELoss() is, got {criterion!r}")
+            raise UsageError(
+                f"criterion must be a function of output and labels, as nn.MSELoss() is, got {criterion!r}"
+            )
         super().__init__()
         self.context = context = current_context()
         self.chunks = chunks if isinstance(chunks, nn.ModuleList) else nn.ModuleList([chunks])

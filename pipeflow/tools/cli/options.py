@@ -96,7 +96,7 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {said}")
 
     def error(self, message: str) -> NoReturn:
-        """Raises UsageError with the message and a hint at the help, and with what an option needs if it was left out."""
+        """Raises UsageError with the message, what an option that was left empty needs, and a hint at the help."""
         lacks = re.fullmatch(r"argument (-.*): expected one argument|the following .* required: (--[^,]*)", message)
         action = self._option_string_actions.get(lacks[1] or lacks[2]) if lacks else None
         if action is not None and action.metavar:
