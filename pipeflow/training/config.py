@@ -117,7 +117,8 @@ class Config:
     attribute: `config.BATCH_SIZE`, `config.model.num_chunks`. Attributes without a default are None if not given.
 
     Attributes:
-        pipeline, tensor: pipeline and tensor size, from `parallel`, 1 by default; further ranks are data ranks.
+        pipeline, tensor, context: numbers of pipeline, tensor and context ranks, from `parallel`, 1 by default; further
+            ranks are data ranks.
         num_microbatches: number of microbatches per batch, from NUM_MICRO_BATCHES.
         num_chunks: number of stages per rank, from NUM_CHUNKS or model.num_chunks.
         tensor_shape: shape of one microbatch between stages, from TENSOR_SHAPE; as in Pipeline, its first entry may be
@@ -138,6 +139,7 @@ class Config:
 
     pipeline: int = field(default=1, metadata={"parallel.pipeline": _pipeline})
     tensor: int = field(default=1, metadata={"parallel.tensor": _tensor})
+    context: int = field(default=1, metadata={"parallel.context": _number})
     num_microbatches: int | None = field(default=None, metadata={"NUM_MICRO_BATCHES": _number})
     num_chunks: int | None = field(default=None, metadata={"NUM_CHUNKS": _number, "model.num_chunks": _number})
     tensor_shape: tuple[int | None, ...] | None = field(default=None, metadata={"TENSOR_SHAPE": _shape})

@@ -54,7 +54,7 @@ def launch_from_config(
     Raises UsageError for an invalid configuration or a layout that does not fit the world; also `launch`'s errors.
     """
     checked = read_config(config)
-    context = launch(checked.pipeline, checked.tensor, timeout=timeout, device=device)
+    context = launch(checked.pipeline, checked.tensor, context=checked.context, timeout=timeout, device=device)
     keep_config(checked)
     _seed(seed if checked.seed is None else checked.seed, context)
     logger = get_dist_logger()
@@ -62,6 +62,8 @@ def launch_from_config(
         logger.log_to_file(checked.log_path)
     if verbose:
         sizes = f"data {context.data_size} x pipeline {context.pipeline_size} x tensor {context.tensor_size}"
+        if context.context_size > 1:
+            sizes += f" x context {context.context_size}"
         logger.info(f"{context.world_size} ranks: {sizes}, on {context.device.type}", ranks=[0])
     return context
 

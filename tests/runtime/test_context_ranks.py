@@ -69,7 +69,11 @@ MAKING: dict[str, tuple[Callable[[], Pipeline], str]] = {
     ),
     "a whole module": (
         whole_module,
-        r"from_module cannot divide the tokens of GPTStage over context ranks: make a Pipeline of build_gpt_pipeline",
+        r"embedding.word_embeddings is a VocabParallelEmbedding of pipeflow.tensor, and from_module makes no stages of",
+    ),
+    "a module": (
+        lambda: Pipeline.from_module(nn.Linear(2, 2), SCHEDULE, {"input": TOKENS}, criterion=GPTLMLoss()),
+        r"and Linear is not known to do so: use a GPTStage, call share_tokens\(model\) before from_module",
     ),
     "a loss": (lambda: made(criterion=mean), r"and mean is not known to do so: use GPTLMLoss\(\)"),
     "a loss module": (lambda: made(criterion=nn.CrossEntropyLoss()), "and CrossEntropyLoss is not known to do so"),

@@ -12,12 +12,12 @@ import torch
 
 from pipeflow import UsageError
 from pipeflow.optim import HalfPrecision
-from pipeflow.training import Config, read_config
+from pipeflow.training import Config, launch_from_config, read_config
 from pipeflow.training.config import KEYS, UNREAD
 
 TUTORIAL: dict[str, Any] = {
     "NUM_MICRO_BATCHES": 192,
-    "parallel": {"pipeline": 2, "tensor": {"mode": "1d", "size": 2}},
+    "parallel": {"pipeline": 2, "tensor": {"mode": "1d", "size": 2}, "context": 3},
     "fp16": {"mode": "parameters", "initial_scale": 2**10},
     "clip_grad_norm": 1,
     "gradient_accumulation": 4,
@@ -31,7 +31,8 @@ TUTORIAL: dict[str, Any] = {
 
 def test_the_tutorials() -> None:
     config = read_config(TUTORIAL)
-    assert (config.pipeline, config.tensor, config.num_microbatches, config.num_chunks) == (2, 2, 192, 2)
+    assert (config.pipeline, config.tensor, config.context) == (2, 2, 3)
+    assert (config.num_microbatches, config.num_chunks) == (192, 2)
     assert config.precision == HalfPrecision("parameters", torch.float16, {"initial_scale": 2**10})
     assert (config.clip_grad_norm, config.gradient_accumulation, config.seed) == (1.0, 4, 3)
     assert (config.tensor_shape, config.log_path) == ((1, 1024, 1600), "logs")
@@ -87,7 +88,8 @@ def test_a_file(tmp_path: Path) -> None:
         ({"parallel": {"tensor": {"mode": "2d", "size": 4}}}, "mode '2d' is not supported.*mode='1d', size=4"),
         ({"parallel": {"tensor": {"size": 2}}}, "mode None is not supported"),
         ({"parallel": {"pipeline": 0}}, "parallel.pipeline must be a positive whole number, got 0"),
-        ({"parallel": 2}, "parallel must be a dict with the keys pipeline, tensor, got 2"),
+        ({"parallel": {"context": 0}}, "parallel.context must be a positive whole number, got 0"),
+        ({"parallel": 2}, "parallel must be a dict with the keys pipeline, tensor, context, got 2"),
         ({"fp16": {"mode": "naive"}}, "must be 'parameters' or 'autocast', got 'naive'"),
         ({"fp16": {"initial_scale": 2}}, "must be 'parameters' or 'autocast', got None"),
         ({"fp16": {"mode": "parameters", "growth_factor": 0.5}}, "growth_factor 0.5"),
@@ -176,9 +178,15 @@ def test_what_is_not_honoured_is_refused_by_name() -> None:
             read_config({key: {}})
 
 
+def test_context_ranks_are_launched() -> None:
+    with pytest.raises(UsageError, match="context 2"):
+        launch_from_config({"parallel": {"context": 2}})
+
+
 EACH: dict[str, tuple[Any, Any]] = {
     "parallel.pipeline": (2, 2),
     "parallel.tensor": ({"mode": "1d", "size": 2}, 2),
+    "parallel.context": (2, 2),
     "NUM_MICRO_BATCHES": (8, 8),
     "NUM_CHUNKS": (2, 2),
     "model.num_chunks": (3, 3),

@@ -29,6 +29,7 @@ from pipeflow.engine.stages.module_state import counts_of
 from pipeflow.engine.stages.plan import CutPlan
 from pipeflow.engine.stages.planner import Planner
 from pipeflow.engine.stages.stage import ModuleStage
+from pipeflow.engine.tensor.layer import TensorLayer
 from pipeflow.engine.tensor.module_sharding import shard
 from pipeflow.engine.tensor.random import share_default_state
 from pipeflow.engine.tensor.rules import Rule
@@ -62,9 +63,11 @@ def stages_from(
     given different modules, examples or cuts.
     """
     _require_plain(module)
+    require_ranks(schedule, context)
+    if max(context.context_size, schedule.placement.num_stages) > 1:
+        _require_whole_layers(module)
     if context.context_size > 1:
         require_stages([module])
-    require_ranks(schedule, context)
     placement, device = schedule.placement, context.device
     planner = Planner(
         module,
@@ -110,6 +113,17 @@ def _require_plain(module: object) -> None:
             f"the module is wrapped in {type(module).__name__}: pass the module inside, model.module; a Pipeline "
             "averages the gradients of its replicas itself"
         )
+
+
+def _require_whole_layers(module: nn.Module) -> None:
+    """Raises UsageError for layers that are split already: stages split those of the module that they are made from."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, TensorLayer) and layer.splits():
+            raise UsageError(
+                f"{name or 'the module'} is a {type(layer).__name__} of pipeflow.tensor, and from_module makes no stages "
+                "of such layers, nor divides their tokens over context ranks: make a Pipeline of "
+                "build_gpt_pipeline(...) or of stages of your own, or pass a module with torch's layers"
+            )
 
 
 def _sized(
