@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,11 +19,24 @@ from tests.huggingface.test_shared_tokens import model_of
 
 TOLERANCE = 1e-12
 VOCABULARY, LENGTH = 48, 16
+MASKED: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 5},
+    "gemma3_text": {"sliding_window": 5},
+    "phi3": {"sliding_window": 5},
+    "qwen2": {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 2},
+    "granite": {},
+    "cohere": {},
+    "qwen3_moe": {},
+    "gpt2": {},
+}
+"""Families with what a window needs, if they have one."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained, and how. `samples` has the number of each replica."""
+    """What is trained, and how. `samples` has the number of each replica. With `masked`, tokens see those of a window,
+    in families that have one, and of their document, which are packed in all batches but the first.
+    """
 
     kind: str
     name: str = "1f1b"
@@ -33,9 +46,8 @@ class Work:
     microbatches: int = 2
     slices: int = 1
     recomputed: bool = False
-    packed: bool = False
+    masked: bool = False
     max_norm: float = 0.05
-    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def schedule(self) -> Schedule:
@@ -45,7 +57,8 @@ class Work:
         return make_schedule(self.name, ranks=self.pipeline, microbatches=self.microbatches, **options)
 
     def model(self) -> Any:
-        return model_of(self.kind, num_hidden_layers=4, use_cache=False, **self.options)
+        options = MASKED.get(self.kind, {}) if self.masked else {}
+        return model_of(self.kind, num_hidden_layers=4, use_cache=False, **options)
 
     def batch(self, replica: int, step: int) -> tuple[dict[str, Tensor], Tensor]:
         """Token ids, their positions, and labels, of which some ranks have none in a microbatch. The last sample ends
@@ -59,7 +72,7 @@ class Work:
         labels[0, : LENGTH - 2] = -100
         labels[1, LENGTH // 4 + replica : 3 * LENGTH // 4] = -100
         ids[-1, -3:], labels[-1, -3:] = 0, -100
-        if self.packed and step:  # the first batch is one document
+        if self.masked and step:
             positions[0] = torch.cat([torch.arange(3), torch.arange(LENGTH - 3)])
             positions[1] = torch.cat([torch.arange(7), torch.arange(1), torch.arange(LENGTH - 8)])
             labels[positions == 0] = -100
