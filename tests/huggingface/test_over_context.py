@@ -70,8 +70,19 @@ def test_windows_and_packed_documents(kind: str) -> None:
     run(run_threads, Work(kind, pipeline=1, masked=True))
 
 
+@pytest.mark.slow
+@pytest.mark.some(2)
+@pytest.mark.parametrize("kind", MASKED)
+def test_windows_and_packed_documents_in_slices(kind: str) -> None:
+    run(run_threads, Work(kind, pipeline=1, slices=3, masked=True), 1)
+
+
+def test_packed_documents_of_whole_sequences() -> None:
+    run(run_threads, Work("llama", pipeline=1, masked=True), 1)
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("kind", "tensor"), product(("gemma3_text", "phi3", "cohere", "qwen3_moe"), (1, 2)))
+@pytest.mark.parametrize(("kind", "tensor"), [*product(("gemma3_text", "phi3", "cohere", "qwen3_moe"), (1, 2))])
 def test_other_families_in_stages(kind: str, tensor: int) -> None:
     run(run_threads, Work(kind, "zb-v", masked=True, recomputed=True), 2, tensor)
 

@@ -61,7 +61,7 @@ WIDE = {Gemma3RMSNorm: GemmaNorm, CohereLayerNorm: CohereNorm}
 
 
 MORE: dict[str, Any] = {
-    "gemma3_text": {"head_dim": 4, "query_pre_attn_scalar": 7, "sliding_window_pattern": 2},
+    "gemma3_text": {"head_dim": 4, "query_pre_attn_scalar": 7, "sliding_window_pattern": 2, "sliding_window": 64},
     "phi3": {"pad_token_id": 0},
     "granite": {
         "attention_multiplier": 0.4,
@@ -121,28 +121,42 @@ def test_gradients_are_those_of_whole_sequences(kind: str, name: str) -> None:
     assert seen == set(expected)
 
 
-REFUSED = {
-    "gemma3_text": "it is not known whether tokens of Gemma3ForCausalLM",
-    "mistral": "computes attention with sliding_window",
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "scores that are capped": ("gemma2", {}, "it is not known whether tokens of Gemma2ForCausalLM"),
+    "angles by length": ("llama", {"rope_parameters": DYNAMIC}, "rotary embeddings of the type 'dynamic'"),
+    "a balance loss": ("qwen3_moe", {"output_router_logits": True}, "set config.output_router_logits to False"),
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_other_models_are_refused(kind: str) -> None:
-    schedule = make_schedule("1f1b", ranks=1, microbatches=2, slices=2)
-    options = {**SIZES, "sliding_window": 4}
-    with pytest.raises(RankError, match=REFUSED[kind]):
-        run_threads(step, 1, model_of(kind, **options), schedule, batch_of())
+@pytest.mark.parametrize("what", REFUSED)
+def test_other_models_are_refused(what: str) -> None:
+    kind, options, error = REFUSED[what]
+    with pytest.raises(UsageError, match=error):
+        share_tokens(model_of(kind, **options))
 
 
-@pytest.mark.parametrize("change", ["none", "packed", "mask"])
+def test_a_model_without_logits_is_refused() -> None:
+    config = model_of("llama").config
+    with pytest.raises(UsageError, match="LlamaForSequenceClassification has no head that computes logits"):
+        share_tokens(transformers.LlamaForSequenceClassification(config))
+
+
+def test_attention_to_later_tokens_is_refused() -> None:
+    model = share_tokens(model_of("gemma3_text", use_bidirectional_attention=True))
+    with pytest.raises(UsageError, match="Gemma3Attention computes attention with is_causal=False"):
+        model(**batch_of()[0])
+
+
+@pytest.mark.parametrize("change", ["none", "from one", "jump", "mask"])
 def test_positions_must_count(change: str) -> None:
     inputs, labels = batch_of(12)
+    positions = inputs["position_ids"].clone()
+    positions[1, 7:] += change == "jump"
+    inputs["position_ids"] = positions + (change == "from one")
     if change == "none":
         del inputs["position_ids"]
-    elif change == "packed":
-        inputs["position_ids"] = inputs["position_ids"] % 6
-    else:
+    elif change == "mask":
         inputs["attention_mask"] = torch.ones(4, 12, dtype=torch.long)
     schedule = make_schedule("1f1b", ranks=1, microbatches=2, slices=2)
     said = "attention_mask is not possible" if change == "mask" else "slices need position_ids"
@@ -151,16 +165,14 @@ def test_positions_must_count(change: str) -> None:
 
 
 def test_masks_are_never_left_out() -> None:
-    """With whole microbatches, too, and without a pipeline: padding and packed documents are an error, plain ids are
-    computed as before.
+    """With whole sequences, too, and without a pipeline: padding, packed documents and windows are what they were. A
+    model that shares tokens keeps no cache, with which packed documents would be one.
     """
     inputs, _ = batch_of(12)
-    model = model_of("llama").eval()
-    expected = model(**inputs).logits
-    shared = share_tokens(model)
-    torch.testing.assert_close(shared(**inputs).logits, expected, rtol=0, atol=1e-12)
-    padded = {**inputs, "attention_mask": torch.ones(4, 12, dtype=torch.long).tril()}
+    padded = {**inputs, "attention_mask": torch.ones(4, 12, dtype=torch.long).tril(8)}
     packed = {**inputs, "position_ids": inputs["position_ids"] % 6}
-    for wrong in (padded, packed):
-        with pytest.raises(UsageError, match="a mask, of padding or of packed documents"):
-            shared(**wrong, use_cache=False)
+    model = model_of("mistral", sliding_window=5).eval()
+    expected = [model(**each, use_cache=False).logits for each in (inputs, padded, packed)]
+    shared = share_tokens(model)
+    for each, logits in zip((inputs, padded, packed), expected, strict=True):
+        torch.testing.assert_close(shared(**each).logits, logits, rtol=0, atol=1e-12)

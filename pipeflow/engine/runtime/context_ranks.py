@@ -141,5 +141,5 @@ def require_no_outputs(asked: object) -> None:
     if asked:
         raise UsageError(
             "outputs cannot be returned over context ranks, since each has those of its own tokens: leave "
-            f"return_outputs out, {ALONE}"
+            f"return_outputs out, set prediction_loss_only=True in a Trainer, {ALONE}"
         )
