@@ -40,18 +40,11 @@ class StepModel(PreparedModel):
         settings: how it is cut and run.
         context: the context of this rank.
         trainer: the Trainer.
-
-    Raises UsageError over context ranks.
     """
 
     whole: Any
 
     def __init__(self, module: Any, settings: CutSettings, context: Context, trainer: Any) -> None:
-        if context.context_size > 1:
-            raise UsageError(
-                "a step of a LightningModule does not say which tensors of its batch have tokens, so context ranks "
-                "cannot divide them: launch with context=1, or train with Fabric, accelerate or transformers' Trainer"
-            )
         super().__init__(module, settings, context)
         vars(self)["whole"] = module
         self.running = StepState(trainer)
@@ -65,8 +58,14 @@ class StepModel(PreparedModel):
             batch: the batch.
             places: further arguments of the step, such as the index of the batch.
 
-        Raises UsageError as `Pipeline.from_module` and `execute_pipeline` do.
+        Raises UsageError over context ranks, and as `Pipeline.from_module` and `execute_pipeline` do.
         """
+        if self._context.context_size > 1:
+            raise UsageError(
+                "a step of a LightningModule does not say which tensors of its batch have tokens, so context ranks "
+                "cannot divide them: launch with context=1, or train with transformers' Trainer or accelerate, or call "
+                "a model that Fabric sets up"
+            )
         self.running.places = places
         entries = {"labels": batch, "method": method}
         self._make(entries)

@@ -120,8 +120,8 @@ def _require_whole_layers(module: nn.Module) -> None:
     for name, layer in module.named_modules():
         if isinstance(layer, TensorLayer) and layer.splits():
             raise UsageError(
-                f"{name or 'the module'} is a {type(layer).__name__} of pipeflow.tensor, and from_module makes no stages "
-                "of such layers, nor divides their tokens over context ranks: make a Pipeline of "
+                f"{name or 'the module'} is a {type(layer).__name__} of pipeflow.tensor, and from_module makes no "
+                "stages of such layers, nor divides their tokens over context ranks: make a Pipeline of "
                 "build_gpt_pipeline(...) or of stages of your own, or pass a module with torch's layers"
             )
 
