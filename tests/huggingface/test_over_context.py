@@ -18,6 +18,7 @@ import transformers
 from torch import Tensor
 
 from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline, make_schedule
+from pipeflow.adapters.cut_model import PreparedModel, cut_settings
 from pipeflow.adapters.random_states import seed_of_layers
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.huggingface import CausalLMLoss, Trainer, from_config, from_pretrained, share_tokens
@@ -93,17 +94,22 @@ def test_gloo() -> None:
 
 
 def trained_by_own_loss(work: Work, whole: Any) -> tuple[float, dict[str, Any]]:
-    """The model's own loss of a batch that is a dict, and its gradients."""
+    """The model's own loss of a batch that is a dict, and its gradients: of a Pipeline, and as accelerate calls it."""
     inputs, labels = work.batch(0, 1)
-    batch = {**inputs, "labels": labels}
-    pipeline = Pipeline.from_module(share_tokens(deepcopy(whole)), work.schedule, batch)
-    loss = execute_pipeline(iter([batch]), pipeline, broadcast_loss=True).loss
-    assert loss is not None
+    batch, context, model = {**inputs, "labels": labels}, current_context(), share_tokens(deepcopy(whole))
+    if work.kind == "llama":
+        pipeline: Any = Pipeline.from_module(model, work.schedule, batch)
+        loss = execute_pipeline(iter([batch]), pipeline, broadcast_loss=True).loss
+        assert loss is not None
+    else:
+        settings = cut_settings("1f1b", 2, None, None, None, None, "microbatches", None, None, context, None)
+        pipeline = PreparedModel(model, settings, context)
+        loss = pipeline(**batch).loss
+        loss.backward()
     return loss.item(), {name: each.grad for name, each in pipeline.named_parameters() if each.grad is not None}
 
 
 @pytest.mark.slow
-@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_the_loss_of_the_model_itself(kind: str) -> None:
     """It is computed in float32. One rank has no label in the first microbatch."""
@@ -209,6 +215,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         r"the module's own loss is not known .* pass criterion=CausalLMLoss\(\)",
     ),
     "outputs": (outputs, "outputs cannot be returned over context ranks"),
+    "compiled code": (
+        lambda: made(lambda _: None).compile(),
+        "waits for context ranks in its attention: do not compile",
+    ),
     "a bidirectional model": (
         lambda: from_config(transformers.BertConfig(architectures=["BertForMaskedLM"]), SCHEDULE),
         r"it is not known whether tokens of BertForMaskedLM \(bert\) meet in causal attention alone",

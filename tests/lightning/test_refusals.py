@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from pipeflow import UsageError
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.testing import RankError, run_threads
 
 pytest.importorskip("lightning", reason="not installed", exc_type=ImportError)
 from lightning.pytorch.callbacks import (
@@ -138,3 +140,16 @@ def test_a_module_is_refused(module: type[Any], message: str) -> None:
 def test_an_option_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         fit(Classifier(), **options)
+
+
+def stepped() -> object:
+    from pipeflow.adapters.lightning.model import StepModel
+
+    settings: Any = None
+    return StepModel(Classifier(), settings, current_context(), None).run("training_step", None)
+
+
+def test_context_ranks_are_refused() -> None:
+    """The batch of a step is of any form."""
+    with pytest.raises(RankError, match="a step of a LightningModule does not say which tensors"):
+        run_threads(stepped, 2, context=2)

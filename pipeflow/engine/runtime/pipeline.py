@@ -27,6 +27,7 @@ from pipeflow.engine.parallel.transport.agreement import all_gather_object, told
 from pipeflow.engine.runtime.arguments import arguments_of, compare, fitting_stages, promised, routed
 from pipeflow.engine.runtime.compiling import Compiling
 from pipeflow.engine.runtime.confirmation import Clipping
+from pipeflow.engine.runtime.context_ranks import ALONE
 from pipeflow.engine.runtime.devices import place
 from pipeflow.engine.runtime.from_module import priced, stages_from
 from pipeflow.engine.runtime.gradients.step_end import Gradients
@@ -354,11 +355,14 @@ class Pipeline(nn.Module):
         With the backends "inductor" and "aot_eager" a compiled backward is split into I and W: W computes the gradients
         of parameters with two or more dimensions. With other backends I computes all gradients of a block.
 
-        Raises UsageError for a mode with CUDA graphs, a stage that is cut within a block, and compiled modules.
+        Raises UsageError for a mode with CUDA graphs, a stage that is cut within a block, and compiled modules; and for
+        a module that was cut over context ranks.
         """
         with self.alarm.raised_everywhere():
             if self.runner.programs.options.graph:
                 raise UsageError("a Pipeline with graph=True records its stages itself: compile one without it")
+            if self.context.context_size > 1 and self.cut is not None:
+                raise UsageError("a cut module waits for context ranks in its attention: do not compile it, " + ALONE)
             compiling = Compiling(backend, mode, options, fullgraph, dynamic)
             compiling.compile(self.runner.stages.values(), self.cut, blocks=blocks)
             self.runner.programs.clear()
