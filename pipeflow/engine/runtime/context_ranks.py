@@ -33,7 +33,8 @@ class ContextTokens:
     Args:
         context: the context of this rank, with several context ranks.
         criterion: the loss. It has `shifted(labels)`, which gives each token its label, and `of_shifted`, the mean loss
-            of tokens with such labels, whose `weigh` counts the labels. None if the Pipeline has no loss.
+            of tokens with such labels, whose `weigh` counts the labels. Or it is `own_loss` of a module that has
+            `shifted` and takes such labels as `shift_labels`. None if the Pipeline has no loss.
         refused: arguments of the Pipeline, by name, that do not fit context ranks; false where they are not given.
 
     Attributes:
