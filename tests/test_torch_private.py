@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import inspect
 import logging
+import math
 import re
 import subprocess
 import sys
@@ -246,6 +247,17 @@ def _subclassed() -> bool:
     return type(made) is _Watched and kind is Tensor
 
 
+def _attends() -> bool:
+    """Without these operators, slices are slower."""
+    if tensors.CPU_FLASH is None or tensors.CPU_FLASH_BACKWARD is None:
+        return tensors.CPU_FLASH is tensors.CPU_FLASH_BACKWARD
+    one = torch.ones(1, 1, 2, 4)
+    output, logsumexp = tensors.CPU_FLASH(one, one, one, 0.0, True, scale=1.0)
+    found = tensors.CPU_FLASH_BACKWARD(one, one, one, one, output, logsumexp, 0.0, True, scale=1.0)
+    sums: list[float] = logsumexp.flatten().tolist()
+    return output.equal(one) and sums == pytest.approx([4, 4 + math.log(2)]) and found[2].sum().item() == 8
+
+
 CHECKS: dict[str, Callable[[], bool]] = {
     "trees.SUPPORTED_NODES": lambda: {list, tuple, dict} <= set(trees.SUPPORTED_NODES),
     "trees.TreeSpec": lambda: trees.tree_flatten(TREE)[1].num_leaves == 3,
@@ -277,6 +289,8 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "modes.TorchDispatchMode": _fakes,
     "modes.disable_current_modes": _disables_modes,
     "modes.no_dispatch": _sees_operators,
+    "tensors.CPU_FLASH": _attends,
+    "tensors.CPU_FLASH_BACKWARD": _attends,
     "tensors.GROUPED_MM": lambda: str(tensors.GROUPED_MM) == "aten._grouped_mm.default",
     "tensors.LOCAL_SCALAR": lambda: tensors.LOCAL_SCALAR(torch.tensor(3)) == 3,
     "tensors.PACK_PADDED": lambda: tensors.PACK_PADDED(torch.ones(2, 1), torch.tensor([1]), False)[1].tolist() == [1],

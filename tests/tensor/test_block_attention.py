@@ -110,7 +110,7 @@ def turned(three: list[Tensor]) -> list[Tensor]:
     return [each.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_() for each in three]
 
 
-OTHERS = {
+OTHERS: dict[str, tuple[list[Tensor], Any]] = {
     "entries apart": (turned(inputs()), nullcontext()),
     "values of another size": ([*inputs()[:2], normal(2, 4, KEYS, 3).requires_grad_()], nullcontext()),
     "autocast": (inputs(dtype=torch.float32), torch.autocast("cpu")),

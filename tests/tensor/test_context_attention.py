@@ -221,7 +221,7 @@ def operations(length: int) -> float:
     def forward(query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
         return whole_forward(query, key, value, counted)
 
-    block.attention.over_context.forward = forward  # type: ignore[method-assign]
+    block.attention.over_context.forward = forward  # type: ignore[assignment, method-assign]
     with FlopCounterMode(display=False) as counter:
         block(torch.zeros(1, length, WIDTH), None)
     return float(counter.get_total_flops()) + 2 * 2 * sum(pairs) * WIDTH

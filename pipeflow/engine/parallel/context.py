@@ -21,7 +21,6 @@ from pipeflow.engine.parallel.failure import Alarm
 from pipeflow.engine.parallel.layout import WorldLayout
 from pipeflow.engine.parallel.transport.protocol import Group, Subset, Transport
 
-
 CONTEXT_ATTENTION = ("gather", "ring")
 """How context ranks may get each other's keys and values: see `tensor.context_attention`."""
 

@@ -85,9 +85,9 @@ def launch(
     This sets environment variables that gloo, CUDA, NCCL and torch read (docs/clusters.md lists them). On GPUs, call it
     before CUDA is used.
 
-    Raises UsageError if the world size does not fit, if `context_attention` is another name, if the device does not exist or is not supported, and if
-    CUDA_DEVICE_MAX_CONNECTIONS is less than 32. No process group exists then. Raises PipelineError if not all ranks
-    launch in time; the error names the missing ranks.
+    Raises UsageError if the world size does not fit, if `context_attention` is another name, if the device does not
+    exist or is not supported, and if CUDA_DEVICE_MAX_CONNECTIONS is less than 32. No process group exists then. Raises
+    PipelineError if not all ranks launch in time; the error names the missing ranks.
     """
     if context_attention not in CONTEXT_ATTENTION:
         raise UsageError(

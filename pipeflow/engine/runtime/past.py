@@ -50,12 +50,12 @@ class _Rows:
     def take(self, gradient: Tensor, start: int) -> Tensor:
         """The gradient of the slice's own part, from that of all tokens so far."""
         own = gradient.narrow(TOKENS, start, gradient.shape[TOKENS] - start)
-        if self.gradients is not None:
-            own = own + self.gradients.narrow(TOKENS, start, own.shape[TOKENS])
-        elif start:
-            self.gradients = gradient.new_zeros((*gradient.shape[:TOKENS], start, gradient.shape[-1]))
-        if start and self.gradients is not None:
-            self.gradients.narrow(TOKENS, 0, start).add_(gradient.narrow(TOKENS, 0, start))
+        earlier = gradient.narrow(TOKENS, 0, start)
+        if self.gradients is None:
+            self.gradients = earlier.clone()
+            return own
+        own = own + self.gradients.narrow(TOKENS, start, own.shape[TOKENS])
+        self.gradients.narrow(TOKENS, 0, start).add_(earlier)
         return own
 
 

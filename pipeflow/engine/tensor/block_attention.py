@@ -197,7 +197,7 @@ class _ToEarlier(Function):
         rest: Any = {"all_keys": Attended(*found), "scale": ctx.scale}
         of_query, *of_own = gradients_of(gradient, query, *own, causal=True, **rest)
         if not earlier[0].shape[LENGTH]:
-            return of_query, *of_own, None
+            return of_query, of_own[0], of_own[1], None
         more, *of_earlier = gradients_of(gradient, query, *earlier, causal=False, **rest)
         of_key, of_value = (torch.cat(pair, LENGTH) for pair in zip(of_earlier, of_own, strict=True))
         return of_query.add_(more), of_key, of_value, None

@@ -143,8 +143,8 @@ def ring_attention(group: Group, query: Tensor, key: Tensor, value: Tensor, *, s
     """
     three = query, key, value
     if torch.is_autocast_enabled(query.device.type):
-        three = query, key, value = tuple(each.to(torch.get_autocast_dtype(query.device.type)) for each in three)
-    three = by_shared_heads(*three)
+        query, key, value = (each.to(torch.get_autocast_dtype(query.device.type)) for each in three)
+    three = by_shared_heads(query, key, value)
     output: Tensor = _Ring.apply(group, *three, scale)  # type: ignore[no-untyped-call]  # torch's
     return output if three[0] is query else output.unflatten(0, (len(query), -1)).flatten(1, 2)
 
@@ -217,7 +217,7 @@ class _Ring(Function):
         with torch.autocast(query.device.type, enabled=False):
             for source, block in _in_turn(group, torch.stack([key, value])):
                 seen = _Seen.of(group.rank, source, query.shape[LENGTH])
-                mine = [each.narrow(LENGTH, *seen.query) for each in (gradient, query)]
+                mine: Any = [each.narrow(LENGTH, *seen.query) for each in (gradient, query)]
                 keys, values = block.narrow(LENGTH + 1, *seen.key)
                 more, *others = gradients_of(
                     *mine, keys, values, all_keys.part(*seen.query), causal=seen.causal, scale=ctx.scale
