@@ -53,6 +53,11 @@ def test_tensor_ranks_are_neighbours_and_replicas_lie_farthest() -> None:
     assert [*layout.replica_ranks(9)] == [*range(8, 16)]
 
 
+def test_an_unknown_way_of_attention_over_context_ranks_is_refused() -> None:
+    with pytest.raises(UsageError, match="context_attention must be 'gather' or 'ring', got 'rings'"):
+        launch(context_attention="rings")
+
+
 def test_what_is_not_said_is_pipeline() -> None:
     assert WorldLayout.of(8, tensor=2) == WorldLayout(pipeline=4, tensor=2, data=1)
     with pytest.raises(UsageError, match=r"6 processes is not divisible into replicas of 4 \(pipeline 2 x tensor 2\)"):
