@@ -261,9 +261,8 @@ class Transformer(ABC):
         are sent to. With `first` and `last`, it also holds the parts before and after the layers. Raises UsageError as
         `require_tensor` does.
         """
-        self.require_tensor(tensor)
         layers = sum(count * _block_of(self.of_kind(kind), tensor) for kind, count in Counter(kinds).items())
-        return layers + self._ends(tensor, first=first, last=last)
+        return layers + _ends_of(self, tensor, first, last)
 
     def expert_parameters(self, expert: int, split: int) -> int:
         """Parameters of a layer's experts, without the shared ones, on one of `expert` ranks of `split` devices. Raises
@@ -414,6 +413,13 @@ def _of_kind(model: Transformer, kind: LayerKind) -> Transformer:
 def _block_of(model: Transformer, tensor: int) -> int:
     """As `Transformer._block`: a search asks for the same layer a hundred thousand times."""
     return model._block(tensor)
+
+
+@lru_cache(maxsize=256)
+def _ends_of(model: Transformer, tensor: int, first: bool, last: bool) -> int:
+    """As `Transformer._ends`, which a search asks for as often. Raises UsageError as `require_tensor` does."""
+    model.require_tensor(tensor)
+    return model._ends(tensor, first=first, last=last)
 
 
 @cache

@@ -123,23 +123,7 @@ class Cluster:
         Neighbours that are alike are one kind, and each has as many nodes as needed. Raises UsageError for more devices
         than there are.
         """
-        if self.nodes is None and not self.further:
-            return ((self, devices),)
-        found: list[tuple[Cluster, int]] = []
-        left = devices
-        for group in self.groups:
-            many = left if group.nodes is None else min(left, group.nodes * group.devices_per_node)
-            kind = replace(group, nodes=None)
-            if found and found[-1][0] == kind:
-                found[-1] = kind, found[-1][1] + many
-            elif many:
-                found.append((kind, many))
-            left -= many
-        if left:
-            raise UsageError(
-                f"the cluster has {devices - left:,} devices, not {devices:,}: use fewer, or add nodes to it"
-            )
-        return tuple(found)
+        return ((self, devices),) if self.nodes is None and not self.further else _taken(self, devices)
 
     def used(self, devices: int) -> Cluster:
         """The part of the cluster that so many devices lie in. Raises UsageError as `taken`."""
@@ -227,6 +211,24 @@ class Cluster:
         if self.nodes is None:
             del values["nodes"]
         return values
+
+
+@lru_cache(maxsize=256)
+def _taken(cluster: Cluster, devices: int) -> tuple[tuple[Cluster, int], ...]:
+    """As `Cluster.taken`, which a search asks for with each layout."""
+    found: list[tuple[Cluster, int]] = []
+    left = devices
+    for group in cluster.groups:
+        many = left if group.nodes is None else min(left, group.nodes * group.devices_per_node)
+        kind = replace(group, nodes=None)
+        if found and found[-1][0] == kind:
+            found[-1] = kind, found[-1][1] + many
+        elif many:
+            found.append((kind, many))
+        left -= many
+    if left:
+        raise UsageError(f"the cluster has {devices - left:,} devices, not {devices:,}: use fewer, or add nodes to it")
+    return tuple(found)
 
 
 def _require_groups(groups: tuple[Cluster, ...]) -> None:

@@ -212,8 +212,9 @@ class Wanted:
         """Per pipeline rank, by how many bytes its devices have less than `limit`."""
         if not self.cluster.further:
             return (0.0,) * pipeline
-        mapped = map_devices(self.cluster, setup, pipeline)
-        return tuple(self.limit - min(map(self.limit_of, mapped.on(rank))) for rank in range(pipeline))
+        mapped, most = map_devices(self.cluster, setup, pipeline), self.limit
+        limits = [self.limit_of(kind) for kind in mapped.kinds]
+        return tuple(most - min(limits[kind] for kind in kinds) for kinds in mapped.ranks)
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:

@@ -4,6 +4,7 @@ in which order they are tried, and which are kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -335,9 +336,12 @@ def _profile(model: Transformer, setup: Setup, kind: Cluster) -> Profile:
 
 
 def _of_one_replica(setup: Setup) -> Setup:
-    """The key of `_profile`, which depends on the replicas only where they exchange tokens."""
-    data, hides = setup.data if setup.expert > 1 else 1, setup.overlaps and setup.zero < 3
-    return replace(setup, data=data, zero=0, shard_ranks=None, overlap=hides)
+    """The key of `_profile`, which depends on replicas only as far as experts lie on them: with the fewest that have
+    room for the expert ranks.
+    """
+    asked = setup.expert * setup.expert_split
+    data = asked // math.gcd(asked, setup.tensor * setup.context)
+    return replace(setup, data=data, zero=0, shard_ranks=None, overlap=setup.overlaps and setup.zero < 3)
 
 
 def least_seconds(wanted: Wanted, cell: Cell) -> float:

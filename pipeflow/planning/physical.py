@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -309,8 +309,9 @@ def _links(placement: Placement, mesh: Mesh, cluster: Cluster, rates: Rates) -> 
     return {ends: far for one, other in pairs for ends in ((one, other), (other, one)) if mesh.crosses(one, other)}
 
 
+@lru_cache(maxsize=1024)
 def _stage_costs(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, share: Share) -> StageCosts:
-    """The costs of a stage with a share of a model."""
+    """The costs of a stage with a share of a model. A search asks for the same share under many schedules and cuts."""
     tokens = tokens_of(model, setup)
     sizes = {
         Content.SAVED: tokens * saved_bytes(model, setup, share),

@@ -50,7 +50,9 @@ class Share(NamedTuple):
                 each = replace(setup, checkpoint=kept, checkpoint_layers=None, offload_layers=int(start < offloaded))
             found += [(count, model.of_kind(kind), each) for kind, count in Counter(self.layers[start:end]).items()]
         if self.last:
-            each = replace(setup, checkpoint_layers=None, offload_layers=0)
+            each = setup
+            if setup.checkpoint_layers is not None or setup.offload_layers:
+                each = replace(setup, checkpoint_layers=None, offload_layers=0)
             found += [(count, model.of_kind(kind), each) for kind, count in Counter(model.further_kinds).items()]
         return found
 

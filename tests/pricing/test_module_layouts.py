@@ -51,6 +51,16 @@ def test_the_search_finds_the_fastest_of_all_plans() -> None:
     assert [each.layout for each in searched(top=1)] == [found[0].layout]
 
 
+def test_the_recommended_layout_comes_first_and_the_others_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over slow links, two pipeline ranks are faster than two replicas, which are plainer."""
+    slow: dict[str, Any] = {"cluster": replace(CLUSTER, link_bandwidth=1e7), "schedules": ("1f1b",)}
+    assert [each.layout.pipeline for each in searched(**slow)] == [2, 1]
+    monkeypatch.setattr("pipeflow.planning.layout_ties.TIE", 1e9)
+    plain, fast = searched(**slow)
+    assert (plain.layout.pipeline, fast.layout.pipeline) == (1, 2)
+    assert plain.step_seconds > fast.step_seconds
+
+
 def test_every_layout_takes_the_whole_batch() -> None:
     found = searched(schedules=("1f1b",), batch=4)
     assert [each.layout.data * each.layout.microbatches * each.layout.microbatch_size for each in found] == [4, 4]
