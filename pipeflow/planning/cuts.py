@@ -4,7 +4,7 @@ under a placement. Must not contain: what layers cost, and searches for other si
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, combinations, pairwise, product
@@ -158,31 +158,43 @@ def cut_with_ends(layers: int, placement: Placement, first: int | None, last: in
     return tuple(pairwise(accumulate(sizes, initial=0)))
 
 
+Times = tuple[float, float, float]  # of a part's F, I and W for one microbatch
+
+
 class Profile(NamedTuple):
     """The time of one microbatch in the whole model, of the parts before and after the layers, in mean layers, and of a
-    mean layer. `weights`: per layer its time, as a multiple of that; empty if all layers are alike.
+    mean layer. `weights`: per layer its time, as a multiple of that; empty if all layers are alike. `before`, `after`
+    and `layers`: the times of the parts before and after the layers, and of one layer of each kind.
     """
 
     time: float
     first: float
     last: float
     layer: float
-    weights: tuple[float, ...] = ()
+    weights: tuple[float, ...]
+    before: Times
+    after: Times
+    layers: Mapping[LayerKind, Times]
 
 
 def profile(model: Transformer, setup: Setup, cluster: Cluster | None) -> Profile:
     """The profile under a setup: in seconds on a cluster of one kind, else in forwards of a layer, with communication
     free. Raises UsageError for a model that the setup does not fit, and as `physical_costs`.
     """
-    runs, (first, *times, last) = _part_times(model, setup, cluster)
+    runs, (before, *parts, after) = _part_times(model, setup, cluster)
+    first, *times, last = map(sum, (before, *parts, after))
     layer = sum(times) / model.layers
-    before, after = (round(each / layer, 1) for each in (first, last))
-    each = {model.kinds[start]: time / (end - start) for time, (start, end) in zip(times, runs, strict=True)}
+    layers: dict[LayerKind, Times] = {}
+    for (start, end), (forward, backward_input, weight) in zip(runs, parts, strict=True):
+        number = end - start
+        layers[model.kinds[start]] = forward / number, backward_input / number, weight / number
+    each = {kind: sum(taken) for kind, taken in layers.items()}
     weights = _weights(model.kinds, {kind: round(time / max(each.values()), 1) for kind, time in each.items()})
-    return Profile(first + sum(times) + last, before, after, layer, weights)
+    ends = round(first / layer, 1), round(last / layer, 1)
+    return Profile(first + sum(times) + last, *ends, layer, weights, before, after, layers)
 
 
-def _part_times(model: Transformer, setup: Setup, cluster: Cluster | None) -> tuple[list[Part], list[float]]:
+def _part_times(model: Transformer, setup: Setup, cluster: Cluster | None) -> tuple[list[Part], list[Times]]:
     """The longest parts of layers that are of one kind, and the times of what is before the layers, of each of these
     parts, and of what is after the layers.
     """
@@ -191,8 +203,7 @@ def _part_times(model: Transformer, setup: Setup, cluster: Cluster | None) -> tu
     cut = [(0, 0), *runs, (model.layers, model.layers)]
     setup = setup if setup.expert > 1 else replace(setup, data=1)
     cost = stage_costs(model, Placement.linear(len(cut)), setup, cluster, cut=cut)
-    times = zip(cost.forward, cost.backward_input, cost.backward_weight, strict=True)
-    return runs, [sum(each) for each in times]
+    return runs, list(zip(cost.forward, cost.backward_input, cost.backward_weight, strict=True))
 
 
 class Loads(NamedTuple):
@@ -229,7 +240,7 @@ def part_shares(model: Transformer, setup: Setup, kind: Cluster) -> tuple[float,
     """The share of the time of a microbatch that each part of a model takes on one kind of devices. Layers of a part
     are alike.
     """
-    times = _part_times(model, setup, kind)[1]
+    times = [sum(each) for each in _part_times(model, setup, kind)[1]]
     return tuple(each / sum(times) for each in times)
 
 
@@ -299,22 +310,77 @@ def least_makespan(cost: CostModel, placement: Placement, microbatches: int, *, 
     gradient of its stage. With whole backwards, free transfers and equal stages, the bound is the makespan of 1F1B,
     interleaved 1F1B and GPipe.
     """
-    forward, backward = cost.durations[Kind.F], cost.durations[Kind.B]
-    gradient = cost.durations[Kind.I] if split else backward  # what a stage before waits for
+    times = (cost.durations[kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R))
+    return _least_of(*times, placement, microbatches, cost.transfer, split=split)
+
+
+def least_of_cut(
+    profiles: Sequence[Profile],
+    ranks: Sequence[tuple[int, ...]],
+    placement: Placement,
+    cut: Sequence[Part],
+    kinds: Sequence[LayerKind],
+    microbatches: int,
+) -> tuple[float, float]:
+    """`least_makespan` with whole backwards and with split backwards, as if transfers and reductions took no time. The
+    times are those of `profiles`, one for each kind of devices. `ranks` are per rank its kinds of devices as places in
+    `profiles`, and `kinds` are those of all layers.
+    """
+    experts = [0, *accumulate(kind == "experts" for kind in kinds)]
+    none: Times = (0.0, 0.0, 0.0)
+    stages = []
+    for stage, (start, end) in enumerate(cut):
+        routed = experts[end] - experts[start]
+        own = {kind for path in placement.paths for kind in ranks[path[stage]]}
+        each = []
+        for part in (profiles[kind] for kind in own):
+            before, after = part.before if stage == 0 else none, part.after if stage == len(cut) - 1 else none
+            counts = (
+                (routed, part.layers.get("experts", none)),
+                (end - start - routed, part.layers.get("dense", none)),
+            )
+            each.append([before[i] + after[i] + sum(many * times[i] for many, times in counts) for i in range(3)])
+        stages.append([max(times) for times in zip(*each, strict=True)])
+    forward, gradient, weight = zip(*stages, strict=True)
+    backward = [one + other for one, other in zip(gradient, weight, strict=True)]
+    times = forward, backward, gradient, weight, (0.0,) * len(cut)
+    whole, split = (_least_of(*times, placement, microbatches, _at_once, split=each) for each in (False, True))
+    return whole, split
+
+
+def _at_once(stage: int, one: int, other: int) -> float:
+    """A transfer that takes no time."""
+    return 0.0
+
+
+def _least_of(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    half: Sequence[float],
+    weight: Sequence[float],
+    reduce: Sequence[float],
+    placement: Placement,
+    microbatches: int,
+    transfer: Callable[[int, int, int], float],
+    *,
+    split: bool,
+) -> float:
+    """As `least_makespan`, for times per stage of F, B, I, W and R."""
+    gradient = half if split else backward  # what a stage before waits for
     work = [0.0] * placement.num_ranks
     start, end = [inf] * placement.num_ranks, [inf] * placement.num_ranks
     through = 0.0
     for number, path in enumerate(placement.paths[:microbatches]):
         links = [(stage, one, other) for stage, (one, other) in enumerate(pairwise(path))]
-        down = [0.0 if one == other else cost.transfer(stage, one, other) for stage, one, other in links]
-        up = [0.0 if one == other else cost.transfer(stage, other, one) for stage, one, other in links]
+        down = [0.0 if one == other else transfer(stage, one, other) for stage, one, other in links]
+        up = [0.0 if one == other else transfer(stage, other, one) for stage, one, other in links]
         first, after = _before(forward, down), _before(gradient, up)
         many = len(range(number, microbatches, len(placement.paths)))
         for stage, rank in enumerate(path):
             work[rank] += many * (forward[stage] + backward[stage])
             start[rank] = min(start[rank], first[stage])
-            end[rank] = min(end[rank], max(0.0 if split else after[stage], cost.durations[Kind.R][stage]))
-        alone = first[-1] + forward[-1] + gradient[-1] + after[-1] + (cost.durations[Kind.W][0] if split else 0.0)
+            end[rank] = min(end[rank], max(0.0 if split else after[stage], reduce[stage]))
+        alone = first[-1] + forward[-1] + gradient[-1] + after[-1] + (weight[0] if split else 0.0)
         through = max(through, alone)
     return max(through, *map(sum, zip(start, work, end, strict=True)))
 

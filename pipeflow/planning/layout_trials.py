@@ -22,7 +22,16 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.cuts import Profile, cut_by_load, even_cut, least_makespan, loads_of, part_shares, profile
+from pipeflow.planning.cuts import (
+    Profile,
+    cut_by_load,
+    even_cut,
+    least_makespan,
+    least_of_cut,
+    loads_of,
+    part_shares,
+    profile,
+)
 from pipeflow.planning.device_map import map_devices
 from pipeflow.planning.layout import Layout, Wanted
 from pipeflow.planning.layout_cells import Cell
@@ -116,27 +125,36 @@ def _family(name: str, ranks: int, options: tuple[tuple[str, Any], ...]) -> Fami
 
 
 @dataclass(frozen=True, slots=True)
-class LayoutTrial:
-    """A layout with its costs, before its simulation.
+class Choice:
+    """A layout before its costs.
 
     Attributes:
         cell, family, cut: the layout.
-        physical: its costs in seconds.
-        state: per rank, the bytes that it holds besides activations, and those that its devices have less than others.
-        step: the same during the optimizer's step, or more.
     """
 
     cell: Cell
     family: Family
     cut: Cut
-    physical: Physical
-    state: tuple[float, ...]
-    step: tuple[float, ...]
 
     @property
     def layout(self) -> Layout:
-        """The sizes, schedule and cut of this trial as a `Layout`."""
+        """The sizes, schedule and cut as a `Layout`."""
         return Layout(*self.cell, self.family.name, dict(self.family.options), self.cut)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutTrial(Choice):
+    """A layout with its costs, before its simulation.
+
+    Attributes:
+        physical: its costs in seconds.
+        state: per rank, the bytes that it holds besides activations, and those that its devices have less than others.
+        step: the same during the optimizer's step, or more.
+    """
+
+    physical: Physical
+    state: tuple[float, ...]
+    step: tuple[float, ...]
 
     def least_bytes(self) -> float:
         """A lower bound on the bytes of its fullest device: the bytes with few microbatches. With more microbatches, no
@@ -225,17 +243,16 @@ def _divides(stages: int, layers: int) -> bool:
     return any((layers + ends) % stages == 0 for ends in ENDS)
 
 
-def trials(
-    wanted: Wanted,
-    cell: Cell,
-    limit: float = inf,
-    *,
-    only: Kept | None = None,
-    misfit: Callable[[Kept], None] = lambda kept: None,
-) -> Iterator[tuple[float, LayoutTrial]]:
+def trials(wanted: Wanted, cell: Cell, limit: float = inf) -> Iterator[tuple[float, LayoutTrial]]:
     """The layouts of a cell whose devices hold at most `limit` bytes besides activations. Each comes with a lower bound
-    on its step time, in seconds. With `only`, those of one family. `misfit` is called with a family of which a layout
-    needs more.
+    on its step time, in seconds.
+    """
+    yield from filter(None, (priced(wanted, choice, limit) for _, choice in choices(wanted, cell)))
+
+
+def choices(wanted: Wanted, cell: Cell, *, only: Kept | None = None) -> Iterator[tuple[float, Choice]]:
+    """All layouts of a cell, each with a lower bound on its step time, in seconds, from its computations alone. With
+    `only`, those of one family.
     """
     slices = wanted.slices if cell.pipeline > 1 else 1
     if slices > 1 and (cell.setup.context > 1 or cell.setup.zero > 1):
@@ -246,14 +263,39 @@ def trials(
         saves = wanted.kinds != "none" and "cost" in options_of(family.name)
         if family.actions(cell.microbatches) > (SAVING_ACTIONS if saves else ACTIONS):
             continue
-        found = _costs(wanted, cell, family.placement, limit)
-        if None in found:
-            misfit(family.kept)
-        for each in filter(None, found):
-            least = each.split if family.split else each.whole
-            room = tuple((limit - state) / (1 + ALLOCATOR) * (1 - ROUNDING) for state in each.state)
-            ordered = family.under(each.physical.cost, wanted.kinds, room)
-            yield least + each.physical.after, LayoutTrial(cell, ordered, *each[:4])
+        for cut, whole, split in _bounds(wanted, cell, family.placement):
+            yield split if family.split else whole, Choice(cell, family, cut)
+
+
+@lru_cache(maxsize=512)
+def _bounds(wanted: Wanted, cell: Cell, placement: Placement) -> tuple[tuple[Cut, float, float], ...]:
+    """The cuts of a placement, each with lower bounds on the makespan with whole and with split backwards. Where layers
+    of a kind differ in what they copy or recompute, as the number of layers of a stage says, there is no such bound.
+    """
+    setup, model = cell.setup, wanted.model
+    mapped = map_devices(wanted.cluster, setup, cell.pipeline)
+    profiles = [_profile(model, _of_one_replica(setup), kind) for kind in mapped.kinds]
+    are_alike = setup.checkpoint_layers is None and not setup.offload_layers
+    found = []
+    for cut in dict.fromkeys(_cuts(wanted, cell, placement)):
+        least = (0.0, 0.0)
+        if are_alike:
+            least = least_of_cut(profiles, mapped.ranks, placement, cut, model.kinds, cell.microbatches)
+        found.append((cut, *((1 - ROUNDING) * each for each in least)))
+    return tuple(found)
+
+
+def priced(wanted: Wanted, choice: Choice, limit: float = inf) -> tuple[float, LayoutTrial] | None:
+    """A layout with its costs, and a sharper lower bound on its step time, in seconds; None if its devices hold more
+    than `limit` bytes besides activations.
+    """
+    cell, family, cut = choice.cell, choice.family, choice.cut
+    if (found := _costs_of(wanted, cell, family.placement, limit, cut)) is None:
+        return None
+    room = tuple((limit - state) / (1 + ALLOCATOR) * (1 - ROUNDING) for state in found.state)
+    ordered = family.under(found.physical.cost, wanted.kinds, room)
+    least = found.split if family.split else found.whole
+    return least + found.physical.after, LayoutTrial(cell, ordered, cut, found.physical, found.state, found.step)
 
 
 class _Costs(NamedTuple):
@@ -261,19 +303,11 @@ class _Costs(NamedTuple):
     makespan with whole backwards and with split backwards.
     """
 
-    cut: Cut
     physical: Physical
     state: tuple[float, ...]
     step: tuple[float, ...]
     whole: float
     split: float
-
-
-@lru_cache(maxsize=512)
-def _costs(wanted: Wanted, cell: Cell, placement: Placement, limit: float) -> tuple[_Costs | None, ...]:
-    """With layers cut evenly, and by what they cost; None for a cut whose devices hold more than `limit`."""
-    cuts = dict.fromkeys(_cuts(wanted, cell, placement))
-    return tuple(_costs_of(wanted, cell, placement, limit, cut) for cut in cuts)
 
 
 def _cuts(wanted: Wanted, cell: Cell, placement: Placement) -> Iterator[Cut]:
@@ -294,7 +328,9 @@ def _cuts(wanted: Wanted, cell: Cell, placement: Placement) -> Iterator[Cut]:
         yield from (cut_by_load(layers, placement, first, last, each, weights) for each in (paces, memory, halfway))
 
 
+@lru_cache(maxsize=1024)
 def _costs_of(wanted: Wanted, cell: Cell, placement: Placement, limit: float, cut: Cut) -> _Costs | None:
+    """None if devices hold more than `limit`."""
     model, setup = wanted.model, cell.setup
     lacking = wanted.lacking(setup, cell.pipeline)
     state, step = (
@@ -308,7 +344,7 @@ def _costs_of(wanted: Wanted, cell: Cell, placement: Placement, limit: float, cu
     if max(held + (1 + ALLOCATOR) * kept for held, kept in of_one) > limit:
         return None
     least = (least_of_slices(physical.cost, placement, cell.microbatches, slices, split) for split in (False, True))
-    return _Costs(cut, physical, state, step, *least)
+    return _Costs(physical, state, step, *least)
 
 
 def least_of_slices(cost: CostModel, placement: Placement, microbatches: int, slices: int, split: bool) -> float:

@@ -22,7 +22,7 @@ from pipeflow.planning.estimate import plan
 from pipeflow.planning.layout import Layout, Wanted
 from pipeflow.planning.layout_cells import Cell, heavier, leanest_cells, lighter, lightest_cells
 from pipeflow.planning.layout_ties import TIE, Timed, plainest, plainness, ranking
-from pipeflow.planning.layout_trials import Kept, LayoutTrial, least_seconds, trials
+from pipeflow.planning.layout_trials import Choice, Kept, LayoutTrial, choices, least_seconds, priced, trials
 from pipeflow.planning.step_plan import Plan, StepParts
 
 # Theory of operation
@@ -31,11 +31,13 @@ from pipeflow.planning.step_plan import Plan, StepParts
 # search: a heap has nodes by a lower bound on their step time, and the node with the lowest bound is opened first.
 #
 # 1. A `Cell` (sizes, microbatches, what saves memory) has the average time that its ranks compute as its bound.
-#    Opened, it becomes a trial per schedule and cut, each with a sharper bound.
-# 2. A `LayoutTrial` is checked for memory with few microbatches. If its step is long, it is estimated from two short
+#    Opened, it becomes a `Choice` per schedule and cut, with the bound of the computations of its busiest rank.
+# 2. A `Choice` gets its costs, and so a sharper bound: it becomes a `LayoutTrial`. Most choices never get them, since
+#    a faster layout of the same sizes is known before.
+# 3. A `LayoutTrial` is checked for memory with few microbatches. If its step is long, it is estimated from two short
 #    steps. Both are cheap, and it goes back into the heap with the higher bound.
 #    A trial that does not fit brings those of its family on the next rung (`layout_cells`).
-# 3. A trial that was checked is simulated. Its time is exact, and it enters its group.
+# 4. A trial that was checked is simulated. Its time is exact, and it enters its group.
 #
 # The search ends when the lowest bound exceeds the time of the last layout that would be listed. All bounds are proved
 # but the estimate, which TRUST corrects. What is listed is the fastest, not the plainest of those that are about as
@@ -187,7 +189,7 @@ def _no_collections() -> Iterator[None]:
 
 class _Search:
     """Tries layouts sorted by their lower bound. The heap has what to do next, which is called with the bound: open a
-    cell or a family in one that saves memory, check a trial, or simulate one that was checked.
+    cell or a family in one that saves memory, price a choice, check a trial, or simulate one that was checked.
     """
 
     def __init__(
@@ -198,7 +200,7 @@ class _Search:
         self.tied: list[Timed] = []  # what is within TIE of the fastest so far
         self.simulated = 0
         self._first = math.inf
-        self._wanted, self._top, self._number = wanted, top, count()
+        self._wanted, self._limit, self._top, self._number = wanted, wanted.limit, top, count()
         self._heap: list[tuple[float, int, Callable[[float], None]]] = []
         self._misfits: set[tuple[Cell, Kept]] = set()
         for cell in lightest_cells(wanted):
@@ -212,8 +214,16 @@ class _Search:
             go_on(bound)
 
     def _open(self, cell: Cell, only: Kept | None, bound: float) -> None:
-        misfit = partial(self._climb, bound, cell)
-        for least, trial in trials(self._wanted, cell, self._wanted.limit, only=only, misfit=misfit):
+        for least, choice in choices(self._wanted, cell, only=only):
+            self._push(max(bound, least), partial(self._price, choice))
+
+    def _price(self, choice: Choice, bound: float) -> None:
+        if not self._is_needed(bound, choice):
+            return
+        if (found := priced(self._wanted, choice, self._limit)) is None:
+            self._climb(bound, choice.cell, choice.family.kept)
+        else:
+            least, trial = found
             self._push(max(bound, least), partial(self._check, trial))
 
     def _climb(self, bound: float, cell: Cell, kept: Kept) -> None:
@@ -250,7 +260,7 @@ class _Search:
     def _check(self, trial: LayoutTrial, bound: float) -> None:
         if not self._is_needed(bound, trial):
             return
-        if trial.least_bytes() > self._wanted.limit:
+        if trial.least_bytes() > self._limit:
             self._climb(bound, trial.cell, trial.family.kept)
         else:
             estimate = trial.estimated_seconds()
@@ -264,7 +274,7 @@ class _Search:
         seconds, needed = trial.simulated()
         if seconds < math.inf and (seconds > self._below or not self._is_needed(seconds, trial)):
             return  # without its memory: what needs less is no faster
-        if needed() > self._wanted.limit:
+        if needed() > self._limit:
             self._climb(bound, trial.cell, trial.family.kept)
             return
         key, timed = self._key(trial), (seconds, trial.layout)
@@ -272,17 +282,17 @@ class _Search:
         self.tied.append(timed)
         self.tied = [each for each in self.tied if each[0] <= self._tie]
 
-    def _is_needed(self, bound: float, trial: LayoutTrial) -> bool:
+    def _is_needed(self, bound: float, choice: Choice) -> bool:
         """Whether a layout may be the best of its sizes, or the plainest of the ties."""
-        best = self.groups.get(self._key(trial))
+        best = self.groups.get(self._key(choice))
         if best is None or bound <= best[0]:
             return True
-        return bound <= self._tie and plainness(trial.layout) < plainness(plainest(self.tied)[1])
+        return bound <= self._tie and plainness(choice.layout) < plainness(plainest(self.tied)[1])
 
-    def _key(self, trial: LayoutTrial) -> tuple[object, ...]:
-        cell, are_given = trial.cell, self._wanted.tensor is not None and self._wanted.pipeline is not None
+    def _key(self, choice: Choice) -> tuple[object, ...]:
+        cell, are_given = choice.cell, self._wanted.tensor is not None and self._wanted.pipeline is not None
         sizes = cell.setup.tensor, cell.pipeline, cell.setup.data, cell.setup.context
-        return (*sizes, trial.family.name) if are_given else sizes
+        return (*sizes, choice.family.name) if are_given else sizes
 
 
 def _no_room(wanted: Wanted) -> UsageError:
