@@ -1,0 +1,74 @@
+"""The bounds by which a search leaves layouts out before it knows their costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipeflow import GPT, Cluster, Setup
+from pipeflow.planning import layouts
+from pipeflow.planning.cuts import profile
+from pipeflow.planning.layout import Wanted
+from pipeflow.planning.layout_cells import cells, lightest_cells
+from pipeflow.planning.layout_trials import _of_one_replica, choices, least_seconds, priced
+from pipeflow.planning.layouts import find_layouts
+
+MODEL = GPT(6, 512, 4, 512, 8192)
+MIXTURE = replace(MODEL, experts=4, experts_per_token=2, expert_layers=2, dense_ffn=4096, mtp=1)
+H100, A100 = Cluster.of("h100-80gb"), Cluster.of("a100-80gb")
+TWO_KINDS = replace(H100, devices_per_node=2, nodes=1, further=(replace(A100, devices_per_node=2),))
+TASKS: dict[str, Wanted] = {
+    "one kind": Wanted(MODEL, A100, 4, 8),
+    "experts": Wanted(MIXTURE, H100, 4, 8, tensor=1),
+    "two kinds of devices": Wanted(MIXTURE, TWO_KINDS, 4, 8, schedules=("1f1b", "zb-v", "dualpipe"), zero=1),
+    "offloads": Wanted(MODEL, H100, 4, 8, setup=Setup(offload_layers=4), schedules=("1f1b", "zb-v")),
+    "scores": Wanted(MODEL, A100, 2, 8, setup=Setup(keep_scores=True), checkpoint="selective"),
+}
+
+
+@pytest.mark.some(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+def test_bounds_before_costs_are_below_those_with_costs(task: str) -> None:
+    wanted = TASKS[task]
+    bounded = 0
+    for cell in cells(wanted):
+        for bound, choice in choices(wanted, cell):
+            found = priced(wanted, choice)
+            assert found is not None
+            assert bound <= found[0], choice
+            bounded += bound > least_seconds(wanted, cell)
+    assert (bounded > 0) == (task != "offloads")
+
+
+def test_without_replicas_computations_are_nearly_all_of_the_bound() -> None:
+    """Of the largest rank of a cut, not of the mean one."""
+    wanted = Wanted(replace(MIXTURE, hidden=2048), H100, 4, 8, tensor=1, pipeline=4, zero=0, expert=1)
+    for cell in lightest_cells(wanted):
+        for bound, choice in choices(wanted, cell):
+            found = priced(wanted, choice)
+            assert found is not None
+            least, trial = found
+            assert bound > 0.9 * (least - trial.physical.after), choice
+
+
+@pytest.mark.parametrize("given", [{"expert": 4}, {"expert": 2, "expert_tensor": 2}, {"tensor": 2}, {"context": 2}])
+def test_a_microbatch_takes_as_long_with_any_number_of_replicas(given: dict[str, Any]) -> None:
+    """The bounds of all numbers of replicas come from one profile."""
+    setups = [Setup(data=data, zero=1, **given) for data in (4, 8, 32)]
+    assert len({_of_one_replica(each) for each in setups}) == 1
+    model = replace(MIXTURE, hidden=2048)
+    one, *others = (profile(model, replace(each, zero=0), H100) for each in (_of_one_replica(setups[0]), *setups))
+    assert one.layers["experts"] != one.layers["dense"]
+    assert all(each == one for each in others)
+
+
+def test_most_layouts_are_left_out_before_they_have_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(layouts, "priced", lambda *given: asked.append(given) or priced(*given))
+    wanted = TASKS["one kind"]
+    find_layouts(wanted, top=1)
+    every = sum(1 for cell in lightest_cells(wanted) for _ in choices(wanted, cell))
+    assert 0 < len(asked) < every / 4
