@@ -254,7 +254,7 @@ def choices(wanted: Wanted, cell: Cell, *, only: Kept | None = None) -> Iterator
     """All layouts of a cell, each with a lower bound on its step time, in seconds, from its computations alone. With
     `only`, those of one family.
     """
-    slices = wanted.slices if cell.pipeline > 1 else 1
+    slices = _slices(wanted, cell)
     if slices > 1 and (cell.setup.context > 1 or cell.setup.zero > 1):
         return
     for family in _families(wanted.schedules, cell.pipeline, wanted.model.layers, slices):
@@ -267,6 +267,11 @@ def choices(wanted: Wanted, cell: Cell, *, only: Kept | None = None) -> Iterator
             yield split if family.split else whole, Choice(cell, family, cut)
 
 
+def _slices(wanted: Wanted, cell: Cell) -> int:
+    """Into how many slices the layouts of a cell cut each microbatch."""
+    return wanted.slices if cell.pipeline > 1 else 1
+
+
 @lru_cache(maxsize=512)
 def _bounds(wanted: Wanted, cell: Cell, placement: Placement) -> tuple[tuple[Cut, float, float], ...]:
     """The cuts of a placement, each with lower bounds on the makespan with whole and with split backwards. Where layers
@@ -276,12 +281,13 @@ def _bounds(wanted: Wanted, cell: Cell, placement: Placement) -> tuple[tuple[Cut
     mapped = map_devices(wanted.cluster, setup, cell.pipeline)
     profiles = [_profile(model, _of_one_replica(setup), kind) for kind in mapped.kinds]
     are_alike = setup.checkpoint_layers is None and not setup.offload_layers
-    found = []
+    slices, found = _slices(wanted, cell), []
     for cut in dict.fromkeys(_cuts(wanted, cell, placement)):
         least = (0.0, 0.0)
         if are_alike:
-            least = least_of_cut(profiles, mapped.ranks, placement, cut, model.kinds, cell.microbatches)
-        found.append((cut, *((1 - ROUNDING) * each for each in least)))
+            many = slices * cell.microbatches  # each slice counts as a microbatch of that part
+            least = least_of_cut(profiles, mapped.ranks, placement, cut, model.kinds, many)
+        found.append((cut, *((1 - ROUNDING) * each / slices for each in least)))
     return tuple(found)
 
 
@@ -338,7 +344,7 @@ def _costs_of(wanted: Wanted, cell: Cell, placement: Placement, limit: float, cu
     )
     if max(*state, *step) > limit:
         return None
-    slices = wanted.slices if cell.pipeline > 1 else 1
+    slices = _slices(wanted, cell)
     physical = physical_costs(model, placement, setup, wanted.cluster, cut=cut, slices=slices)
     of_one = zip(state, _of_one(physical.cost, placement), strict=True)
     if max(held + (1 + ALLOCATOR) * kept for held, kept in of_one) > limit:
