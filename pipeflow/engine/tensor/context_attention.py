@@ -217,10 +217,10 @@ class _Ring(Function):
         with torch.autocast(query.device.type, enabled=False):
             for source, block in _in_turn(group, torch.stack([key, value])):
                 seen = _Seen.of(group.rank, source, query.shape[LENGTH])
-                mine: Any = [each.narrow(LENGTH, *seen.query) for each in (gradient, query)]
+                new, mine = (each.narrow(LENGTH, *seen.query) for each in (gradient, query))
                 keys, values = block.narrow(LENGTH + 1, *seen.key)
                 more, *others = gradients_of(
-                    *mine, keys, values, all_keys.part(*seen.query), causal=seen.causal, scale=ctx.scale
+                    new, mine, keys, values, all_keys.part(*seen.query), causal=seen.causal, scale=ctx.scale
                 )
                 of_query.narrow(LENGTH, *seen.query).add_(more)
                 of_block = torch.zeros_like(block)
