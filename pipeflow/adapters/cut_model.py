@@ -294,6 +294,11 @@ class PreparedModel(CutModel):
         if self._has_loss:
             loss = self._train(batch, None)
             return loss if self._is_bare else StepOutput(loss)
+        if self._context.context_size > 1:
+            raise UsageError(
+                "context ranks cannot divide the labels of a loss that a script computes of an output: pass labels to "
+                "the model, whose own loss shifts them, or launch with context=1"
+            )
         return LazyOutput(
             lambda asked: self._train((batch[0], asked.labels(samples_of(batch[0]))), asked), self._context.device
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline, make_schedule
 from pipeflow.adapters.cut_model import PreparedModel, cut_settings
+from pipeflow.adapters.huggingface.own_loss import OwnLoss
 from pipeflow.adapters.random_states import seed_of_layers
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.huggingface import CausalLMLoss, Trainer, from_config, from_pretrained, share_tokens
@@ -203,6 +204,12 @@ def outputs() -> object:
     )
 
 
+def without_labels() -> object:
+    context = current_context()
+    settings = cut_settings("1f1b", 1, None, None, None, None, "microbatches", None, None, context, None)
+    return PreparedModel(share_tokens(model_of("llama")), settings, context)(**Work("llama").batch(0, 0)[0])
+
+
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no positions": (lambda: made(without_positions), "context ranks need position_ids in each batch"),
     "other positions": (lambda: made(own_positions), "context ranks need position_ids .* which count from 0"),
@@ -216,6 +223,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         r"the module's own loss is not known .* pass criterion=CausalLMLoss\(\)",
     ),
     "outputs": (outputs, "outputs cannot be returned over context ranks"),
+    "a script's loss": (without_labels, "cannot divide the labels of a loss that a script computes"),
+    "a trainer's loss": (lambda: OwnLoss(Trainer, made(lambda _: None)), "computes a loss of its own"),
     "compiled code": (
         lambda: made(lambda _: None).compile(),
         "waits for context ranks in its attention: do not compile",

@@ -47,9 +47,16 @@ class OwnLoss:
         divides: True if the loss is a sum divided by `num_items_in_batch`, so that microbatches and accumulated batches
             are added up. It is known once a batch with this number was traced.
         adds: True if it is a sum that is not divided.
+
+    Raises UsageError over context ranks.
     """
 
     def __init__(self, trainer: Any, model: Pipeline) -> None:
+        if model.context.context_size > 1:
+            raise UsageError(
+                f"{type(trainer).__name__} computes a loss of its own, and it is not known which label each token has "
+                "in it, so context ranks cannot divide them: use the model's loss, or launch with context=1"
+            )
         self.divides = self.adds = False
         self._is_traced = self._watched = False
         self._known: dict[Any, int] = {}  # tensors in the parts of the module's output
