@@ -126,7 +126,8 @@ def train(work: Work, whole: Any) -> Trained:
     """On one rank of the layout."""
     context, model = current_context(), share_tokens(deepcopy(whole))
     if work.recomputed:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # its old name
+        enable({"use_reentrant": False})
     pipeline = Pipeline.from_module(model, work.schedule, work.batch(0, 0), criterion=CausalLMLoss())
     optimizer, losses, norms = optimizer_of(pipeline.parameters()), list[float | None](), list[float]()
     for step in range(work.steps):

@@ -147,6 +147,7 @@ def trained_by_trainer(folder: str) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 def test_a_trainer_needs_no_more_than_the_launch(tmp_path: Path) -> None:
     """`from_pretrained` makes the model ready, and its example has positions."""
     model_of("llama").float().save_pretrained(tmp_path / "model")

@@ -166,9 +166,8 @@ def attention(
         is_planned = isinstance(query, FakeTensor)  # then no rank sends anything
         seen = attend(query, key, value) if is_planned else over_context(query, key, value, attend)
     else:
-        seen = functional.scaled_dot_product_attention(
-            query, key, value, attention_mask, dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-        )
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+        seen = functional.scaled_dot_product_attention(query, key, value, attention_mask, dropout, scale=scaling)
     return seen.transpose(1, 2).contiguous(), None
 
 
