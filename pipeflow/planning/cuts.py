@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate, combinations, pairwise, product
+from itertools import accumulate, pairwise, product
 from math import inf
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from pipeflow.planning.setup import Setup
 
 FIRST = (0.0, 0.5, 1.0, 2.0)  # layers that the part before them is worth
 LAST = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0)  # and the part after them
+ROUNDING = 1e-9  # by which a sum of times may be off
 DENSE = (1.0, 0.8, 0.6, 0.4)  # times of a layer with experts, that a layer without takes
 
 
@@ -94,13 +95,16 @@ def _weighed(
     """
     stages = len(holders)
 
-    def busy(borders: list[int]) -> list[float]:
+    def loads(borders: list[int]) -> list[float]:
         ranks = [0.0] * len(one)
         for stage, (start, end) in enumerate(pairwise(borders)):
             more = ends[0] * (stage == 0) + ends[1] * (stage == stages - 1)
             for rank in holders[stage]:
                 ranks[rank] += (work[end] - work[start] + more) * one[rank]
-        return sorted(ranks, reverse=True)
+        return ranks
+
+    def busy(borders: list[int]) -> list[float]:
+        return sorted(loads(borders), reverse=True)
 
     near = [0]
     for stage, border in enumerate(even[1:-1], start=1):
@@ -108,16 +112,41 @@ def _weighed(
         near.append(min(possible, key=lambda layer: abs(work[layer] - border)))
     best = min([*near, even[-1]], even, key=busy)
     while True:
+        least = busy(best)
+        moves = _moves(best, work, holders, one, loads(best))
         moved = [
-            [*best[:one], *(border + by for border in best[one:other]), *best[other:]]
-            for one, other in combinations(range(1, stages + 1), 2)
-            for by in (-1, 1)
-            if best[one - 1] < best[one] + by and best[other - 1] + by < best[other]
+            [*best[:first], *(border + by for border in best[first:end]), *best[end:]]
+            for first, end, by, highest in moves
+            if highest <= least[0] * (1 + ROUNDING)
         ]
         better = min([best, *moved], key=busy)
-        if busy(better) >= busy(best):
+        if busy(better) >= least:
             return best
         best = better
+
+
+def _moves(
+    borders: list[int],
+    work: Sequence[float],
+    holders: Sequence[Sequence[int]],
+    one: Sequence[float],
+    loads: Sequence[float],
+) -> Iterator[tuple[int, int, int, float]]:
+    """All ways to move neighbouring borders `first` to `end` - 1 together by one layer, each with the work of the
+    busiest rank after it. `loads` is the work of each rank before; the others are as in `_weighed`.
+    """
+    for first in range(1, len(holders)):
+        shifted = {by: [*loads] for by in (-1, 1)}
+        for end in range(first + 1, len(holders) + 1):
+            border = borders[end - 1]
+            for by, ranks in shifted.items():
+                more = work[border + by] - work[border]
+                for rank in holders[end - 2]:
+                    ranks[rank] += more * one[rank]
+                for rank in holders[end - 1]:
+                    ranks[rank] -= more * one[rank]
+                if borders[first - 1] < borders[first] + by and border + by < borders[end]:
+                    yield first, end, by, max(ranks)
 
 
 @lru_cache(maxsize=4096)
