@@ -339,8 +339,8 @@ def least_makespan(cost: CostModel, placement: Placement, microbatches: int, *, 
     gradient of its stage. With whole backwards, free transfers and equal stages, the bound is the makespan of 1F1B,
     interleaved 1F1B and GPipe.
     """
-    times = (cost.durations[kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R))
-    return _least_of(*times, placement, microbatches, cost.transfer, split=split)
+    times = {kind: cost.durations[kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)}
+    return _least_of(times, placement, microbatches, cost.transfer, split=split)
 
 
 def least_of_cut(
@@ -372,8 +372,8 @@ def least_of_cut(
         stages.append([max(times) for times in zip(*each, strict=True)])
     forward, gradient, weight = zip(*stages, strict=True)
     backward = [one + other for one, other in zip(gradient, weight, strict=True)]
-    times = forward, backward, gradient, weight, (0.0,) * len(cut)
-    whole, split = (_least_of(*times, placement, microbatches, _at_once, split=each) for each in (False, True))
+    times = {Kind.F: forward, Kind.B: backward, Kind.I: gradient, Kind.W: weight, Kind.R: (0.0,) * len(cut)}
+    whole, split = (_least_of(times, placement, microbatches, _at_once, split=each) for each in (False, True))
     return whole, split
 
 
@@ -383,11 +383,7 @@ def _at_once(stage: int, one: int, other: int) -> float:
 
 
 def _least_of(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    half: Sequence[float],
-    weight: Sequence[float],
-    reduce: Sequence[float],
+    times: Mapping[Kind, Sequence[float]],
     placement: Placement,
     microbatches: int,
     transfer: Callable[[int, int, int], float],
@@ -395,7 +391,8 @@ def _least_of(
     split: bool,
 ) -> float:
     """As `least_makespan`, for times per stage of F, B, I, W and R."""
-    gradient = half if split else backward  # what a stage before waits for
+    forward, backward, weight, reduce = (times[kind] for kind in (Kind.F, Kind.B, Kind.W, Kind.R))
+    gradient = times[Kind.I] if split else backward  # what a stage before waits for
     work = [0.0] * placement.num_ranks
     start, end = [inf] * placement.num_ranks, [inf] * placement.num_ranks
     through = 0.0
