@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes  # type: ignore[import-untyped]  # it has no types
+from sphinx import addnodes
 
 import pipeflow
 
@@ -78,13 +79,22 @@ def _let_names_break(app: Any, document: Any) -> None:
 
 
 def _link_to_explorer(app: Any, document: Any) -> None:
-    """The command `pipeflow explore` leads to the explorer's page among the documents, in the state that it shows."""
+    """The command `pipeflow explore` leads to the explorer's page among the documents, in the state that it shows; the
+    first picture of the front page does, too.
+    """
+    found = {each: each.astext() for each in document.findall(nodes.literal) if _may_link(each)}
+    if app.env.docname == "index":
+        found[next(document.findall(nodes.image))] = "pipeflow explore 1f1b zb-v"
     up = "../" * app.env.docname.count("/")
-    for literal in list(document.findall(nodes.literal)):
-        if literal.astext().startswith("pipeflow explore") and not isinstance(literal.parent, nodes.title):
-            link = nodes.reference("", "", refuri=up + EXPLORER["link"](literal.astext()))
-            literal.replace_self(link)
-            link += literal
+    for node, command in found.items():
+        link = nodes.reference("", "", refuri=up + EXPLORER["link"](command))
+        node.replace_self(link)
+        link += node
+
+
+def _may_link(literal: nodes.literal) -> bool:
+    is_link = isinstance(literal.parent, addnodes.pending_xref | nodes.reference | nodes.title)
+    return literal.astext().startswith("pipeflow explore") and not is_link
 
 
 def _write_explorer(app: Any, error: Exception | None) -> None:

@@ -157,3 +157,14 @@ def test_another_command_leads_there_or_is_refused() -> None:
     assert link == f"{MADE['FILE']}#{urlencode({'schedule': 'zb-v', 'latency': '0.5'})}"
     with pytest.raises(UsageError, match="does not have this state"):
         MADE["link"]("pipeflow explore zb-v --ranks 5")
+
+
+def test_the_first_picture_of_the_site_and_commands_that_are_no_links_lead_there() -> None:
+    nodes, utils = pytest.importorskip("docutils.nodes"), pytest.importorskip("docutils.utils")
+    page, linked = utils.new_document("index"), nodes.reference("", "", refuri="explore.html")
+    linked += nodes.literal("", "pipeflow explore")
+    page += [nodes.image(uri="flow.svg"), nodes.literal("", "pipeflow explore zb-v"), linked]
+    _link_to_explorer = runpy.run_path(str(DOCS / "conf.py"))["_link_to_explorer"]
+    _link_to_explorer(SimpleNamespace(env=SimpleNamespace(docname="index")), page)
+    addresses = [each["refuri"] for each in page.findall(nodes.reference)]
+    assert addresses == [MADE["link"](f"pipeflow explore {each}") for each in ("1f1b zb-v", "zb-v")] + ["explore.html"]
