@@ -281,13 +281,14 @@ def _bounds(wanted: Wanted, cell: Cell, placement: Placement) -> tuple[tuple[Cut
     mapped = map_devices(wanted.cluster, setup, cell.pipeline)
     profiles = [_profile(model, _of_one_replica(setup), kind) for kind in mapped.kinds]
     are_alike = setup.checkpoint_layers is None and not setup.offload_layers
-    slices, found = _slices(wanted, cell), []
+    slices, found = _slices(wanted, cell), list[tuple[Cut, float, float]]()
     for cut in dict.fromkeys(_cuts(wanted, cell, placement)):
         least = (0.0, 0.0)
         if are_alike:
             many = slices * cell.microbatches  # each slice counts as a microbatch of that part
             least = least_of_cut(profiles, mapped.ranks, placement, cut, model.kinds, many)
-        found.append((cut, *((1 - ROUNDING) * each / slices for each in least)))
+        whole, split = ((1 - ROUNDING) * each / slices for each in least)
+        found.append((cut, whole, split))
     return tuple(found)
 
 

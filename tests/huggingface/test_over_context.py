@@ -23,7 +23,7 @@ from pipeflow.adapters.huggingface.own_loss import OwnLoss
 from pipeflow.adapters.random_states import seed_of_layers
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.huggingface import CausalLMLoss, Trainer, from_config, from_pretrained, share_tokens
-from pipeflow.testing import run_processes, run_threads
+from pipeflow.testing import RankError, run_processes, run_threads
 from tests.covering import covering, some_rows
 from tests.huggingface.over_context import LENGTH, MASKED, Trained, Work, require_trained, train, train_in_one_process
 from tests.huggingface.test_shared_tokens import model_of
@@ -47,10 +47,11 @@ def expected(kind: str, samples: tuple[int, ...], masked: bool) -> Trained:
     return train_in_one_process(Work(kind, samples=samples, masked=masked))
 
 
-def run(runner: Callable[..., Any], work: Work, context: int = 2, tensor: int = 1) -> None:
+def run(runner: Callable[..., Any], work: Work, context: int = 2, tensor: int = 1, how: str = "gather") -> None:
     data = len(work.samples)
     ranks = context * work.pipeline * tensor * data
-    results = runner(train, ranks, work, work.model(), context=context, tensor=tensor, data=data)
+    options = {"context": context, "tensor": tensor, "data": data, "context_attention": how}
+    results = runner(train, ranks, work, work.model(), **options)
     require_trained(results, expected(work.kind, work.samples, work.masked))
 
 
@@ -62,6 +63,17 @@ def run(runner: Callable[..., Any], work: Work, context: int = 2, tensor: int = 
 def test_models(kind: str, name: str, layout: tuple[int, int, int, int], recomputed: bool) -> None:
     context, pipeline, tensor, data = layout
     run(run_threads, Work(kind, name, pipeline, SAMPLES[data], recomputed=recomputed), context, tensor)
+
+
+@pytest.mark.slow
+def test_keys_of_fewer_heads_from_one_rank_at_a_time() -> None:
+    run(run_threads, Work("qwen3", pipeline=1), how="ring")
+
+
+@pytest.mark.slow
+def test_a_ring_hides_no_documents() -> None:
+    with pytest.raises(RankError, match="without dropout, windows and packed documents alone"):
+        run(run_threads, Work("llama", pipeline=1, masked=True), how="ring")
 
 
 @pytest.mark.slow

@@ -58,7 +58,8 @@ def compare_as_torch() -> None:
     ranks = current_context().context_size
     generator = torch.Generator().manual_seed(10)
     wholes = [torch.rand(8, 8, 64 * ranks, 32, generator=generator).requires_grad_() for _ in range(3)]
-    output = functional.scaled_dot_product_attention(*wholes, is_causal=True)
+    query, key, value = wholes
+    output = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     output.sum().backward()
     inputs = [mine(each.detach()).requires_grad_() for each in wholes]
     found = ContextAttention()(*inputs, causal_attention)

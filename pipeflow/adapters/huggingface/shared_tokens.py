@@ -14,7 +14,7 @@ from torch.nn import functional
 from pipeflow.adapters.libraries import transformers_library
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.runtime.past import is_sliced, joined
-from pipeflow.engine.tensor.context_attention import ContextAttention, context_group
+from pipeflow.engine.tensor.context_attention import Attend, ContextAttention, causal_attention, context_group
 from pipeflow.engine.tensor.cross_entropy import CrossEntropy
 from pipeflow.engine.tensor.masked_attention import masked_attention
 from pipeflow.engine.torch_private.modes import FakeTensor
@@ -160,11 +160,14 @@ def attention(
         )
     over_context = ContextAttention()
     if attention_mask is None or is_sliced(module) or over_context.group.size > 1:
-        options = {"window": sliding_window, "documents": documents, "dropout_p": dropout, "scale": scaling}
-        attend = partial(masked_attention, **options)
+        attend: Attend = causal_attention
+        options: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]}
+        if sliding_window is not None or documents is not None:
+            attend, options = partial(masked_attention, window=sliding_window, documents=documents), {}
+        options |= {"dropout_p": dropout, "scale": scaling}
         key, value = joined(module, key, value)
         is_planned = isinstance(query, FakeTensor)  # then no rank sends anything
-        seen = attend(query, key, value) if is_planned else over_context(query, key, value, attend)
+        seen = (attend if is_planned else partial(over_context, attend=attend))(query, key, value, **options)
     else:
         key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
         seen = functional.scaled_dot_product_attention(query, key, value, attention_mask, dropout, scale=scaling)

@@ -80,8 +80,8 @@ class ContextAttention(TensorLayer):
         if self.is_ring:
             if attend is not causal_attention or options.get("dropout_p"):
                 raise UsageError(
-                    'context_attention="ring" computes attention without dropout alone: set the dropout of attention '
-                    'to 0, or launch with context_attention="gather"'
+                    'context_attention="ring" computes causal attention without dropout, windows and packed documents '
+                    'alone: launch with context_attention="gather"'
                 )
             return ring_attention(self.group, query, key, value, scale=options.get("scale"))
         pair = torch.stack([key, value])
