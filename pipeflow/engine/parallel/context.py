@@ -22,7 +22,7 @@ from pipeflow.engine.parallel.layout import WorldLayout
 from pipeflow.engine.parallel.transport.protocol import Group, Subset, Transport
 
 CONTEXT_ATTENTION = ("gather", "ring")
-"""How context ranks may get each other's keys and values: see `tensor.context_attention`."""
+"""How attention over context ranks gets keys and values: of all ranks at once, or of one rank at a time."""
 
 
 @dataclass(eq=False)

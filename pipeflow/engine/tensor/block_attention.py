@@ -110,7 +110,7 @@ def _scores(query: Tensor, key: Tensor, causal: bool, scale: float | None) -> Te
 def _gradients(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, all_keys: Attended, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`gradients_of` by operators."""
+    """Computes `gradients_of` by torch's operators, with all scores of the block in memory."""
     weights = (_scores(query, key, causal, scale) - all_keys.logsumexp.unsqueeze(-1)).exp()
     seen = (gradient * all_keys.output).sum(-1, keepdim=True)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
