@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.func import grad
 from torch.nn import functional
 
 from pipeflow import UsageError
@@ -140,3 +141,24 @@ def test_a_second_derivative_is_an_error() -> None:
     three = inputs()
     with pytest.raises(UsageError, match="leave create_graph=True out"):
         torch.autograd.grad(causal_attention(*three).sum(), three[:1], create_graph=True)
+
+
+def of_whole(mixed: Tensor) -> Tensor:
+    query, key, value = mixed.permute(3, 0, 2, 1, 4)
+    return causal_attention(query, key, value)
+
+
+@pytest.mark.slow
+def test_attention_of_whole_sequences_compiles_as_one_graph() -> None:
+    mixed = normal(1, KEYS, 4, 3, SIZE)
+    compiled: Any = torch.compile(of_whole, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(mixed), of_whole(mixed))
+
+
+def test_transforms_of_torch_func_are_left_to_torch() -> None:
+    three = inputs()
+
+    def total(query: Tensor) -> Tensor:
+        return causal_attention(query, *three[1:]).sum()
+
+    torch.testing.assert_close(grad(total)(three[0]), torch.autograd.grad(total(three[0]), three[0])[0])

@@ -31,6 +31,7 @@ from pipeflow.engine.tensor.block_attention import (
 )
 from pipeflow.engine.tensor.layer import TensorLayer
 from pipeflow.engine.tensor.regions import exchanged, gathered, sum_scattered
+from pipeflow.engine.torch_private.autograd import is_under_functorch
 from pipeflow.engine.torch_private.modes import FakeTensor, disable_current_modes
 from pipeflow.engine.torch_private.tensors import storage_key
 
@@ -100,7 +101,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) 
     of `scaled_dot_product_attention`.
     """
     queries, keys = query.shape[LENGTH], key.shape[LENGTH]
-    if storage_key(query) != storage_key(key) and query.untyped_storage().nbytes() > query.nbytes:
+    if _is_part_of_other(query, key):
         query = query.clone()  # else the memory of which it is a part would be kept with it
     if queries == keys:
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
@@ -112,6 +113,13 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) 
         with disable_current_modes():  # the mask has no values, and cannot be made where a mode sees operators
             mask = causal_lower_right(queries, keys)
     return functional.scaled_dot_product_attention(query, key, value, mask, **options)
+
+
+def _is_part_of_other(query: Tensor, key: Tensor) -> bool:
+    """Whether queries lie in larger memory than their own, which the keys do not need."""
+    if torch.compiler.is_compiling() or is_under_functorch():  # neither has memory that could be asked for
+        return False
+    return storage_key(query) != storage_key(key) and query.untyped_storage().nbytes() > query.nbytes
 
 
 def _gathered_in_order(group: Group, pair: Tensor) -> Tensor:
