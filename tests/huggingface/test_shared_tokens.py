@@ -45,7 +45,7 @@ class GemmaNorm(Gemma3RMSNorm):
     """In float64, where transformers' adds up the gradient of its weight in float32."""
 
     def forward(self, x: Tensor) -> Tensor:
-        normed: Tensor = self._norm(x)
+        normed: Tensor = self._norm(x)  # type: ignore[no-untyped-call]  # transformers'
         return normed * (1 + self.weight)
 
 

@@ -95,11 +95,11 @@ def share_tokens(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _rope_types(config: Any) -> set[object]:
+def _rope_types(config: Any) -> set[str]:
     """The types of a model's rotary embeddings, which some models have per type of layer."""
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     tables = [found, *(each for each in found.values() if isinstance(each, Mapping))]
-    return {table.get("rope_type", table.get("type")) for table in tables}
+    return {str(table.get("rope_type", table.get("type"))) for table in tables}
 
 
 def mask(*arguments: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:

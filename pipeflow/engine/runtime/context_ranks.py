@@ -87,7 +87,7 @@ class ContextTokens:
         for name, entry in {**inputs, LABELS: batch.labels}.items():
             if entry is not None:
                 self._require_fits(name, entry, tokens)
-        parts = {name: self._part(entry) for name, entry in inputs.items()}
+        parts: dict[str, Any] = {name: self._part(entry) for name, entry in inputs.items()}
         documents = None if module is None else documents_of(replace(batch, inputs=inputs), "context ranks")
         if documents is not None:
             parts[DOCUMENTS] = documents
@@ -115,7 +115,7 @@ class ContextTokens:
             )
 
 
-def _shifted_by(module: nn.Module | None, labels: Tensor) -> Tensor:
+def _shifted_by(module: nn.Module | None, labels: Any) -> Tensor:
     """The label of each token, of which a module computes its own loss. Raises UsageError for one that takes none."""
     shifted = getattr(module, "shifted", None)
     if shifted is None:
