@@ -58,6 +58,17 @@ def whole_module() -> Pipeline:
     return Pipeline.from_module(stage, SCHEDULE, {"input_ids": TOKENS}, criterion=GPTLMLoss())
 
 
+def two_stages() -> Pipeline:
+    stage, schedule = GPTStage(2, **OPTIONS, first=True, last=True), make_schedule("1f1b", ranks=2, microbatches=2)
+    return Pipeline.from_module(stage, schedule, {"input_ids": TOKENS}, criterion=GPTLMLoss())
+
+
+def test_layers_that_are_split_already_make_no_stages() -> None:
+    """Without context ranks, too: a stage lacks the parameters of others, which such layers know."""
+    error = "embedding.word_embeddings is a VocabParallelEmbedding of pipeflow.tensor, and from_module makes no stages"
+    assert all(error in told for told in run_threads(refused, 2, two_stages))
+
+
 def mean(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.mean()
 
