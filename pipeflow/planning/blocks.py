@@ -261,7 +261,7 @@ class Transformer(ABC):
         are sent to. With `first` and `last`, it also holds the parts before and after the layers. Raises UsageError as
         `require_tensor` does.
         """
-        layers = sum(count * _block_of(self.of_kind(kind), tensor) for kind, count in Counter(kinds).items())
+        layers = sum(kinds.count(kind) * _block_of(self.of_kind(kind), tensor) for kind in {*kinds})
         return layers + _ends_of(self, tensor, first, last)
 
     def expert_parameters(self, expert: int, split: int) -> int:

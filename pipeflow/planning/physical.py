@@ -265,10 +265,10 @@ def physical_of(
         Kind.F: [each.times[Kind.F] + more for each, (more, _) in zip(stages, beyond, strict=True)],
         Kind.I: [each.times[Kind.I] + more for each, (_, more) in zip(stages, beyond, strict=True)],
         Kind.W: [each.times[Kind.W] for each in stages],
-        Kind.R: [own.once(each.learned, each.layers) for own, each in zip(sharding, stages, strict=True)],
+        Kind.R: _for_each(sharding, stages, lambda own, each: own.once(each.learned, each.layers)),
     }
     if setup.zero == 3 and not by_layer:
-        times[Kind.U] = [own.gather(each.parameters).seconds for own, each in zip(sharding, stages, strict=True)]
+        times[Kind.U] = _for_each(sharding, stages, lambda own, each: own.gather(each.parameters).seconds)
     times = {kind: [seconds / cluster.sharing for seconds in each] for kind, each in times.items()}
     sizes = {content: [each.sizes[content] for each in stages] for content in (Content.SAVED, Content.DEFERRED)}
     sizes[Content.INPUT] = [0.0, *(each.activation_bytes for each in stages[:-1])]  # first a part of the batch
@@ -287,6 +287,16 @@ def physical_of(
     processors = _processors(mesh, cluster) if cluster.sharing > 1 else None
     added = tuple(sum(each) / cluster.sharing for each in beyond)
     return Physical(cost, communication, tied, _optimizer(most, setup, rates), processors, added)
+
+
+def _for_each(
+    sharding: Sequence[Sharding], stages: Sequence[StageCosts], of: Callable[[Sharding, StageCosts], float]
+) -> list[float]:
+    """`of` each stage, computed once for stages of equal shares, which are one object, with the same holders."""
+    keys = [(own.holders, id(each)) for own, each in zip(sharding, stages, strict=True)]
+    different = dict(zip(keys, zip(sharding, stages, strict=True), strict=True))
+    found = {key: of(*both) for key, both in different.items()}
+    return [found[key] for key in keys]
 
 
 def _processors(mesh: Mesh, cluster: Cluster) -> float:

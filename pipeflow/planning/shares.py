@@ -4,7 +4,6 @@ bytes that are kept, and times.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -48,13 +47,18 @@ class Share(NamedTuple):
             if setup.checkpoint_layers is not None or setup.offload_layers:
                 kept = setup.checkpoint if start < checkpointed else "none"
                 each = replace(setup, checkpoint=kept, checkpoint_layers=None, offload_layers=int(start < offloaded))
-            found += [(count, model.of_kind(kind), each) for kind, count in Counter(self.layers[start:end]).items()]
+            found += _alike(model, self.layers[start:end], each)
         if self.last:
             each = setup
             if setup.checkpoint_layers is not None or setup.offload_layers:
                 each = replace(setup, checkpoint_layers=None, offload_layers=0)
-            found += [(count, model.of_kind(kind), each) for kind, count in Counter(model.further_kinds).items()]
+            found += _alike(model, model.further_kinds, each)
         return found
+
+
+def _alike(model: Transformer, kinds: tuple[LayerKind, ...], setup: Setup) -> list[tuple[int, Transformer, Setup]]:
+    """How many of these layers are as those of which model, all with one setup."""
+    return [(kinds.count(kind), model.of_kind(kind), setup) for kind in dict.fromkeys(kinds)]
 
 
 def stage_layers(model: Transformer, placement: Placement, cut: Cut = "uniform") -> list[Part]:

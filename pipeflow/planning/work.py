@@ -219,6 +219,8 @@ def adapter_work(model: Transformer, setup: Setup) -> DeviceWork:
 def learned_parameters(model: Transformer, shares: Iterable[Share], setup: Setup) -> Parameters:
     """The parameters of the adapters of a device with these shares."""
     others = experts = 0
+    if not setup.lora_rank:
+        return Parameters(0, 0)
     for share in shares:
         found = [
             (layers * product.weights, is_expert)
