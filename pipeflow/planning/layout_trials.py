@@ -254,15 +254,7 @@ def choices(wanted: Wanted, cell: Cell, *, only: Kept | None = None) -> Iterator
     """All layouts of a cell, each with a lower bound on its step time, in seconds, from its computations alone. With
     `only`, those of one family.
     """
-    slices = _slices(wanted, cell)
-    if slices > 1 and (cell.setup.context > 1 or cell.setup.zero > 1):
-        return
-    for family in _families(wanted.schedules, cell.pipeline, wanted.model.layers, slices):
-        if only is not None and family.kept != only:
-            continue
-        saves = wanted.kinds != "none" and "cost" in options_of(family.name)
-        if family.actions(cell.microbatches) > (SAVING_ACTIONS if saves else ACTIONS):
-            continue
+    for family in families_of(wanted, cell, only):
         for cut, whole, split in _bounds(wanted, cell, family.placement):
             yield split if family.split else whole, Choice(cell, family, cut)
 
@@ -270,6 +262,18 @@ def choices(wanted: Wanted, cell: Cell, *, only: Kept | None = None) -> Iterator
 def _slices(wanted: Wanted, cell: Cell) -> int:
     """Into how many slices the layouts of a cell cut each microbatch."""
     return wanted.slices if cell.pipeline > 1 else 1
+
+
+def families_of(wanted: Wanted, cell: Cell, only: Kept | None = None) -> Iterator[Family]:
+    """The families that are tried in a cell, or the one that is `only`. Slices have no context ranks, and ZeRO-1 at most."""
+    slices = _slices(wanted, cell)
+    if slices > 1 and (cell.setup.context > 1 or cell.setup.zero > 1):
+        return
+    for family in _families(wanted.schedules, cell.pipeline, wanted.model.layers, slices):
+        saves = wanted.kinds != "none" and "cost" in options_of(family.name)
+        is_short = family.actions(cell.microbatches) <= (SAVING_ACTIONS if saves else ACTIONS)
+        if is_short and only in (None, family.kept):
+            yield family
 
 
 @lru_cache(maxsize=512)

@@ -22,7 +22,16 @@ from pipeflow.planning.estimate import plan
 from pipeflow.planning.layout import Layout, Wanted
 from pipeflow.planning.layout_cells import Cell, heavier, leanest_cells, lighter, lightest_cells
 from pipeflow.planning.layout_ties import TIE, Timed, plainest, plainness, ranking
-from pipeflow.planning.layout_trials import Choice, Kept, LayoutTrial, choices, least_seconds, priced, trials
+from pipeflow.planning.layout_trials import (
+    Choice,
+    Kept,
+    LayoutTrial,
+    choices,
+    families_of,
+    least_seconds,
+    priced,
+    trials,
+)
 from pipeflow.planning.step_plan import Plan, StepParts
 
 # Theory of operation
@@ -31,6 +40,7 @@ from pipeflow.planning.step_plan import Plan, StepParts
 # search: a heap has nodes by a lower bound on their step time, and the node with the lowest bound is opened first.
 #
 # 1. A `Cell` (sizes, microbatches, what saves memory) has the average time that its ranks compute as its bound.
+#    If even its share of the weights does not fit, all its families go to the next rung at once.
 #    Opened, it becomes a `Choice` per schedule and cut, with the bound of the computations of its busiest rank.
 # 2. A `Choice` gets its costs, and so a sharper bound: it becomes a `LayoutTrial`. Most choices never get them, since
 #    a faster layout of the same sizes is known before.
@@ -214,6 +224,10 @@ class _Search:
             go_on(bound)
 
     def _open(self, cell: Cell, only: Kept | None, bound: float) -> None:
+        if _least(self._wanted, cell) > self._limit:
+            for family in families_of(self._wanted, cell, only):
+                self._climb(bound, cell, family.kept)
+            return
         for least, choice in choices(self._wanted, cell, only=only):
             self._push(max(bound, least), partial(self._price, choice))
 
