@@ -98,7 +98,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises UsageError with the message, what an option that was left empty needs, and a hint at the help."""
         lacks = re.fullmatch(r"argument (-.*): expected one argument|the following .* required: (--[^,]*)", message)
-        action = self._option_string_actions.get(lacks[1] or lacks[2]) if lacks else None
+        option = (lacks[1] or lacks[2]).rpartition("/")[2] if lacks else None
+        action = next((each for each in self._actions if option in each.option_strings), None)
         if action is not None and action.metavar:
             message += f", as in {action.option_strings[-1]} {action.metavar}"
         raise UsageError(f"{message} (see {self.prog} --help)")
