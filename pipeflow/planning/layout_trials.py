@@ -265,7 +265,9 @@ def _slices(wanted: Wanted, cell: Cell) -> int:
 
 
 def families_of(wanted: Wanted, cell: Cell, only: Kept | None = None) -> Iterator[Family]:
-    """The families that are tried in a cell, or the one that is `only`. Slices have no context ranks, and ZeRO-1 at most."""
+    """The families that are tried in a cell, or the one that is `only`. With slices there are none where there are
+    context ranks or ZeRO-2 and more.
+    """
     slices = _slices(wanted, cell)
     if slices > 1 and (cell.setup.context > 1 or cell.setup.zero > 1):
         return
