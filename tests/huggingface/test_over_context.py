@@ -91,6 +91,7 @@ def test_windows_and_packed_documents_in_slices(kind: str) -> None:
     run(run_threads, Work(kind, pipeline=1, slices=3, masked=True), 1)
 
 
+@pytest.mark.slow
 def test_packed_documents_of_whole_sequences() -> None:
     run(run_threads, Work("llama", pipeline=1, masked=True), 1)
 
