@@ -67,7 +67,12 @@ def test_a_microbatch_takes_as_long_with_any_number_of_replicas(given: dict[str,
 
 def test_most_layouts_are_left_out_before_they_have_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(layouts, "priced", lambda *given: asked.append(given) or priced(*given))
+
+    def counted(*given: Any) -> Any:
+        asked.append(given)
+        return priced(*given)
+
+    monkeypatch.setattr(layouts, "priced", counted)
     wanted = TASKS["one kind"]
     find_layouts(wanted, top=1)
     every = sum(1 for cell in lightest_cells(wanted) for _ in choices(wanted, cell))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeflow.engine.tensor.context_attention import LENGTH, causal_attention
+from pipeflow.engine.tensor.block_attention import LENGTH
+from pipeflow.engine.tensor.context_attention import causal_attention
 from pipeflow.engine.torch_private.modes import FakeTensor
 
 
