@@ -72,7 +72,7 @@ def test_a_script_cuts_where_the_plan_does() -> None:
     found = planned(4)
     lines = script(found, {"slices": 4}).text
     assert f"attention={found.cost.attention:.3f}" in lines
-    assert "share_tokens(module), schedule, example=batch" in lines
+    assert "huggingface.share_tokens(module)" in lines
     assert "cost=cost" in lines
     compile(lines, "script", "exec")
     with pytest.raises(UsageError, match="does not have '1f1b' on 4 ranks with 8 microbatches of 4 slices"):

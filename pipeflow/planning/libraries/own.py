@@ -73,8 +73,8 @@ def _module(found: Plan) -> Iterator[str]:
         yield f"module = module.to({dtype})"
     given = ["module", "schedule", "example=batch"]
     if found.schedule.slices > 1:
-        yield "from pipeflow.huggingface import CausalLMLoss, share_tokens"
-        given = ["share_tokens(module)", *given[1:], "criterion=CausalLMLoss()"]
+        yield "from pipeflow import huggingface"
+        given = ["huggingface.share_tokens(module)", *given[1:], "criterion=huggingface.CausalLMLoss()"]
     if len({end - start for start, end in found.cut}) > 1:
         ends = ", ".join(str(end - 1) for _, end in found.cut[:-1])
         yield textwrap.fill(f'cuts = [f"{LAYERS}.{{n}}" for n in [{ends}]]', WIDTH, subsequent_indent="    ")
