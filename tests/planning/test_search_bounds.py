@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from pipeflow import GPT, Cluster, Setup
+from pipeflow import GPT, Cluster, Setup, UsageError
 from pipeflow.planning import layouts
 from pipeflow.planning.cuts import profile
 from pipeflow.planning.layout import Wanted
 from pipeflow.planning.layout_cells import cells, lightest_cells
 from pipeflow.planning.layout_trials import _of_one_replica, choices, least_seconds, priced
-from pipeflow.planning.layouts import find_layouts
+from pipeflow.planning.layouts import _least, find_layouts
 
 MODEL = GPT(6, 512, 4, 512, 8192)
 MIXTURE = replace(MODEL, experts=4, experts_per_token=2, expert_layers=2, dense_ffn=4096, mtp=1)
@@ -65,14 +65,33 @@ def test_a_microbatch_takes_as_long_with_any_number_of_replicas(given: dict[str,
     assert all(each == one for each in others)
 
 
-def test_most_layouts_are_left_out_before_they_have_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+@pytest.fixture(name="asked")
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What a search asks the costs of."""
+    asked: list[object] = []
 
     def counted(*given: Any) -> Any:
         asked.append(given)
         return priced(*given)
 
     monkeypatch.setattr(layouts, "priced", counted)
+    return asked
+
+
+def test_a_share_of_the_weights_that_does_not_fit_needs_no_costs(asked: list[object]) -> None:
+    """One that is a little below the limit does."""
+    wanted = Wanted(replace(MODEL, hidden=1024), A100, 1, 1, schedules=("1f1b",))
+    [best] = find_layouts(wanted).ranked
+    least, needed = min(_least(wanted, cell) for cell in lightest_cells(wanted)), best.plan.peak_bytes
+    assert 0.75 * needed < least < needed
+    assert find_layouts(replace(wanted, memory=needed)).ranked[0].layout == best.layout
+    asked.clear()
+    with pytest.raises(UsageError, match="no layout fits"):
+        find_layouts(replace(wanted, memory=0.99 * least))
+    assert not asked
+
+
+def test_most_layouts_are_left_out_before_they_have_costs(asked: list[object]) -> None:
     wanted = TASKS["one kind"]
     find_layouts(wanted, top=1)
     every = sum(1 for cell in lightest_cells(wanted) for _ in choices(wanted, cell))
