@@ -12,7 +12,8 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Literal, cast
 
-from pipeflow import GPT, PRECISIONS, Schedule, Setup, make_schedule, plan, simulate
+from pipeflow import GPT, PRECISIONS, Placement, Schedule, Setup, make_schedule, plan, simulate
+from pipeflow.core.partition import Cut
 from pipeflow.planning import efficiency
 from pipeflow.planning.catalog import Model
 from pipeflow.planning.cluster import Cluster
@@ -38,7 +39,8 @@ VOCABULARY = 51200  # Megatron-LM's padded one
 @dataclass(frozen=True)
 class Row:
     """A measured step: seconds, and the layout that was run. `inner`: the axis of the mesh whose ranks are next to each
-    other, after those of tensors. `release`: of the program, where a source has steps of several.
+    other, after those of tensors. `release`: of the program, where a source has steps of several. `cut`: how the program
+    divides the layers, where it is known not to be evenly.
     """
 
     source: str
@@ -51,6 +53,7 @@ class Row:
     cluster: Cluster = field(default_factory=partial(Cluster.of, "a100-80gb"))
     inner: Literal["pipeline", "data"] | None = None
     release: str = ""
+    cut: Cut = "uniform"
 
     @property
     def devices(self) -> int:
@@ -68,8 +71,12 @@ class Row:
     def layout(self) -> Layout:
         """As a search lists it."""
         family, options = _family(self.chunks)
-        cut = tuple(stage_layers(self.model, _schedule(self.pipeline, self.chunks, self.pipeline).placement))
+        cut = tuple(stage_layers(self.model, self._placement, self.cut))
         return Layout(self.setup, self.pipeline, self.microbatches, family, options, cut)
+
+    @property
+    def _placement(self) -> Placement:
+        return _schedule(self.pipeline, self.chunks, self.pipeline).placement
 
     def predicted(self, known: Mapping[str, float]) -> float:
         """Seconds of the step under the planner's cost model with these coefficients; by default its own."""
@@ -87,9 +94,8 @@ class Row:
 
     def _costs(self, known: Mapping[str, float]) -> Physical:
         mesh = Mesh.of(self.setup, self.pipeline, self.cluster.devices_per_node, self.inner)
-        placement = _schedule(self.pipeline, self.chunks, self.pipeline).placement
         with coefficients(known):
-            return physical_costs(self.model, placement, self.setup, self.cluster, mesh=mesh)
+            return physical_costs(self.model, self._placement, self.setup, self.cluster, mesh=mesh, cut=self.cut)
 
     def _makespan(self, costs: Physical, microbatches: int) -> float:
         return simulate(_schedule(self.pipeline, self.chunks, microbatches), costs.cost).makespan
@@ -168,9 +174,7 @@ def device_commands() -> list[MeasuredBytes]:
 def _memory_command(each: dict[str, str], *, beside: bool = False) -> MeasuredBytes:
     row = _commanded(each | {"source": each["label"], "step_s": "nan"})
     schedule = _schedule(row.pipeline, row.chunks, row.microbatches)
-    given = parser("plan").parse_args(["plan", *each["words"].split()]).cut
-    cut = cut_of(given, row.model, schedule.placement, row.setup, row.cluster)
-    planned = plan(row.model, schedule, row.setup, cut=cut).peak_bytes
+    planned = plan(row.model, schedule, row.setup, cut=row.cut).peak_bytes
     if beside:
         planned += row.cluster.outside_bytes(groups_of(row.setup, row.pipeline))
     return MeasuredBytes(each["label"], float(each["mem_gib"]), planned)
@@ -188,16 +192,19 @@ def _commanded(each: dict[str, str]) -> Row:
     words = parser("plan").parse_args(["plan", *each["words"].split()])
     cluster = cluster_of(words)
     assert cluster is not None  # every row names its device
+    model, setup, chunks = model_of(words), setup_of(words, LAYOUT), words.chunks or 1
+    placement = _schedule(words.pipeline, chunks, words.pipeline).placement
     return Row(
         each["source"],
-        model_of(words),
-        setup_of(words, LAYOUT),
+        model,
+        setup,
         words.pipeline,
-        words.chunks or 1,
+        chunks,
         words.microbatches,
         float(each["step_s"]),
         cluster,
         release=each.get("release") or "",
+        cut=cut_of(words.cut, model, placement, setup, cluster),
     )
 
 

@@ -268,7 +268,8 @@ def op_values(model: Transformer, setup: Setup) -> KeptPerToken:
     """What a layer with checkpoint "op" keeps: its input, attention's output, and every other product in the order of
     torchtitan's linears, which are query, key, value, output, gate, up and down. Kept are query, value and the gate, or
     the first wide linear of an MLP without one. With sequence parallelism the sum of attention's parts is kept, too,
-    since a reduce-scatter is not repeated. The last product is not needed, so compiled programs do not keep it.
+    since a reduce-scatter is not repeated. No backward needs the last product of a gated MLP, and compiled programs do
+    not keep it. Others do, with its sum, since torch stores all that a policy names (`_CachingTorchDispatchMode`).
 
     Source: `_save_list` of pytorch/torchtitan/torchtitan/parallelisms/parallelize_llama.py at 9dec370ad26b. Raises
     UsageError for layers with other linears.
@@ -277,10 +278,11 @@ def op_values(model: Transformer, setup: Setup) -> KeptPerToken:
         raise UsageError(
             "checkpoint 'op' is for layers with one MLP and without latent attention: use 'full', or recompute_modules"
         )
-    sums = 2 if setup.sequence_parallel and setup.tensor > 1 else 1
+    keeps_sum = setup.sequence_parallel and setup.tensor > 1
+    last = model.hidden + keeps_sum * whole_values(model, setup) if setup.eager and model.gated else 0
     heads = model.heads // setup.tensor * (model.head_width + model.value_width)
     value = max(model.key_width // setup.tensor, model.head_width)
-    return KeptPerToken(whole_values(model, setup) * sums + heads + value + model.wide // setup.tensor)
+    return KeptPerToken(whole_values(model, setup) * (1 + keeps_sum) + heads + value + model.wide // setup.tensor + last)
 
 
 def op_linears(model: Transformer, setup: Setup) -> tuple[Linear, ...]:

@@ -64,6 +64,11 @@ FROZEN = "weight gradients"
 EXCHANGING = 20 / 132
 """Of the multiprocessors of H100: those that DeepSeek-V3's all-to-all takes (arXiv 2412.19437, section 3.2.2)."""
 
+PEERS = 8
+"""Ranks that NCCL's all-to-all reaches at the rate of links. Parts for others take the rate of the network, even in one
+NVL72: among 64 of its devices each sends 43e9 bytes/s (rapidsai/rapidsmpf#833), as much as a network card.
+"""
+
 _LONG = Scores(None, math.inf, 128, True)
 
 
@@ -205,9 +210,10 @@ class Rates:
         if group.ranks == 1 or not count:
             return Exchange()
         known, cluster = self.efficiency, self.cluster
-        away = (group.ranks - group.in_node) / group.ranks
+        near = group.in_node if across < count else min(group.in_node, PEERS)
+        away = (group.ranks - near) / group.ranks
         passed_on = count * away if across < count else 0.0
-        inside = (count * (group.in_node - 1) / group.ranks + passed_on) / (cluster.link_bandwidth * known.link)
+        inside = (count * (near - 1) / group.ranks + passed_on) / (cluster.link_bandwidth * known.link)
         outside = across * away / (cluster.network_bandwidth * known.network)
         latency = cluster.network_latency if outside else cluster.link_latency
         seconds = known.collective + latency + max(inside, outside)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from pipeflow import GPT, Placement, Setup, UsageError, make_schedule, plan
@@ -97,12 +98,26 @@ def test_a_layer_keeps_what_torch_saves_under_the_policy(changed: dict[str, Any]
     assert sum(saved.values()) == 2 * model.tokens * layer_kept(model, Setup(checkpoint="op"))
 
 
+@pytest.mark.parametrize("changed", [{}, {"gated": False, "ffn": 1024}])
+def test_a_layer_that_is_not_compiled_keeps_the_last_product_too(changed: dict[str, Any]) -> None:
+    """What torch stores beside the layer's input. Without a gate, the last product is not one of every other."""
+    model = replace(LLAMA, **changed)
+    block, stored = Block(model).to(torch.bfloat16), policy()
+    given = torch.randn(2, model.tokens, model.hidden, dtype=torch.bfloat16, requires_grad=True)
+    checkpoint(block, given, use_reentrant=False, context_fn=lambda: stored)
+    found = [getattr(each, "val", None) for each in tree_leaves([*map(dict, stored[0].storage.values())])]
+    kept = sum(each.nbytes for each in found if isinstance(each, Tensor) and each.dtype == torch.bfloat16)
+    assert given.nbytes + kept == 2 * model.tokens * layer_kept(model, Setup(checkpoint="op", eager=True))
+
+
 def test_tensor_ranks_keep_their_part_and_the_sum_of_attention() -> None:
     setup = Setup(tensor=2, sequence_parallel=True, checkpoint="op")
     query, value, attended, wide = 256 // 2, 64 // 2, 256 // 2, 704 // 2
     assert layer_kept(LLAMA, setup) == 2 * (2 * 256 // 2 + query + value + attended + wide)
     without = replace(setup, sequence_parallel=False)
     assert layer_kept(LLAMA, without) == 2 * (256 + query + value + attended + wide)
+    eager = replace(setup, eager=True)  # the last product is whole before its parts are summed, and then a part
+    assert layer_kept(LLAMA, eager) - layer_kept(LLAMA, setup) == 2 * (256 + 256 // 2)
 
 
 def test_a_backward_makes_the_rest_of_a_layer_again() -> None:

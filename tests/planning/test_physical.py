@@ -280,6 +280,17 @@ def test_a_ring_over_nodes_uses_the_network_of_all_its_ranks_in_a_node() -> None
     assert rates.gradient_sum(RankGroup(1, 1), 1e9) == 0
 
 
+def test_gradients_in_one_buffer_are_reduced_as_fast_as_other_tensors() -> None:
+    """By Megatron-LM, which fp16 and float32 sums stand for, unless the rate of reductions was measured."""
+    plain, mixed, fp16 = (Setup(precision=PRECISIONS[name]) for name in ("bf16", "bf16-mixed", "fp16"))
+    known = rates_of(A100, plain).efficiency
+    assert (known.reduction, known.network) == (PUBLISHED.reduction, PUBLISHED.network)
+    assert [rates_of(A100, each).efficiency.reduction for each in (mixed, fp16)] == 2 * [PUBLISHED.network]
+    assert rates_of(A100, replace(plain, engine="megatron")).efficiency == rates_of(A100, mixed).efficiency
+    measured = replace(A100, efficiency={"reduction": 0.4})
+    assert rates_of(measured, mixed).efficiency.reduction == 0.4
+
+
 def test_a_part_takes_a_hop_for_each_rank_and_another_one_for_each_node() -> None:
     """8 ranks in 2 nodes: 6 hops in nodes and 2 between them, in both rounds of a sum, and once to gather."""
     rates = Rates(replace(A100, network_latency=1.0, link_latency=0.25), replace(PUBLISHED, collective=0.5), "bf16")

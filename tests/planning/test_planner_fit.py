@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from benchmarks import measured_steps
@@ -71,6 +73,15 @@ def test_rows_of_commands_have_the_cluster_and_the_layout_of_their_words() -> No
     assert found.cluster == Cluster.of("h100-80gb", network_bandwidth=50e9)
     assert found.setup.precision.name == "fp8"
     assert measured_steps.COMMANDS.exists()
+
+
+def test_rows_of_commands_are_planned_with_the_layers_of_their_words() -> None:
+    """nanotron's head counts as four layers of this model, so its rank has 5 of 16."""
+    found = next(each for each in rows() if each.source == "nanotron" and each.model.layers == 16)
+    assert found.layout.cut == ((0, 11), (11, 16))
+    even = replace(found, cut="uniform")
+    assert even.layout.cut == ((0, 8), (8, 16))
+    assert even.estimated({}) > 1.1 * found.estimated({})
 
 
 def test_a_large_source_is_thinned() -> None:

@@ -99,6 +99,16 @@ def test_tokens_go_to_their_experts_and_back_in_both_directions() -> None:
     assert far.seconds == pytest.approx(known.collective + H100.network_latency + 4e6 / (50e9 * known.network))
 
 
+def test_among_many_ranks_of_one_node_the_all_to_all_of_nccl_is_as_slow_as_over_the_network() -> None:
+    """As on an NVL72: 56 of 64 parts are for others than 8 near ranks. Kernels that forward tokens use the links."""
+    within, known = rates(Setup()), rates(Setup()).efficiency
+    plain, forwarded = (within.exchange(RankGroup(64, 64), 8e9, across).seconds for across in (8e9, 1e9))
+    assert plain == pytest.approx(known.collective + H100.network_latency + 7e9 / (50e9 * known.network))
+    near = 63 / 64 * 8e9 / (450e9 * known.link)
+    assert forwarded == pytest.approx(known.collective + H100.link_latency + near)
+    assert within.exchange(RankGroup(8, 8), 8e9, 8e9).seconds < forwarded
+
+
 def test_deepep_sends_a_token_once_to_each_node() -> None:
     """Two experts on random ones of two nodes: 1.5 nodes. On eight devices, 15/8 of them, half of which get the token
     from another device of their node.
