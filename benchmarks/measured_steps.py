@@ -39,8 +39,8 @@ VOCABULARY = 51200  # Megatron-LM's padded one
 @dataclass(frozen=True)
 class Row:
     """A measured step: seconds, and the layout that was run. `inner`: the axis of the mesh whose ranks are next to each
-    other, after those of tensors. `release`: of the program, where a source has steps of several. `cut`: how the program
-    divides the layers, where it is known not to be evenly.
+    other, after those of tensors. `release`: of the program, where a source has steps of several. `cut`: of the
+    layers, as the words say it.
     """
 
     source: str

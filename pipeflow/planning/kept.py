@@ -278,11 +278,11 @@ def op_values(model: Transformer, setup: Setup) -> KeptPerToken:
         raise UsageError(
             "checkpoint 'op' is for layers with one MLP and without latent attention: use 'full', or recompute_modules"
         )
-    keeps_sum = setup.sequence_parallel and setup.tensor > 1
-    last = model.hidden + keeps_sum * whole_values(model, setup) if setup.eager and model.gated else 0
+    whole, keeps_sum = whole_values(model, setup), setup.sequence_parallel and setup.tensor > 1
+    last = model.hidden + keeps_sum * whole if setup.eager and model.gated else 0
     heads = model.heads // setup.tensor * (model.head_width + model.value_width)
     value = max(model.key_width // setup.tensor, model.head_width)
-    return KeptPerToken(whole_values(model, setup) * (1 + keeps_sum) + heads + value + model.wide // setup.tensor + last)
+    return KeptPerToken(whole * (1 + keeps_sum) + heads + value + model.wide // setup.tensor + last)
 
 
 def op_linears(model: Transformer, setup: Setup) -> tuple[Linear, ...]:
