@@ -45,6 +45,7 @@ SOURCES = {
     "dgxc-grok": "8 to 256 H100 and GB200, Grok-1 of 2 to 64 layers, bf16 and fp8 (DGX Cloud; not fitted)",
     "dgxc-finetune": "8 to 32 H100, fine-tuning of Llama 3, whole and LoRA (DGX Cloud)",
     "dgxc-gb200": "128 to 512 GB200, Llama 3.1 of 405 billion, bf16 and fp8 (DGX Cloud)",
+    "dgxc-llama4": "128 to 512 GB200 and 512 H100, Llama 4 Maverick, bf16 and fp8 (DGX Cloud)",
     "dgxc-moe": "DeepSeek-V3 on H100 and GB200 (DGX Cloud; not fitted)",
     "megatron-llama-fp8": "8 to 1,024 H100, Llama 3, fp8 ([Megatron-LM](https://github.com/NVIDIA/Megatron-LM))",
     "megatron-readme": "48 to 6,144 H100, GPTs of 2 to 462 billion (Megatron-LM; not fitted)",

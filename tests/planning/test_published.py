@@ -147,7 +147,7 @@ def test_every_published_step_is_planned_to_fit() -> None:
             largest[key] = each
     assert len(largest) > 500
     for each in largest.values():
-        found = plan(each.model, each.layout.make_schedule(), each.setup, cluster=each.cluster)
+        found = plan(each.model, each.layout.make_schedule(), each.setup, cluster=each.cluster, cut=each.cut)
         assert found.fits, (each.source, each.setup)
 
 
@@ -165,7 +165,7 @@ def test_the_guide_has_the_memory_of_other_programs_as_it_is_planned() -> None:
         line = f"| {each.label} | {each.planned / 2**30:.1f} GiB | {each.gib:.1f} GiB | {100 * each.error:+.1f} % |"
         assert line in guide, line
     errors = sorted(abs(each.error) for each in found)
-    assert fmean(errors) < 0.04
+    assert fmean(errors) < 0.03
     assert errors[-2] < 0.08 < errors[-1] < 0.09
 
 
