@@ -31,8 +31,8 @@ class Efficiency:
             does not run ahead, the collective takes that much longer.
         link: share of the bandwidth inside a node that collectives reach.
         network: share of the bandwidth between nodes that tensor-parallel collectives and transfers reach.
-        reduction: share of the bandwidth between nodes that gathers and gradient reductions of plain PyTorch reach.
-            Those of Megatron-LM reach `network` (`physical.rates_of`).
+        reduction: share of the bandwidth between nodes that gradient reductions and gathers of weights reach. Those of
+            an engine with `one_buffer` reach `network`.
         collective: time until a sum begins, independent of its size and its group; half as long for one of its rounds.
         transfer: share of the bandwidth inside a node that a transfer between stages reaches.
         transfer_start: fixed time of such a transfer, independent of its size.

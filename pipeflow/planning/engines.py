@@ -5,6 +5,8 @@ Sources:
 
 - Megatron-LM frees a stage's output as soon as it is sent, and adds up gradients in float32 as they are computed
   (`deallocate_pipeline_outputs`, `gradient_accumulation_fusion`).
+- Megatron-LM has gradients, and the weights that it gathers, in one buffer (`_ParamAndGradBuffer`). FSDP copies those
+  of each layer into a buffer and out of it.
 - DeepSpeed keeps a stage's output until its backward, and gradients in 16 bits beside their float32 sums in bf16
   (`_exec_backward_pass` of deepspeed/runtime/pipe/engine.py calls `update_hp_grads(clear_lp_grads=False)`). With ZeRO,
   it reduces gradients in a buffer of 5e8 numbers (`reduce_bucket_size`), and in two of them with `overlap_comm`.
@@ -47,6 +49,7 @@ class EngineMemory(NamedTuple):
             are whole from its first backward to its last.
         whole_tables: the first stage's gradient of the word table, where it is whole, is so on every tensor rank.
         keeps_outputs: a stage keeps its output until its backward.
+        one_buffer: gradients and gathered weights lie in one buffer, so their collectives reach what others do.
         buffers_all: a stage has buffers for all that it receives in a step, and the last one keeps all logits.
         gathers_inputs: with sequence parallelism, linears keep their inputs as gathered, and not the device's part.
         bucket: numbers in the buffer in which divided gradients are reduced.
@@ -58,6 +61,7 @@ class EngineMemory(NamedTuple):
     float32_sums: bool = False
     whole_tables: bool = False
     keeps_outputs: bool = False
+    one_buffer: bool = False
     buffers_all: bool = False
     gathers_inputs: bool = False
     bucket: int = 0
@@ -76,7 +80,7 @@ _TITAN = EngineMemory(
 )
 ENGINES: Mapping[str, EngineMemory] = MappingProxyType(
     {
-        "megatron": EngineMemory(loss=6, loss_parts=6),
+        "megatron": EngineMemory(one_buffer=True, loss=6, loss_parts=6),
         "torchtitan": _TITAN,
         "torchtitan-compiled": _TITAN._replace(loss=0),
         "deepspeed": EngineMemory(both_gradients=True, keeps_outputs=True, bucket=500_000_000, loss=6, loss_parts=6),

@@ -27,11 +27,12 @@ from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.device_map import DeviceMap, map_devices
 from pipeflow.planning.efficiency import Efficiency
+from pipeflow.planning.engines import engine_named
 from pipeflow.planning.kept import deferred_bytes, op_linears, recomputed_modules, saved_bytes
 from pipeflow.planning.layer_seconds import model_layer_times
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.rates import FROZEN, RankGroup, Rates, Seconds, no_units
-from pipeflow.planning.setup import FEW_BITS, Setup, is_plain
+from pipeflow.planning.setup import FEW_BITS, Setup
 from pipeflow.planning.sharding import Sharding, StageLayers, holders_of
 from pipeflow.planning.shares import (
     Parameters,
@@ -184,15 +185,14 @@ def _slowest(costs: Sequence[Physical], mapped: DeviceMap, placement: Placement)
 
 
 def rates_of(cluster: Cluster, setup: Setup, free: frozenset[str] = frozenset()) -> Rates:
-    """The rates of a cluster in the precision of a setup. Megatron-LM and programs like it keep gradients in one buffer
-    (`_ParamAndGradBuffer`), which is reduced like any other tensor, unless the cluster has a measured rate. Plain
-    PyTorch copies the gradients of each layer into buffers first. Raises UsageError as `physical_costs` does.
+    """The rates of a cluster in the precision of a setup. An engine with `one_buffer` reduces gradients at the rate of
+    other collectives, unless the cluster has a measured one. Raises UsageError as `physical_costs` does.
     """
     precision, device = setup.precision, cluster.device
     if not {precision.products, precision.needs} - {""} <= device.flops.keys():
         raise no_units(device, precision.name)
     rates = _rates_in(cluster, setup.precision.products, free | frozenset([FROZEN] * setup.frozen))
-    if is_plain(setup) or "reduction" in cluster.efficiency:
+    if not engine_named(setup.engine).one_buffer or "reduction" in cluster.efficiency:
         return rates
     return replace(rates, efficiency=replace(rates.efficiency, reduction=rates.efficiency.network))
 

@@ -281,14 +281,13 @@ def test_a_ring_over_nodes_uses_the_network_of_all_its_ranks_in_a_node() -> None
 
 
 def test_gradients_in_one_buffer_are_reduced_as_fast_as_other_tensors() -> None:
-    """By Megatron-LM, which fp16 and float32 sums stand for, unless the rate of reductions was measured."""
-    plain, mixed, fp16 = (Setup(precision=PRECISIONS[name]) for name in ("bf16", "bf16-mixed", "fp16"))
-    known = rates_of(A100, plain).efficiency
-    assert (known.reduction, known.network) == (PUBLISHED.reduction, PUBLISHED.network)
-    assert [rates_of(A100, each).efficiency.reduction for each in (mixed, fp16)] == 2 * [PUBLISHED.network]
-    assert rates_of(A100, replace(plain, engine="megatron")).efficiency == rates_of(A100, mixed).efficiency
+    """By Megatron-LM, unless the rate of reductions was measured. A precision does not say how gradients lie."""
+    setups = [Setup(precision=PRECISIONS["bf16-mixed"], engine=each) for each in (None, "torchtitan", "megatron")]
+    found = [rates_of(A100, each).efficiency for each in setups]
+    assert [each.reduction for each in found] == [PUBLISHED.reduction, PUBLISHED.reduction, PUBLISHED.network]
+    assert {each.network for each in found} == {PUBLISHED.network}
     measured = replace(A100, efficiency={"reduction": 0.4})
-    assert rates_of(measured, mixed).efficiency.reduction == 0.4
+    assert rates_of(measured, setups[-1]).efficiency.reduction == 0.4
 
 
 def test_a_part_takes_a_hop_for_each_rank_and_another_one_for_each_node() -> None:
