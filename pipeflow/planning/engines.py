@@ -5,8 +5,7 @@ Sources:
 
 - Megatron-LM frees a stage's output as soon as it is sent, and adds up gradients in float32 as they are computed
   (`deallocate_pipeline_outputs`, `gradient_accumulation_fusion`).
-- Megatron-LM has gradients, and the weights that it gathers, in one buffer (`_ParamAndGradBuffer`). FSDP copies those
-  of each layer into a buffer and out of it.
+- Megatron-LM has gradients and gathered weights in one buffer (`_ParamAndGradBuffer`). FSDP copies those of each layer.
 - DeepSpeed keeps a stage's output until its backward, and gradients in 16 bits beside their float32 sums in bf16
   (`_exec_backward_pass` of deepspeed/runtime/pipe/engine.py calls `update_hp_grads(clear_lp_grads=False)`). With ZeRO,
   it reduces gradients in a buffer of 5e8 numbers (`reduce_bucket_size`), and in two of them with `overlap_comm`.

@@ -65,9 +65,8 @@ EXCHANGING = 20 / 132
 """Of the multiprocessors of H100: those that DeepSeek-V3's all-to-all takes (arXiv 2412.19437, section 3.2.2)."""
 
 PEERS = 8
-"""Ranks that NCCL's all-to-all reaches at the rate of links. Parts for others take the rate of the network, even in one
-NVL72: among 64 of its devices each sends 43e9 bytes/s (rapidsai/rapidsmpf#833), as much as a network card.
-"""
+"""Ranks that NCCL's all-to-all reaches at the rate of links. Parts for others take that of the network, even in one
+NVL72: among 64 of its devices each sends 43e9 bytes/s (rapidsai/rapidsmpf#833)."""
 
 _LONG = Scores(None, math.inf, 128, True)
 
