@@ -113,38 +113,32 @@ def test_a_plan_of_a_measured_cluster_asks_for_a_step_alone(capsys: pytest.Captu
 
 
 def test_what_pipeflow_cannot_run_is_said_and_the_next_layout_is_used(capsys: pytest.CaptureFixture[str]) -> None:
-    long = ["llama3-8b", "--context", 2, "--device", "a100-40gb"]
+    long = ["llama3-8b", "--context", 2, "--data", 2, "--zero", 3, "--pipeline", 1, "--device", "a100-40gb"]
     shown = " ".join(used(out(capsys, "plan", *long)).split())
-    assert shown.startswith(": pipeflow has context ranks for its own GPT alone, and this is another model: --context")
-    assert "--context 1 plans without them; --for prints what other" in shown
+    assert shown.startswith(
+        ": pipeflow has no fully_shard over context ranks: --zero 1 or --context 1 plans without it"
+    )
+    assert "without it; --for prints what other" in shown
     assert "make_schedule" not in shown
     assert "run.json" not in shown
     assert "expect at most" in shown
     assert "-m pipeflow calibrate" in shown
-    for given, why in {
-        "context": "pipeflow has context ranks for its own GPT alone",  # SMALL is not tied
-        "expert": "pipeflow has no expert ranks: --expert 1 plans without them",
-    }.items():
-        model = SMALL if given == "context" else replace(SMALL, experts=2)
-        first, second = planned("1f1b", 2, model=model, data=2, **{given: 2}), planned("1f1b", 2)
-        shown = " ".join(" ".join(use_lines([Planned(first, {}), Planned(second, {}, 4)], ONE)).split())
-        assert shown.startswith(f"Use it (layout 4: {why}")
-        assert "make_schedule" in shown
+    first, second = planned("1f1b", 2, model=replace(SMALL, experts=2), data=2, expert=2), planned("1f1b", 2)
+    shown = " ".join(" ".join(use_lines([Planned(first, {}), Planned(second, {}, 4)], ONE)).split())
+    assert shown.startswith("Use it (layout 4: pipeflow has no expert ranks: --expert 1 plans without them")
+    assert "make_schedule" in shown
 
 
 TIED = replace(SMALL, tied=True)
 
 
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ({"cut": [(0, 3), (3, 5)]}, "cuts layers evenly: the nearest is --cut uniform"),
-        ({"zero": 3}, "no fully_shard over context ranks: --zero 1 or --context 1"),
-    ],
-)
-def test_a_plan_with_context_ranks_that_cannot_run_is_refused(given: Any, why: str) -> None:
-    with pytest.raises(UsageError, match=why):
-        script(planned("1f1b", 2, model=TIED, context=2, **given), {})
+@pytest.mark.parametrize(("model", "cut"), [(SMALL, None), (TIED, [(0, 3), (3, 5)])])
+def test_another_model_over_context_ranks_shares_its_tokens(model: Any, cut: Any) -> None:
+    """SMALL is not tied, and pipeflow's own GPT cuts its layers evenly."""
+    found = script(planned("1f1b", 2, model=model, context=2, **({"cut": cut} if cut else {})), {})
+    assert "huggingface.share_tokens(module)" in found.text
+    assert "criterion=huggingface.CausalLMLoss()" in found.text
+    assert any("batches have input_ids and position_ids" in note for note in found.notes)
 
 
 @pytest.mark.slow

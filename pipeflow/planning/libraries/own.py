@@ -27,8 +27,8 @@ def script(found: Plan, options: Mapping[str, Any]) -> LibraryOptions:
     """
     if found.setup.expert > 1:
         raise UsageError("pipeflow has no expert ranks: --expert 1 plans without them")
-    if found.setup.context > 1:
-        _require_gpt(found)
+    if found.setup.context > 1 and found.setup.zero > 1:
+        raise UsageError("pipeflow has no fully_shard over context ranks: --zero 1 or --context 1 plans without it")
     if any(start == end for start, end in found.cut):
         raise UsageError("from_module needs a layer in each stage: the nearest is another --cut")
     return LibraryOptions("\n".join(_lines(found, options)), tuple(_notes(found)))
@@ -45,7 +45,7 @@ def _lines(found: Plan, options: Mapping[str, Any]) -> Iterator[str]:
         yield "from dataclasses import replace"
         cost = "pipeflow.CostModel.even(schedule.placement)"
         yield _call("cost = replace", [cost, f"attention={found.cost.attention:.3f}"])
-    yield from _gpt(found) if setup.context > 1 else _module(found)
+    yield from _gpt(found) if _is_own(found) else _module(found)
     yield "optimizer = torch.optim.AdamW(model.parameters())"
     if setup.zero == 1 and setup.replicas > 1:
         yield "optimizer = pipeflow.Zero(model, optimizer)"
@@ -72,7 +72,7 @@ def _module(found: Plan) -> Iterator[str]:
     if dtype := _dtype(found):
         yield f"module = module.to({dtype})"
     given = ["module", "schedule", "example=batch"]
-    if found.schedule.slices > 1:
+    if _shares_tokens(found):
         yield "from pipeflow import huggingface"
         given = ["huggingface.share_tokens(module)", *given[1:], "criterion=huggingface.CausalLMLoss()"]
     if len({end - start for start, end in found.cut}) > 1:
@@ -82,22 +82,20 @@ def _module(found: Plan) -> Iterator[str]:
     yield _call("model = pipeflow.Pipeline.from_module", [*given, *_options(found)])
 
 
-def _require_gpt(found: Plan) -> None:
-    """Raises UsageError for context ranks unless the plan is one of pipeflow's GPT, cut as it cuts itself."""
+def _shares_tokens(found: Plan) -> bool:
+    """Whether stages compute parts of sequences: those of a context rank, or slices."""
+    return found.setup.context > 1 or found.schedule.slices > 1
+
+
+def _is_own(found: Plan) -> bool:
+    """Whether tokens are shared, and the model is pipeflow's GPT, cut as it cuts itself."""
     model = found.model
     its = (model.layers, model.hidden, model.heads)
     is_gpt = isinstance(model, GPT) and model == GPT(
         *its, model.positions, model.vocabulary, model.mlp_ratio, dropout=model.dropout
     )
-    if not is_gpt:
-        raise UsageError(
-            "pipeflow has context ranks for its own GPT alone, and this is another model: --context 1 plans without "
-            "them"
-        )
-    if found.setup.zero > 1:
-        raise UsageError("pipeflow has no fully_shard over context ranks: --zero 1 or --context 1 plans without it")
-    if list(found.cut) != [part for [part] in partition_uniform(model.layers, len(found.cut))]:
-        raise UsageError("build_gpt_pipeline cuts layers evenly: the nearest is --cut uniform")
+    is_even = list(found.cut) == [part for [part] in partition_uniform(model.layers, len(found.cut))]
+    return _shares_tokens(found) and is_gpt and is_even
 
 
 def _gpt(found: Plan) -> Iterator[str]:
@@ -155,10 +153,14 @@ def _notes(found: Plan) -> Iterator[str]:
         yield "adapters come from your module, such as with peft"
     if setup.context > 1:
         yield (
-            'a batch is ({"input_ids": tokens}, tokens), whole on each context rank; keys and values are gathered '
-            "before attention, which hides none of that"
+            "a batch is whole on each context rank; keys and values are gathered before attention, which hides none of "
+            "that"
         )
-    elif setup.tensor > 1 and setup.sequence_parallel:
+    if _is_own(found):
+        yield 'a batch is ({"input_ids": tokens}, tokens)'
+    elif _shares_tokens(found):
+        yield "share_tokens takes models of some families of transformers; batches have input_ids and position_ids"
+    if not _is_own(found) and setup.tensor > 1 and setup.sequence_parallel:
         yield (
             "from_module splits layers over tensor ranks, but no sequences, and hides none of their sums: "
             "--no-sequence-parallel plans that"
@@ -168,12 +170,12 @@ def _notes(found: Plan) -> Iterator[str]:
         yield f"for ZeRO-{setup.zero}, apply torch's fully_shard to the stages{mesh}"
     elif setup.zero and setup.shards < setup.replicas:
         yield "pipeflow.Zero divides over all replicas: plan without --shard-ranks"
-    is_own = setup.context > 1 and setup.checkpoint == "full"
+    is_own = _is_own(found) and setup.checkpoint == "full"
     if (setup.checkpoint != "none" and not is_own) or setup.recompute_modules:
         yield "recomputation comes from your module, such as with torch.utils.checkpoint"
     if setup.head_slices > 1:
         yield "head_slices takes the head of a model of transformers; for another module, name it with head="
     if is_searched(found.schedule.name):
         yield f"{found.schedule.name} is searched for under costs: give it cost=, and bytes_cap= for memory"
-    if setup.context == 1 and len({end - start for start, end in found.cut}) > 1:
+    if not _is_own(found) and len({end - start for start, end in found.cut}) > 1:
         yield f"{LAYERS} is the list of layers in your module"
