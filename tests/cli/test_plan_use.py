@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeflow import GPT, PRECISIONS, Cluster, Plan, Setup, UsageError, make_schedule, plan
+from pipeflow import GPT, PRECISIONS, Cluster, Plan, Setup, make_schedule, plan
 from pipeflow.planning.libraries.own import script
 from pipeflow.tools.cli.plan_use import Planned, measured_words, started, use_lines
 from tests.cli.run import out
