@@ -24,6 +24,7 @@ LARGE = {"ranks": 8, "microbatches": 32, "samples": 256}  # for the time of plan
 LONGEST = 4096  # tokens of a sample
 VERY_LONG = 32_768  # tokens of a sample in batches with very long ones
 SLICES = 1, 2, 4, 8
+SLOWER = 10  # times as long a mean microbatch takes in batches that may be sliced, whose actions are many and short
 QUADRATIC = 1 / 4096  # a sequence of 4096 tokens is half attention
 TIMES_AS_LONG = 8, 12, 16  # how many times as long as the others one microbatch is
 ROOM = 1.5  # times what zb-h1 keeps
@@ -54,7 +55,7 @@ def run(rounds: int | None = None) -> Report:
     very_long, its_seconds = very_long_batches()
     _, sliced_seconds = very_long_batches(slices=SLICES)
     one = one_long_text()
-    sliced = run_ranks("lengths:measure_slices", RANKS, {"rounds": rounds}, deadline=120 + 30 * rounds)
+    sliced = run_ranks("lengths:measure_slices", RANKS, {"rounds": rounds}, deadline=240 + 60 * rounds)
     with_slices, its_times = sliced[0]["planned"], step_times([each["times"] for each in sliced])
     for seed, each in with_slices.items():
         gain, measured = each["whole"] / each["sliced"], paired(its_times, f"{seed} whole", f"{seed} sliced")
@@ -203,7 +204,8 @@ def measure_slices(rounds: int) -> dict[str, Any]:
     go_first()
     schedule = pipeflow.make_schedule("1f1b", ranks=RANKS, microbatches=MICROBATCHES)
     model = pipeflow.Pipeline(SlicedTokens(QUADRATIC), schedule, criterion=TokenMean())
-    cost = pipeflow.CostModel((FORWARD,) * RANKS, (BACKWARD,) * RANKS, (0.0,) * RANKS)
+    forward, backward = SLOWER * FORWARD, SLOWER * BACKWARD
+    cost = pipeflow.CostModel((forward,) * RANKS, (backward,) * RANKS, (0.0,) * RANKS)
     times: Times = {}
     planned: dict[str, dict[str, float]] = {}
     for seed in range(2):
@@ -220,8 +222,8 @@ def measure_slices(rounds: int) -> dict[str, Any]:
             contenders[f"{seed} {name}"] = Contender(name, partial(_step, batch, model), [model])
             figures = {name: order.timeline.makespan, "bound": order.lower_bound, "slices": order.schedule.slices}
             planned.setdefault(str(seed), {}).update(figures)
-        SlicedTokens.forward_seconds = FORWARD * MICROBATCHES / padded
-        SlicedTokens.backward_seconds = BACKWARD * MICROBATCHES / padded
+        SlicedTokens.forward_seconds = forward * MICROBATCHES / padded
+        SlicedTokens.backward_seconds = backward * MICROBATCHES / padded
         times |= alternate(contenders, rounds)
     return {"times": times, "planned": planned}
 
