@@ -213,6 +213,13 @@ def test_launch(tmp_path: Path) -> None:
         assert said == [f"said by rank {rank}"]
 
 
+@tries("parallel.context")
+def test_context_ranks_are_counted() -> None:
+    """One process cannot be two context ranks."""
+    with pytest.raises(UsageError, match="context 2"):
+        launch_from_torch({"parallel": {"context": 2}}, backend="gloo", verbose=False)
+
+
 def mixed(config: dict[str, Any]) -> tuple[list[bool], list[str]]:
     """Whether a batch of training, and one that is evaluated, are as they are in the data set; and what is said."""
     seen: list[bool] = []
