@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import pipeflow
 from benchmarks.measure import Times, alternate, paired, step_times
-from benchmarks.models import Sleep
+from benchmarks.models import Sleep, TokenMean
 from benchmarks.processes import run_ranks
 from benchmarks.report import Report
 from benchmarks.task import Contender
@@ -28,24 +28,6 @@ from pipeflow.models import GPTLMLoss, build_gpt_pipeline
 TOKENS, ATTENTION = 4096, 0.5
 RANKS, MICROBATCHES, FORWARD, BACKWARD = 4, 8, 0.160, 0.320  # of stages that sleep
 SIZES: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "vocab_size": 256}
-
-
-class SleepingLoss(nn.Module):
-    """A mean over tokens."""
-
-    def forward(self, output: Tensor, labels: Tensor) -> Tensor:
-        return output.sum() / labels.numel()
-
-    def shifted(self, labels: Tensor) -> Tensor:
-        """Labels belong to their own tokens."""
-        return labels
-
-    @property
-    def of_shifted(self) -> SleepingLoss:
-        """The loss of some tokens."""
-        return self
-
-    weigh = staticmethod(Tensor.numel)
 
 
 class SleepingSlice(nn.Module):
@@ -117,7 +99,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     tokens = torch.zeros(MICROBATCHES, TOKENS, dtype=torch.long)
     if name == "sleep":
         stage: nn.Module = SleepingSlice()
-        criterion: nn.Module = SleepingLoss()
+        criterion: nn.Module = TokenMean()
         batch: Any = (tokens[..., None].float(), tokens.float())
     else:
         stage = build_gpt_pipeline(2 * ranks, max_position_embeddings=TOKENS, **SIZES)

@@ -16,6 +16,7 @@ from pipeflow.engine.parallel.transport.protocol import Unconnected
 from pipeflow.engine.tensor.layer import cut
 from pipeflow.huggingface import CausalLMLoss, share_tokens
 from tests.huggingface.test_shared_tokens import model_of
+from tests.training.over_context import loop_in_one_process
 
 TOLERANCE = 1e-12
 VOCABULARY, LENGTH = 48, 16
@@ -107,18 +108,9 @@ def _ended(
 
 
 def train_in_one_process(work: Work) -> Trained:
-    """All replicas' batches at once, with the model's own attention and torch's own loop."""
-    model, criterion = work.model(), CausalLMLoss()
-    optimizer, losses, norms = optimizer_of(model.parameters()), list[float | None](), list[float]()
-    for step in range(work.steps):
-        optimizer.zero_grad()
-        parts = [work.batch(replica, step) for replica in range(len(work.samples))]
-        inputs = {name: torch.cat([entries[name] for entries, _ in parts]) for name in parts[0][0]}
-        loss = criterion(model(**inputs), torch.cat([labels for _, labels in parts]))
-        loss.backward()
-        losses.append(loss.item())
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), work.max_norm)))
-        optimizer.step()
+    """All replicas' batches at once, with the model's own attention."""
+    model = work.model()
+    losses, norms = loop_in_one_process(work, model, CausalLMLoss(), optimizer_of(model.parameters()))
     return _ended(dict(model.named_parameters()), losses, norms, {})
 
 

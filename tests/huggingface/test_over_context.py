@@ -17,7 +17,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline, make_schedule
+from pipeflow import Pipeline, execute_pipeline, make_schedule
 from pipeflow.adapters.cut_model import PreparedModel, cut_settings
 from pipeflow.adapters.huggingface.own_loss import OwnLoss
 from pipeflow.adapters.random_states import seed_of_layers
@@ -27,6 +27,7 @@ from pipeflow.testing import RankError, run_processes, run_threads
 from tests.covering import covering, some_rows
 from tests.huggingface.over_context import LENGTH, MASKED, Trained, Work, require_trained, train, train_in_one_process
 from tests.huggingface.test_shared_tokens import model_of
+from tests.runtime.test_context_ranks import refused
 
 SAMPLES = {1: (3,), 2: (3, 5)}
 PLAIN = ("llama", "qwen3", "gpt2", "mistral", "olmo2", "qwen2")
@@ -170,16 +171,6 @@ def test_a_trainer_needs_no_more_than_the_launch(tmp_path: Path) -> None:
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def told(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except UsageError as error:
-        return str(error)
-    except PipelineError as error:
-        return str(error.__cause__ or error)
-    raise AssertionError("nothing was refused")
-
-
 SCHEDULE = make_schedule("1f1b", ranks=1, microbatches=1)
 
 
@@ -253,7 +244,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_is_not_known_is_refused_before_the_first_step(what: str) -> None:
     call, error = REFUSED[what]
-    assert all(re.search(error, each) for each in run_threads(told, 2, call, context=2))
+    assert all(re.search(error, each) for each in run_threads(refused, 2, call, context=2))
 
 
 def masked_call() -> Any:
@@ -263,7 +254,7 @@ def masked_call() -> Any:
 
 def test_padding_is_never_left_out() -> None:
     """Also if the model is called without a pipeline."""
-    assert all("take no attention_mask" in each for each in run_threads(told, 2, masked_call, context=2))
+    assert all("take no attention_mask" in each for each in run_threads(refused, 2, masked_call, context=2))
 
 
 def seed() -> int:

@@ -23,6 +23,7 @@ TASKS: dict[str, Wanted] = {
     "one kind": Wanted(MODEL, A100, 4, 8),
     "experts": Wanted(MIXTURE, H100, 4, 8, tensor=1),
     "two kinds of devices": Wanted(MIXTURE, TWO_KINDS, 4, 8, schedules=("1f1b", "zb-v", "dualpipe"), zero=1),
+    "slices": Wanted(MODEL, A100, 4, 8, slices=3),
     "offloads": Wanted(MODEL, H100, 4, 8, setup=Setup(offload_layers=4), schedules=("1f1b", "zb-v")),
     "scores": Wanted(MODEL, A100, 2, 8, setup=Setup(keep_scores=True), checkpoint="selective"),
 }

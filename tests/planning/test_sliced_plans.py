@@ -65,6 +65,8 @@ def test_the_parts_of_a_step_are_all_of_it() -> None:
     parts = breakdown(found)
     assert parts.seconds == pytest.approx(found.step_seconds)
     assert parts.parts["attention"] == pytest.approx(breakdown(planned(1)).parts["attention"], rel=0.02)
+    whole, cut = (each.step_parts.tensor for each in (planned(1), found) if each.step_parts is not None)
+    assert whole < cut < 2 * whole  # as many bytes, in more messages
     assert all(value > -1e-4 for value in parts.parts.values()), parts.parts
 
 

@@ -79,11 +79,11 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, eps=1e-6)
 
 
-def train_in_one_process(work: Gpt) -> Trained:
-    """All replicas' batches at once, with torch's own loop."""
-    model, criterion = build_stage(0, LAYERS, LAYERS, first=True, last=True, **work.options), GPTLMLoss()
-    livened(model)
-    optimizer, losses, norms = adamw(model.parameters()), list[float | None](), list[float]()
+def loop_in_one_process(
+    work: Any, model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[list[float | None], list[float]]:
+    """Losses and norms of all replicas' batches at once, with torch's own loop."""
+    losses, norms = list[float | None](), list[float]()
     for step in range(work.steps):
         optimizer.zero_grad()
         parts = [work.batch(replica, step) for replica in range(len(work.samples))]
@@ -93,6 +93,14 @@ def train_in_one_process(work: Gpt) -> Trained:
         losses.append(loss.item())
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), work.max_norm)))
         optimizer.step()
+    return losses, norms
+
+
+def train_in_one_process(work: Gpt) -> Trained:
+    """All replicas' batches at once."""
+    model = build_stage(0, LAYERS, LAYERS, first=True, last=True, **work.options)
+    livened(model)
+    losses, norms = loop_in_one_process(work, model, GPTLMLoss(), adamw(model.parameters()))
     named = dict(model.named_parameters())
     gradients = {name: (None, gradient_of(parameter)) for name, parameter in named.items()}
     return Trained(losses, norms, gradients, {name: (None, p.detach().numpy()) for name, p in named.items()})
