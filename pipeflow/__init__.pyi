@@ -83,6 +83,8 @@ from pipeflow.schedules.orders.additions import with_unshard as with_unshard
 from pipeflow.schedules.orders.batch_order import BatchOrder as BatchOrder
 from pipeflow.schedules.orders.offloading import with_offload as with_offload
 from pipeflow.schedules.orders.search import Found as Found
+from pipeflow.schedules.replicas import replicated as replicated
+from pipeflow.schedules.replicas import without_ranks as without_ranks
 from pipeflow.tools.traces.explanation import Explanation as Explanation
 from pipeflow.tools.traces.explanation import explain as explain
 from pipeflow.tools.traces.jobs import Job as Job

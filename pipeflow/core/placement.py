@@ -79,10 +79,10 @@ class Placement:
 
     @property
     def chunks_per_rank(self) -> float:
-        """The average number of stages that one microbatch visits on a rank, which is a rank's whole share of the
-        model.
+        """The average number of stages that one microbatch visits on a rank of its path, which is a rank's whole share
+        of the model.
         """
-        return self.num_stages / self.num_ranks
+        return self.num_stages / len({*self.paths[0]})
 
     @property
     def in_turn(self) -> tuple[int, ...]:

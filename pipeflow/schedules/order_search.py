@@ -49,12 +49,13 @@ def search(
     It starts from every named schedule of the placement (`schedules.families.schedules_on`). So even with a small
     budget, the result is never worse than any of them that is within the cap. With `kinds` this includes the named
     schedules in which whole chunks are offloaded or computed again (`orders.memory_search`). With `candidates` the
-    result is reproducible; otherwise it depends on how fast the machine is. Every stage takes the microbatches in the
-    same order. That is the order of their numbers unless they differ (`CostModel.microbatch_factors`), when the search
-    chooses it, or starts from a schedule in which one overtakes another.
+    result is reproducible; otherwise it depends on how fast the machine is. Every stage of a path takes the
+    microbatches in the same order. That is the order of their numbers unless they differ
+    (`CostModel.microbatch_factors`), when the search chooses it, or starts from a schedule in which one overtakes
+    another.
 
     Args:
-        placement: which rank holds which stage. It must have one path.
+        placement: which rank holds which stage. With `kinds` it must have one path.
         microbatches: number of microbatches.
         cost: times of stages and transfers, and bytes.
         objective: the measure to minimize. "makespan" is the time of a step that ends with a barrier, as steps with an
@@ -72,10 +73,11 @@ def search(
         start: more schedules to begin with. The result is never worse than any of them that is within the cap.
         name: of the schedule.
 
-    Raises UsageError for a placement of two paths, and for a stage without a cost. Also raises it for a cap under which
-    a rank cannot keep one microbatch with split backwards; the error names the smallest cap that works. With `kinds`,
-    the error says what the order keeps that was found to keep least. Also raises it for a `start` that is incomplete or
-    has another placement or other microbatches, for unknown kinds, and for offload if the costs have no time of a copy.
+    Raises UsageError for a stage without a cost, and for a cap under which a rank cannot keep one microbatch with split
+    backwards; the error names the smallest cap that works. With `kinds`, the error says what the order keeps that was
+    found to keep least. Also raises it for a `start` that is incomplete or has another placement or other microbatches,
+    for unknown kinds, for offload if the costs have no time of a copy, and for `kinds` of several paths. Also raises it
+    if ranks with stages of several paths wait for each other in all orders within the cap that were tried.
     """
     require_placement(placement)
     require_cost_model(cost)

@@ -190,7 +190,6 @@ def test_the_bound_is_the_work_that_no_order_can_avoid() -> None:
 @pytest.mark.parametrize(
     ("name", "more", "why"),
     [
-        ("chimera", {}, "placements of one path"),
         ("dualpipe-v", {"overlap": "0.5"}, "pairs that overlap"),
         ("1f1b", {"memory_cap": "0.5"}, "too small"),
     ],

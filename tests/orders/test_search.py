@@ -27,9 +27,10 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
 from pipeflow.schedules.order_search import exact, search
 from pipeflow.schedules.orders.batch_order import large_first
-from pipeflow.schedules.orders.list_scheduling import Builder, plain_rules, run_times, varied
+from pipeflow.schedules.orders.list_scheduling import Builder, run_times
 from pipeflow.schedules.orders.lower_bounds import bounds
 from pipeflow.schedules.orders.problem import Objective, make_problem, to_schedule, to_sequences
+from pipeflow.schedules.orders.rules import plain_rules, varied
 from pipeflow.schedules.zb_auto import zb_auto
 from tests.families import make_near
 
@@ -377,8 +378,8 @@ def test_what_cannot_be_searched_for_is_refused() -> None:
         search(LINEAR, 4, sized, bytes_cap=100, memory_cap=4)
     with pytest.raises(UsageError, match="objective must be 'makespan' or 'span', got 'bubble'"):
         search(LINEAR, 4, cost, objective="bubble")  # type: ignore[arg-type] # refused, too, where nobody checks types
-    with pytest.raises(UsageError, match="placements of one path"):
-        search(Placement.bidirectional(2), 4, cost)
+    with pytest.raises(UsageError, match="a search with kinds takes placements of one path"):
+        search(Placement.bidirectional(4), 4, cost, memory_cap=2, kinds=["recompute"])
     with pytest.raises(UsageError, match="stage 4 has no cost"):
         search(VEE, 4, cost)
     with pytest.raises(UsageError, match="candidates must be"):

@@ -33,7 +33,9 @@ from pipeflow import (
     execute_pipeline,
     load_checkpoint,
     make_schedule,
+    replicated,
     save_checkpoint,
+    without_ranks,
 )
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.sharding import Split
@@ -170,6 +172,28 @@ def test_a_module_is_trained_and_saved_if_three_ranks_hold_each_stage(data: int,
         optimizer.step()
     for each in told:
         assert torch.tensor(each).allclose(torch.tensor([*expected, *expected[2:]]), rtol=1e-9)
+
+
+def step_of_survivors(module: nn.Module, schedule: Schedule, samples: int) -> dict[str, Any]:
+    batch = values(1, samples, 3), values(2, samples, 3)
+    model = Pipeline.from_module(copy.deepcopy(module), schedule, batch, criterion=functional.mse_loss)
+    output = execute_pipeline(iter([batch]), model, broadcast_loss=True)
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    told: dict[str, Any] = plain({"loss": output.loss, **gradients})
+    return told
+
+
+def test_ranks_that_are_left_of_three_replicas_compute_the_whole_batch() -> None:
+    module = nn.Sequential(*(nn.Sequential(line(stage), nn.Tanh()) for stage in range(2)))
+    whole = replicated(make_schedule("zb-h1", ranks=2, microbatches=4), 3)
+    schedule = without_ranks(whole, [2], candidates=20).schedule
+    expected = copy.deepcopy(module)
+    loss = functional.mse_loss(expected(values(1, 24, 3)), values(2, 24, 3))
+    loss.backward()
+    gradients: dict[str, Any] = {name: weight.grad for name, weight in expected.named_parameters()}
+    for told in run_threads(step_of_survivors, 5, module, schedule, 24):
+        require_near(told, {"loss": loss.detach(), **{name: gradients[name] for name in told if name != "loss"}})
+        assert len(told) == 2
 
 
 class Unused(nn.Module):

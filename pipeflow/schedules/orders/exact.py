@@ -73,7 +73,10 @@ def _model(
     hops = 1 + known.starts.count(None)  # a rank whose start is not known begins once another one has begun
     latest = ceil((max(start or 0.0 for start in known.starts) + hops * (best + max(problem.delays))) * scale)
     model = cp_model.CpModel()
-    begins = [[model.new_int_var(0, latest, "") for _ in range(problem.num_microbatches)] for _ in durations]
+    begins = [
+        [model.new_int_var(0, latest, "") for _ in problem.places[operation // 3]]
+        for operation in range(len(durations))
+    ]
     for operation, row in enumerate(begins):
         for one, following in pairwise(row):
             model.add(following >= one + durations[operation])
@@ -121,7 +124,7 @@ def _keep_within(model: Any, problem: Problem, rank: int, begins: list[list[Any]
         for half, change in enumerate((saved, deferred - saved, -deferred)):
             operation = 3 * stage + half
             times += [begin + (durations[operation] if half else 0) for begin in begins[operation]]
-            changes += [change] * problem.num_microbatches
+            changes += [change] * len(begins[operation])
     model.add_reservoir_constraint(times, changes, 0, UNITS)
 
 

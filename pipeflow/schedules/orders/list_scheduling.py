@@ -1,59 +1,39 @@
 """List scheduling: one pass over time in which every free rank takes, by rules, one of the actions it could run; orders
-in two steps, in which weight-gradient halves are put into the gaps of the others; when a given order runs; and which
-rules a search tries. Must not contain: changes of an order.
+in two steps, in which weight-gradient halves are put into the gaps of the others; and when a given order runs. Must not
+contain: changes of an order, and which rules a search tries.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import chain, islice, product, zip_longest
-from math import ceil, inf
+from itertools import islice
+from math import inf
 from operator import add, mul, sub
-from random import Random
 from types import MappingProxyType
 from typing import NamedTuple
 
 from pipeflow.schedules.orders.lower_bounds import Bounds, Times, bounds
-from pipeflow.schedules.orders.problem import Operations, Problem, numbered
+from pipeflow.schedules.orders.problem import Operations, Problem, each_path, numbered
+from pipeflow.schedules.orders.rules import Rules
 
 # Theory of operation
 #
 # An operation is one action of one stage, as a number: 3 * stage for F, plus 1 for I, plus 2 for W. The microbatches of
 # an operation run in order, so `done[operation]` is the next one, and the state of a pass is a few numbers per
-# operation and rank. Events are times at which a rank may find work: it becomes free, or a value arrives. At each event
-# the rank either takes an action or lets the event pass. The value that it waits for, or its own next end, is a later
-# event.
+# operation and rank. Of a placement of several paths, each path has stages of its own (`Problem`). Events are times at
+# which a rank may find work: it becomes free, or a value arrives. At each event the rank either takes an action or lets
+# the event pass. The value that it waits for, or its own next end, is a later event.
 #
 # A gradient or an activation whose arrival is known, but is later than now, may be worth a wait: `patience` says how
 # long. W has no user on another rank, so it waits in `deferred` and fills the time when nothing else can run.
 #
-# A limit on memory could end in a deadlock: ranks full of microbatches of which none can go on. `_reaches` prevents it,
-# so the pass never has to take an action back. The loop is one long function, because a search spends most of its
-# time in it, and each call in it would cost more.
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """The rules by which a free rank chooses its next action.
-
-    Among the F and I that can run, it takes the one with the smallest `pace * microbatch + offsets[operation]`. A stage
-    has at most `limits[stage]` activations alive. W runs when nothing else can.
-
-    An F is not begun if a gradient is known to arrive within `patience[operation]` of the F's duration. The same is
-    true for a W, if a gradient or an activation is known to arrive.
-
-    With a `slack`, these rules are for F and I alone, and W is added later (`filled`). It may delay them
-    as long as the objective stays below `1 + slack` times its lower bound.
-    """
-
-    pace: float
-    offsets: tuple[float, ...]
-    limits: tuple[int, ...]
-    patience: tuple[float, ...]
-    slack: float | None = None
+# A limit on memory could end in a deadlock: ranks full of microbatches of which none can go on. `_reaches` prevents it
+# for one path, so the pass never has to take an action back. Ranks that hold stages of several paths may still wait for
+# each other in a circle. Then the rules lead to no order. The loop is one long function, because a search spends most
+# of its time in it, and each call in it would cost more.
 
 
 class ScoredOrder(NamedTuple):
@@ -88,7 +68,10 @@ def arrival_times(problem: Problem) -> tuple[list[list[float]], list[User | None
     """Per operation, the arrival times of the value that it waits for, as far as they are known; and the user of its
     own value, on any rank. The batch has arrived at the first stage.
     """
-    arrivals: list[list[float]] = [[0.0] * problem.num_microbatches if source < 0 else [] for source in problem.source]
+    arrivals: list[list[float]] = [
+        [0.0] * len(problem.places[operation // 3]) if source < 0 else []
+        for operation, source in enumerate(problem.source)
+    ]
     users: list[User | None] = [None for _ in arrivals]
     for operation, source in enumerate(problem.source):
         if source >= 0 and operation % 3 < 2:
@@ -177,6 +160,7 @@ class _State:
         operations = range(len(problem.source))
         arrivals, self.users = arrival_times(problem)
         self.done = [0 for _ in operations]
+        self.whole = [len(problem.places[operation // 3]) for operation in operations]
         self.sequences: list[Operations] = [[] for _ in problem.stages]
         self.deferred: list[deque[int]] = [deque() for _ in problem.stages]  # the W that can run
         memory = problem.memory
@@ -188,7 +172,7 @@ class _State:
             [*map(add, memory.at_start, memory.at_end)]
         )  # what an operation adds to what is kept
         self.begins: list[Sequence[float]] = problem.each([0.0 for _ in operations])  # to the unfinished: an F alone
-        for stages in problem.stages:
+        for stages in problem.of_paths:
             *own, last = (3 * stage for stage in stages)
             for operation in own:
                 self.begins[operation] = saved[operation]
@@ -200,10 +184,14 @@ class _State:
         self.origins = self.begun if problem.objective == "span" else [0.0 for _ in problem.stages]
         self.events = [(0.0, rank) for rank in range(len(problem.stages))]
         self.holds = tuple(map(mul, rules.patience, problem.durations))
-        offsets, limits = rules.offsets, rules.limits
+        limits = rules.limits
+        ages = [  # per operation and microbatch: the smallest goes first
+            [rules.pace * place + offset for place in problem.places[operation // 3]]
+            for operation, offset in enumerate(rules.offsets)
+        ]
         self.gradients = [
             [
-                (operation, arrivals[operation], offsets[operation], [room - more for more in at_end[operation]])
+                (operation, arrivals[operation], ages[operation], [room - more for more in at_end[operation]])
                 for operation in (3 * stage + 1 for stage in stages)
             ]
             for stages, room in zip(problem.stages, memory.room, strict=True)
@@ -213,7 +201,7 @@ class _State:
                 (
                     3 * stage,
                     arrivals[3 * stage],
-                    offsets[3 * stage],
+                    ages[3 * stage],
                     limits[stage],
                     [most - more for more in saved[3 * stage]],
                     reach,
@@ -225,25 +213,28 @@ class _State:
 
 
 def _reaches(problem: Problem, stages: Sequence[int], most: float) -> list[float]:
-    """Per chunk of a rank, how much the unfinished microbatches may keep where its F may still run.
+    """Per stage of a rank, how much the unfinished microbatches may keep where its F may still run.
 
     A microbatch that begins must find room for its later chunks, or a rank might fill up with some that never end.
     With this rule the oldest microbatch can always go on: all others on its way are unfinished, and the last of them
     left room for it: for the largest, if they differ.
     """
-    saved = [
-        problem.memory.at_start[3 * stage] * max(problem.factors[stage] if problem.factors else (1,))
-        for stage in stages
-    ]
-    return [most - sum(saved[chunk:]) for chunk in range(len(stages) - 1)] + [inf]
+    found: list[float] = []
+    for own in each_path(stages, problem.placement.num_stages):
+        saved = [
+            problem.memory.at_start[3 * stage] * max(problem.factors[stage] if problem.factors else (1,))
+            for stage in own
+        ]
+        found += [most - sum(saved[chunk:]) for chunk in range(len(own) - 1)] + [inf]
+    return found
 
 
 def list_schedule(problem: Problem, rules: Rules, stop: float = inf) -> ScoredOrder | None:
     """The order that `rules` lead to, sound and within the memory; None when its objective is found to be more than
-    `stop`. One pass, about a microsecond an action.
+    `stop`, or when ranks wait for each other. One pass, about a microsecond an action.
     """
     run = _State(problem, rules)
-    durations, pace, holds, changes, begins = run.durations, rules.pace, run.holds, run.changes, run.begins
+    durations, holds, changes, begins = run.durations, run.holds, run.changes, run.begins
     done, sequences, deferred, kept, unfinished = run.done, run.sequences, run.deferred, run.kept, run.unfinished
     begun, free, left, events = run.begun, run.free, run.left, run.events
     while events:
@@ -251,24 +242,24 @@ def list_schedule(problem: Problem, rules: Rules, stop: float = inf) -> ScoredOr
         if now < free[rank]:
             continue
         picked, first, gradient, has, alive = -1, inf, inf, kept[rank], unfinished[rank]
-        for operation, arrived, offset, rooms in run.gradients[rank]:
+        for operation, arrived, ages, rooms in run.gradients[rank]:
             microbatch = done[operation]
             if microbatch < len(arrived) and has <= rooms[microbatch]:
                 arrival = arrived[microbatch]
                 if arrival > now:
                     gradient = arrival if arrival < gradient else gradient
-                elif pace * microbatch + offset < first:
-                    picked, first = operation, pace * microbatch + offset
+                elif ages[microbatch] < first:
+                    picked, first = operation, ages[microbatch]
         soonest = gradient
-        for operation, arrived, offset, cap, rooms, reach in run.activations[rank]:
+        for operation, arrived, ages, cap, rooms, reach in run.activations[rank]:
             microbatch = done[operation]
             may = microbatch < len(arrived) and alive <= reach and microbatch - done[operation + 1] < cap
             if may and has <= rooms[microbatch]:
                 arrival = arrived[microbatch]
                 if arrival > now:
                     soonest = arrival if arrival < soonest else soonest
-                elif pace * microbatch + offset < first and now + holds[operation] <= gradient:
-                    picked, first = operation, pace * microbatch + offset
+                elif ages[microbatch] < first and now + holds[operation] <= gradient:
+                    picked, first = operation, ages[microbatch]
         if picked < 0:
             if not deferred[rank] or now + holds[deferred[rank][0]] > soonest:
                 continue
@@ -292,82 +283,9 @@ def list_schedule(problem: Problem, rules: Rules, stop: float = inf) -> ScoredOr
         unfinished[rank] += begins[picked][microbatch]
         if picked % 3 == 1:
             deferred[rank].append(picked + 1)
+    if any(map(len, deferred)) or done != run.whole:
+        return None
     return ScoredOrder.of(problem, begun, free, sequences)
-
-
-NEARLY = 0.999  # of a duration; the whole of it might not fit a gap as long, for rounding
-FORWARD_PATIENCE = (0.0, 0.0, 0.25, 0.5, NEARLY)
-WEIGHT_PATIENCE = (0.0, 0.25, 0.5, 0.75, NEARLY, 1.5)
-SLACKS = (0.0, 0.003)
-
-
-def plain_rules(problem: Problem, heads: Times) -> Iterator[Rules]:
-    """Two grids of rules in turn, one with a slack and one without. Each is a grid over a few numbers, of which the
-    last one varies fastest.
-
-    - A stage may have as many activations alive as its rank has room for; or its share of them, or of more than them
-      (`_shares`).
-    - The depth of an action in the pipeline has the weight 0, so that the oldest microbatch goes first, and a backward
-      goes before later forwards. Or it has a weight of up to twice its head, so that forwards of later microbatches go
-      first.
-    - F waits for a gradient that comes within a part of its duration.
-    - With a slack the oldest microbatch goes first; without, W waits for what comes within none, half or all of its
-      duration.
-    """
-    operations = range(len(problem.source))
-    pace = max(problem.work) / problem.num_microbatches
-    most = tuple(map(problem.most_alive, range(len(problem.ranks))))
-    every_limit = (most, *(_shares(problem, heads, faster) for faster in (1.0, 0.9, 0.8, 0.6)))
-    filled = product(every_limit, (0.0,), (NEARLY, 0.9, 0.5), (0.0,), SLACKS)
-    direct = product(every_limit, (0.0, 0.5, 1.0, 2.0), (0.0, 0.5), (0.0, 0.5, NEARLY), (None,))
-    for limits, weight, forward, deferred, slack in filter(None, chain.from_iterable(zip_longest(filled, direct))):
-        after = (1e-6 * pace, 0.0, 0.0)  # where all is equal a backward goes first
-        offsets = tuple(weight * heads[operation][0] + after[operation % 3] for operation in operations)
-        patience = tuple((forward, 0.0, deferred)[operation % 3] for operation in operations)
-        yield Rules(pace, offsets, limits, patience, slack)
-
-
-def _shares(problem: Problem, heads: Times, faster: float) -> tuple[int, ...]:
-    """Per stage, the activations alive when a microbatch begins every `period` and needs nothing but its own time: the
-    trip from its F to the end of its I / period. The shortest period for which there is room, times `faster`.
-    """
-    stages = range(len(problem.ranks))
-    trips = [heads[3 * stage + 1][0] + problem.durations[3 * stage + 1] - heads[3 * stage][0] for stage in stages]
-
-    def alive(stage: int, period: float) -> int:
-        return max(1, min(ceil(trips[stage] / period - 1e-9), problem.most_alive(stage)))
-
-    period = max(*problem.work, 1e-9) / problem.num_microbatches
-    saved = problem.memory.at_start[::3]
-    for own, room in zip(problem.stages, problem.memory.room, strict=True):
-        while sum(saved[stage] * alive(stage, period) for stage in own) > room:
-            period *= 1.03
-    return tuple(alive(stage, faster * period) for stage in stages)
-
-
-def varied(rules: Rules, problem: Problem, random: Random) -> Rules:
-    """`rules` with the limit, a patience or an offset of a few consecutive stages changed, or the slack."""
-    stages = len(problem.ranks)
-    first, number = random.randrange(stages), random.choice((1, 1, 2, 4, stages))
-    some = [(first + index) % stages for index in range(number)]
-    limits, patience, offsets, slack = list(rules.limits), list(rules.patience), list(rules.offsets), rules.slack
-    match random.randrange(6):
-        case 0 | 1:
-            change = random.choice((-2, -1, 1, 2))
-            for stage in some:
-                limits[stage] = max(1, min(limits[stage] + change, problem.most_alive(stage)))
-        case 2 | 3:
-            half, parts = random.choice(((0, FORWARD_PATIENCE), (2, WEIGHT_PATIENCE), (2, WEIGHT_PATIENCE)))
-            part = random.choice(parts)
-            if half == 2 and slack is not None:
-                slack = random.choice(SLACKS)
-            for stage in some:
-                patience[3 * stage + half] = part
-        case half:
-            later = random.gauss() * rules.pace
-            for stage in some:
-                offsets[3 * stage + half - 4] += later
-    return Rules(rules.pace, tuple(offsets), tuple(limits), tuple(patience), slack)
 
 
 Step = tuple[int, int, int]  # one F or I of a skeleton: rank, operation, microbatch
@@ -409,7 +327,8 @@ class Builder:
         if rules.slack is None:
             return list_schedule(self.problem, rules, stop)
         found = list_schedule(self.skeleton, rules)
-        assert found is not None  # it has nothing to stop at
+        if found is None:
+            return None
         target = self.bound * (1 + rules.slack)
         return filled(self.problem, found.sequences, [begin + target for begin in self.begins], stop)
 
@@ -493,7 +412,7 @@ def _latest_starts(problem: Problem, steps: Sequence[Step], ends: Sequence[float
     after their I, and those of other ranks wherever they fit.
     """
     followers = {source: operation for operation, source in enumerate(problem.source) if operation % 3 < 2}
-    starts = [[0.0] * problem.num_microbatches for _ in problem.source]
+    starts = [[0.0] * len(problem.places[operation // 3]) for operation in range(len(problem.source))]
     following, until = [inf] * len(ends), list(ends)  # the start of the next step; the end less all work after
     latest, durations = [], problem.each(problem.durations)
     for rank, operation, microbatch in reversed(steps):

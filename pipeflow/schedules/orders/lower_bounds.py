@@ -46,17 +46,18 @@ def arcs(problem: Problem) -> Iterator[Arc]:
     for operation in range(len(problem.source)):
         yield Arc(operation, operation, 1, 0.0)
     memory = problem.memory
-    for stages, room in zip(problem.stages, memory.room, strict=True):
+    for stages in problem.of_paths:
+        room, microbatches = memory.room[problem.ranks[stages[0]]], len(problem.places[stages[0]])
         kept = [0.0, *accumulate(memory.at_start[3 * stage] for stage in stages)]
         for i, forward in enumerate(stages, 1):
             for j, backward in enumerate(stages, 1):
                 low, high = kept[min(i, j)], kept[max(i, j)]
-                most = (room - (high - low)) / low if low else problem.num_microbatches
-                yield Arc(3 * backward + 1, 3 * forward, floor(min(most, problem.num_microbatches)), 0.0)
+                most = (room - (high - low)) / low if low else microbatches
+                yield Arc(3 * backward + 1, 3 * forward, floor(min(most, microbatches)), 0.0)
         for stage in stages:
             saved, least = memory.at_start[3 * stage], min(memory.at_start[3 * stage], -memory.at_end[3 * stage + 2])
-            most = (room - saved) / least + 1 if least else problem.num_microbatches
-            yield Arc(3 * stage + 2, 3 * stage, floor(min(most, problem.num_microbatches)), 0.0)
+            most = (room - saved) / least + 1 if least else microbatches
+            yield Arc(3 * stage + 2, 3 * stage, floor(min(most, microbatches)), 0.0)
 
 
 class Bounds(NamedTuple):
@@ -79,24 +80,26 @@ def bounds(problem: Problem) -> Bounds:
     - Paths: the longest path through `arcs` to an action, the action, and the longest path from there to a rank's end.
       If a stage and all stages before it are the first of their ranks, its rank begins as soon as one microbatch can
       get there. The span of this rank is then its end minus a constant. Of microbatches that differ, any may be first.
+      Where there are several paths, no rank's start is taken for known.
     - One rank: the actions of a rank run one at a time, none before its head. If actions could be interrupted, always
       running the available one with the longest tail would end all of them, tails included, soonest. This is Jackson's
       preemptive schedule (J. Carlier, The one-machine sequencing problem, 1982). No order can be faster.
     """
-    stages = range(len(problem.ranks))  # an order in which the operations of one microbatch can run
+    stages = range(len(problem.ranks))  # an order in which the operations of one microbatch per path can run
     order = [3 * stage for stage in stages] + [3 * stage + half for stage in reversed(stages) for half in (1, 2)]
+    alone = len(problem.ranks) == problem.placement.num_stages  # one path
     found = list(arcs(problem))
     times, passing = problem.each(problem.durations), _passing(problem)
     heads = _heads(problem, found, order, times, passing)
     makespan = problem.objective == "makespan"
     starts: list[float | None] = [0.0 if makespan else None] * len(problem.stages)
-    for stage, rank in enumerate(() if makespan else problem.ranks):
+    for stage, rank in enumerate(() if makespan or not alone else problem.ranks):
         if problem.stages[rank][0] != stage or (problem.factors and stage):
             break
         starts[rank] = heads[3 * stage][0]
     tails = _tails(problem, found, order, times, passing, starts)
     least = max(problem.work)
-    if problem.factors:
+    if problem.factors and alone:
         passes = [sum(map(mul, problem.delays, each)) for each in zip(*passing, strict=True)]
         least = max(least, largest_microbatch(times, problem.num_microbatches - 1, passes))
     for own in problem.stages:
@@ -134,7 +137,7 @@ def _passing(problem: Problem) -> Times:
     has that of the stage that makes the activation.
     """
     if not problem.factors:
-        return [(1,) * problem.num_microbatches for _ in problem.source]
+        return problem.each([1.0] * len(problem.source))
     makers = (min(operation, source) // 3 for operation, source in enumerate(problem.source))
     return [[min(1, factor) for factor in problem.factors[max(maker, 0)]] for maker in makers]
 
@@ -143,9 +146,11 @@ def _heads(problem: Problem, found: list[Arc], order: list[int], times: Times, p
     into: list[list[Arc]] = [[] for _ in problem.source]
     for arc in found:
         into[arc.user].append(arc)
-    heads = [[0.0] * problem.num_microbatches for _ in problem.source]
+    heads = [[0.0] * len(row) for row in times]
     for microbatch in range(problem.num_microbatches):
         for operation in order:
+            if microbatch >= len(heads[operation]):
+                continue
             latest = 0.0
             for maker, _, later, delay in into[operation]:
                 if microbatch >= later:
@@ -168,13 +173,15 @@ def _tails(
     out: list[list[Arc]] = [[] for _ in problem.source]
     for arc in found:
         out[arc.maker].append(arc)
-    tails = [[0.0] * problem.num_microbatches for _ in problem.source]
+    tails = [[0.0] * len(row) for row in times]
     for microbatch in reversed(range(problem.num_microbatches)):
         for operation in reversed(order):
+            if microbatch >= len(tails[operation]):
+                continue
             start = starts[problem.ranks[operation // 3]]
             longest = -inf if start is None else -start
             for _, user, later, delay in out[operation]:
-                if (after := microbatch + later) < problem.num_microbatches:
+                if (after := microbatch + later) < len(tails[user]):
                     longest = max(longest, delay * passing[user][after] + times[user][after] + tails[user][after])
             tails[operation][microbatch] = longest
     return tails

@@ -18,7 +18,7 @@ from pipeflow.core.placement import Placement, require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules.orders.additions import with_recompute
-from pipeflow.schedules.orders.list_scheduling import Builder, Rules, plain_rules, varied
+from pipeflow.schedules.orders.list_scheduling import Builder
 from pipeflow.schedules.orders.lower_bounds import bounds
 from pipeflow.schedules.orders.offloading import with_offload
 from pipeflow.schedules.orders.problem import (
@@ -30,6 +30,7 @@ from pipeflow.schedules.orders.problem import (
     to_sequences,
     with_hidden,
 )
+from pipeflow.schedules.orders.rules import Rules, plain_rules, varied
 from pipeflow.schedules.orders.search import (
     PROPOSALS,
     ROUND,

@@ -1,14 +1,16 @@
 """Problem: what a search for an order starts from, flattened into numbers; and how rows become schedules.
 
-A row is a sequence of operations: operation `3 * stage + half` is the next F (half 0), I (1) or W (2) of a stage.
-Every operation takes the microbatches in one order, so the sequence alone determines the row.
+A row is a sequence of operations: operation `3 * stage + half` is the next F (half 0), I (1) or W (2) of a stage. Every
+operation takes its microbatches in one order, so the sequence alone determines the row. A stage is here one of one
+path: of a placement of several different paths, stage s of the k-th one has the number k * num_stages + s.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, groupby
 from math import floor, inf
 from statistics import fmean
 from typing import Literal, get_args
@@ -55,12 +57,14 @@ class MemoryUse:
 class Problem:
     """The data of a search. Per operation, `durations` is its time, `source` the operation whose value it waits for (-1
     for none), and `delays` the time of the transfer of that value. `stages` has per rank its stages in ascending order.
-    `objective` is what the search makes small. `factors` are those of the microbatches per stage, if they differ, in
-    the `order` in which all operations take them; an empty order is that of their numbers.
+    `objective` is what the search makes small. `order` is that in which all operations take the microbatches; an empty
+    one is that of their numbers. `places` has per stage the places in this order of the microbatches that pass it, and
+    `factors` those of these microbatches, if they differ.
     """
 
     placement: Placement
     num_microbatches: int
+    places: tuple[tuple[int, ...], ...]  # per stage
     ranks: tuple[int, ...]  # per stage
     stages: tuple[tuple[int, ...], ...]  # per rank
     durations: tuple[float, ...]
@@ -74,7 +78,7 @@ class Problem:
     @property
     def work(self) -> tuple[float, ...]:
         """The busy time of each rank."""
-        whole = [*map(sum, self.factors)] or [self.num_microbatches] * len(self.ranks)
+        whole = [*map(sum, self.factors)] or [*map(len, self.places)]
         return tuple(
             sum(whole[stage] * sum(self.durations[3 * stage : 3 * stage + 3]) for stage in stages)
             for stages in self.stages
@@ -83,7 +87,7 @@ class Problem:
     def each(self, amounts: Sequence[float]) -> list[Sequence[float]]:
         """Per operation and microbatch, its part of amounts that are per operation at factor 1."""
         if not self.factors:
-            return [(amount,) * self.num_microbatches for amount in amounts]
+            return [(amount,) * len(self.places[index // 3]) for index, amount in enumerate(amounts)]
         return [[amount * factor for factor in self.factors[index // 3]] for index, amount in enumerate(amounts)]
 
     def times(self, sequence: Operations) -> list[float]:
@@ -108,24 +112,31 @@ class Problem:
 
     def in_order(self, order: Sequence[int]) -> Problem:
         """The problem whose operations take the microbatches in this order, by their numbers."""
-        places = {microbatch: place for place, microbatch in enumerate(self.order or range(self.num_microbatches))}
-        factors = tuple(tuple(row[places[microbatch]] for microbatch in order) for row in self.factors)
-        return replace(self, factors=factors, order=tuple(order))
+        now, places = self.order or range(self.num_microbatches), _places(self.placement, order)
+        factors = []
+        for before, after, row in zip(self.places, places, self.factors, strict=True):
+            known = {now[place]: factor for place, factor in zip(before, row, strict=True)}
+            factors.append(tuple(known[order[place]] for place in after))
+        return replace(self, places=places, factors=tuple(factors), order=tuple(order))
+
+    @property
+    def of_paths(self) -> list[list[int]]:
+        """The stages of each rank, those of each path apart."""
+        return [own for stages in self.stages for own in each_path(stages, self.placement.num_stages)]
 
     @property
     def least(self) -> tuple[float, ...]:
         """Per rank, the room for one microbatch on all of its stages: on each for the largest, if they differ."""
         saved = _largest(self.memory.at_start[::3], self.factors)
-        spare = self.memory.spare
-        return tuple(sum(saved[stage] for stage in own) + more for own, more in zip(self.stages, spare, strict=True))
+        return _least(self.stages, self.placement.num_stages, saved, self.memory.spare)
 
     def most_alive(self, stage: int) -> int:
         """The most activations of one stage for which its rank has room, if it keeps nothing else. If microbatches
         differ, they are the smallest.
         """
         saved = self.memory.at_start[3 * stage] * (min(self.factors[stage]) if self.factors else 1)
-        room = self.memory.room[self.ranks[stage]]
-        return floor(min(room / saved, self.num_microbatches)) if saved else self.num_microbatches
+        room, most = self.memory.room[self.ranks[stage]], len(self.places[stage])
+        return floor(min(room / saved, most)) if saved else most
 
 
 def make_problem(
@@ -136,9 +147,9 @@ def make_problem(
     bytes_cap: MemoryCap | None = None,
     objective: Objective = "makespan",
 ) -> Problem:
-    """Makes the problem of a search. Raises UsageError for a placement of two paths, for a stage without a cost, and
-    for an unknown objective. Also raises it for two caps, and for a cap in bytes if the cost model has no bytes. Also
-    raises it for a cap below one microbatch on all stages of a rank, and for another number of factors.
+    """Makes the problem of a search. Raises UsageError for a stage without a cost, and for an unknown objective. Also
+    raises it for two caps, and for a cap in bytes if the cost model has no bytes. Also raises it for a cap below one
+    microbatch on all stages of a rank, and for another number of factors.
     """
     require_placement(placement)
     require_cost_model(cost)
@@ -146,25 +157,58 @@ def make_problem(
     require_factors(cost.microbatch_factors, microbatches)
     if objective not in get_args(Objective):
         raise UsageError(f"objective must be {' or '.join(map(repr, get_args(Objective)))}, got {objective!r}")
-    if len(placement.paths) > 1:
-        raise UsageError(f"a search takes placements of one path; this one has {len(placement.paths)}")
-    (path,) = placement.paths
-    stages = range(len(path))
-    operations = [(kind, stage) for stage in stages for kind in HALVES]
-    makers = sources(HALVES, len(path))
+    many, paths = placement.num_stages, _different(placement, microbatches)
+    operations = [(kind, stage) for stage in range(many) for kind in HALVES]
+    makers = sources(HALVES, many)
     source = [-1 if (maker := makers[operation]) is None else operations.index(maker) for operation in operations]
+    delays = (
+        0.0 if maker < 0 else _delay(cost, path, maker // 3, user // 3)
+        for path in paths
+        for user, maker in enumerate(source)
+    )
+    stages, places = _stages(paths, placement.num_ranks), _places(placement, range(microbatches))
+    factors = (
+        tuple(tuple(cost.factors[index % many][place] for place in own) for index, own in enumerate(places))
+        if cost.factors
+        else ()
+    )
     return Problem(
         placement,
         microbatches,
-        path,
-        tuple(map(placement.stages_of, range(placement.num_ranks))),
-        tuple(float(cost.duration(kind, stage)) for kind, stage in operations),
-        tuple(source),
-        tuple(0.0 if maker < 0 else _delay(cost, path, maker // 3, user // 3) for user, maker in enumerate(source)),
-        _memory(placement, cost, memory_cap, bytes_cap),
+        places,
+        tuple(chain.from_iterable(paths)),
+        stages,
+        tuple(float(cost.duration(kind, stage)) for kind, stage in operations) * len(paths),
+        tuple(maker if maker < 0 else 3 * many * path + maker for path in range(len(paths)) for maker in source),
+        tuple(delays),
+        _memory(placement, stages, cost, factors, memory_cap, bytes_cap),
         objective,
-        cost.factors,
+        factors,
     )
+
+
+def _different(placement: Placement, microbatches: int) -> dict[tuple[int, ...], int]:
+    """The different paths that microbatches take, each with its number among them."""
+    return {path: number for number, path in enumerate(dict.fromkeys(placement.paths[:microbatches]))}
+
+
+def _places(placement: Placement, order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Per stage of each path, the places in the order of the microbatches that pass it."""
+    paths, numbers = placement.paths, _different(placement, len(order))
+    found: list[list[int]] = [[] for _ in numbers]
+    for place, microbatch in enumerate(order):
+        found[numbers[paths[microbatch % len(paths)]]].append(place)
+    return tuple(tuple(places) for places in found for _ in range(placement.num_stages))
+
+
+def _stages(paths: Iterable[Sequence[int]], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Per rank, its stages of all paths. Raises UsageError for a rank without one."""
+    found: list[list[int]] = [[] for _ in range(ranks)]
+    for stage, rank in enumerate(chain.from_iterable(paths)):
+        found[rank].append(stage)
+    if [] in found:
+        raise UsageError(f"no microbatch passes rank {found.index([])}: a search needs one for each path")
+    return tuple(map(tuple, found))
 
 
 def _largest(amounts: Sequence[float], factors: Sequence[Row]) -> list[float]:
@@ -178,26 +222,30 @@ def _delay(cost: CostModel, path: Sequence[int], maker: int, user: int) -> float
 
 
 def _memory(
-    placement: Placement, cost: CostModel, memory_cap: MemoryCap | None, bytes_cap: MemoryCap | None
+    placement: Placement,
+    stages: Sequence[Sequence[int]],
+    cost: CostModel,
+    factors: Sequence[Row],
+    memory_cap: MemoryCap | None,
+    bytes_cap: MemoryCap | None,
 ) -> MemoryUse:
     """In activations of one chunk, unless `bytes_cap` is given."""
-    factors = cost.factors
     if bytes_cap is None:
         sizes: Mapping[Content, Sequence[float]] = {Content.SAVED: (1.0,) * placement.num_stages}
-        return _within("memory_cap", memory_cap, placement, sizes, placement.chunks_per_rank, factors)
+        return _within("memory_cap", memory_cap, stages, sizes, placement.chunks_per_rank, factors)
     if memory_cap is not None:
         raise UsageError("memory_cap counts activations and bytes_cap counts bytes: pass only one of them")
     if Content.SAVED not in cost.sizes:
         raise UsageError(
             "bytes_cap needs costs with saved_bytes, and deferred_bytes if weight-gradient halves hold any"
         )
-    return _within("bytes_cap", bytes_cap, placement, cost.sizes, None, factors)
+    return _within("bytes_cap", bytes_cap, stages, cost.sizes, None, factors)
 
 
 def _within(
     name: str,
     cap: MemoryCap | None,
-    placement: Placement,
+    stages: Sequence[Sequence[int]],
     sizes: Mapping[Content, Sequence[float]],
     unit: float | None,
     factors: Sequence[Row],
@@ -206,25 +254,38 @@ def _within(
     UsageError for a cap that is too small for a microbatch with the largest factor of each stage, with the least that
     is not.
     """
+    many = len(sizes[Content.SAVED])
 
     def amount(contents: Sequence[Content], stage: int) -> float:
-        return float(sum(sizes[content][stage] for content in contents if content in sizes))
+        return float(sum(sizes[content][stage % many] for content in contents if content in sizes))
 
-    changes = [(CHANGES[kind], stage) for stage in range(placement.num_stages) for kind in HALVES]
+    changes = [(CHANGES[kind], stage) for stage in range(sum(map(len, stages))) for kind in HALVES]
     at_start = tuple(amount(change.from_start, stage) for change, stage in changes)
     at_end = tuple(amount(change.from_end, stage) - amount(change.frees, stage) for change, stage in changes)
-    stages = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
     more = _largest(at_end[1::3], factors)
     spare = tuple(max(0.0, *(more[stage] for stage in own)) for own in stages)
     share = unit or 1
-    saved = _largest(at_start[::3], factors)
-    needed = (sum(saved[stage] for stage in own) + more for own, more in zip(stages, spare, strict=True))
-    least = [amount / share for amount in needed]
+    least = [need / share for need in _least(stages, many, _largest(at_start[::3], factors), spare)]
     caps = [inf] * len(stages) if cap is None else cap_per_rank(cap, least, name)
     for rank, (most, need) in enumerate(zip(caps, least, strict=True)):
         if not most * (1 + ROUNDING) >= need:
             raise UsageError(f"{name} {most:g} is too small: rank {rank} needs at least {need:g}, for one microbatch")
     return MemoryUse(at_start, at_end, tuple(most * share * (1 + ROUNDING) for most in caps), spare, unit)
+
+
+def _least(
+    stages: Sequence[Sequence[int]], many: int, saved: Sequence[float], spare: Sequence[float]
+) -> tuple[float, ...]:
+    """Per rank, the room for one microbatch on all of its stages of the path that needs most; `many` stages a path."""
+    return tuple(
+        max(sum(saved[stage] for stage in own) for own in each_path(rank, many)) + more
+        for rank, more in zip(stages, spare, strict=True)
+    )
+
+
+def each_path(stages: Sequence[int], many: int) -> list[list[int]]:
+    """The stages of a rank, those of each path together; a path has so many stages."""
+    return [[*own] for _, own in groupby(stages, lambda stage: stage // many)]
 
 
 def keeps_within(problem: Problem, timeline: Timeline) -> bool:
@@ -248,16 +309,20 @@ def with_hidden(problem: Problem, overlap: float) -> Problem:
 
 def to_schedule(name: str, problem: Problem, sequences: Sequence[Operations]) -> Schedule:
     """The schedule whose rows are `sequences`, one per rank."""
-    order = problem.order or range(problem.num_microbatches)
+    order, places = problem.order or range(problem.num_microbatches), problem.places
+    many = problem.placement.num_stages
     rows = (
-        tuple(Action(HALVES[operation % 3], operation // 3, order[place]) for operation, place in numbered(sequence))
+        tuple(
+            Action(HALVES[operation % 3], operation // 3 % many, order[places[operation // 3][index]])
+            for operation, index in numbered(sequence)
+        )
         for sequence in sequences
     )
     return Schedule(name, problem.placement, problem.num_microbatches, tuple(rows))
 
 
 def numbered(sequence: Operations) -> Iterator[tuple[int, int]]:
-    """The operations of a sequence, each with its microbatch."""
+    """The operations of a sequence, each with the number of those before it."""
     done = defaultdict[int, int](int)
     for operation in sequence:
         yield operation, done[operation]
@@ -268,8 +333,15 @@ def to_sequences(schedule: Schedule) -> list[Operations]:
     """Per rank of a schedule, its sequence of operations. A full backward is split into its two halves, and
     microbatches lose their numbers. Actions that hold up no rank, such as reductions, are left out.
     """
+    paths, many = schedule.placement.paths, schedule.placement.num_stages
+    numbers = _different(schedule.placement, schedule.num_microbatches)
+    first = [3 * many * numbers[path] for path in paths[: schedule.num_microbatches]]
     return [
-        [3 * action.stage + half for action in schedule.actions(rank) for half in PARTS[action.kind]]
+        [
+            first[action.microbatch % len(first)] + 3 * action.stage + half
+            for action in schedule.actions(rank)
+            for half in PARTS[action.kind]
+        ]
         for rank in range(len(schedule.rows))
     ]
 

@@ -19,15 +19,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.schedules.orders.list_scheduling import (
-    Builder,
-    Rules,
-    RunTimes,
-    ScoredOrder,
-    plain_rules,
-    run_times,
-    varied,
-)
+from pipeflow.schedules.orders.list_scheduling import Builder, RunTimes, ScoredOrder, run_times
 from pipeflow.schedules.orders.lower_bounds import bounds
 from pipeflow.schedules.orders.problem import (
     Objective,
@@ -39,6 +31,7 @@ from pipeflow.schedules.orders.problem import (
     to_sequences,
     with_hidden,
 )
+from pipeflow.schedules.orders.rules import Rules, plain_rules, varied
 
 # Theory of operation
 #
@@ -102,27 +95,33 @@ def improved(
     takes their pairs apart; where they may be better as they are, they are simulated too.
 
     Raises UsageError for fewer than one candidate, and for a `start` of another placement, of other microbatches, or
-    incomplete.
+    incomplete. Also raises it if ranks of several paths wait for each other in all orders that were tried.
     """
     if candidates is not None:
         require_positive(candidates=candidates)
     proved = bounds(problem)
     tried = 0
 
-    def goes_on(best: ScoredOrder) -> bool:
+    def goes_on(best: ScoredOrder | None) -> bool:
         nonlocal tried
         tried += 1
-        is_proved = best.objective <= proved.objective * (1 + 1e-12)
+        is_proved = best is not None and best.objective <= proved.objective * (1 + 1e-12)
         return not is_proved and tried <= (inf if candidates is None else candidates) and perf_counter() < deadline
 
     given = {schedule.rows: schedule for schedule in map(Schedule.without_reductions, start)}.values()
     builder, begin = _begun(Builder.of(problem, proved), list(given), goes_on)
     best = _searched(builder, plain_rules(builder.alike, builder.heads), begin, goes_on)
     whole = [replace(schedule, name=name) for schedule in given if _may_gain(problem, cost, schedule)]
-    schedules = [to_schedule(name, _in_order(problem, best), best.sequences), *whole]
-    timelines = [simulate(schedule, cost) for schedule in schedules]
+    schedules = [to_schedule(name, _in_order(problem, best), best.sequences)] if best else []
+    timed = [(schedule, simulate(schedule, cost)) for schedule in (*schedules, *whole)]
+    within = [each for each in timed if keeps_within(problem, each[1])]
+    if not within:
+        raise UsageError(
+            "ranks with stages of several paths wait for each other in all orders that were tried: allow more memory, "
+            "or start from a schedule that keeps within it"
+        )
     schedule, timeline = min(
-        (each for each in zip(schedules, timelines, strict=True) if keeps_within(problem, each[1])),
+        within,
         key=lambda each: (measured(each[1], problem.objective), each[1].makespan + each[1].span),
     )
     bound = proved.objective
@@ -132,7 +131,7 @@ def improved(
 
 
 def _begun(
-    builder: Builder, given: Sequence[Schedule], goes_on: Callable[[ScoredOrder], bool]
+    builder: Builder, given: Sequence[Schedule], goes_on: Callable[[ScoredOrder | None], bool]
 ) -> tuple[Builder, list[ScoredOrder]]:
     """A builder for the best of a few orders of the microbatches, and the best of the given schedules and first rules
     in each of them. Where microbatches are alike, there is one order, and the given schedules are as they are.
@@ -140,22 +139,25 @@ def _begun(
     problem = builder.problem
     builders = [builder]
     if problem.factors:
-        sizes = [sum(column) for column in zip(*problem.each(problem.durations), strict=True)]
+        sizes = [0.0] * problem.num_microbatches
+        for operation, times in enumerate(problem.each(problem.durations)):
+            for place, time in zip(problem.places[operation // 3], times, strict=True):
+                sizes[place] += time
         builders += [builder.in_order(order) for order in arrangements(sizes)]
     started = [[each for schedule in given if (each := _started(its.problem, schedule))] for its in builders]
     if len(builders) == 1:
         return builder, started[0]
     first = [*islice(plain_rules(builder.alike, builder.heads), FIRST)]
-    best: list[ScoredOrder] = []
+    best: list[ScoredOrder | None] = []
     for its, begin in zip(builders, started, strict=True):
-        found = [*begin, *filter(None, [its.candidate(first[0])])]
+        found = reduce(_better, begin, its.candidate(first[0]))
         for rules in first[1:]:
-            if not goes_on(reduce(_better, found)):
+            if not goes_on(found):
                 break
-            found += filter(None, [its.candidate(rules)])
-        best.append(reduce(_better, found))
-    best_place = min(range(len(best)), key=lambda place: best[place][:2])
-    return builders[best_place], best
+            found = _better(found, its.candidate(rules))
+        best.append(found)
+    _, place = min((each[:2] if each else (inf, inf), place) for place, each in enumerate(best))
+    return builders[place], [*filter(None, best)]
 
 
 def _in_order(problem: Problem, candidate: ScoredOrder) -> Problem:
@@ -179,11 +181,11 @@ def _started(problem: Problem, schedule: Schedule) -> ScoredOrder | None:
     if schedule.placement != problem.placement or schedule.num_microbatches != problem.num_microbatches:
         raise UsageError(f"start {schedule.name!r} has another placement or other microbatches than the search")
     sequences = to_sequences(schedule)
-    whole = [sorted(3 * stage + half for stage in stages for half in range(3)) for stages in problem.stages]
-    if any(
-        sorted(sequence) != sorted(operations * problem.num_microbatches)
-        for sequence, operations in zip(sequences, whole, strict=True)
-    ):
+    whole = [
+        [3 * stage + half for stage in stages for half in range(3) for _ in problem.places[stage]]
+        for stages in problem.stages
+    ]
+    if any(sorted(sequence) != operations for sequence, operations in zip(sequences, whole, strict=True)):
         raise UsageError(f"start {schedule.name!r} does not run every forward and backward once; see verify()")
     if not all(fits(problem, rank, sequence) for rank, sequence in enumerate(sequences)):
         return None
@@ -193,17 +195,21 @@ def _started(problem: Problem, schedule: Schedule) -> ScoredOrder | None:
     return times.candidate(problem, sequences)
 
 
-def _better(one: ScoredOrder, other: ScoredOrder | None) -> ScoredOrder:
-    return one if other is None or one[:2] <= other[:2] else other
+def _better(one: ScoredOrder | None, other: ScoredOrder | None) -> ScoredOrder | None:
+    return one if other is None or (one is not None and one[:2] <= other[:2]) else other
 
 
 def _searched(
-    builder: Builder, grid: Iterator[Rules], begin: Iterable[ScoredOrder], goes_on: Callable[[ScoredOrder], bool]
-) -> ScoredOrder:
+    builder: Builder,
+    grid: Iterator[Rules],
+    begin: Sequence[ScoredOrder],
+    goes_on: Callable[[ScoredOrder | None], bool],
+) -> ScoredOrder | None:
+    """The best order; None if all rules lead to none, and nothing is begun with."""
     first = next(grid)
     candidate = builder.candidate(first)
-    assert candidate is not None  # it has nothing to stop at
-    found = {first.slack is None: (candidate, first)}  # the best of the rules without a slack, and of those with one
+    # the best of the rules without a slack, and of those with one
+    found = {first.slack is None: (candidate, first)} if candidate else {}
     best = reduce(_better, begin, candidate)
     for rules in grid:
         if not goes_on(best):
@@ -213,6 +219,8 @@ def _searched(
         if candidate is not None and (same is None or _better(same[0], candidate) is candidate):
             found[rules.slack is None] = candidate, rules
             best = _better(best, candidate)
+    if best is None:
+        return None
     random = Random(0)
     near = [each for each in found.values() if each[0].objective <= NEAR * best.objective]
     by_rules = [_rule_climb(builder, *each, random) for each in near]
@@ -224,7 +232,7 @@ def _searched(
         for climb in (*by_rules, *by_moves) * ROUND:
             if not goes_on(best):
                 return best
-            best = _better(best, climb())
+            best = _better(best, climb()) or best
 
 
 def longest(objective: float, random: Random) -> float:

@@ -88,13 +88,16 @@ def make_storage(
     objective: Objective = "makespan",
 ) -> Storage:
     """The storage of a search that may use these kinds. Raises UsageError as `make_problem` does, except for a small
-    cap. Also raises it for unknown kinds, and for offload if the costs have no time of a copy.
+    cap. Also raises it for unknown kinds, for offload if the costs have no time of a copy, and for a placement of
+    several paths.
     """
     kinds = names_of("kinds", kinds)
     if unknown := sorted({*kinds} - {*get_args(MemoryKind)}):
         raise UsageError(f"a search knows the kinds {' and '.join(get_args(MemoryKind))}, not {unknown[0]!r}")
     if "offload" in kinds:
         require_copies(cost)
+    if len(placement.paths) > 1:
+        raise UsageError(f"a search with kinds takes placements of one path; this one has {len(placement.paths)}")
     if memory_cap is not None and bytes_cap is not None:
         make_problem(placement, microbatches, cost, memory_cap, bytes_cap, objective)  # raises
     in_bytes = bytes_cap is not None
