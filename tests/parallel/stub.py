@@ -100,6 +100,9 @@ class Stub:
     def _reduce_scatter_base(self, *arguments: Any) -> Any:
         return self._call("_reduce_scatter_base", *arguments)
 
+    def alltoall_base(self, *arguments: Any) -> Any:
+        return self._call("alltoall_base", *arguments)
+
     def _call(self, name: str, *arguments: Any) -> Any:
         """The first call is that of `connect`, on a thread of its own: no other may come before it."""
         TOLD.require(self.gloo is not None, f"{self.name} is used before it is connected")

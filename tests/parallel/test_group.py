@@ -12,7 +12,7 @@ import torch
 
 from pipeflow.core.errors import Failure
 from pipeflow.engine.parallel.context import current_context
-from pipeflow.engine.parallel.transport.protocol import Alone, Group, LinkError
+from pipeflow.engine.parallel.transport.protocol import Alone, Group, LinkError, Work
 from pipeflow.testing import run_processes, run_threads
 
 Run = Callable[..., list[Any]]
@@ -26,16 +26,19 @@ def collectives(group: Group) -> dict[str, list[float]]:
     whole, part = torch.empty(group.size, 2), torch.tensor([[mine, 10 * mine]])
     piece, pieces = torch.empty(1), mine * torch.arange(1.0, group.size + 1)
     told = torch.tensor([mine])
+    counts = [(group.rank + other) % 3 for other in range(group.size)]  # from a rank to another as many as back
+    rows, swapped = torch.full((sum(counts), 2), mine), torch.empty(sum(counts), 2)
     works = [
         group.all_reduce(total),
         group.all_reduce_max(largest),
         group.all_gather(whole, part),
         group.reduce_scatter(piece, pieces),
         group.broadcast(told, group.size - 1),
+        group.all_to_all(swapped, rows, counts, counts),
     ]
     for work in reversed(works):
         work.wait()
-    results = {"sum": total, "max": largest, "gather": whole, "scatter": piece, "broadcast": told}
+    results = {"sum": total, "max": largest, "gather": whole, "scatter": piece, "broadcast": told, "swapped": swapped}
     return {name: tensor.flatten().tolist() for name, tensor in results.items()}
 
 
@@ -52,6 +55,7 @@ def expected(rank: int, size: int) -> dict[str, list[float]]:
         "gather": [entry for one in range(1, size + 1) for entry in (one, 10.0 * one)],
         "scatter": [total * (rank + 1)],
         "broadcast": [float(size)],
+        "swapped": [other + 1.0 for other in range(size) for _ in range(2 * ((rank + other) % 3))],
     }
 
 
@@ -66,7 +70,16 @@ def test_one_rank_computes_alone() -> None:
     assert collectives(Alone()) == expected(0, 1)
 
 
-def die_or_wait(how: str) -> tuple[int, float]:
+def start_sum(group: Group) -> Work:
+    return group.all_reduce(torch.ones(1))
+
+
+def start_swap(group: Group) -> Work:
+    one_each = [1] * group.size
+    return group.all_to_all(torch.empty(group.size), torch.ones(group.size), one_each, one_each)
+
+
+def die_or_wait(how: str, start: Callable[[Group], Work]) -> tuple[int, float]:
     context = current_context()
     collectives(context.tensor)
     if context.rank == 1:
@@ -77,7 +90,7 @@ def die_or_wait(how: str) -> tuple[int, float]:
         return 1, 0.0
     started = time.monotonic()
     try:
-        context.tensor.all_reduce(torch.ones(1)).wait()
+        start(context.tensor).wait()
     except LinkError as error:
         first = context.world.report(error)
     assert first.died == 1 if how == "dies" else first == Failure(1, "on purpose")
@@ -87,11 +100,18 @@ def die_or_wait(how: str) -> tuple[int, float]:
 @pytest.mark.some(2)
 @pytest.mark.parametrize("tensor", [2, 3])
 @pytest.mark.parametrize(
-    ("run", "how"), [(run_threads, "gives up"), (run_processes, "gives up"), (run_processes, "dies")]
+    ("run", "how", "start"),
+    [
+        (run_threads, "gives up", start_sum),
+        (run_processes, "gives up", start_sum),
+        (run_processes, "dies", start_sum),
+        (run_threads, "gives up", start_swap),
+        (run_processes, "dies", start_swap),
+    ],
 )
-def test_a_lost_rank_wakes_the_others(run: Run, how: str, tensor: int) -> None:
+def test_a_lost_rank_wakes_the_others(run: Run, how: str, start: Callable[[Group], Work], tensor: int) -> None:
     options: dict[str, Any] = {"may_die": [1]} if how == "dies" else {}
-    for rank, result in enumerate(run(die_or_wait, tensor, how, tensor=tensor, **options)):
+    for rank, result in enumerate(run(die_or_wait, tensor, how, start, tensor=tensor, **options)):
         if rank != 1:
             lost, seconds = result
             assert lost == 1

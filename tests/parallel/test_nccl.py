@@ -101,6 +101,24 @@ def test_ties_and_replicas_connect_channels_then_groups() -> None:
         assert connected[: len(mine) + 1] == [*mine, group]
 
 
+def exchange_rows() -> list[float]:
+    context = launch_over_stub(tensor=2)
+    group = context.tensor
+    group.connect()
+    counts = [[1, 2], [0, 3]]  # that each rank sends to each
+    receive = [each[group.rank] for each in counts]
+    rows, received = torch.tensor([1.0, 2.0, 3.0]) + 10 * group.rank, torch.empty(sum(receive))
+    group.all_to_all(received, rows, receive, counts[group.rank]).wait()
+    context.close()
+    assert not TOLD.wrong
+    return received.tolist()
+
+
+@pytest.mark.slow
+def test_rows_of_unequal_numbers_are_exchanged() -> None:
+    assert run_processes(exchange_rows, 2) == [[1.0], [2.0, 3.0, 11.0, 12.0, 13.0]]
+
+
 def fail(*_: object) -> None:
     raise ValueError("on purpose")
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeflow.core.errors import UsageError
+from pipeflow.core.errors import Failure, UsageError
 from pipeflow.engine.parallel.context import current_context
-from pipeflow.engine.parallel.transport.protocol import Alone, Group
+from pipeflow.engine.parallel.transport.protocol import Alone, Group, LinkError
 from pipeflow.tensor import (
+    all_to_all,
     copy_to_tensor_region,
     gather_from_sequence_region,
     gather_from_tensor_region,
@@ -21,7 +22,7 @@ from pipeflow.tensor import (
     scatter_to_sequence_region,
     scatter_to_tensor_region,
 )
-from pipeflow.testing import run_processes
+from pipeflow.testing import run_processes, run_threads
 from tests.tensor.ranks import normal, on_ranks, require_near
 
 SIZE, SHAPE = 3, (2, 6, 3)
@@ -81,6 +82,61 @@ def test_regions(region: Region, forward: Formula, backward: Formula, alike_in: 
         require_near(input.grad, expected[group.rank])
 
     on_ranks(SIZE, rank)
+
+
+COUNTS = [[2, 0, 1], [3, 1, 0], [0, 0, 0]]  # the rows that each rank sends to each
+
+
+def rows_go_there_and_back(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The output has the rows for this rank, those of the first rank first; gradients go back to where rows came from."""
+    group = current_context().tensor
+    inputs = [normal(sum(counts), *shape, seed=rank).to(dtype) for rank, counts in enumerate(COUNTS)]
+    received = [counts[group.rank] for counts in COUNTS]
+    input = inputs[group.rank].requires_grad_()
+    output = all_to_all(input, group, COUNTS[group.rank], received)
+    parts = [each.split(counts)[group.rank] for each, counts in zip(inputs, COUNTS, strict=True)]
+    assert output.equal(torch.cat(parts))
+    weights = torch.arange(1, SIZE + 1).to(dtype)
+    output.backward(weights[group.rank].expand_as(output))
+    expected = torch.cat([weights[to].expand(count, *shape) for to, count in enumerate(COUNTS[group.rank])])
+    assert input.grad is not None
+    assert input.grad.equal(expected)
+
+
+@pytest.mark.parametrize("shape", [(), (2, 3)])
+def test_rows_of_unequal_numbers_are_exchanged(shape: tuple[int, ...]) -> None:
+    run_threads(rows_go_there_and_back, SIZE, shape, torch.complex64, tensor=SIZE)
+
+
+@pytest.mark.slow
+def test_rows_are_exchanged_over_gloo() -> None:
+    run_processes(rows_go_there_and_back, SIZE, (2, 3), torch.bfloat16, tensor=SIZE)
+
+
+def test_counts_that_do_not_fit_are_refused() -> None:
+    def rank() -> None:
+        group = current_context().tensor
+        for send, receive in (([1, 2], [1, 2]), ([1, 3], [1]), ([4], [4])):
+            with pytest.raises(UsageError, match="need a number for each of 2 ranks, and those of send_counts add up"):
+                all_to_all(normal(4, 3), group, send, receive)
+
+    on_ranks(2, rank)
+
+
+def test_threads_find_counts_that_contradict_each_other() -> None:
+    def rank() -> str:
+        context = current_context()
+        first = context.rank == 0
+        try:
+            all_to_all(normal(4, 3), context.tensor, [2, 2], [2, 1 if first else 2])
+        except ValueError as error:  # of the rank that comes last
+            return context.world.report(Failure(context.rank, str(error))).reason
+        except LinkError:
+            return ""
+        raise AssertionError("all rows arrived")
+
+    found = "rank 0 of the group expects (1, 3) from rank 1, which sends (2, 3)"
+    assert found in "".join(on_ranks(2, rank))
 
 
 def conjugates_are_sent_as_numbers() -> None:

@@ -18,6 +18,7 @@ from pipeflow.engine.tensor.random import (
     set_tracker,
 )
 from pipeflow.engine.tensor.regions import (
+    all_to_all,
     copy_to_tensor_region,
     gather_from_sequence_region,
     gather_from_tensor_region,
@@ -44,6 +45,7 @@ __all__ = [
     "VocabParallelClassifier",
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
+    "all_to_all",
     "checkpoint",
     "copy_to_tensor_region",
     "current_tracker",

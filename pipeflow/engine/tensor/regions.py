@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -57,6 +57,28 @@ def start_sum_scatter(group: Group, whole: Tensor, dim: int) -> Finish:
     def finish() -> Tensor:
         work.wait()
         return piece
+
+    return finish
+
+
+def start_all_to_all(group: Group, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Finish:
+    """Starts to send `rows`, the first `send_counts[0]` to rank 0, the next `send_counts[1]` to rank 1, and so on. The
+    result has the rows that come from rank 0, which are `receive_counts[0]`, then those from rank 1, and so on.
+
+    Raises UsageError for counts that are not one per rank, and for `send_counts` that do not add up to all rows.
+    """
+    if not (len(send_counts) == len(receive_counts) == group.size and sum(send_counts) == len(rows)):
+        raise UsageError(
+            f"send_counts and receive_counts need a number for each of {group.size} ranks, and those of send_counts "
+            f"add up to the {len(rows)} rows, got {list(send_counts)} and {list(receive_counts)}"
+        )
+    rows = _plain(rows)
+    received = rows.new_empty(sum(receive_counts), *rows.shape[1:])
+    work = group.all_to_all(_numbers(received), _numbers(rows), receive_counts, send_counts)
+
+    def finish() -> Tensor:
+        work.wait()
+        return received
 
     return finish
 
@@ -179,6 +201,25 @@ def exchanged(input: Tensor, group: Group, there: Exchange, back: Exchange) -> T
         return input
     output: Tensor = _Exchanged.apply(input, group, there, back)  # type: ignore[no-untyped-call]  # torch's
     return output
+
+
+def all_to_all(input: Tensor, group: Group, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+    """Exchanges rows, along the first dimension: `send_counts[i]` of the input's rows, in order, go to rank i of the
+    group, and `receive_counts[i]` of the output's rows come from it. Gradients go back the same way. Each rank's
+    `receive_counts` must be what the others send to it.
+
+    Raises UsageError for counts that are not one per rank, and for `send_counts` that do not add up to all rows.
+    """
+    return exchanged(
+        input,
+        group,
+        partial(_all_to_all, send_counts=send_counts, receive_counts=receive_counts),
+        partial(_all_to_all, send_counts=receive_counts, receive_counts=send_counts),
+    )
+
+
+def _all_to_all(group: Group, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+    return start_all_to_all(group, rows, send_counts, receive_counts)()
 
 
 def _require_sequence(input: Tensor) -> Tensor:

@@ -65,6 +65,11 @@ class DistributedGroup:
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         return self._start("broadcast", tensor, source)
 
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
+    ) -> Work:
+        return self._start("alltoall_base", received, sent, list(receive_counts), list(send_counts))
+
     def _start(self, name: str, *arguments: object) -> Work:
         channels = self._channels()
         group = channels.collective(self._members)

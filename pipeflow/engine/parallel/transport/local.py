@@ -157,6 +157,11 @@ class LocalGroup:
 
         return self._join(copy, tensor)
 
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
+    ) -> Work:
+        return self._join(_swap, *received.split(list(receive_counts)), *sent.split(list(send_counts)))
+
     def _join(self, what: Callable[[Inputs], None], *tensors: Tensor) -> Work:
         transport, hub = self._transport, self._transport.hub
         if self._generation != transport.generation and not self._on_host:
@@ -233,6 +238,19 @@ def _scatter(inputs: Inputs) -> None:
     total = _summed([whole for _, whole in inputs])
     for (part, _), piece in zip(inputs, total.chunk(len(inputs)), strict=True):
         part.copy_(piece)
+
+
+def _swap(inputs: Inputs) -> None:
+    size = len(inputs)
+    for rank, parts in enumerate(inputs):
+        for source, target in enumerate(parts[:size]):
+            piece = inputs[source][size + rank]
+            if piece.shape != target.shape:
+                raise ValueError(
+                    f"rank {rank} of the group expects {tuple(target.shape)} from rank {source}, which sends "
+                    f"{tuple(piece.shape)}: the receive_counts of each rank must be what the others send to it"
+                )
+            target.copy_(piece)
 
 
 class _Transfer:

@@ -104,8 +104,8 @@ class Group(Protocol):
     """Ranks that compute collectives together, counted from 0 within the group.
 
     All of them make the same calls in the same order. Each call starts at once and is done when its Work is. Tensors
-    are contiguous and have the same shape and dtype on every rank. A wait raises LinkError if a rank is lost or time is
-    up.
+    are contiguous and have the same shape and dtype on every rank; rows of `all_to_all` may differ in number. A wait
+    raises LinkError if a rank is lost or time is up.
     """
 
     rank: int
@@ -133,6 +133,14 @@ class Group(Protocol):
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         """Fills `tensor` with the tensor of rank `source`."""
+
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
+    ) -> Work:
+        """Sends the first `send_counts[0]` rows of `sent` to rank 0, the next `send_counts[1]` to rank 1, and so on.
+        Fills `received` with the rows of all ranks, those of rank 0 first: `receive_counts[i]` of rank i, which is what
+        rank i sends to this one. Rows lie along dim 0, of any number; they have one shape and dtype on every rank.
+        """
 
 
 class Done:
@@ -174,6 +182,12 @@ class Alone:
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         return _DONE
 
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
+    ) -> Work:
+        received.copy_(sent)
+        return _DONE
+
 
 class Unconnected(Alone):
     """One rank of a group that exchanges nothing, for forwards on tensors that have shapes but no values."""
@@ -186,6 +200,11 @@ class Unconnected(Alone):
         return _DONE
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Work:
+        return _DONE
+
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
+    ) -> Work:
         return _DONE
 
 
