@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow import Pipeline, Schedule, clip_grad_norm_, execute_pipeline, make_schedule
+from pipeflow.adapters.huggingface.shared_tokens import BIDIRECTIONAL
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.sharding import Split, splits_of
 from pipeflow.engine.parallel.transport.protocol import Unconnected
 from pipeflow.engine.tensor.layer import cut
-from pipeflow.huggingface import CausalLMLoss, share_tokens
+from pipeflow.huggingface import CausalLMLoss, MaskedLMLoss, share_tokens
 from tests.huggingface.test_shared_tokens import model_of
 from tests.training.over_context import loop_in_one_process
 
@@ -36,7 +37,8 @@ MASKED: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True)
 class Work:
     """What is trained, and how. `samples` has the number of each replica. With `masked`, tokens see those of a window,
-    in families that have one, and of their document, which are packed in all batches but the first.
+    in families that have one, and of their document, which are packed in all batches but the first. With `padded`,
+    batches have a mask, which hides tokens at the start, in the middle and at the end of sequences.
     """
 
     kind: str
@@ -48,6 +50,7 @@ class Work:
     slices: int = 1
     recomputed: bool = False
     masked: bool = False
+    padded: bool = False
     max_norm: float = 0.05
 
     @property
@@ -60,6 +63,10 @@ class Work:
     def model(self) -> Any:
         options = MASKED.get(self.kind, {}) if self.masked else {}
         return model_of(self.kind, num_hidden_layers=4, use_cache=False, **options)
+
+    @property
+    def criterion(self) -> Any:
+        return MaskedLMLoss() if self.kind in BIDIRECTIONAL else CausalLMLoss()
 
     def batch(self, replica: int, step: int) -> tuple[dict[str, Tensor], Tensor]:
         """Token ids, their positions, and labels, of which some ranks have none in a microbatch. The last sample ends
@@ -77,7 +84,14 @@ class Work:
             positions[0] = torch.cat([torch.arange(3), torch.arange(LENGTH - 3)])
             positions[1] = torch.cat([torch.arange(7), torch.arange(1), torch.arange(LENGTH - 8)])
             labels[positions == 0] = -100
-        return {"input_ids": ids, "position_ids": positions}, labels
+        entries = {"input_ids": ids, "position_ids": positions}
+        if self.padded:
+            mask = torch.ones_like(ids)
+            if step:  # in the middle, labels of padding count, too
+                mask[-1, -3:] = mask[0, :3] = mask[1, 4:6] = 0
+                positions[0] = (mask[0].cumsum(0) - 1).clamp(0)
+            entries["attention_mask"] = mask
+        return entries, labels
 
 
 @dataclass(frozen=True)
@@ -110,7 +124,7 @@ def _ended(
 def train_in_one_process(work: Work) -> Trained:
     """All replicas' batches at once, with the model's own attention."""
     model = work.model()
-    losses, norms = loop_in_one_process(work, model, CausalLMLoss(), optimizer_of(model.parameters()))
+    losses, norms = loop_in_one_process(work, model, work.criterion, optimizer_of(model.parameters()))
     return _ended(dict(model.named_parameters()), losses, norms, {})
 
 
@@ -120,7 +134,7 @@ def train(work: Work, whole: Any) -> Trained:
     if work.recomputed:
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # its old name
         enable({"use_reentrant": False})
-    pipeline = Pipeline.from_module(model, work.schedule, work.batch(0, 0), criterion=CausalLMLoss())
+    pipeline = Pipeline.from_module(model, work.schedule, work.batch(0, 0), criterion=work.criterion)
     optimizer, losses, norms = optimizer_of(pipeline.parameters()), list[float | None](), list[float]()
     for step in range(work.steps):
         optimizer.zero_grad()

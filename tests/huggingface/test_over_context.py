@@ -44,8 +44,8 @@ ROWS = [*FEW, *(row for row in covering(*COLUMNS) if row not in FEW)]
 
 
 @cache
-def expected(kind: str, samples: tuple[int, ...], masked: bool) -> Trained:
-    return train_in_one_process(Work(kind, samples=samples, masked=masked))
+def expected(kind: str, samples: tuple[int, ...], masked: bool, padded: bool) -> Trained:
+    return train_in_one_process(Work(kind, samples=samples, masked=masked, padded=padded))
 
 
 def run(runner: Callable[..., Any], work: Work, context: int = 2, tensor: int = 1, how: str = "gather") -> None:
@@ -53,7 +53,7 @@ def run(runner: Callable[..., Any], work: Work, context: int = 2, tensor: int = 
     ranks = context * work.pipeline * tensor * data
     options = {"context": context, "tensor": tensor, "data": data, "context_attention": how}
     results = runner(train, ranks, work, work.model(), **options)
-    require_trained(results, expected(work.kind, work.samples, work.masked))
+    require_trained(results, expected(work.kind, work.samples, work.masked, work.padded))
 
 
 @pytest.mark.slow
@@ -72,8 +72,53 @@ def test_keys_of_fewer_heads_from_one_rank_at_a_time() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.some(1)
+@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
+def test_heads_of_all_tokens(kind: str) -> None:
+    """With two heads of keys for four ranks, windows and documents."""
+    run(run_threads, Work(kind, pipeline=1, masked=True), 4, how="all_to_all")
+
+
+@pytest.mark.slow
+@pytest.mark.some(3)
+@pytest.mark.parametrize(
+    ("kind", "context", "how"),
+    [
+        ("llama", 2, "gather"),
+        ("modernbert", 2, "gather"),
+        ("bert", 4, "all_to_all"),
+        ("mistral", 2, "gather"),
+        ("gpt2", 2, "all_to_all"),
+        ("bert", 2, "gather"),
+        ("modernbert", 4, "all_to_all"),
+    ],
+)
+def test_padding(kind: str, context: int, how: str) -> None:
+    run(run_threads, Work(kind, pipeline=1, padded=True, masked=kind == "mistral"), context, how=how)
+
+
+@pytest.mark.slow
+@pytest.mark.some(2)
+@pytest.mark.parametrize(
+    ("kind", "name", "layout", "how"),
+    [
+        ("bert", "1f1b", (2, 1, 1, 1), "ring"),
+        ("modernbert", "zb-v", (2, 2, 1, 1), "gather"),
+        ("bert", "interleaved-1f1b", (2, 2, 2, 1), "gather"),
+        ("modernbert", "1f1b", (2, 2, 1, 2), "all_to_all"),
+    ],
+)
+def test_models_whose_tokens_see_later_ones(
+    kind: str, name: str, layout: tuple[int, int, int, int], how: str
+) -> None:
+    """Windows of ModernBERT reach to both sides."""
+    context, pipeline, tensor, data = layout
+    run(run_threads, Work(kind, name, pipeline, SAMPLES[data]), context, tensor, how)
+
+
+@pytest.mark.slow
 def test_a_ring_hides_no_documents() -> None:
-    with pytest.raises(RankError, match="without dropout, windows and packed documents alone"):
+    with pytest.raises(RankError, match="without dropout, windows, padding and packed documents alone"):
         run(run_threads, Work("llama", pipeline=1, masked=True), how="ring")
 
 

@@ -14,7 +14,7 @@ from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from pipeflow import Pipeline, Schedule, UsageError, execute_pipeline, make_schedule
-from pipeflow.adapters.huggingface.shared_tokens import FAMILIES
+from pipeflow.adapters.huggingface.shared_tokens import BIDIRECTIONAL, FAMILIES
 from pipeflow.huggingface import CausalLMLoss, share_tokens
 from pipeflow.testing import RankError, run_threads
 
@@ -70,6 +70,8 @@ MORE: dict[str, Any] = {
         "logits_scaling": 2,
     },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 4},
+    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "modernbert": {"local_attention": 8, "global_attn_every_n_layers": 2, "pad_token_id": 0},
 }
 
 
@@ -78,7 +80,8 @@ def model_of(kind: str, **options: Any) -> Any:
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **{**OTHERS.get(kind, SIZES), **MORE.get(kind, {}), **options})
     config._experts_implementation = "batched_mm"  # what it would choose knows no float64
-    model = transformers.AutoModelForCausalLM.from_config(config).double().train()
+    auto = transformers.AutoModelForMaskedLM if kind in BIDIRECTIONAL else transformers.AutoModelForCausalLM
+    model = auto.from_config(config).double().train()
     for module in model.modules():
         module.__class__ = WIDE.get(type(module), type(module))
     return model

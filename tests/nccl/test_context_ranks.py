@@ -1,5 +1,5 @@
-"""Context ranks gather keys and values inside of forwards and backwards, and sum gradients beside them: no order of
-these deadlocks under NCCL's rules.
+"""Context ranks gather keys and values, or exchange heads, inside of forwards and backwards, and sum gradients beside
+them: no order of these deadlocks under NCCL's rules.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ PROGRAMS = [
     Gpt("interleaved-1f1b", 2, checkpoint=True),
     Gpt("interleaved-1f1b", 2, (3, 5)),
     Gpt("zb-v", 2, (3, 5), checkpoint=True, context_attention="ring"),
+    Gpt("zb-v", 2, (3, 5), checkpoint=True, zero=True, context_attention="all_to_all"),
 ]
 
 

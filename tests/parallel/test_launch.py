@@ -54,7 +54,7 @@ def test_tensor_ranks_are_neighbours_and_replicas_lie_farthest() -> None:
 
 
 def test_an_unknown_way_of_attention_over_context_ranks_is_refused() -> None:
-    with pytest.raises(UsageError, match="context_attention must be 'gather' or 'ring', got 'rings'"):
+    with pytest.raises(UsageError, match="context_attention must be 'gather' or 'ring' or 'all_to_all', got 'rings'"):
         launch(context_attention="rings")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from pipeflow import UsageError
 from pipeflow.engine.parallel.context import CONTEXT_ATTENTION, current_context
 from pipeflow.engine.parallel.sharding import own_tokens
 from pipeflow.engine.tensor.context_attention import Attend, ContextAttention, _Seen, causal_attention
+from pipeflow.engine.tensor.masked_attention import masked_attention
 from pipeflow.models import GPTBlock, GPTEmbedding
 from pipeflow.tensor import Dropout, checkpoint, manual_seed
 from pipeflow.testing import run_threads
@@ -32,26 +34,51 @@ def mine(whole: Tensor, dim: int = 2) -> Tensor:
     return own_tokens(whole, context.context_rank, context.context_size, dim)
 
 
-def attended() -> list[Tensor]:
+def inputs_of(heads: list[int]) -> list[Tensor]:
+    return [normal(BATCH, each, LENGTH, SIZE, seed=seed) for seed, each in enumerate(heads)]
+
+
+def attended(attend: Attend, heads: list[int]) -> list[Tensor]:
     """The output of the whole sequence, and the gradients of queries, keys and values."""
-    inputs = query, key, value = [normal(*SHAPE, seed=seed).requires_grad_() for seed in range(3)]
-    output = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    output.backward(normal(*SHAPE, seed=9))
+    inputs = [each.requires_grad_() for each in inputs_of(heads)]
+    output = attend(*inputs)
+    output.backward(normal(*output.shape, seed=9))
     return [output.detach(), *(each.grad for each in inputs if each.grad is not None)]
 
 
-def attend_here(wholes: list[Tensor]) -> None:
-    inputs = [mine(normal(*SHAPE, seed=seed)).requires_grad_() for seed in range(3)]
-    output = ContextAttention()(*inputs, causal_attention)
-    output.backward(mine(normal(*SHAPE, seed=9)))
-    for found, whole in zip([output, *(each.grad for each in inputs)], wholes, strict=True):
-        require_near(found, mine(whole))
+def attend_here(attend: Attend, heads: list[int]) -> None:
+    inputs = [mine(each).requires_grad_() for each in inputs_of(heads)]
+    output = ContextAttention()(*inputs, attend)
+    output.backward(mine(normal(BATCH, heads[0], LENGTH, SIZE, seed=9)))
+    found = [output, *(each.grad for each in inputs)]
+    for one, whole in zip(found, attended(attend, heads), strict=True):
+        require_near(one, mine(whole))
 
 
 @pytest.mark.parametrize("how", CONTEXT_ATTENTION)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_outputs_and_gradients_are_those_of_the_whole_sequence(ranks: int, how: str) -> None:
-    over_context(attend_here, ranks, attended(), how=how)
+    over_context(attend_here, ranks, causal_attention, [12, 12, 12], how=how)
+
+
+DOCUMENTS = (torch.arange(LENGTH) // 7).expand(BATCH, -1)
+
+
+@pytest.mark.parametrize("how", ["gather", "all_to_all"])
+@pytest.mark.parametrize("heads", [1, 3, 6])
+def test_windows_and_documents_of_fewer_heads_of_keys(heads: int, how: str) -> None:
+    """Four ranks need 4 or 12 heads of keys, each beside its own heads of queries."""
+    attend = partial(masked_attention, window=9, documents=DOCUMENTS)
+    over_context(attend_here, 4, attend, [12, heads, heads], how=how)
+
+
+def refuse_three_heads() -> None:
+    with pytest.raises(UsageError, match='divides heads over 2 context ranks, but there are 3 .*"gather" or "ring"'):
+        ContextAttention()(*map(mine, inputs_of([3, 3, 3])), causal_attention)
+
+
+def test_heads_that_ranks_do_not_divide_are_refused() -> None:
+    over_context(refuse_three_heads, 2, how="all_to_all")
 
 
 def compare_as_torch() -> None:
@@ -92,6 +119,10 @@ class Elements(Counting):
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Any:
         self.elements += whole.numel() - part.numel()
         return self.__getattr__("reduce_scatter")(part, whole)
+
+    def all_to_all(self, received: Tensor, sent: Tensor, counts: list[int], _: list[int]) -> Any:
+        self.elements += received.numel() - received.split(counts)[self.rank].numel()
+        return self.__getattr__("all_to_all")(received, sent, counts, counts)
 
     def broadcast(self, tensor: Tensor, source: int) -> Any:
         self.elements += tensor.numel() * (source != self.rank)
@@ -137,35 +168,54 @@ def ring_counted() -> None:
     assert (group.elements, group.taken()) == (3 * formula, {"broadcast": group.size, "reduce": group.size})
 
 
-@pytest.mark.parametrize(("how", "counted"), [("gather", exchange_counted), ("ring", ring_counted)])
+def swaps_counted() -> None:
+    """Queries, keys and values of other tokens come together, and the output goes back. Two heads of keys are enough
+    for two ranks, and four ranks need four.
+    """
+    group = Elements(current_context().context)
+    heads = [8, 2, 2]
+    inputs = [mine(normal(BATCH, each, LENGTH, SIZE, seed=each)).requires_grad_() for each in heads]
+    output = ContextAttention(group)(*inputs, causal_attention, enable_gqa=True)
+    moved = 2 * 8 + 2 * max(2, group.size)
+    formula = (group.size - 1) / group.size**2 * LENGTH * moved * SIZE * BATCH
+    assert (group.elements, group.taken()) == (formula, {"all_to_all": 2})
+    output.sum().backward()
+    assert (group.elements, group.taken()) == (2 * formula, {"all_to_all": 2})
+
+
+COUNTED = {"gather": exchange_counted, "ring": ring_counted, "all_to_all": swaps_counted}
+
+
+@pytest.mark.parametrize(("how", "counted"), COUNTED.items())
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_what_is_sent_is_the_formula(ranks: int, how: str, counted: Any) -> None:
     over_context(counted, ranks, how=how)
 
 
 def in_another_form() -> None:
-    """What both forms give for fewer heads of keys, another scale, and 16-bit numbers."""
+    """What all forms give for fewer heads of keys, another scale, and 16-bit numbers."""
     found = []
     for how in CONTEXT_ATTENTION:
         layer, inputs = (
             ContextAttention(),
             [
                 mine(normal(BATCH, heads, LENGTH, SIZE, seed=seed)).float().requires_grad_()
-                for seed, heads in enumerate((4, 2, 2))
+                for seed, heads in enumerate((4, 1, 1))
             ],
         )
-        layer.is_ring = how == "ring"
+        layer.exchange = how
         with torch.autocast("cpu"):
             output = layer(*inputs, causal_attention, scale=0.3, enable_gqa=True)
         output.sum().backward()
         found.append([output, *(each.grad for each in inputs)])
-    for gathered, ring in zip(*found, strict=True):
-        assert gathered.dtype == ring.dtype
-        torch.testing.assert_close(ring, gathered, rtol=0.02, atol=0.02)
+    for gathered, *others in zip(*found, strict=True):
+        for other in others:
+            assert gathered.dtype == other.dtype
+            torch.testing.assert_close(other, gathered, rtol=0.02, atol=0.02)
 
 
-def test_a_ring_has_grouped_heads_scales_and_autocast() -> None:
-    over_context(in_another_form, 3)
+def test_all_forms_have_grouped_heads_scales_and_autocast() -> None:
+    over_context(in_another_form, 2)
 
 
 def pairs_here() -> int:

@@ -33,6 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "recomputed": {"checkpoint": True},
     "zero": {"zero": True},
     "given positions": {"gives_positions": True, "sequence_parallel": True},
+    "all to all": {"context_attention": "all_to_all", "checkpoint": True, "zero": True},
     "ring": {"context_attention": "ring", "checkpoint": True, "zero": True},
 }
 
@@ -64,8 +65,9 @@ def test_one_stage() -> None:
     run(run_threads, Gpt(), 2)
 
 
-def test_one_stage_with_a_ring() -> None:
-    run(run_threads, Gpt(context_attention="ring"), 4)
+@pytest.mark.parametrize("how", ["ring", "all_to_all"])
+def test_one_stage_with_keys_of_one_rank_at_a_time_or_of_some_heads(how: str) -> None:
+    run(run_threads, Gpt(context_attention=how), 4)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipeflow.adapters.huggingface.generation import generate
 from pipeflow.adapters.huggingface.pretrained import from_config, from_pretrained, save_pretrained
-from pipeflow.adapters.huggingface.shared_tokens import CausalLMLoss, share_tokens
+from pipeflow.adapters.huggingface.shared_tokens import CausalLMLoss, MaskedLMLoss, share_tokens
 from pipeflow.adapters.libraries import needed, transformers_library
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CausalLMLoss",
+    "MaskedLMLoss",
     "Trainer",
     "from_config",
     "from_pretrained",

@@ -14,10 +14,15 @@ from torch.nn import functional
 from pipeflow.adapters.libraries import transformers_library
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.runtime.past import is_sliced, joined
-from pipeflow.engine.tensor.context_attention import Attend, ContextAttention, causal_attention, context_group
+from pipeflow.engine.tensor.context_attention import (
+    Attend,
+    ContextAttention,
+    causal_attention,
+    context_group,
+    full_attention,
+)
 from pipeflow.engine.tensor.cross_entropy import CrossEntropy
 from pipeflow.engine.tensor.masked_attention import masked_attention
-from pipeflow.engine.torch_private.modes import FakeTensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,7 +43,9 @@ FAMILIES = frozenset(
         "qwen3_moe",
     }
 )
-"""The model types whose tokens meet in attention alone, as tests have shown for each."""
+"""The types of causal models whose tokens meet in attention alone, as tests have shown for each."""
+BIDIRECTIONAL = {"bert": "BertForMaskedLM", "modernbert": "ModernBertForMaskedLM"}
+"""The types of other models, each with the class whose tokens meet in attention alone: heads of others pool tokens."""
 UNKNOWN = frozenset({"softcap", "position_bias", "s_aux", "cache"})
 """Arguments of attention functions that change what a token sees, or its scores."""
 BY_LENGTH = frozenset({"dynamic", "longrope"})
@@ -46,10 +53,11 @@ BY_LENGTH = frozenset({"dynamic", "longrope"})
 
 
 def share_tokens(model: PreTrainedModel) -> PreTrainedModel:
-    """Gives a causal model pipeflow's attention, so that its pipeline runs over context ranks and takes schedules with
-    slices. Call it before `Pipeline.from_module`, whose batches then have `input_ids` and `position_ids`, and no
-    `attention_mask`. Positions begin at 0 in each sequence; where they begin again, so does a document, whose tokens
-    see no others. Padding at the end has the label -100.
+    """Gives a model pipeflow's attention, so that its pipeline runs over context ranks and, if it is causal, takes
+    schedules with slices. Call it before `Pipeline.from_module`, whose batches then have `input_ids` and
+    `position_ids`. Positions begin at 0 in each sequence; where they begin again, so does a document of a causal model,
+    whose tokens see no others. Padding at the end has the label -100. Over context ranks, a batch may have an
+    `attention_mask` that is 0 for padding; its sequences are one document each.
 
     >>> schedule = make_schedule("1f1b", ranks=2, microbatches=8)  # doctest: +SKIP
     >>> model = share_tokens(model)  # doctest: +SKIP
@@ -60,14 +68,16 @@ def share_tokens(model: PreTrainedModel) -> PreTrainedModel:
 
     Returns the model.
 
-    Raises UsageError for a model that is not known to mix tokens in causal attention alone.
+    Raises UsageError for a model that is not known to mix tokens in attention alone.
     """
     kind, config = model.config.model_type, model.config
     alone = "launch with context=1 and use a schedule with slices=1"
-    if kind not in FAMILIES:
+    sees_later = BIDIRECTIONAL.get(kind) == type(model).__name__ and not getattr(config, "is_decoder", False)
+    if kind not in FAMILIES and not sees_later:
+        known = [*sorted(FAMILIES), *sorted(BIDIRECTIONAL.values())]
         raise UsageError(
-            f"it is not known whether tokens of {type(model).__name__} ({kind}) meet in causal attention alone: "
-            f"{alone}, or use a model of {', '.join(sorted(FAMILIES))}"
+            f"it is not known whether tokens of {type(model).__name__} ({kind}) meet in attention alone: "
+            f"{alone}, or use a model of {', '.join(known)}"
         )
     if model.get_output_embeddings() is None:
         raise UsageError(
@@ -90,7 +100,9 @@ def share_tokens(model: PreTrainedModel) -> PreTrainedModel:
     model.set_attn_implementation(NAME)
     config.use_cache = False  # with a cache, transformers takes packed documents for one
     vars(model)["shares_tokens"] = True
-    if model.loss_function is library.loss.loss_utils.ForCausalLMLoss:  # it takes labels that are shifted
+    if sees_later:
+        vars(model).update(sees_later_tokens=True, shifted=own_labels)
+    elif model.loss_function is library.loss.loss_utils.ForCausalLMLoss:  # it takes labels that are shifted
         vars(model)["shifted"] = shifted_labels
     return model
 
@@ -130,7 +142,7 @@ def attention(
     documents: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention, as an attention function of transformers: of a slice to its tokens and those before, and of
+    """Attention, as an attention function of transformers: of a slice to its tokens and those before, and of
     the tokens of a context rank to those of all.
 
     Args:
@@ -142,7 +154,7 @@ def attention(
         dropout: probability of dropout of the scores.
         scaling: factor of the scores.
         is_causal: by default what the layer says.
-        sliding_window: how many tokens each sees, itself included; None: all before it.
+        sliding_window: how many tokens each sees, itself included, in both directions if not causal; None: all.
         documents: the number of the document of each token of whole sequences, (batch, all tokens), of parts alone.
         others: further arguments of the layer, of which none may change what a token sees.
 
@@ -151,7 +163,8 @@ def attention(
     Raises UsageError for attention that is not known.
     """
     found = [name for name in sorted(UNKNOWN) if others.get(name) is not None]
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if not causal and getattr(getattr(module, "config", None), "model_type", "") not in BIDIRECTIONAL:
         found.append("is_causal=False")
     if found:
         raise UsageError(
@@ -160,14 +173,16 @@ def attention(
         )
     over_context = ContextAttention()
     if attention_mask is None or is_sliced(module) or over_context.group.size > 1:
-        attend: Attend = causal_attention
+        attend: Attend = causal_attention if causal else full_attention
         options: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]}
+        if documents is not None and not causal:
+            documents = documents.clamp(-1, 0)  # such models take packed documents for one
         if sliding_window is not None or documents is not None:
-            attend, options = partial(masked_attention, window=sliding_window, documents=documents), {}
+            hidden = {"window": sliding_window, "documents": documents}
+            attend, options = partial(masked_attention, causal=causal, **hidden), {}
         options |= {"dropout_p": dropout, "scale": scaling}
         key, value = joined(module, key, value)
-        is_planned = isinstance(query, FakeTensor)  # then no rank sends anything
-        seen = (attend if is_planned else partial(over_context, attend=attend))(query, key, value, **options)
+        seen = over_context(query, key, value, attend, causal=causal, **options)
     else:
         key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
         seen = functional.scaled_dot_product_attention(query, key, value, attention_mask, dropout, scale=scaling)
@@ -177,6 +192,11 @@ def attention(
 def shifted_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
     """The label of each token, (batch, length): the next token's; that of the last one does not count."""
     return functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
+
+
+def own_labels(labels: Tensor) -> Tensor:
+    """The label of each token, (batch, length), as they are."""
+    return labels
 
 
 class _OfTokens(CrossEntropy):
@@ -203,3 +223,22 @@ class CausalLMLoss(nn.Module):
     def shifted(self, labels: Tensor) -> Tensor:
         """The label of each token, (batch, length): the next token; that of the last one does not count."""
         return shifted_labels(labels, self.of_shifted.ignore_index)
+
+
+class MaskedLMLoss(nn.Module):
+    """Mean cross-entropy of the tokens that have a label, in float32 at least. Takes the output of a model of
+    transformers, with `logits` (batch, length, vocabulary), and the labels (batch, length), which belong to their own
+    tokens. Labels of -100 do not count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_shifted = _OfTokens()
+
+    def forward(self, output: Any, labels: Tensor) -> Tensor:
+        loss: Tensor = self.of_shifted(output, labels)
+        return loss
+
+    def shifted(self, labels: Tensor) -> Tensor:
+        """The label of each token, (batch, length), as they are."""
+        return own_labels(labels)

@@ -21,7 +21,7 @@ from pipeflow.engine.parallel.failure import Alarm
 from pipeflow.engine.parallel.layout import WorldLayout
 from pipeflow.engine.parallel.transport.protocol import Group, Subset, Transport
 
-CONTEXT_ATTENTION = ("gather", "ring")
+CONTEXT_ATTENTION = ("gather", "ring", "all_to_all")
 """How attention over context ranks gets keys and values: of all ranks at once, or of one rank at a time."""
 
 

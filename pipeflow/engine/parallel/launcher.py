@@ -71,9 +71,9 @@ def launch(
         tensor: number of processes that share every layer.
         context: number of processes that hold the same weights and share the tokens of each sequence. They read the
             same batches.
-        context_attention: "gather" or "ring". With "gather", each layer gathers the keys and values of all context
-            ranks. With "ring", it has those of one rank at a time, keeps only its own, and sends them again in the
-            backward.
+        context_attention: "gather", "ring" or "all_to_all". With "gather", each layer gathers the keys and values of
+            all context ranks. With "ring", it has those of one rank at a time, keeps only its own, and sends them again
+            in the backward. With "all_to_all", each rank computes the attention of all tokens for some of the heads.
         timeout: seconds to wait for all ranks to launch, and later for another rank that makes the same call. The limit
             is ten times as long if that rank may have to compile first. There is no limit for a rank between calls, for
             example during a long upload, as long as its process answers. On GPUs it must be longer than a step.

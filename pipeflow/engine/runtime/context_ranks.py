@@ -19,7 +19,8 @@ from pipeflow.engine.runtime.positions import DOCUMENTS, documents_of
 from pipeflow.engine.stages.criterion import own_loss
 from pipeflow.engine.stages.entries import LABELS
 
-TOKENS = ("input_ids", "position_ids")  # the entries of a batch that have a number for each token
+TOKENS = ("input_ids", "position_ids", "token_type_ids")  # the entries of a batch that have a number for each token
+MASK = "attention_mask"  # an entry that is 0 for each token of padding, of models that were cut
 SHIFTED = "shift_labels"  # an entry with the label of each token, from which a module computes its own loss
 ALONE = "or launch with context=1"
 
@@ -61,7 +62,7 @@ class ContextTokens:
             raise UsageError(
                 "context ranks need a loss that shifts labels before tokens are divided, and "
                 f"{getattr(criterion, '__name__', type(criterion).__name__)} is not known to do so: use "
-                f"GPTLMLoss() or CausalLMLoss(), {ALONE}"
+                f"GPTLMLoss(), CausalLMLoss() or MaskedLMLoss(), {ALONE}"
             )
         self.criterion, self._shifted = loss.of_shifted, loss.shifted
 
@@ -79,16 +80,17 @@ class ContextTokens:
         inputs = {name: entry for name, entry in batch.inputs.items() if entry is not None}
         if module is not None and inputs.get(LABELS) is batch.labels:
             inputs.pop(LABELS, None)
-        if "attention_mask" in inputs:
-            raise UsageError(f"context ranks take no attention_mask: leave it out of the batch, {ALONE}")
-        if others := [name for name in inputs if name not in TOKENS]:
+        if MASK in inputs and module is None:
+            raise UsageError(f"context ranks take no {MASK} with stages: leave it out of the batch, {ALONE}")
+        if others := [name for name in inputs if name not in (*TOKENS, MASK)]:
             raise UsageError(f"it is not known how context ranks divide the entry {others[0]!r}: leave it out, {ALONE}")
         tokens = inputs["input_ids"]
         for name, entry in {**inputs, LABELS: batch.labels}.items():
             if entry is not None:
                 self._require_fits(name, entry, tokens)
+        mask = inputs.pop(MASK, None)
         parts: dict[str, Any] = {name: self._part(entry) for name, entry in inputs.items()}
-        documents = None if module is None else documents_of(replace(batch, inputs=inputs), "context ranks")
+        documents = None if module is None else documents_of(replace(batch, inputs=inputs), "context ranks", mask)
         if documents is not None:
             parts[DOCUMENTS] = documents
         if self.criterion is None or batch.labels is None:

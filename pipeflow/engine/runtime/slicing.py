@@ -144,6 +144,11 @@ def require_sliceable(
                 "with what earlier slices left: use stages of build_gpt_pipeline, or call share_tokens(model) "
                 "before from_module; or make the schedule with slices=1"
             )
+        if getattr(module, "sees_later_tokens", False):
+            raise UsageError(
+                f"{able} tokens of stage {index}, a {module._get_name()}, see later ones, which no earlier slice has: "
+                "make the schedule with slices=1"
+            )
         if fully_sharded_in(module):
             raise UsageError(f"{able} stage {index} is under fully_shard: make the schedule with slices=1")
         if any(map(is_compiled, module.modules())):

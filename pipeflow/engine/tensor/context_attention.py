@@ -1,5 +1,5 @@
-"""Causal attention of tokens that context ranks share. Each sequence is cut into 2 c equal parts for c context ranks.
-Rank i holds parts i and 2 c - 1 - i, so that all ranks compute equally many scores. This is the head-tail order of
+"""Attention of tokens that context ranks share. Each sequence is cut into 2 c equal parts for c context ranks.
+Rank i holds parts i and 2 c - 1 - i, so that all ranks compute equally many scores of causal attention. This is the head-tail order of
 arXiv 2407.21783, section 3.3.2. Must not contain: which tokens of a batch a rank reads, and attention to a block.
 """
 
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import lcm
 from typing import Any, NamedTuple
 
 import torch
@@ -30,13 +31,16 @@ from pipeflow.engine.tensor.block_attention import (
     require_first_derivative,
 )
 from pipeflow.engine.tensor.layer import TensorLayer
-from pipeflow.engine.tensor.regions import exchanged, gathered, sum_scattered
+from pipeflow.engine.tensor.regions import exchanged, gathered, start_all_to_all, sum_scattered
 from pipeflow.engine.torch_private.autograd import is_under_functorch
 from pipeflow.engine.torch_private.modes import FakeTensor, disable_current_modes
 from pipeflow.engine.torch_private.tensors import storage_key
 
+HEADS = 1  # the dimension
 Attend = Callable[..., Tensor]
-"""Attention of queries to keys and values, of which the last query sees all and each earlier one sees one less."""
+"""Attention of queries to keys and values. If it is causal, the last query sees all and each earlier one sees one less.
+Otherwise the first query is token `before` of those with keys.
+"""
 
 
 def context_group() -> Group:
@@ -46,7 +50,7 @@ def context_group() -> Group:
 
 
 class ContextAttention(TensorLayer):
-    """Causal attention, over all tokens of each sequence, of the tokens that this context rank holds.
+    """Attention, over all tokens of each sequence, of the tokens that this context rank holds.
 
     With "gather", the keys and values of all context ranks are gathered: a forward receives (c - 1) / c x 2 S h d
     elements per sequence, for S tokens and h heads of size d on this tensor rank. A backward sends as many.
@@ -54,6 +58,11 @@ class ContextAttention(TensorLayer):
     With "ring", they come from one rank at a time, as in ring attention (Liu et al., arXiv 2310.01889). A rank keeps
     its own for the backward, a c-th of those of the sequence. A forward receives as much as with "gather". A backward
     receives that again, and sends as much of gradients.
+
+    With "all_to_all", each rank gets the queries, keys and values of all tokens for some of the heads, as in Ulysses
+    (Jacobs et al., arXiv 2309.14509), and sends the outputs back. A forward receives (c - 1) / c^2 x S (2 h_q + 2 h_kv)
+    d elements per sequence, for h_q heads of queries and h_kv of keys, and a backward as many. Heads of keys that c
+    does not divide are repeated first, to the least common multiple of both.
 
     Args:
         group: the context ranks; by default the context group of the context, or a group of one without a launch.
@@ -63,37 +72,55 @@ class ContextAttention(TensorLayer):
         super().__init__()
         self.join(context_group() if group is None else group)
         context = context_if_launched()
-        self.is_ring = context is not None and context.context_attention == "ring"
+        self.exchange = "gather" if context is None else context.context_attention
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend, **options: Any) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attend: Attend, *, causal: bool = True, **options: Any
+    ) -> Tensor:
         """The outputs of this rank's tokens, in their order.
 
         Args:
             query, key, value: (batch, heads, length, head size) of this rank's tokens, parts i and 2 c - 1 - i.
-            attend: computes the attention of one part's queries to the keys and values of all tokens up to its end.
+            attend: computes the attention of one part's queries to the keys and values of all tokens up to its end, or
+                of all tokens if it is not causal.
+            causal: whether `attend` is causal.
             options: arguments of `attend`, such as `scale`.
 
-        Raises UsageError with "ring" for an `attend` that is not `causal_attention`, and for dropout.
+        Raises UsageError with "ring" for an `attend` that is neither `causal_attention` nor `full_attention`, and for
+        dropout; with "all_to_all" for heads of queries that cannot be divided equally.
         """
         ranks, rank = self.group.size, self.group.rank
-        if ranks == 1:
+        self._require_fits(query, attend, options)
+        if ranks == 1 or isinstance(query, FakeTensor):  # of a module that is planned: no rank sends anything
             return attend(query, key, value, **options)
-        if self.is_ring:
-            if attend is not causal_attention or options.get("dropout_p"):
-                raise UsageError(
-                    'context_attention="ring" computes causal attention without dropout, windows and packed documents '
-                    'alone: launch with context_attention="gather"'
-                )
-            return ring_attention(self.group, query, key, value, scale=options.get("scale"))
+        if self.exchange == "all_to_all":
+            return _attention_by_heads(self.group, query, key, value, partial(attend, **options))
+        if self.exchange == "ring":
+            return ring_attention(self.group, query, key, value, causal=causal, scale=options.get("scale"))
         pair = torch.stack([key, value])
         keys, values = exchanged(pair, self.group, _gathered_in_order, _sum_scattered_in_order)
-        length = query.shape[LENGTH] // 2
-        ends = [(part + 1) * length for part in (rank, 2 * ranks - 1 - rank)]
-        seen = [
-            attend(own, keys.narrow(LENGTH, 0, end), values.narrow(LENGTH, 0, end), **options)
-            for own, end in zip(query.chunk(2, LENGTH), ends, strict=True)
-        ]
+        length, seen = query.shape[LENGTH] // 2, list[Tensor]()
+        for part, own in zip((rank, 2 * ranks - 1 - rank), query.chunk(2, LENGTH), strict=True):
+            if causal:
+                end = (part + 1) * length
+                seen.append(attend(own, keys.narrow(LENGTH, 0, end), values.narrow(LENGTH, 0, end), **options))
+            else:
+                seen.append(attend(own, keys, values, before=part * length, **options))
         return torch.cat(seen, LENGTH)
+
+    def _require_fits(self, query: Tensor, attend: Attend, options: dict[str, Any]) -> None:
+        ranks, heads = self.group.size, query.shape[HEADS]
+        is_plain = attend in (causal_attention, full_attention) and not options.get("dropout_p")
+        if self.exchange == "ring" and ranks > 1 and not is_plain:
+            raise UsageError(
+                'context_attention="ring" computes attention without dropout, windows, padding and packed documents '
+                'alone: launch with context_attention="gather" or "all_to_all"'
+            )
+        if self.exchange == "all_to_all" and heads % ranks:
+            raise UsageError(
+                f'context_attention="all_to_all" divides heads over {ranks} context ranks, but there are {heads} on '
+                'each tensor rank: launch with context_attention="gather" or "ring"'
+            )
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -115,6 +142,13 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) 
     return functional.scaled_dot_product_attention(query, key, value, mask, **options)
 
 
+def full_attention(query: Tensor, key: Tensor, value: Tensor, *, before: int = 0, **options: Any) -> Tensor:
+    """Attention by torch of some tokens of a sequence, `query`, to all of its tokens, wherever the first query stands.
+    `options` are arguments of `scaled_dot_product_attention`.
+    """
+    return functional.scaled_dot_product_attention(query, key, value, **options)
+
+
 def _is_part_of_other(query: Tensor, key: Tensor) -> bool:
     """Whether queries lie in larger memory than their own, which the keys do not need."""
     if torch.compiler.is_compiling() or is_under_functorch():  # neither has memory that could be asked for
@@ -124,18 +158,55 @@ def _is_part_of_other(query: Tensor, key: Tensor) -> bool:
 
 def _gathered_in_order(group: Group, pair: Tensor) -> Tensor:
     """The keys and values of all ranks, in the order of the sequence."""
-    heads, tails = gathered(group, pair[None], 0).chunk(2, LENGTH + 2)
-    return torch.cat([*heads, *tails.flip(0)], LENGTH + 1)
+    return _in_order(gathered(group, pair[None], 0), LENGTH + 1)
 
 
 def _sum_scattered_in_order(group: Group, whole: Tensor) -> Tensor:
     """This rank's tokens of the sum over the ranks."""
-    mine = partial(own_tokens, whole, ranks=group.size, dim=LENGTH + 1)
-    return sum_scattered(group, torch.stack([mine(rank=rank) for rank in range(group.size)]), 0)[0]
+    return sum_scattered(group, _by_rank(group, whole, LENGTH + 1), 0)[0]
 
 
-def ring_attention(group: Group, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Tensor:
-    """Causal attention over context ranks, of which one at a time sends its keys and values to all others. While a rank
+def _in_order(parts: Tensor, dim: int) -> Tensor:
+    """The tokens of all ranks, which lie along the first dimension, in the order of the sequence, along `dim` then."""
+    first, second = parts.chunk(2, dim + 1)
+    return torch.cat([*first, *second.flip(0)], dim)
+
+
+def _by_rank(group: Group, whole: Tensor, dim: int) -> Tensor:
+    """The tokens of each rank out of those of the sequence along `dim`, in a new first dimension."""
+    return torch.stack([own_tokens(whole, rank, group.size, dim) for rank in range(group.size)])
+
+
+def _attention_by_heads(group: Group, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
+    """The outputs of this rank's tokens, of attention that each rank computes for its heads and all tokens."""
+    ranks, shared = group.size, key.shape[HEADS]
+    key, value = (each.repeat_interleave(lcm(shared, ranks) // shared, HEADS) for each in (key, value))
+    three = [each.unflatten(HEADS, (ranks, -1)) for each in (query, key, value)]
+    own = exchanged(torch.cat(three, HEADS + 1).flatten(HEADS, HEADS + 1), group, _heads_of_all, _tokens_of_all)
+    seen = attend(*own.split([each.shape[HEADS + 1] for each in three], HEADS))
+    return exchanged(seen, group, _tokens_of_all, _heads_of_all)
+
+
+def _heads_of_all(group: Group, tokens: Tensor) -> Tensor:
+    """All tokens of this rank's heads, in the order of the sequence, from all heads of this rank's tokens."""
+    parts = tokens.unflatten(HEADS, (group.size, -1)).movedim(HEADS, 0)
+    return _in_order(_swapped(group, parts), LENGTH)
+
+
+def _tokens_of_all(group: Group, heads: Tensor) -> Tensor:
+    """All heads of this rank's tokens, from all tokens of this rank's heads."""
+    return _swapped(group, _by_rank(group, heads, LENGTH)).movedim(0, HEADS).flatten(HEADS, HEADS + 1)
+
+
+def _swapped(group: Group, parts: Tensor) -> Tensor:
+    """What each rank has for this one, of parts for each."""
+    return start_all_to_all(group, parts, [1] * group.size, [1] * group.size)()
+
+
+def ring_attention(
+    group: Group, query: Tensor, key: Tensor, value: Tensor, *, causal: bool = True, scale: float | None = None
+) -> Tensor:
+    """Attention over context ranks, of which one at a time sends its keys and values to all others. While a rank
     computes with them, the next ones are under way. A broadcast stands for the c - 1 sends of a ring: it brings as
     much, and all ranks start the same calls in the same order.
 
@@ -143,6 +214,7 @@ def ring_attention(group: Group, query: Tensor, key: Tensor, value: Tensor, *, s
         group: the context ranks.
         query: (batch, heads, length, head size) of this rank's tokens, parts i and 2 c - 1 - i.
         key, value: the same, perhaps with fewer heads, each for as many heads of queries.
+        causal: whether a token sees those up to its own alone.
         scale: factor of the scores; by default the head size to the power of -1/2.
 
     Returns the outputs of this rank's tokens, in their order.
@@ -153,7 +225,7 @@ def ring_attention(group: Group, query: Tensor, key: Tensor, value: Tensor, *, s
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = (each.to(torch.get_autocast_dtype(query.device.type)) for each in three)
     three = by_shared_heads(query, key, value)
-    output: Tensor = _Ring.apply(group, *three, scale)  # type: ignore[no-untyped-call]  # torch's
+    output: Tensor = _Ring.apply(group, *three, causal, scale)  # type: ignore[no-untyped-call]  # torch's
     return output if three[0] is query else output.unflatten(0, (len(query), -1)).flatten(1, 2)
 
 
@@ -181,11 +253,11 @@ class _Seen(NamedTuple):
     causal: bool
 
     @classmethod
-    def of(cls, rank: int, source: int, tokens: int) -> _Seen:
+    def of(cls, rank: int, source: int, tokens: int, causal: bool = True) -> _Seen:
         """Of the block of rank `source`. Both have so many tokens, half of them in each part."""
         half = tokens // 2
-        if source == rank:
-            return cls((0, tokens), (0, tokens), causal=True)
+        if source == rank or not causal:
+            return cls((0, tokens), (0, tokens), causal=causal)
         if source < rank:  # its first part lies before both of this rank, its second one behind both
             return cls((0, tokens), (0, half), causal=False)
         return cls((half, half), (0, tokens), causal=False)  # both lie between the two of this rank
@@ -195,11 +267,13 @@ class _Ring(Function):
     """`ring_attention`, with one head of keys for all heads of queries or as many."""
 
     @staticmethod
-    def forward(ctx: Any, group: Group, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def forward(
+        ctx: Any, group: Group, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None
+    ) -> Tensor:
         found: Attended | None = None
         with torch.autocast(query.device.type, enabled=False):
             for source, block in _in_turn(group, torch.stack([key, value])):
-                seen = _Seen.of(group.rank, source, query.shape[LENGTH])
+                seen = _Seen.of(group.rank, source, query.shape[LENGTH], causal)
                 keys, values = block.narrow(LENGTH + 1, *seen.key)
                 new = attend(query.narrow(LENGTH, *seen.query), keys, values, causal=seen.causal, scale=scale)
                 if found is None:
@@ -211,12 +285,12 @@ class _Ring(Function):
                     found = found.merged(new)
         assert found is not None
         output = found.output.to(query.dtype)
-        ctx.group, ctx.scale = group, scale
+        ctx.group, ctx.causal, ctx.scale = group, causal, scale
         ctx.save_for_backward(query, key, value, output, found.logsumexp)
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None, None]:
         require_first_derivative()
         query, key, value, *saved = ctx.saved_tensors
         group, all_keys = ctx.group, Attended(*saved)
@@ -224,7 +298,7 @@ class _Ring(Function):
         own, last = torch.empty(0), list[tuple[Work, Tensor]]()
         with torch.autocast(query.device.type, enabled=False):
             for source, block in _in_turn(group, torch.stack([key, value])):
-                seen = _Seen.of(group.rank, source, query.shape[LENGTH])
+                seen = _Seen.of(group.rank, source, query.shape[LENGTH], ctx.causal)
                 new, mine = (each.narrow(LENGTH, *seen.query) for each in (gradient, query))
                 keys, values = block.narrow(LENGTH + 1, *seen.key)
                 more, *others = gradients_of(
@@ -239,4 +313,4 @@ class _Ring(Function):
                 last = [(group.reduce(of_block, source), of_block)]
         for work, _ in last:
             work.wait()
-        return None, of_query.to(query.dtype), *own, None
+        return None, of_query.to(query.dtype), *own, None, None
