@@ -44,8 +44,8 @@ def require_nothing_else(
 
 
 MODE = "split_gather"
-_CONTEXTS = "it splits the context of an attention, which is always whole here"
-_OTHERS = {"all_to_all": "tensor ranks have no all-to-all", "ring": _CONTEXTS, "ring_attn": _CONTEXTS}
+_OTHERS = {"all_to_all": "all_to_all", "ring": "ring", "ring_attn": "ring"}
+"""Modes in which tensor ranks would share the tokens of attention, and how context ranks exchange them."""
 
 
 def mode_of(mode: str | None, *, is_enabled: bool, overlaps: bool) -> str | None:
@@ -54,7 +54,11 @@ def mode_of(mode: str | None, *, is_enabled: bool, overlaps: bool) -> str | None
     Raises UsageError for another mode, and for a mode or an overlap if it is not enabled.
     """
     if mode in _OTHERS:
-        raise UsageError(f"sequence_parallelism_mode={mode!r} is not supported: {_OTHERS[mode]}; use {MODE!r}")
+        raise UsageError(
+            f"sequence_parallelism_mode={mode!r} is not supported: it splits the context of an attention, which is "
+            f"whole on tensor ranks; use {MODE!r}, or context ranks, as in "
+            f'pipeflow.launch(context=2, context_attention="{_OTHERS[mode]}")'
+        )
     if mode not in (None, MODE):
         raise UsageError(f"sequence_parallelism_mode must be {MODE!r}, got {mode!r}")
     if not is_enabled and (mode or overlaps):

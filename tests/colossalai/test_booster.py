@@ -238,7 +238,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"precision": "fp8"}, "precision must be one of fp16, bf16, fp32, got 'fp8'"),
     ({"fp8_communication": True}, "does not support fp8_communication=True: tensors are sent in their own dtype"),
     ({"sequence_parallelism_mode": "ring"}, "sequence_parallelism_mode='ring' is not supported: it splits the context"),
-    ({"sequence_parallelism_mode": "all_to_all"}, "is not supported: tensor ranks have no all-to-all; use 'split_ga"),
+    (
+        {"sequence_parallelism_mode": "all_to_all"},
+        "use 'split_gather', or context ranks, as in .*\"all_to_all\"",
+    ),
     ({"pp_size": 3}, "a world of 2 processes is not divisible into replicas of 3"),
     ({"num_layers_per_stage": [4]}, "num_layers_per_stage has 1 numbers for 2 stages"),
     ({"max_norm": -1.0}, "max_norm must be positive"),

@@ -108,9 +108,7 @@ def test_padding(kind: str, context: int, how: str) -> None:
         ("modernbert", "1f1b", (2, 2, 1, 2), "all_to_all"),
     ],
 )
-def test_models_whose_tokens_see_later_ones(
-    kind: str, name: str, layout: tuple[int, int, int, int], how: str
-) -> None:
+def test_models_whose_tokens_see_later_ones(kind: str, name: str, layout: tuple[int, int, int, int], how: str) -> None:
     """Windows of ModernBERT reach to both sides."""
     context, pipeline, tensor, data = layout
     run(run_threads, Work(kind, name, pipeline, SAMPLES[data]), context, tensor, how)
@@ -237,7 +235,7 @@ def own_positions(entries: dict[str, Any]) -> None:
 
 
 def padded(entries: dict[str, Any]) -> None:
-    entries["attention_mask"] = torch.ones(3, LENGTH, dtype=torch.long)
+    entries["attention_mask"] = torch.ones(3, 1, LENGTH, LENGTH, dtype=torch.bool)
 
 
 def own_loss_of_another_kind() -> Pipeline:
@@ -263,7 +261,10 @@ def without_labels() -> object:
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no positions": (lambda: made(without_positions), "context ranks need position_ids in each batch"),
     "other positions": (lambda: made(own_positions), "context ranks need position_ids .* which count from 0"),
-    "a mask": (lambda: made(padded), "context ranks take no attention_mask"),
+    "a mask of pairs": (
+        lambda: made(padded),
+        r"an entry for each token of input_ids, \(batch, length\), but 'attention_mask' is \(3, 1, 16, 16\)",
+    ),
     "another model": (
         lambda: made(lambda _: None, shares=False),
         r"LlamaForCausalLM is not .* call share_tokens\(model\)",
@@ -280,8 +281,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "waits for context ranks in its attention: do not compile",
     ),
     "a bidirectional model": (
-        lambda: from_config(transformers.BertConfig(architectures=["BertForMaskedLM"]), SCHEDULE),
-        r"it is not known whether tokens of BertForMaskedLM \(bert\) meet in causal attention alone",
+        lambda: from_config(transformers.RobertaConfig(architectures=["RobertaForMaskedLM"]), SCHEDULE),
+        r"it is not known whether tokens of RobertaForMaskedLM \(roberta\) meet in attention alone",
     ),
 }
 

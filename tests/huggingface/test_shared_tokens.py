@@ -71,7 +71,7 @@ MORE: dict[str, Any] = {
     },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 4},
     "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-    "modernbert": {"local_attention": 8, "global_attn_every_n_layers": 2, "pad_token_id": 0},
+    "modernbert": {"sliding_window": 4, "global_attn_every_n_layers": 2, "pad_token_id": 0},
 }
 
 
@@ -143,6 +143,20 @@ def test_a_model_without_logits_is_refused() -> None:
     config = model_of("llama").config
     with pytest.raises(UsageError, match="LlamaForSequenceClassification has no head that computes logits"):
         share_tokens(transformers.LlamaForSequenceClassification(config))
+
+
+@pytest.mark.parametrize("kind", ["BertForPreTraining", "BertLMHeadModel", "BertForMaskedLM"])
+def test_heads_that_pool_tokens_and_decoders_are_refused(kind: str) -> None:
+    config = model_of("bert").config
+    config.is_decoder = kind != "BertForPreTraining"
+    with pytest.raises(UsageError, match=rf"it is not known whether tokens of {kind} \(bert\) meet in attention alone"):
+        share_tokens(getattr(transformers, kind)(config))
+
+
+def test_slices_of_tokens_that_see_later_ones_are_refused() -> None:
+    schedule = make_schedule("1f1b", ranks=1, microbatches=2, slices=3)
+    with pytest.raises(UsageError, match=r"stage 0, a BertForMaskedLM, see later ones, .* with slices=1"):
+        step(model_of("bert"), schedule, batch_of(12))
 
 
 def test_attention_to_later_tokens_is_refused() -> None:

@@ -149,7 +149,7 @@ def stepped() -> object:
     return StepModel(Classifier(), settings, current_context(), None).run("training_step", None)
 
 
-def test_context_ranks_are_refused() -> None:
+def test_batches_that_context_ranks_cannot_divide_are_refused() -> None:
     """The batch of a step is of any form."""
     with pytest.raises(RankError, match="a step of a LightningModule does not say which tensors"):
         run_threads(stepped, 2, context=2)

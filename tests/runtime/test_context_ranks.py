@@ -115,7 +115,7 @@ BATCHES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a mask": (
         step(({"input_ids": TOKENS, "attention_mask": torch.ones(2, 8)}, TOKENS)),
-        "context ranks take no attention_mask: leave it out of the batch",
+        "context ranks take no attention_mask with stages: leave it out of the batch",
     ),
     "another entry": (
         step(({"input_ids": TOKENS, "hidden_states": TOKENS}, TOKENS)),

@@ -73,7 +73,7 @@ def test_windows_and_documents_of_fewer_heads_of_keys(heads: int, how: str) -> N
 
 
 def refuse_three_heads() -> None:
-    with pytest.raises(UsageError, match='divides heads over 2 context ranks, but there are 3 .*"gather" or "ring"'):
+    with pytest.raises(UsageError, match=r'divides heads over 2 context ranks, but there are 3 .*"gather" or "ring"'):
         ContextAttention()(*map(mine, inputs_of([3, 3, 3])), causal_attention)
 
 

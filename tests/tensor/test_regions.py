@@ -88,7 +88,7 @@ COUNTS = [[2, 0, 1], [3, 1, 0], [0, 0, 0]]  # the rows that each rank sends to e
 
 
 def rows_go_there_and_back(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """The output has the rows for this rank, those of the first rank first; gradients go back to where rows came from."""
+    """The output has the rows for this rank, the first rank's first; gradients go back to where rows came from."""
     group = current_context().tensor
     inputs = [normal(sum(counts), *shape, seed=rank).to(dtype) for rank, counts in enumerate(COUNTS)]
     received = [counts[group.rank] for counts in COUNTS]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pipeflow.adapters.batches import samples_of
 from pipeflow.adapters.cut_model import CutSettings, PreparedModel
 from pipeflow.adapters.lightning.steps import TRAINING, StepState, call_again, stepping
+from pipeflow.adapters.lightning.tokens import require_divisible, share_tokens_of
 from pipeflow.adapters.ranks import shared_outputs
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import Context
@@ -47,7 +48,7 @@ class StepModel(PreparedModel):
     def __init__(self, module: Any, settings: CutSettings, context: Context, trainer: Any) -> None:
         super().__init__(module, settings, context)
         vars(self)["whole"] = module
-        self.running = StepState(trainer)
+        self.running = StepState(trainer, over_context=context.context_size > 1)
         self.results: BatchResults | None = None
 
     def run(self, method: str, batch: Any, *places: int) -> Any:
@@ -58,20 +59,17 @@ class StepModel(PreparedModel):
             batch: the batch.
             places: further arguments of the step, such as the index of the batch.
 
-        Raises UsageError over context ranks, and as `Pipeline.from_module` and `execute_pipeline` do.
+        Raises UsageError over context ranks for what they cannot divide, and as `Pipeline.from_module` and
+        `execute_pipeline` do.
         """
-        if self._context.context_size > 1:
-            raise UsageError(
-                "a step of a LightningModule does not say which tensors of its batch have tokens, so context ranks "
-                "cannot divide them: launch with context=1, or train with transformers' Trainer or accelerate, or call "
-                "a model that Fabric sets up"
-            )
+        if self.running.over_context:
+            require_divisible(method, batch)
         self.running.places = places
         entries = {"labels": batch, "method": method}
         self._make(entries)
         assert self.pipeline.runner.original is not None
         self.pipeline.runner.original.give_modes()  # which the Trainer, or a callback, may set before any step
-        is_silent = method in self.running.silent
+        is_silent = self.running.over_context or method in self.running.silent
         outputs, loss = self._told(entries, return_outputs=not is_silent)
         result: dict[str, Any] = {}
         if not is_silent:
@@ -113,6 +111,8 @@ class StepModel(PreparedModel):
         if self.is_cut:
             return
         whole: Any = self.inner
+        if self.running.over_context:
+            share_tokens_of(whole)
         with stepping(whole, self.running):
             try:
                 super()._make({**entries, "method": TRAINING})

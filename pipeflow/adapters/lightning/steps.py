@@ -6,7 +6,7 @@ whole batches, on every rank. Must not contain: how results are used.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
@@ -18,6 +18,7 @@ from lightning.pytorch.core.module import Metric, MetricCollection
 from torch import Tensor, nn
 
 from pipeflow.adapters.libraries import instead
+from pipeflow.adapters.lightning.tokens import losses_of_model, require_own_loss
 from pipeflow.adapters.ranks import gathered
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import Context
@@ -36,6 +37,7 @@ class StepState:
         metrics: for each step, the metric that it logs under a name.
         of_loss: names under which the training step logs its loss itself.
         silent: the steps that return and log nothing beside the loss.
+        over_context: whether context ranks share the tokens of each batch.
     """
 
     trainer: Any = None
@@ -44,6 +46,7 @@ class StepState:
     metrics: dict[str, dict[str, LogSource]] = field(default_factory=dict)
     of_loss: list[str] = field(default_factory=list)
     silent: set[str] = field(default_factory=set)
+    over_context: bool = False
 
 
 class StepForward:
@@ -84,6 +87,7 @@ class StepForward:
             instead(vars(self), forward=partial(own.forward, self), log=logs.log, log_dict=logs.log_dict),
             recording(module, self._step_metrics) as logs.recorded,
             _growing(vars(self)) as grown,
+            losses_of_model(module, labels) if running.over_context else nullcontext() as losses,
         ):
             returned = getattr(own, method)(self, labels, *running.places)
         result: dict[str, Any] = {}
@@ -95,6 +99,8 @@ class StepForward:
             returned = {name: each for name, each in returned.items() if name != "loss"} if is_dict else {}
         found = {"rest": returned, "logs": logs.numbers(), "calls": calls_of(logs.recorded), "lists": grown}
         found = {name: each for name, each in found.items() if (each if isinstance(each, dict) else each is not None)}
+        if losses is not None:
+            require_own_loss(result["loss"], losses, found)
         if found and method in running.silent:
             raise UsageError(
                 f"{own.__name__}.{method} returns or logs something in some batches only, after a first batch without: "

@@ -1,6 +1,6 @@
-"""Attention of tokens that context ranks share. Each sequence is cut into 2 c equal parts for c context ranks.
-Rank i holds parts i and 2 c - 1 - i, so that all ranks compute equally many scores of causal attention. This is the head-tail order of
-arXiv 2407.21783, section 3.3.2. Must not contain: which tokens of a batch a rank reads, and attention to a block.
+"""Attention of tokens that context ranks share. Each sequence is cut into 2 c equal parts for c context ranks. Rank i
+holds parts i and 2 c - 1 - i, so that all ranks compute equally many scores of causal attention. This is the head-tail
+order of arXiv 2407.21783, section 3.3.2. Must not contain: which tokens of a batch a rank reads, and the blocks.
 """
 
 from __future__ import annotations
