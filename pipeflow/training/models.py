@@ -10,6 +10,7 @@ how it is trained.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,8 +96,8 @@ class Attention(nn.Module):
             raise UsageError(MASKED)
         with_dropout = self.training and self.dropout.p
         if mask is None:
-            key, value = joined(self, key, value)
-            seen = self.over_context(query, key, value, self._with_dropout if with_dropout else causal_attention)
+            attend = self._with_dropout if with_dropout else causal_attention
+            seen = self.over_context(query, key, value, attend, partial(joined, self))
         elif with_dropout:
             seen = self._with_dropout(query, key, value, mask)
         else:

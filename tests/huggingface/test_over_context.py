@@ -136,6 +136,18 @@ def test_windows_and_packed_documents_in_slices(kind: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.some(2)
+@pytest.mark.parametrize("kind", MASKED)
+def test_windows_and_packed_documents_in_slices_over_context_ranks(kind: str) -> None:
+    run(run_threads, Work(kind, slices=3, masked=True))
+
+
+@pytest.mark.slow
+def test_keys_of_slices_from_one_rank_at_a_time() -> None:
+    run(run_threads, Work("qwen3", pipeline=1, slices=3, recomputed=True), how="ring")
+
+
+@pytest.mark.slow
 def test_packed_documents_of_whole_sequences() -> None:
     run(run_threads, Work("llama", pipeline=1, masked=True), 1)
 

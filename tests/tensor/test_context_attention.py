@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipeflow import UsageError
 from pipeflow.engine.parallel.context import CONTEXT_ATTENTION, current_context
 from pipeflow.engine.parallel.sharding import own_tokens
-from pipeflow.engine.tensor.context_attention import Attend, ContextAttention, _Seen, causal_attention
+from pipeflow.engine.tensor.context_attention import Attend, ContextAttention, Join, _Seen, causal_attention
 from pipeflow.engine.tensor.masked_attention import masked_attention
 from pipeflow.models import GPTBlock, GPTEmbedding
 from pipeflow.tensor import Dropout, checkpoint, manual_seed
@@ -219,18 +220,18 @@ def test_all_forms_have_grouped_heads_scales_and_autocast() -> None:
 
 
 def pairs_here() -> int:
-    """The pairs of a query and a key whose scores a rank computes, of blocks that are whole or causal."""
+    """The pairs of a query and a key whose scores a rank computes in two slices, of blocks that are whole or causal."""
     context, pairs = current_context(), 0
-    for source in range(context.context_size):
-        (_, queries), (_, keys), causal = _Seen.of(context.context_rank, source, LENGTH)
-        pairs += queries * (queries + 1) // 2 if causal else queries * keys
+    for source, before in product(range(context.context_size), (0, LENGTH)):
+        for (_, queries), (_, keys), causal in _Seen.of(context.context_rank, source, LENGTH, before + LENGTH):
+            pairs += queries * (queries + 1) // 2 if causal else queries * keys
     return pairs
 
 
 def test_each_rank_of_a_ring_computes_an_equal_share() -> None:
     pairs = over_context(pairs_here, 3, how="ring")
     assert len(set(pairs)) == 1
-    assert sum(pairs) == 3 * LENGTH * (3 * LENGTH + 1) // 2
+    assert sum(pairs) == 6 * LENGTH * (6 * LENGTH + 1) // 2
 
 
 def refuse_dropout() -> None:
@@ -269,7 +270,7 @@ def operations(length: int) -> float:
         pairs.append(queries * keys - queries * (queries - 1) / 2)
         return torch.zeros_like(query)
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
+    def forward(query: Tensor, key: Tensor, value: Tensor, attend: Attend, join: Join) -> Tensor:
         return whole_forward(query, key, value, counted)
 
     block.attention.over_context.forward = forward  # type: ignore[assignment, method-assign]

@@ -41,11 +41,13 @@ class Gpt:
     zero: bool = False
     gives_positions: bool = False
     context_attention: str = "gather"
+    slices: int = 1
     max_norm: float = 0.05
 
     @property
     def schedule(self) -> Schedule:
         options: dict[str, Any] = {"chunks": 2} if self.name == "interleaved-1f1b" else {}
+        options |= {"slices": self.slices} if self.slices > 1 else {}
         return make_schedule(self.name, ranks=self.pipeline, microbatches=self.microbatches, **options)
 
     @property

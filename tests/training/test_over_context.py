@@ -35,6 +35,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "given positions": {"gives_positions": True, "sequence_parallel": True},
     "all to all": {"context_attention": "all_to_all", "checkpoint": True, "zero": True},
     "ring": {"context_attention": "ring", "checkpoint": True, "zero": True},
+    "slices": {"slices": 2, "gives_positions": True, "sequence_parallel": True},
+    "slices in a ring": {"slices": 2, "context_attention": "ring", "checkpoint": True, "zero": True},
 }
 
 
@@ -68,6 +70,12 @@ def test_one_stage() -> None:
 @pytest.mark.parametrize("how", ["ring", "all_to_all"])
 def test_one_stage_with_keys_of_one_rank_at_a_time_or_of_some_heads(how: str) -> None:
     run(run_threads, Gpt(context_attention=how), 4)
+
+
+@pytest.mark.parametrize("how", CONTEXT_ATTENTION)
+def test_slices(how: str) -> None:
+    """Each of three slices, of 4, 8 and 4 tokens, is divided over both ranks."""
+    run(run_threads, Gpt("zb-v", 2, slices=3, context_attention=how), 2)
 
 
 @pytest.mark.slow

@@ -181,8 +181,7 @@ def attention(
             hidden = {"window": sliding_window, "documents": documents}
             attend, options = partial(masked_attention, causal=causal, **hidden), {}
         options |= {"dropout_p": dropout, "scale": scaling}
-        key, value = joined(module, key, value)
-        seen = over_context(query, key, value, attend, causal=causal, **options)
+        seen = over_context(query, key, value, attend, partial(joined, module), causal=causal, **options)
     else:
         key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
         seen = functional.scaled_dot_product_attention(query, key, value, attention_mask, dropout, scale=scaling)

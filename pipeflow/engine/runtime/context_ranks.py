@@ -4,10 +4,11 @@ Must not contain: attention, which is the layers', and sums, in which a context 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
@@ -40,6 +41,7 @@ class ContextTokens:
 
     Attributes:
         criterion: the loss of this rank's tokens.
+        whole: the loss as it was given.
 
     Raises UsageError for losses and arguments that do not fit context ranks.
     """
@@ -53,7 +55,7 @@ class ContextTokens:
         for name in (name for name, given in refused.items() if given):
             raise UsageError(f"context ranks do not go together with {name}=: leave it out, {ALONE}")
         self._rank, self._ranks = context.context_rank, context.context_size
-        self.criterion: Callable[..., Tensor] | None = criterion
+        self.criterion = self.whole = criterion
         self._is_own = criterion is own_loss
         if criterion is None or self._is_own:
             return
@@ -66,12 +68,16 @@ class ContextTokens:
             )
         self.criterion, self._shifted = loss.of_shifted, loss.shifted
 
-    def own(self, batch: Batch, module: nn.Module | None = None) -> Batch:
+    def own(
+        self, batch: Batch, module: nn.Module | None = None, cut: Callable[[int], Sequence[int]] | None = None
+    ) -> Batch:
         """The part of `batch` that has this rank's tokens. Raises UsageError for a batch that cannot be divided.
 
         Args:
             batch: the whole batch.
             module: the module that was cut, which may count positions and compute its loss itself; None if none was.
+            cut: where a sequence of so many tokens is cut into slices, each of which is divided like a sequence; None:
+                sequences are whole.
         """
         if batch.is_divided:
             raise UsageError(f"context ranks need a batch that is not divided: pass the whole batch, {ALONE}")
@@ -94,19 +100,22 @@ class ContextTokens:
             if entry is not None:
                 self._require_fits(name, entry, tokens)
         mask = inputs.pop(MASK, None)
-        parts: dict[str, Any] = {name: self._part(entry) for name, entry in inputs.items()}
+        ends = (tokens.shape[1],) if cut is None else cut(tokens.shape[1])
+        parts: dict[str, Any] = {name: self._part(entry, ends) for name, entry in inputs.items()}
         documents = None if module is None else documents_of(replace(batch, inputs=inputs), "context ranks", mask)
         if documents is not None:
             parts[DOCUMENTS] = documents
         if self.criterion is None or batch.labels is None:
             return replace(batch, inputs=parts, labels=None, whole=batch)
         if not self._is_own:
-            return replace(batch, inputs=parts, labels=self._part(self._shifted(batch.labels)), whole=batch)
-        labels = self._part(_shifted_by(module, batch.labels))
+            return replace(batch, inputs=parts, labels=self._part(self._shifted(batch.labels), ends), whole=batch)
+        labels = self._part(_shifted_by(module, batch.labels), ends)
         return replace(batch, inputs={**parts, LABELS: labels, SHIFTED: labels}, labels=labels, whole=batch)
 
-    def _part(self, entry: Tensor) -> Tensor:
-        return own_tokens(entry, self._rank, self._ranks, dim=1)
+    def _part(self, entry: Tensor, ends: Sequence[int]) -> Tensor:
+        """This rank's tokens of each slice."""
+        slices = entry.tensor_split(ends[:-1], dim=1)
+        return torch.cat([own_tokens(part, self._rank, self._ranks, dim=1) for part in slices], 1)
 
     def _require_fits(self, name: str, entry: object, tokens: object) -> None:
         """Raises UsageError unless an entry has one number for each token, and the tokens can be divided equally."""

@@ -37,7 +37,7 @@ class _Rows:
     gradients: Tensor | None = None
 
     def put(self, part: Tensor, start: int, total: int) -> Tensor:
-        """Adds those of a slice that begins at token `start`. Returns those of all tokens so far."""
+        """Adds those of a slice that begins at place `start` of `total`. Returns those of all slices so far."""
         if self.values is None:
             self.values = part.new_empty((*part.shape[:TOKENS], total, part.shape[-1]))
         end = start + part.shape[TOKENS]
@@ -82,12 +82,14 @@ class Past:
 
     ends: Sequence[int]
     _rows: dict[nn.Module, list[_Rows]] = field(default_factory=dict, init=False)
-    _start: int = field(default=0, init=False)  # of the slice that runs
+    _start: int = field(default=0, init=False)  # of the slice that runs, in tokens
+    end: int = field(default=0, init=False)
     _called: set[nn.Module] = field(default_factory=set, init=False)  # by the slice that runs
 
     def begin(self, number: int) -> None:
         """Call before slice `number` runs."""
-        self._start, self._called = self.ends[number - 1] if number else 0, set()
+        self._start, self.end = self.ends[number - 1] if number else 0, self.ends[number]
+        self._called = set()
 
     @property
     def start(self) -> int:
@@ -99,9 +101,13 @@ class Past:
         self._rows = {}
 
     def joined(self, layer: nn.Module, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The parts of the slice that runs, behind those of `layer` for earlier slices."""
+        """The parts of the slice that runs, behind those of `layer` for earlier slices. Each slice may have a share of
+        its tokens alone, those of a context rank.
+        """
+        tokens, share = self.end - self._start, parts[0].shape[TOKENS]
+        start, total = (place * share // tokens for place in (self._start, self.ends[-1]))
         if isinstance(parts[0], FakeTensor):  # a module is planned for the shapes of this slice
-            return tuple(functional.pad(part, (0, 0, self._start, 0)) for part in parts)
+            return tuple(functional.pad(part, (0, 0, start, 0)) for part in parts)
         if layer in self._called:
             raise UsageError(
                 f"{type(layer).__name__} computes attention twice in a stage, so it is not known which keys of earlier "
@@ -109,9 +115,8 @@ class Past:
             )
         self._called.add(layer)
         rows = self._rows.setdefault(layer, [_Rows() for _ in parts])
-        places = self._start, self.ends[-1]
         join: Any = _Join.apply
-        return tuple(join(part, each, *places) for part, each in zip(parts, rows, strict=True))
+        return tuple(join(part, each, start, total) for part, each in zip(parts, rows, strict=True))
 
 
 class Slices:

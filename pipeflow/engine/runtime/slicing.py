@@ -26,7 +26,9 @@ from pipeflow.engine.runtime.stage import Stage
 from pipeflow.engine.torch_private.trees import tree_flatten, tree_unflatten
 
 
-def ends_of(tokens: int, times: float, slices: int, cost: CostModel | None, *, multiple_of: int = 1) -> tuple[int, ...]:
+def ends_of(
+    tokens: int, times: float, slices: int, cost: CostModel | None, *, multiple_of: int = 1, unit: int = 1
+) -> tuple[int, ...]:
     """Where a sequence is cut: the end of each slice, in tokens. The costs of the Pipeline say it: `slice_ends`, or
     else slices of equal cost by the share of `attention`. Without costs, slices are equally long.
 
@@ -35,17 +37,17 @@ def ends_of(tokens: int, times: float, slices: int, cost: CostModel | None, *, m
         times: its length over that of the batch's mean sequence, whose share of attention the costs have.
         slices: the number of slices.
         cost: the costs of the Pipeline.
-        multiple_of: all ends but the last one are multiples of this, if `tokens` is one.
+        multiple_of: all ends but the last one are multiples of this and of `unit`, if `tokens` is one.
+        unit: all ends are multiples of this, as `tokens` is.
 
     Raises UsageError if there are too few tokens, and if `slice_ends` are not as many as slices.
     """
     if cost is None or not cost.slice_ends:
-        if tokens % multiple_of:
-            multiple_of = 1
+        multiple_of = unit if tokens % (unit * multiple_of) else unit * multiple_of
         attention = 0.0 if cost is None else attention_of_longer(cost.attention, times)
         return equal_slices(tokens, slices, attention=attention, multiple_of=multiple_of)
     require_ends(cost.slice_ends, slices)
-    ends = [round(end / cost.slice_ends[-1] * tokens) for end in cost.slice_ends]
+    ends = [round(end / cost.slice_ends[-1] * tokens / unit) * unit for end in cost.slice_ends]
     if any(end <= start for start, end in pairwise([0, *ends])):
         raise UsageError(f"slice_ends={cost.slice_ends} leave a slice of {tokens} tokens empty: use fewer slices")
     return tuple(ends)
@@ -56,6 +58,7 @@ def sliced(
     ends: Callable[[int, float], Sequence[int]],
     criterion: Any,
     documents: Tensor | EntryParts | None = None,
+    ranks: int = 1,
 ) -> Batch:
     """The batch with each microbatch cut into slices. All tensors but those in Whole are cut along dim 1, labels after
     the criterion has shifted them.
@@ -64,23 +67,25 @@ def sliced(
         batch: the batch.
         ends: the ends of the slices of a sequence, of so many tokens and so many times as long as the mean one. The
             mean is over all tokens of the batch, so it has the share of attention of the whole batch.
-        criterion: the criterion of the Pipeline, whose `shifted` is applied to labels.
+        criterion: the criterion of the Pipeline, whose `shifted` is applied to labels. None: they are shifted.
         documents: an entry of which each slice gets that of its whole microbatch; None if there is none.
+        ranks: among how many context ranks the tokens of each slice are divided. The batch has those of this one.
 
     Raises UsageError for tensors without tokens along dim 1, and for lengths that differ within a microbatch.
     """
     inputs, inputs_spec = tree_flatten(batch.inputs, _is_entry)
     labels, labels_spec = tree_flatten(batch.labels, _is_entry)
     columns = {id(leaf): batch.divided(leaf) for leaf in (*inputs, *labels) if _has_tokens(leaf)}
-    lengths = [_length(parts) for parts in zip(*columns.values(), strict=True)]
+    lengths = [ranks * _length(parts) for parts in zip(*columns.values(), strict=True)]
     tokens, squares = (sum(map(mul, batch.sizes, (length**power for length in lengths))) for power in (1, 2))
     cuts = [ends(length, length * tokens / max(squares, 1)) for length in lengths]
+    places = [[end // ranks for end in cut] for cut in cuts]
 
     def cut(leaf: object, *, shift: bool) -> object:
         if id(leaf) not in columns:
             return leaf
         column = columns[id(leaf)]
-        return EntryParts([*_cut([_shifted(criterion, part) for part in column] if shift else column, cuts)])
+        return EntryParts([*_cut([_shifted(criterion, part) for part in column] if shift else column, places)])
 
     entries: Any = tree_unflatten([cut(leaf, shift=False) for leaf in inputs], inputs_spec)
     if documents is not None:
@@ -108,7 +113,7 @@ def _has_tokens(leaf: object) -> bool:
 
 
 def _shifted(criterion: Any, labels: object) -> object:
-    return criterion.shifted(labels) if isinstance(labels, Tensor) else labels
+    return criterion.shifted(labels) if criterion is not None and isinstance(labels, Tensor) else labels
 
 
 def _length(parts: Iterable[object]) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -26,7 +26,7 @@ from pipeflow.engine.runtime.gradients.step_end import ParameterChange
 from pipeflow.engine.runtime.loss import Agreed, AgreementRow, StepCall, agree, told_alone
 from pipeflow.engine.runtime.microbatch import Batch, Divided, as_batch, as_pair, next_of
 from pipeflow.engine.runtime.original import Original, root_of
-from pipeflow.engine.runtime.positions import documents_of
+from pipeflow.engine.runtime.positions import DOCUMENTS, documents_of
 from pipeflow.engine.runtime.program.compile import Compiled, Programs, RunMode
 from pipeflow.engine.runtime.program.operations import Awaited, Operation, run
 from pipeflow.engine.runtime.program.results import merged_outputs, require_forwards_first, require_whole_loss
@@ -279,7 +279,9 @@ class Runner:
         if self.tokens is not None:
             require_no_outputs(call.return_outputs)
             first = next(iter(self.stages.values()))
-            batch = self.tokens.own(batch, None if self.original is None else root_of(first.module))
+            module = None if self.original is None else root_of(first.module)
+            cut = partial(self._ends, times=1.0, schedule=schedule, cost=cost) if schedule.slices > 1 else None
+            batch = self.tokens.own(batch, module, cut)
         microbatches, paths = len(batch.sizes), len(schedule.placement.paths)
         if schedule.slices > 1:
             batch = self._sliced(batch, schedule, cost)
@@ -296,16 +298,26 @@ class Runner:
         """The batch for a schedule with slices. Raises UsageError if something cannot be computed in slices."""
         options = self.programs.options
         refused = {
-            "context ranks": self.tokens is not None,
             "tensor_shape=": options.promise is not None,
             "graph=True": options.graph,
             "weigh=": self.weigh is not None and not hasattr(self.criterion, "weigh"),
             'loss_over="batch"': self.loss_over == "batch",
         }
-        require_sliceable(schedule, self.stages, self.criterion, refused)
-        documents = None if self.original is None else documents_of(batch, "slices")
-        find = partial(ends_of, slices=schedule.slices, cost=cost, multiple_of=self.context.tensor.size)
-        return sliced(batch, find, self.criterion, documents)
+        tokens = self.tokens
+        require_sliceable(schedule, self.stages, self.criterion if tokens is None else tokens.whole, refused)
+        find = partial(self._ends, schedule=schedule, cost=cost)
+        if tokens is None:
+            documents = None if self.original is None else documents_of(batch, "slices")
+            return sliced(batch, find, self.criterion, documents)
+        inputs: dict[str, Any] = {**batch.named}
+        documents = inputs.pop(DOCUMENTS, None)
+        return sliced(replace(batch, inputs=inputs), find, None, documents, self.context.context_size)
+
+    def _ends(self, tokens: int, times: float, schedule: Schedule, cost: CostModel | None) -> tuple[int, ...]:
+        """Where a sequence is cut; context ranks divide each slice into equal parts."""
+        ranks = self.context.context_size
+        unit = 1 if ranks == 1 else 2 * ranks
+        return ends_of(tokens, times, schedule.slices, cost, multiple_of=self.context.tensor.size, unit=unit)
 
     def _run(self, compiled: Compiled, operations: Sequence[Operation], batch: Batch) -> None:
         if not compiled.mode.training:
@@ -342,7 +354,7 @@ class Runner:
             results.keep_outputs, results.sizes = call.return_outputs, batch.sizes if batch.has_along else []
             if call.training or batch.labels is not None:
                 own, weigh = cast(Any, self.criterion), self.weigh
-                if own is not None and batch.cuts:
+                if own is not None and batch.cuts and self.tokens is None:
                     own, weigh = own.of_shifted, own.of_shifted.weigh
                 criterion = None if own is None else explained(own)
                 results.criterion = criterion if region is None or criterion is None else region(criterion)

@@ -6,7 +6,6 @@ order of arXiv 2407.21783, section 3.3.2. Must not contain: which tokens of a ba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from math import lcm
 from typing import Any, NamedTuple
 
@@ -41,6 +40,8 @@ Attend = Callable[..., Tensor]
 """Attention of queries to keys and values. If it is causal, the last query sees all and each earlier one sees one less.
 Otherwise the first query is token `before` of those with keys.
 """
+Join = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+"""Puts keys and values of a slice of a sequence behind those of earlier slices."""
 
 
 def context_group() -> Group:
@@ -64,6 +65,10 @@ class ContextAttention(TensorLayer):
     d elements per sequence, for h_q heads of queries and h_kv of keys, and a backward as many. Heads of keys that c
     does not divide are repeated first, to the least common multiple of both.
 
+    A slice of a sequence is divided over the ranks as a sequence is. With "gather", a rank keeps the keys of all tokens
+    of earlier slices, as of a whole sequence, and gathers those of the slice alone. With "all_to_all", it keeps those
+    of its heads. With "ring", it keeps its own of each slice, and receives those of earlier slices again.
+
     Args:
         group: the context ranks; by default the context group of the context, or a group of one without a launch.
     """
@@ -75,7 +80,15 @@ class ContextAttention(TensorLayer):
         self.exchange = "gather" if context is None else context.context_attention
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attend: Attend, *, causal: bool = True, **options: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attend: Attend,
+        join: Join | None = None,
+        *,
+        causal: bool = True,
+        **options: Any,
     ) -> Tensor:
         """The outputs of this rank's tokens, in their order.
 
@@ -83,6 +96,7 @@ class ContextAttention(TensorLayer):
             query, key, value: (batch, heads, length, head size) of this rank's tokens, parts i and 2 c - 1 - i.
             attend: computes the attention of one part's queries to the keys and values of all tokens up to its end, or
                 of all tokens if it is not causal.
+            join: in a slice, puts keys and values behind those of earlier slices. Tokens are those of the slice.
             causal: whether `attend` is causal.
             options: arguments of `attend`, such as `scale`.
 
@@ -90,19 +104,24 @@ class ContextAttention(TensorLayer):
         dropout; with "all_to_all" for heads of queries that cannot be divided equally.
         """
         ranks, rank = self.group.size, self.group.rank
+        join = join or _alone
         self._require_fits(query, attend, options)
         if ranks == 1 or isinstance(query, FakeTensor):  # of a module that is planned: no rank sends anything
-            return attend(query, key, value, **options)
+            return attend(query, *join(key, value), **options)
         if self.exchange == "all_to_all":
-            return _attention_by_heads(self.group, query, key, value, partial(attend, **options))
+            return _attention_by_heads(
+                self.group, query, key, value, lambda own, *pair: attend(own, *join(*pair), **options)
+            )
         if self.exchange == "ring":
-            return ring_attention(self.group, query, key, value, causal=causal, scale=options.get("scale"))
+            scale = options.get("scale")
+            return ring_attention(self.group, query, *join(key, value), causal=causal, scale=scale)
         pair = torch.stack([key, value])
-        keys, values = exchanged(pair, self.group, _gathered_in_order, _sum_scattered_in_order)
+        keys, values = join(*exchanged(pair, self.group, _gathered_in_order, _sum_scattered_in_order))
         length, seen = query.shape[LENGTH] // 2, list[Tensor]()
+        earlier = keys.shape[LENGTH] - 2 * ranks * length
         for part, own in zip((rank, 2 * ranks - 1 - rank), query.chunk(2, LENGTH), strict=True):
             if causal:
-                end = (part + 1) * length
+                end = earlier + (part + 1) * length
                 seen.append(attend(own, keys.narrow(LENGTH, 0, end), values.narrow(LENGTH, 0, end), **options))
             else:
                 seen.append(attend(own, keys, values, before=part * length, **options))
@@ -121,6 +140,10 @@ class ContextAttention(TensorLayer):
                 f'context_attention="all_to_all" divides heads over {ranks} context ranks, but there are {heads} on '
                 'each tensor rank: launch with context_attention="gather" or "ring"'
             )
+
+
+def _alone(key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    return key, value
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -213,7 +236,8 @@ def ring_attention(
     Args:
         group: the context ranks.
         query: (batch, heads, length, head size) of this rank's tokens, parts i and 2 c - 1 - i.
-        key, value: the same, perhaps with fewer heads, each for as many heads of queries.
+        key, value: the same, perhaps with fewer heads, each for as many heads of queries. In a slice of a sequence,
+            they are behind those of earlier slices.
         causal: whether a token sees those up to its own alone.
         scale: factor of the scores; by default the head size to the power of -1/2.
 
@@ -253,14 +277,20 @@ class _Seen(NamedTuple):
     causal: bool
 
     @classmethod
-    def of(cls, rank: int, source: int, tokens: int, causal: bool = True) -> _Seen:
-        """Of the block of rank `source`. Both have so many tokens, half of them in each part."""
+    def of(cls, rank: int, source: int, tokens: int, keys: int, causal: bool = True) -> Iterator[_Seen]:
+        """Of the block of rank `source`. Both ranks have so many tokens, half of them in each part. The block has so
+        many `keys`: what it has before these tokens is of earlier slices, which all see.
+        """
+        earlier = keys - tokens
         half = tokens // 2
+        if earlier:
+            yield cls((0, tokens), (0, earlier), causal=False)
         if source == rank or not causal:
-            return cls((0, tokens), (0, tokens), causal=causal)
-        if source < rank:  # its first part lies before both of this rank, its second one behind both
-            return cls((0, tokens), (0, half), causal=False)
-        return cls((half, half), (0, tokens), causal=False)  # both lie between the two of this rank
+            yield cls((0, tokens), (earlier, tokens), causal=causal)
+        elif source < rank:  # its first part lies before both of this rank, its second one behind both
+            yield cls((0, tokens), (earlier, half), causal=False)
+        else:
+            yield cls((half, half), (earlier, tokens), causal=False)  # both lie between the two of this rank
 
 
 class _Ring(Function):
@@ -273,16 +303,16 @@ class _Ring(Function):
         found: Attended | None = None
         with torch.autocast(query.device.type, enabled=False):
             for source, block in _in_turn(group, torch.stack([key, value])):
-                seen = _Seen.of(group.rank, source, query.shape[LENGTH], causal)
-                keys, values = block.narrow(LENGTH + 1, *seen.key)
-                new = attend(query.narrow(LENGTH, *seen.query), keys, values, causal=seen.causal, scale=scale)
-                if found is None:
-                    found = Attended(new.output.to(new.logsumexp.dtype), new.logsumexp)
-                elif seen.query[0]:
-                    for whole, part in zip(found, found.part(*seen.query).merged(new), strict=True):
-                        whole.narrow(LENGTH, *seen.query).copy_(part)
-                else:
-                    found = found.merged(new)
+                for seen in _Seen.of(group.rank, source, query.shape[LENGTH], key.shape[LENGTH], causal):
+                    keys, values = block.narrow(LENGTH + 1, *seen.key)
+                    new = attend(query.narrow(LENGTH, *seen.query), keys, values, causal=seen.causal, scale=scale)
+                    if found is None:
+                        found = Attended(new.output.to(new.logsumexp.dtype), new.logsumexp)
+                    elif seen.query[0]:
+                        for whole, part in zip(found, found.part(*seen.query).merged(new), strict=True):
+                            whole.narrow(LENGTH, *seen.query).copy_(part)
+                    else:
+                        found = found.merged(new)
         assert found is not None
         output = found.output.to(query.dtype)
         ctx.group, ctx.causal, ctx.scale = group, causal, scale
@@ -298,15 +328,15 @@ class _Ring(Function):
         own, last = torch.empty(0), list[tuple[Work, Tensor]]()
         with torch.autocast(query.device.type, enabled=False):
             for source, block in _in_turn(group, torch.stack([key, value])):
-                seen = _Seen.of(group.rank, source, query.shape[LENGTH], ctx.causal)
-                new, mine = (each.narrow(LENGTH, *seen.query) for each in (gradient, query))
-                keys, values = block.narrow(LENGTH + 1, *seen.key)
-                more, *others = gradients_of(
-                    new, mine, keys, values, all_keys.part(*seen.query), causal=seen.causal, scale=ctx.scale
-                )
-                of_query.narrow(LENGTH, *seen.query).add_(more)
                 of_block = torch.zeros_like(block)
-                of_block.narrow(LENGTH + 1, *seen.key).copy_(torch.stack(others))
+                for seen in _Seen.of(group.rank, source, query.shape[LENGTH], key.shape[LENGTH], ctx.causal):
+                    new, mine = (each.narrow(LENGTH, *seen.query) for each in (gradient, query))
+                    keys, values = block.narrow(LENGTH + 1, *seen.key)
+                    more, *others = gradients_of(
+                        new, mine, keys, values, all_keys.part(*seen.query), causal=seen.causal, scale=ctx.scale
+                    )
+                    of_query.narrow(LENGTH, *seen.query).add_(more)
+                    of_block.narrow(LENGTH + 1, *seen.key).copy_(torch.stack(others))
                 own = of_block if source == group.rank else own
                 for work, _ in last:
                     work.wait()
