@@ -79,6 +79,18 @@ def attention_share(times: Mapping[int, float], tokens: int) -> float:
     return min(max(quadratic / (linear + quadratic), 0.0), 1.0)
 
 
+def attention_of_slices(works: Sequence[float], ends: Sequence[float]) -> float:
+    """The share of attention in the cost of a sequence, from the shares of its slices in this cost, and where they end:
+    the least squares fit of `shares_of`. 0 if all shares of attention are those of the tokens.
+    """
+    tokens, squares = shares_of(ends, 0.0), shares_of(ends, 1.0)
+    more = [square - own for own, square in zip(tokens, squares, strict=True)]
+    if not any(more):
+        return 0.0
+    seen = sum((work - own) * each for work, own, each in zip(works, tokens, more, strict=True))
+    return min(max(seen / sum(each * each for each in more), 0.0), 1.0)
+
+
 def require_cut(attention: float, ends: Sequence[float]) -> None:
     """Raises UsageError unless `attention` is a share, and `ends` are positive and grow."""
     if not 0 <= attention <= 1:

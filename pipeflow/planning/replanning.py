@@ -74,7 +74,8 @@ class Replan:
 
 def replan(measured: Timeline, *, candidates: int = CANDIDATES) -> Replan:
     """Plans a step again from its measured timeline. It simulates every named schedule with the same placement, and the
-    best order that a search finds within the activations that the step kept.
+    best order that a search finds within the activations that the step kept. Microbatches have the factors that the
+    step shows. If it ran in slices, named schedules with as many are simulated alone.
 
     Args:
         measured: a timeline of `execute_pipeline(..., trace=True)`.
@@ -85,13 +86,13 @@ def replan(measured: Timeline, *, candidates: int = CANDIDATES) -> Replan:
     ran = executed_schedule(measured)
     if ran.is_forward_only:
         raise UsageError("the measured step has no backwards: trace a step of training")
-    cost = measured_costs(measured, late_apart=True)
+    cost = measured_costs(measured, late_apart=True, by_microbatch=True)
     reduces = Stream.REDUCE in measured.streams
     now = _candidate(ran, cost, None)
     halved = cost if has_halves(ran) else _with_pauses(measured, cost)
-    named = [_like(each, reduces) for each in schedules_on(ran.placement, ran.num_microbatches)]
+    named = [_like(each, reduces) for each in schedules_on(ran.placement, ran.num_microbatches, ran.slices)]
     found = [_candidate(each, halved if has_halves(each) else cost, now.timeline) for each in named]
-    if len(ran.placement.paths) == 1:
+    if len(ran.placement.paths) == ran.slices == 1:
         cap = now.timeline.peak_activations
         order = search(ran.placement, ran.num_microbatches, halved, memory_cap=cap, candidates=candidates)
         schedule = _like(order.schedule, reduces)
@@ -105,7 +106,8 @@ def _with_pauses(measured: Timeline, cost: CostModel) -> CostModel:
     before which the engine works as before others.
     """
     found = [pause for _, pause in pauses(measured, lambda link: cost.link(*link).latency)]
-    return replace(cost, backward_weight=tuple(time + fmean(found or [0.0]) for time in cost.backward_weight))
+    more = measured.slices * fmean(found or [0.0])
+    return replace(cost, backward_weight=tuple(time + more for time in cost.backward_weight))
 
 
 def _like(schedule: Schedule, reduces: bool) -> Schedule:

@@ -105,8 +105,41 @@ def test_wrong_slices_are_told() -> None:
     assert [str(action) for _, action in missing(lacks)] == ["0B0.0"]
     with pytest.raises(UsageError, match="slice_ends has 3 numbers, but the schedule has 2 slices"):
         simulate(sliced, replace(CostModel.even(sliced.placement), slice_ends=(1, 2, 3)))
-    with pytest.raises(UsageError, match="make it with slices=1"):
-        measured_costs(simulate(sliced))
+    with pytest.raises(UsageError, match="does not say how long its slices are"):
+        measured_costs(replace(simulate(sliced), slice_lengths=()))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("ends", [(), (1, 2, 4)], ids=["equal cost", "given"])
+def test_costs_of_a_simulation_in_slices_are_measured_again(name: str, ends: tuple[float, ...]) -> None:
+    schedule = make_schedule(name, ranks=3, microbatches=4, slices=3).with_reductions()
+    halves = {"backward_input": (1.2, 2.4, 1.2), "backward_weight": (0.8, 1.6, 0.8)}
+    cost = CostModel((1.0, 2.0, 1.0), **halves, latency=0.1, reduce=(3.0, 3.0, 3.0), attention=0.4, slice_ends=ends)
+    ran = simulate(schedule, cost)
+    found = measured_costs(ran)
+    assert found.forward == pytest.approx(cost.forward)
+    assert found.reduce == pytest.approx(cost.reduce)
+    assert sum(found.backward_input + found.backward_weight) == pytest.approx(8)
+    assert found.attention == pytest.approx(0.4)
+    assert simulate(schedule, found).makespan == pytest.approx(ran.makespan)
+    assert simulate(schedule, found).peak_activations == pytest.approx(ran.peak_activations)
+
+
+def test_what_differs_between_microbatches_in_slices_is_measured() -> None:
+    """Equally long slices of a causal model do not take equally long, which is not late; a slice that is late counts
+    for its microbatch, and a microbatch whose slices all take longer has a factor.
+    """
+    schedule = make_schedule("1f1b", ranks=2, microbatches=6, slices=4)
+    cost = replace(CostModel.even(schedule.placement), attention=0.8, slice_ends=(1, 2, 3, 4))
+    assert not measured_costs(simulate(schedule, cost), late_apart=True).late
+    late = replace(cost, late={"1F3": 8.0})
+    found = measured_costs(simulate(schedule, late), late_apart=True)
+    assert found.forward == pytest.approx(cost.forward)
+    assert found.late == pytest.approx(late.late)
+    factors = (1, 1, 3, 1, 1, 1)
+    found = measured_costs(simulate(schedule, replace(cost, microbatch_factors=factors)), by_microbatch=True)
+    assert found.microbatch_factors == pytest.approx(factors)
+    assert found.forward == pytest.approx(cost.forward)
 
 
 def test_slices_count_in_transfers_caps_and_shared_processors() -> None:

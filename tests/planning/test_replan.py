@@ -51,6 +51,28 @@ def test_split_backwards_gain_around_a_slow_stage() -> None:
     assert fits == sorted(fits, reverse=True)  # those that keep more come last
 
 
+def test_a_step_in_slices_is_planned_in_as_many() -> None:
+    schedule = make_schedule("1f1b", ranks=4, microbatches=6, slices=3)
+    cost = replace(CostModel.even(schedule.placement, 1, 1, 1, 0.02), attention=0.5, slice_ends=(1, 2, 3))
+    found = replan(simulate(schedule, cost))
+    assert found.now.timeline.makespan == pytest.approx(simulate(schedule, cost).makespan)
+    assert {each.schedule.slices for each in found.candidates} == {3}
+    assert found.best.schedule.name == "zb-h1"
+    assert found.gain(found.best) > 0.02
+
+
+def test_microbatches_that_differ_have_factors() -> None:
+    """All that they take is longer, so a plan may exchange them; single late actions stay late."""
+    schedule = make_schedule("1f1b", ranks=4, microbatches=8)
+    cost = replace(CostModel.even(schedule.placement), microbatch_factors=(1, 1, 1, 3, 1, 1, 1, 1), late={"2F6": 2.0})
+    step = simulate(schedule, cost)
+    found = replan(step)
+    assert found.cost.microbatch_factors == pytest.approx(cost.microbatch_factors)
+    assert found.cost.late == pytest.approx(cost.late)
+    assert found.now.timeline.makespan == pytest.approx(step.makespan)
+    assert found.best.timeline.makespan < step.makespan
+
+
 def test_reductions_stay_in_the_plan() -> None:
     schedule = make_schedule("1f1b", ranks=2, microbatches=4).with_reductions()
     step = simulate(schedule, CostModel((1, 1), (1, 1), (1, 1), reduce=(5, 5)))

@@ -169,22 +169,24 @@ def pauses(timeline: Timeline, latency: Callable[[Link], float]) -> Iterator[tup
 
 
 class Usual:
-    """The usual times of the actions of a timeline: by kind and stage, the lower quartile, which late ones do not move.
-
-    Attributes:
-        times: these times.
+    """The usual times of the computations of a timeline: by kind and stage, and slice if microbatches are cut, the lower
+    quartile, which late ones do not move.
     """
 
     def __init__(self, timeline: Timeline) -> None:
-        found: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+        found: dict[tuple[Kind, int, int | None], list[float]] = defaultdict(list)
         for row in timeline.on(Stream.COMPUTE):
             for span in row:
-                found[span.action.kind, span.action.stage].append(span.end - span.start)
-        self.times = {key: lower_quartile(times) for key, times in found.items()}
+                found[span.action.kind, span.action.stage, span.action.slice].append(span.end - span.start)
+        self._times = {key: lower_quartile(times) for key, times in found.items()}
+
+    def of(self, action: Action) -> float:
+        """The usual time of a computation like this one."""
+        return self._times[action.kind, action.stage, action.slice]
 
     def late(self, span: Span) -> float:
-        """By how much a computation took longer than is usual for its kind and stage; 0 if that is little."""
-        usual = self.times[span.action.kind, span.action.stage]
+        """By how much a computation took longer than is usual for its kind, stage and slice; 0 if that is little."""
+        usual = self.of(span.action)
         extra = span.end - span.start - usual
         return extra if extra > (LATE_ACTION - 1) * usual else 0.0
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from statistics import fmean, median
 from typing import Any
 
@@ -15,7 +16,8 @@ from pipeflow.core.cost import CostModel, Link, costs_of
 from pipeflow.core.dataflow import DATAFLOW, SEVERAL, Stream, Value, makes, needs
 from pipeflow.core.errors import UsageError
 from pipeflow.core.factors import Factors, factors_of, table_of
-from pipeflow.core.schedule import Schedule, require_unsliced
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.slices import attention_of_slices
 from pipeflow.core.timeline import Row, Span, Timeline, require_timeline
 
 
@@ -66,33 +68,41 @@ def measured_costs(timeline: Timeline, *, late_apart: bool = False, by_microbatc
     that ran in halves, or equally if there are none. When several ranks reduce a stage together, the last one to start
     waits least, so its time is the cost of the reduction.
 
+    If microbatches are cut, times are those of all slices of a microbatch together. `CostModel.slice_ends` says where
+    they end, and `attention` is the share with which they take the times they took.
+
     Args:
         timeline: the timeline.
         late_apart: whether actions that took much longer than is usual for their kind and stage are no part of the
             means, but `CostModel.late`.
         by_microbatch: whether the costs have the factors of `measured_factors`. All other times are then those of
             factor 1.
+
+    Raises UsageError for slices whose lengths the timeline does not have.
     """
     require_timeline(timeline)
-    if timeline.slices > 1:
-        require_unsliced(executed_schedule(timeline), "the measurement of costs")
+    ends, slices = _slice_ends(timeline), timeline.slices
     late, times = dict[Action, float](), dict[tuple[Kind, int], list[float]]()
     known = Usual(timeline)
     factors = measured_factors(timeline) if by_microbatch else ()
     table = table_of(factors, timeline.placement.num_stages)
     for span in timeline:
         stage, several = span.action.stage, not table or span.action.kind in SEVERAL
-        factor = 1.0 if several else table[stage][span.action.microbatch]
+        factor, took = 1.0 if several else table[stage][span.action.microbatch], span.end - span.start
         if late_apart and factor == 1 and span.stream is Stream.COMPUTE and known.late(span):
-            late[span.action] = span.end - span.start
-        else:
-            times.setdefault((span.action.kind, stage), []).append((span.end - span.start) / factor)
+            late[span.action] = took
+            if slices == 1:
+                continue
+            took = known.of(span.action)  # each slice has a share of the mean
+        whole = 1 if span.action.kind in SEVERAL else slices
+        times.setdefault((span.action.kind, stage), []).append(whole * took / factor)
 
     engine = _Engine(timeline)
 
     def mean(kind: Kind, stage: int) -> float:
         found = times.get((kind, stage))
-        return fmean(found) + engine.pause(kind, stage) if found else 0.0
+        whole = 1 if kind in SEVERAL else slices
+        return fmean(found) + whole * engine.pause(kind, stage) if found else 0.0
 
     def first_part(stage: int) -> float:
         """The part of a backward that is its first half."""
@@ -106,16 +116,17 @@ def measured_costs(timeline: Timeline, *, late_apart: bool = False, by_microbatc
         both, part = both / max(whole + apart, 1), first_part(stage)
         return both * part, both * (1 - part)
 
-    def extras() -> Iterator[tuple[str, float]]:
-        """The late actions; of a whole backward, its halves."""
+    def extras() -> dict[str, float]:
+        """The late actions; of a whole backward, its halves. That of a slice counts for its microbatch."""
+        found = dict[str, float]()
         for action, time in late.items():
             kind, stage, microbatch = action.kind, action.stage, action.microbatch
-            extra = time - fmean(times[kind, stage])
-            if kind is Kind.B:
-                yield f"{stage}I{microbatch}", extra * first_part(stage)
-                yield f"{stage}W{microbatch}", extra * (1 - first_part(stage))
-            else:
-                yield str(action), extra
+            extra = time - (fmean(times[kind, stage]) if slices == 1 else known.of(action))
+            part = first_part(stage)
+            for half, share in ((Kind.I, part), (Kind.W, 1 - part)) if kind is Kind.B else ((kind, 1.0),):
+                name = str(Action(half, stage, microbatch))
+                found[name] = found.get(name, 0.0) + extra * share
+        return found
 
     def copy(stage: int) -> float:
         """The mean time of the copies of a stage; of all stages if it has none."""
@@ -134,8 +145,28 @@ def measured_costs(timeline: Timeline, *, late_apart: bool = False, by_microbatc
     if kinds & {*COPIED}:
         found[Kind.O] = tuple(map(copy, stages))
     usual, links = engine.latencies()
-    others: dict[str, Any] = {"late": dict(extras()), "microbatch_factors": factors, "unit": timeline.unit}
+    others: dict[str, Any] = {"late": extras(), "microbatch_factors": factors, "unit": timeline.unit}
+    if ends:
+        others |= {"slice_ends": ends, "attention": attention_of_slices(_slice_works(timeline), ends)}
     return costs_of(found, latency=usual, links=links, **others)
+
+
+def _slice_ends(timeline: Timeline) -> tuple[float, ...]:
+    """Where slices end, as shares of their sequence; empty if microbatches are whole."""
+    if timeline.slices == 1:
+        return ()
+    if not timeline.slice_lengths:
+        raise UsageError("the timeline does not say how long its slices are: give it slice_lengths, or trace it again")
+    return tuple(accumulate(timeline.slice_lengths))
+
+
+def _slice_works(timeline: Timeline) -> list[float]:
+    """The share of each slice in the time of all computations."""
+    works = [0.0] * timeline.slices
+    for span in (span for row in timeline.on(Stream.COMPUTE) for span in row if span.action.slice is not None):
+        works[span.action.slice] += span.end - span.start
+    total = sum(works) or 1.0
+    return [work / total for work in works]
 
 
 def measured_factors(timeline: Timeline) -> Factors:
@@ -149,7 +180,7 @@ def measured_factors(timeline: Timeline) -> Factors:
     usual, stages = Usual(timeline), timeline.placement.num_stages
     cells: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     for span in (span for row in timeline.on(Stream.COMPUTE) for span in row if span.action.kind not in SEVERAL):
-        its = span.end - span.start, usual.times[span.action.kind, span.action.stage]
+        its = span.end - span.start, usual.of(span.action)
         cells[span.action.stage, span.action.microbatch].append(its)
     many = 1 + max((microbatch for _, microbatch in cells), default=-1)
     table = [[_factor(cells[stage, microbatch]) for microbatch in range(many)] for stage in range(stages)]

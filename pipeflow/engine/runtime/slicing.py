@@ -18,7 +18,6 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.slices import attention_of_longer, equal_slices
 from pipeflow.engine.deferral.compile_backend import is_compiled
-from pipeflow.engine.runtime.gradients.fully_sharded import fully_sharded_in
 from pipeflow.engine.runtime.microbatch import Along, Batch, EntryParts, Whole
 from pipeflow.engine.runtime.original import root_of
 from pipeflow.engine.runtime.positions import DOCUMENTS
@@ -154,8 +153,6 @@ def require_sliceable(
                 f"{able} tokens of stage {index}, a {module._get_name()}, see later ones, which no earlier slice has: "
                 "make the schedule with slices=1"
             )
-        if fully_sharded_in(module):
-            raise UsageError(f"{able} stage {index} is under fully_shard: make the schedule with slices=1")
         if any(map(is_compiled, module.modules())):
             raise UsageError(f"{able} modules of stage {index} are compiled: pass them as they are, or use slices=1")
     if criterion is not None and not hasattr(criterion, "shifted"):

@@ -210,7 +210,7 @@ class Runner:
         # merging may fail, so it must come before the agreement
         outputs = merged_outputs(results, self.transport, self.programs.placement)
         agreed = self._end(call, compiled, batch)
-        timeline = None if measured is None else measured.timeline(compiled.schedule)
+        timeline = None if measured is None else measured.timeline(compiled.schedule, batch.cuts)
         losses = results.means()
         self._unload(compiled)
         if call.training and agreed.loss is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -17,6 +17,7 @@ import torch
 from pipeflow.core.action import Action, Pair
 from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.core.schedule import Schedule
+from pipeflow.core.slices import shares_of
 from pipeflow.core.timeline import Span, Timeline
 from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_object
 from pipeflow.engine.parallel.transport.protocol import Transport, Work
@@ -89,8 +90,9 @@ class StepTrace:
             else None
         )
 
-    def timeline(self, schedule: Schedule) -> Timeline:
-        """The spans of every rank in seconds since rank 0 started the step; the same on every rank.
+    def timeline(self, schedule: Schedule, cuts: Sequence[Sequence[int]] = ()) -> Timeline:
+        """The spans of every rank in seconds since rank 0 started the step; the same on every rank. `cuts` has the ends
+        of the slices of each microbatch, in tokens.
 
         Ranks on rank 0's machine share its clock; ranks on other machines count from the moment at which all ranks
         started.
@@ -109,7 +111,9 @@ class StepTrace:
             tuple([replace(span, start=span.start + shift, end=span.end + shift) for span in spans])
             for (_, _, spans), shift in zip(everyone, shifts, strict=True)
         ]
-        return Timeline(schedule.name, schedule.placement, tuple(rows), unit="s")
+        ends = [sum(column) for column in zip(*cuts, strict=True)]  # of slices of a mean microbatch
+        lengths = shares_of(ends, 0.0) if ends else ()
+        return Timeline(schedule.name, schedule.placement, tuple(rows), unit="s", slice_lengths=lengths)
 
     def _spans_beside(self) -> Iterator[Span]:
         free: defaultdict[Stream, float] = defaultdict(float)

@@ -213,7 +213,7 @@ def _recut(found: Replan) -> Iterator[Candidate]:
 
 def _nearest(schedule: Schedule) -> Nearest | None:
     found = []
-    for each in schedules_on(schedule.placement, schedule.num_microbatches):
+    for each in schedules_on(schedule.placement, schedule.num_microbatches, schedule.slices):
         mine, other = schedule.without_pairs(), each.without_pairs()
         if has_halves(mine) != has_halves(other):
             mine, other = without_halves(mine), without_halves(other)

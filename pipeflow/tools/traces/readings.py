@@ -308,7 +308,7 @@ def unlike(played: Timeline, step: Timeline) -> str:
     middle = median([pause for _, pause in found] or [0.0])
     span, longest = max(found, key=lambda each: each[1], default=(None, 0.0))
     what = f"its replay differs from it by {played.makespan / step.makespan - 1:+.0%}"
-    if span is None or longest <= LATE * (middle + usual.times[span.action.kind, span.action.stage]):
+    if span is None or longest <= LATE * (middle + usual.of(span.action)):
         return what
     where = f"rank {span.rank} stood still for {seconds_text(longest)} before {span.action}"
     return f"{what}, and {where} although nothing was missing"

@@ -28,7 +28,7 @@ def _slow_stages_of(timeline: Timeline, usual: Usual) -> dict[int, tuple[float, 
     work: dict[int, float] = defaultdict(float)
     for row in timeline.on(Stream.COMPUTE):
         for span in row:
-            work[span.action.stage] += usual.times[span.action.kind, span.action.stage]
+            work[span.action.stage] += usual.of(span.action)
     middle = median(work.values()) if work else 0.0
     return {
         stage: (seconds - middle, seconds / middle)
