@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeflow.core.action import Action
 from pipeflow.core.cost import LARGEST, CostModel, require_unit, slice_lengths
-from pipeflow.core.dataflow import DATAFLOW, SEVERAL, Content, Stream
+from pipeflow.core.dataflow import ACROSS, DATAFLOW, SEVERAL, Content, Stream
 from pipeflow.core.errors import UsageError, require_type
 from pipeflow.core.factors import Factors, factors_of, is_table, table_of
 from pipeflow.core.files import number as finite
@@ -65,7 +65,8 @@ def kept(
     """The amount that a rank keeps while it runs `row`. `sizes` has the amount per content and stage. Values that no
     action of the row uses, such as activations without backwards, are kept only while the action that makes them runs.
     Stages without a size keep nothing. With `factors` per stage and microbatch, each microbatch keeps its multiple of
-    that, and a slice keeps its part of it: `lengths` has the share of each slice.
+    that, and a slice keeps its part of it: `lengths` has the share of each slice. What passes between slices lies in a
+    buffer for all slices that need it, from the action that first makes it to the end of the first slice's backward.
     """
     actions = [span.action for span in row]
     effects = memory_changes(actions)
@@ -76,6 +77,7 @@ def kept(
         at_start, at_end = table[id(change)]
         stage, alike = span.action.stage, not factors or span.action.kind in SEVERAL
         factor = 1 if alike else factors[stage][span.action.microbatch]
+        changes += _of_buffers(span, sizes, factor, lengths)
         if span.action.slice is not None and span.action.kind not in SEVERAL:
             factor = factor * lengths[span.action.slice]
         if at_start:
@@ -83,6 +85,22 @@ def kept(
         if at_end:
             changes.append((span.end, at_end[stage] * factor))
     return _added_up(sorted(changes, key=itemgetter(0)))
+
+
+def _of_buffers(
+    span: Span, sizes: Mapping[Content, Sequence[float]], factor: float, lengths: Sequence[float]
+) -> Iterator[tuple[float, float]]:
+    """The changes by buffers of what passes between slices: keys of all tokens, gradients of those of the last slice."""
+    place, stage = span.action.slice, span.action.stage
+    made = {content for content, _ in DATAFLOW[span.action.kind].makes} if place is not None else ()
+    for content in (each for each in ACROSS if each in sizes and made):
+        share = 1.0 if ACROSS[content] > 0 else 1 - lengths[-1]
+        first = 0 if ACROSS[content] > 0 else len(lengths) - 1
+        amount = factor * share * sizes[content][stage]
+        if content in made and place == first:
+            yield span.start, amount
+        if Content.KEYS_GRADIENT in made and place == 0:
+            yield span.end, -amount
 
 
 def _memory_effects(

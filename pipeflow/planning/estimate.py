@@ -28,7 +28,8 @@ from pipeflow.planning.rank_memory import Held, RankPlan, held_by, rank_plan, st
 from pipeflow.planning.rates import KINDS
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.sharding import require_pipeline
-from pipeflow.planning.shares import sequence_of, stage_layers
+from pipeflow.planning.kept import with_slice_buffers
+from pipeflow.planning.shares import sequence_of, shares_of, stage_layers
 from pipeflow.planning.step_plan import Plan, StepParts, StepPlan
 from pipeflow.planning.transformer import GPT, ViT
 
@@ -91,7 +92,9 @@ def plan(
     if cluster is None:
         cost = stage_costs(model, schedule.placement, setup, flops=flops, cut=cut)
         share = model.attention_flops(sequence_of(model, setup)) / layer_forward(model, setup)
-        cost = replace(cost, attention=share if schedule.slices > 1 else 0.0)
+        if schedule.slices > 1:
+            shares = shares_of(model, stage_layers(model, schedule.placement, cut))
+            cost = with_slice_buffers(replace(cost, attention=share), model, setup, shares)
     elif flops is not None:
         raise UsageError("flops and cluster both give the speed of a device: pass only one of them")
     else:

@@ -20,9 +20,13 @@ instead.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import sub
 from typing import NamedTuple
 
+from pipeflow.core.cost import CostModel
+from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
 from pipeflow.planning.blocks import Linear, Transformer
 from pipeflow.planning.engines import engine_named
@@ -180,8 +184,7 @@ def layer_values(model: Transformer, setup: Setup) -> KeptPerToken:
     value for every head, from latent vectors that are whole on every tensor rank.
     """
     heads, tensor = model.heads // setup.tensor, setup.tensor
-    query = heads * (model.head_width + model.value_width)
-    key = query if model.kv_rank is not None else 2 * max(model.key_width // tensor, model.head_width)
+    query, key = heads * (model.head_width + model.value_width), key_values(model, setup)
     parted = tensor if setup.sequence_parallel else 1
     normed = model.latent_normed // parted
     rest = _mlp_values(model, model.always_used, setup), _routed_values(model, setup)
@@ -189,6 +192,39 @@ def layer_values(model: Transformer, setup: Setup) -> KeptPerToken:
     inputs = normed * _keeps_input(setup, "linear_qkv") + sum(each.inputs for each in rest)
     again = heads * model.value_width * _keeps_input(setup, "linear_proj")
     return KeptPerToken(plain + _between_adapters(model, setup), inputs, again=again)
+
+
+def key_values(model: Transformer, setup: Setup) -> int:
+    """Numbers per token of a layer's keys and values."""
+    if model.kv_rank is not None:
+        return model.heads // setup.tensor * (model.head_width + model.value_width)
+    return 2 * max(model.key_width // setup.tensor, model.head_width)
+
+
+def with_slice_buffers(cost: CostModel, model: Transformer, setup: Setup, shares: Sequence[Share]) -> CostModel:
+    """The costs of stages that compute slices of microbatches, with the bytes of buffers for keys and values, and for
+    their gradients. These have all tokens of a sequence, also where layers are computed again or offloaded. What a
+    forward saves has no keys then.
+    """
+
+    def values(share: Share, number: Callable[[Transformer, Setup], float]) -> float:
+        return sum(layers * number(kind, its) for layers, kind, its in share.kinds(model, setup))
+
+    width = tokens_of(model, setup) * setup.precision.weight
+    keys = tuple(width * values(share, key_values) for share in shares)
+    saved = (width * values(share, _kept_keys) for share in shares)
+    return replace(
+        cost,
+        saved_bytes=tuple(map(sub, cost.saved_bytes, saved)),
+        kept_bytes={**cost.kept_bytes, Content.KEYS: keys, Content.KEYS_GRADIENT: keys},
+    )
+
+
+def _kept_keys(model: Transformer, setup: Setup) -> int:
+    """Those of `key_values` that a layer keeps for its backward."""
+    if setup.offload_layers or setup.checkpoint == "full" or "mla_up_proj" in recomputed_modules(model, setup):
+        return 0
+    return key_values(model, setup) // (2 if setup.checkpoint == "op" else 1)
 
 
 def _keeps_input(setup: Setup, target: str) -> bool:

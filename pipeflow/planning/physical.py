@@ -29,7 +29,7 @@ from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.device_map import DeviceMap, map_devices
 from pipeflow.planning.efficiency import Efficiency
 from pipeflow.planning.engines import engine_named
-from pipeflow.planning.kept import deferred_bytes, op_linears, recomputed_modules, saved_bytes
+from pipeflow.planning.kept import deferred_bytes, op_linears, recomputed_modules, saved_bytes, with_slice_buffers
 from pipeflow.planning.layer_seconds import model_layer_times
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.rates import FROZEN, RankGroup, Rates, Seconds, no_units
@@ -137,7 +137,9 @@ def physical_costs(
     """
     if slices > 1:
         costs = partial(physical_costs, model, placement, cluster=cluster, mesh=mesh, cut=cut)
-        return _in_slices(costs, setup, sequence_of(model, setup), free, slices)
+        found = _in_slices(costs, setup, sequence_of(model, setup), free, slices)
+        shares = shares_of(model, stage_layers(model, placement, cut))
+        return replace(found, cost=with_slice_buffers(found.cost, model, setup, shares))
     inner = None if mesh is None else mesh.inner
     mapped = map_devices(cluster, setup, placement.num_ranks, inner)
     tokens_of(model, setup)  # raises the error for a sequence before others

@@ -12,6 +12,7 @@ from pipeflow.core.analysis.lowering import lower
 from pipeflow.core.analysis.measured_step import executed_schedule, measured_costs
 from pipeflow.core.analysis.simulation import simulate, simulate_shared
 from pipeflow.core.cost import CostModel
+from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.slices import attention_share, equal_slices, shares_of
@@ -159,6 +160,33 @@ def test_each_slice_is_recomputed_by_itself() -> None:
     schedule = with_recompute(make_schedule("1f1b", ranks=1, microbatches=1, slices=4))
     cost = CostModel.even(schedule.placement, saved_bytes=16, input_bytes=1)
     assert simulate(schedule, cost).peak_bytes == (4 + 3 * 0.25,)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_slices_share_buffers_of_keys_and_of_their_gradients(name: str) -> None:
+    """Keys of all tokens are in memory from the first forward on, and gradients of those before the last slice from
+    the first backward on; both until the first slice's backward ends.
+    """
+    schedule = make_schedule(name, ranks=1, microbatches=1, slices=4)
+    cost = replace(CostModel.even(schedule.placement, saved_bytes=40, deferred_bytes=0), slice_ends=(4, 7, 9, 10))
+    alone = simulate(schedule, cost).peak_bytes[0]
+    assert alone == pytest.approx(40)
+    keys = simulate(schedule, replace(cost, kept_bytes={Content.KEYS: (100.0,)}))
+    assert keys.peak_bytes == pytest.approx((140,))
+    both = simulate(schedule, replace(cost, kept_bytes={Content.KEYS: (100.0,), Content.KEYS_GRADIENT: (1000.0,)}))
+    assert both.peak_bytes == pytest.approx((1040,))
+    curve = dict(both.memory(0))
+    assert curve[0] == pytest.approx(100 + 16)
+    first = next(span for span in both if span.action.kind in (Kind.B, Kind.I))
+    assert curve[first.end] == pytest.approx(100 + 36 + 900)
+    assert [*curve.values()][-1] == pytest.approx(0)
+
+
+def test_buffers_of_whole_microbatches_take_nothing() -> None:
+    schedule = make_schedule("1f1b", ranks=2, microbatches=2)
+    cost = CostModel.even(schedule.placement, saved_bytes=4)
+    kept = replace(cost, kept_bytes={Content.KEYS: (9.0, 9.0)})
+    assert simulate(schedule, kept).peak_bytes == simulate(schedule, cost).peak_bytes
 
 
 def test_a_table_of_slices_is_recognised() -> None:

@@ -9,6 +9,8 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from pipeflow import CostModel, Divided, Kind, Pipeline, Schedule, UsageError, Whole, execute_pipeline, make_schedule
 from pipeflow.core.slices import equal_slices
@@ -173,6 +175,36 @@ def test_dropout_of_attention_draws_once() -> None:
 def step_seeded(*arguments: Any) -> Stepped:
     torch.manual_seed(0)
     return step(*arguments)
+
+
+def step_sharded(schedule: Schedule, batches: Any) -> dict[str, numpy.ndarray]:
+    """The gradients of this rank's stages, whose blocks the replicas divide."""
+    context = current_context()
+    [*chunks] = make_list(build_gpt_pipeline(LAYERS, placement=schedule.placement, **SIZES))
+    for block in (block for chunk in chunks for block in chunk.blocks.values()):
+        fully_shard(block, mesh=context.mesh["data"])
+    pipeline = Pipeline(nn.ModuleList(chunks), schedule, criterion=GPTLMLoss())
+    execute_pipeline(iter([batches[context.data_rank]]), pipeline)
+    named = {name.split(".", 2)[2]: each.grad for name, each in pipeline.named_parameters()}
+    wholes = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in named.items()}
+    return {name: each.numpy() for name, each in wholes.items() if each is not None}
+
+
+def make_list(stages: nn.Module) -> list[Any]:
+    return [*stages] if isinstance(stages, nn.ModuleList) else [stages]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_replicas_that_divide_the_weights(name: str) -> None:
+    """Under fully_shard, layers of pipeflow.tensor do not defer weight gradients, which torch takes after I."""
+    schedule = make_schedule(name, ranks=1, microbatches=2, slices=3)
+    batches = [batch_of(4, 16), batch_of(4, 16, seed=1)]
+    expected = run_threads(step_of_replica, 2, replace_slices(schedule), batches, data=2)[0].gradients
+    for found in run_processes(step_sharded, 2, schedule, batches, data=2):
+        assert found.keys() == expected.keys()
+        for parameter, gradient in found.items():
+            numpy.testing.assert_allclose(gradient, expected[parameter], rtol=0, atol=1e-12, err_msg=parameter)
 
 
 @pytest.mark.slow

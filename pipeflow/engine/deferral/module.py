@@ -92,12 +92,16 @@ _DEFERRING: dict[type, type[nn.Module]] = {
 
 
 def _prepared(layer: nn.Module) -> Deferrable | None:
-    """The layer if it defers, after making a stock layer do so; otherwise None."""
+    """The layer if it defers, after making a stock layer do so; otherwise None. Of weights under fully_shard, torch takes
+    the gradients when the backward ends, so they may not come later.
+    """
     deferring = _DEFERRING.get(type(layer))
     if deferring is not None and _is_stock(layer):
         vars(layer)["__module__"] = type(layer).__module__  # torch.fx does not look into layers of torch
         layer.__class__ = deferring
-    return layer if isinstance(layer, Deferrable) else None
+    if not isinstance(layer, Deferrable) or any(type(each) is not nn.Parameter for each in layer.deferred_parameters()):
+        return None
+    return layer
 
 
 def _is_stock(layer: nn.Module) -> bool:
