@@ -1,10 +1,10 @@
 """Slices of a sequence: do they gain what their simulation promises? On 4 ranks whose stages sleep for each slice, with
-attention as half of the work; and on 2 ranks with a GPT of pipeflow.models, at 4,096 tokens.
+attention as half of the work; on 2 x 2 such ranks of which two share the tokens of each sequence; and on 2 ranks with a
+GPT of pipeflow.models, at 4,096 tokens.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import weakref
 from collections import Counter
@@ -17,56 +17,76 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import pipeflow
-from benchmarks.measure import Times, alternate, paired, step_times
+from benchmarks.measure import alternate, paired, step_times
 from benchmarks.models import Sleep, TokenMean
 from benchmarks.processes import run_ranks
 from benchmarks.report import Report
 from benchmarks.task import Contender
-from pipeflow.engine.runtime.past import tokens_before
+from pipeflow.core.dataflow import Content
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.runtime.past import joined, tokens_before
+from pipeflow.engine.tensor.context_attention import ContextAttention
 from pipeflow.models import GPTLMLoss, build_gpt_pipeline
 
 TOKENS, ATTENTION = 4096, 0.5
 RANKS, MICROBATCHES, FORWARD, BACKWARD = 4, 8, 0.160, 0.320  # of stages that sleep
-SIZES: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "vocab_size": 256}
+LAYERS, WIDTH = 2, 128  # of each rank's GPT
+SIZES: dict[str, Any] = {"hidden_size": WIDTH, "num_attention_heads": 4, "vocab_size": 256}
+TRACED = 3  # steps of which the middle one gives costs
 
 
 class SleepingSlice(nn.Module):
-    """A stage that sleeps as long as a slice of a causal model computes."""
+    """A stage that sleeps as long as a slice of a causal model computes. Its context ranks share that time, after they
+    have exchanged a number for each token, as they would keys.
+    """
 
     shares_tokens = True
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1))
+        self.over_context = ContextAttention()
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        start = tokens_before(self)
-        places = start / TOKENS, (start + tokens.shape[1]) / TOKENS
+    def forward(self, hidden: Tensor | None = None, input_ids: Tensor | None = None) -> Tensor:
+        tokens = input_ids[..., None].float() if hidden is None and input_ids is not None else hidden
+        assert tokens is not None
+        ranks, start = self.over_context.group.size, tokens_before(self)
+        if ranks > 1:
+            heads = tokens[:, None]
+            tokens = self.over_context(heads, heads, heads, _last, partial(joined, self))[:, 0]
+        places = start / TOKENS, (start + ranks * tokens.shape[1]) / TOKENS
         share = (1 - ATTENTION) * (places[1] - places[0]) + ATTENTION * (places[1] ** 2 - places[0] ** 2)
         sleep: Any = Sleep.apply
-        output: Tensor = sleep(tokens * self.scale, share * FORWARD, share * BACKWARD)
+        output: Tensor = sleep(tokens * self.scale, share * FORWARD / ranks, share * BACKWARD / ranks)
         return output
+
+
+def _last(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """In the place of attention: the value of each query's own token."""
+    return value.narrow(2, value.shape[2] - query.shape[2], query.shape[2])
 
 
 def run(rounds: int | None = None) -> Report:
     rounds = rounds or 5
     title = f"slices: {TOKENS} tokens, in {rounds} rounds"
     columns = ["stages", "slices", "step ms", "simulated gain", "measured gain", "measured / simulated step"]
-    report = Report("slices", title, [*columns, "simulated peak of rank 0, microbatches", "measured / simulated peak"])
+    columns += ["the same, by costs of this row's slices", "simulated peak of rank 0, microbatches"]
+    report = Report("slices", title, [*columns, "measured / simulated peak"])
     data, fixed = {}, {}
-    for name, ranks in (("sleep", RANKS), ("gpt", 2)):
-        results = run_ranks("slices:measure", ranks, {"name": name, "rounds": rounds}, deadline=300 + 60 * rounds)
+    for name, ranks, context in (("sleep", RANKS, 1), ("sleep", 2, 2), ("gpt", 2, 1)):
+        options = {"name": name, "rounds": rounds, "launch": {"pipeline": ranks, "context": context}}
+        results = run_ranks("slices:measure", ranks * context, options, deadline=300 + 60 * rounds)
         times, simulated = step_times([each["times"] for each in results]), results[0]["simulated"]
-        data[name] = {"seconds": times, "simulated": simulated}
+        own, stages = results[0]["by own costs"], f"{name}, {ranks} ranks" + f" of {context} context" * (context > 1)
+        data[stages] = {"seconds": times, "simulated": simulated, "by own costs": own}
         for ways in times:
             step, gain = statistics.median(times[ways]), simulated["whole"] / simulated[ways]
-            figures = [gain, paired(times, "whole", ways), step / simulated[ways]]
+            figures = [gain, paired(times, "whole", ways), step / simulated[ways], step / own[ways]]
             if name == "gpt":  # a stage that sleeps saves next to nothing
                 peak = results[0]["simulated peaks"][ways]
                 figures += [peak, results[0]["peaks"][ways] / peak]
             report.rows.append(
-                [f"{name}, {ranks} ranks", ways, f"{1e3 * step:.0f}", *(f"{each:.3f}" for each in figures)]
-                + ["", ""] * (name != "gpt")
+                [stages, ways, f"{1e3 * step:.0f}", *(f"{each:.3f}" for each in figures)] + ["", ""] * (name != "gpt")
             )
         fixed[name] = 1e3 * results[0]["fixed"]
     report.data = data
@@ -75,12 +95,15 @@ def run(rounds: int | None = None) -> Report:
         "(M q + P - 1) / (q (M + P - 1)) of 1f1b within 3 %: "
         f"{RANKS - 1 + 4 * MICROBATCHES} / {4 * (RANKS - 1 + MICROBATCHES)} with 4 slices, a gain of "
         f"{4 * (RANKS - 1 + MICROBATCHES) / (RANKS - 1 + 4 * MICROBATCHES):.3f}",
-        "peaks: bytes that autograd saved, over those of a whole microbatch; the simulated peak counts tokens, and is "
-        "(P - 1 + q) / q of equally long slices; slices of equal cost have more, since the first ones are longer",
-        f"a forward or backward of a slice took {fixed['sleep']:.2f} ms longer than it slept, in a traced step: "
-        "simulations leave this out, and slices have it more often",
-        "the costs of the GPT come from a traced step of 1f1b, its share of attention from steps of 1,024 to 4,096 "
-        "tokens",
+        "the simulated gain, and measured / simulated step, take costs of whole microbatches: what these promise, if "
+        "slices took no longer in all. The column after it takes the costs of traced steps in the same slices (a mean "
+        "over microbatches, with what the engine does between actions), as every other benchmark of a schedule does",
+        "peaks: bytes that autograd saved, over those of a whole microbatch; the simulated peak counts the tokens that "
+        "are saved, and the buffer of keys, which has all tokens of a sequence",
+        f"a forward or backward of a slice took {fixed['sleep']:.2f} ms longer than it slept, in a traced step: costs "
+        "of whole microbatches leave this out, and slices have it more often",
+        "the costs of the GPT come from traced steps of 1f1b, its share of attention from steps of 1,024 to 4,096 "
+        "tokens; those of stages that sleep are known",
     ]
     return report
 
@@ -91,47 +114,54 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
 
     if name == "sleep":
         go_first()
-    ranks = int(os.environ["WORLD_SIZE"])
+    ranks, context = current_context().pipeline_size, current_context().context_size
     schedules = {
         slices: pipeflow.make_schedule("1f1b", ranks=ranks, microbatches=MICROBATCHES, slices=slices)
         for slices in (1, 4)
     }
-    tokens = torch.zeros(MICROBATCHES, TOKENS, dtype=torch.long)
+    times = (FORWARD / context,) * ranks, (BACKWARD / context,) * ranks, (0.0,) * ranks
     if name == "sleep":
         stage: nn.Module = SleepingSlice()
         criterion: nn.Module = TokenMean()
-        batch: Any = (tokens[..., None].float(), tokens.float())
+        cost = pipeflow.CostModel(*times, attention=ATTENTION)
     else:
-        stage = build_gpt_pipeline(2 * ranks, max_position_embeddings=TOKENS, **SIZES)
-        criterion, batch = GPTLMLoss(), ({"input_ids": tokens}, tokens)
-    cost = pipeflow.CostModel((FORWARD,) * ranks, (BACKWARD,) * ranks, (0.0,) * ranks, attention=ATTENTION)
-    if name == "gpt":
-        cost = _measured(stage, schedules[1], criterion)
+        stage = build_gpt_pipeline(LAYERS * ranks, max_position_embeddings=TOKENS, **SIZES)
+        criterion = GPTLMLoss()
+        cost = _of_whole(stage, schedules[1], criterion)
     ways = {
         "whole": (schedules[1], cost),
         "equally long": (schedules[4], replace(cost, attention=0.0)),
         "equal cost": (schedules[4], cost),
     }
-    contenders, peaks, simulated, fullest = {}, {}, {}, {}
+    batch, models, contenders = _batch(MICROBATCHES), {}, {}
     for way, (schedule, each) in ways.items():
-        model = pipeflow.Pipeline(stage, schedules[1], criterion=criterion, cost=each)
+        models[way] = pipeflow.Pipeline(stage, schedules[1], criterion=criterion, cost=each)
+        contenders[way] = Contender(way, partial(_step, batch, models[way], schedule), [stage])
+    peaks = {way: _peak(contender) for way, contender in contenders.items()}
+    whole = _peak(Contender("alone", partial(_step, _batch(1), models["whole"], schedules[1].first(1)), [stage]))
+    simulated, fullest, own, fixed = {}, {}, {}, 0.0
+    for way, (schedule, each) in ways.items():
         ends = pipeflow.equal_slices(TOKENS, schedule.slices, attention=each.attention)
-        timeline = pipeflow.simulate(schedule, replace(cost, slice_ends=ends))
-        simulated[way], fullest[way] = timeline.makespan, timeline.peak_activations[0]
-        contenders[way] = Contender(way, partial(_step, batch, model, schedule), [stage])
-        peaks[way] = _peak(contenders[way])
-    first = (
-        (tokens[:1, :, None].float(), tokens[:1].float())
-        if name == "sleep"
-        else ({"input_ids": tokens[:1]}, tokens[:1])
-    )
-    alone = Contender("alone", partial(_step, first, model, schedules[1].first(1)), [stage])
-    whole = _peak(alone)
-    times: Times = alternate(contenders, rounds)
-    peaks = {way: peak / whole if whole else 0.0 for way, peak in peaks.items()}
-    traced = pipeflow.execute_pipeline(iter([batch]), model, schedule=schedule, trace=True).timeline
-    fixed = 0.0 if traced is None else (_computed(traced) - _computed(timeline)) / sum(map(len, timeline.rows))
-    return {"times": times, "simulated": simulated, "peaks": peaks, "simulated peaks": fullest, "fixed": fixed}
+        keys = 2 * WIDTH * TOKENS * LAYERS * 4 / whole if whole and schedule.slices > 1 else 0.0
+        saved: dict[str, Any] = {"saved_bytes": (1 - keys,) * ranks, "kept_bytes": {Content.KEYS: (keys,) * ranks}}
+        timeline = pipeflow.simulate(schedule, replace(cost, slice_ends=ends, **saved))
+        simulated[way], fullest[way] = timeline.makespan, timeline.peak_bytes[0]
+        traced = _traced(models[way], schedule, batch)
+        own[way] = pipeflow.simulate(schedule, pipeflow.measured_costs(traced)).makespan
+        fixed = (_computed(traced) - _computed(timeline)) / sum(map(len, timeline.rows))
+    return {
+        "times": alternate(contenders, rounds),
+        "simulated": simulated,
+        "by own costs": own,
+        "peaks": {way: peak / whole if whole else 0.0 for way, peak in peaks.items()},
+        "simulated peaks": fullest,
+        "fixed": fixed,
+    }
+
+
+def _batch(samples: int, length: int = TOKENS) -> Any:
+    tokens = torch.zeros(samples, length, dtype=torch.long)
+    return {"input_ids": tokens}, tokens
 
 
 def _computed(timeline: pipeflow.Timeline) -> float:
@@ -143,21 +173,24 @@ def _step(batch: Any, model: pipeflow.Pipeline, schedule: pipeflow.Schedule) -> 
     return pipeflow.execute_pipeline(iter([batch]), model, schedule=schedule)
 
 
-def _measured(stage: nn.Module, schedule: pipeflow.Schedule, criterion: nn.Module) -> pipeflow.CostModel:
-    """The costs of this GPT: from traced steps of whole microbatches, the median of the lengths' steps."""
+def _traced(model: pipeflow.Pipeline, schedule: pipeflow.Schedule, batch: Any) -> pipeflow.Timeline:
+    """Of some steps after the first, the one whose actions take the median time in all."""
+    timelines = [
+        pipeflow.execute_pipeline(iter([batch]), model, schedule=schedule, trace=True).timeline
+        for _ in range(1 + TRACED)
+    ]
+    found = sorted((each for each in timelines[1:] if each is not None), key=_computed)
+    return found[len(found) // 2]
+
+
+def _of_whole(stage: nn.Module, schedule: pipeflow.Schedule, criterion: nn.Module) -> pipeflow.CostModel:
+    """The costs of this GPT from steps of whole microbatches, with the share of attention by steps of other lengths."""
     model = pipeflow.Pipeline(stage, schedule, criterion=criterion)
-    costs, times = {}, {}
+    times = {}
     for length in (TOKENS // 4, TOKENS // 2, TOKENS):
-        tokens = torch.zeros(MICROBATCHES, length, dtype=torch.long)
-        timelines = [
-            pipeflow.execute_pipeline(iter([({"input_ids": tokens}, tokens)]), model, trace=True).timeline
-            for _ in range(4)
-        ]
-        costs[length] = [pipeflow.measured_costs(each) for each in timelines[1:] if each is not None]
-        sums = [sum(each.forward) + sum(each.backward_input) + sum(each.backward_weight) for each in costs[length]]
-        times[length] = statistics.median(sums)
-        middle = costs[length][sums.index(times[length])]
-    return replace(middle, attention=pipeflow.attention_share(times, TOKENS))
+        cost = pipeflow.measured_costs(_traced(model, schedule, _batch(MICROBATCHES, length)))
+        times[length] = sum(cost.forward) + sum(cost.backward_input) + sum(cost.backward_weight)
+    return replace(cost, attention=pipeflow.attention_share(times, TOKENS))
 
 
 class _Saved:

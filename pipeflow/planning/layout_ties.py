@@ -30,15 +30,24 @@ def plainest(timed: Iterable[Timed]) -> Timed:
 
 
 def plainness(layout: Layout) -> tuple[int, ...]:
-    """A sort key: the plainer layout has fewer kinds of ranks beside replicas. Of as many, it has 1F1B or no pipeline,
-    then fewer stages per rank, less recomputation, and less that is divided among replicas. Then it has fewer tensor,
-    pipeline, context and expert ranks. Of the same sizes, fewer replicas divide the weights: collectives of fewer ranks
-    suffer less from a loaded network, which plans do not know.
+    """A sort key: the plainer layout has fewer slices of sequences, then fewer kinds of ranks beside replicas. Of as
+    many, it has 1F1B or no pipeline, then fewer stages per rank, less recomputation, and less that is divided among
+    replicas. Then it has fewer tensor, pipeline, context and expert ranks. Of the same sizes, fewer replicas divide the
+    weights: collectives of fewer ranks suffer less from a loaded network, which plans do not know.
     """
     kinds = sum(getattr(layout, name) > 1 for name in KINDS)
     again = RECOMPUTATION.index(layout.checkpoint)
     sizes = (getattr(layout, name) for name in KINDS)
-    return kinds, not _is_usual(layout), _stages(layout), again, max(1, layout.zero), *sizes, layout.setup.shards
+    return (
+        _slices(layout),
+        kinds,
+        not _is_usual(layout),
+        _stages(layout),
+        again,
+        max(1, layout.zero),
+        *sizes,
+        layout.setup.shards,
+    )
 
 
 def plainer(layout: Layout, than: Layout) -> Iterator[str]:
@@ -50,6 +59,8 @@ def plainer(layout: Layout, than: Layout) -> Iterator[str]:
     >>> list(plainer(one, other)), list(plainer(other, one))
     (['no tensor ranks', 'no recomputation'], ['no pipeline'])
     """
+    if (mine := _slices(layout)) < (theirs := _slices(than)):
+        yield "whole sequences" if mine == 1 else f"{mine} slices, not {theirs}"
     for name in KINDS:
         mine, theirs = getattr(layout, name), getattr(than, name)
         if mine < theirs:
@@ -70,6 +81,11 @@ def plainer(layout: Layout, than: Layout) -> Iterator[str]:
 
 def _is_usual(layout: Layout) -> bool:
     return layout.pipeline == 1 or layout.schedule == "1f1b"
+
+
+def _slices(layout: Layout) -> int:
+    """Into how many slices microbatches are cut."""
+    return int(layout.options.get("slices", 1))
 
 
 def _stages(layout: Layout) -> int:

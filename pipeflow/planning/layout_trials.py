@@ -38,6 +38,8 @@ from pipeflow.planning.layout_cells import Cell
 from pipeflow.planning.physical import Physical, physical_costs
 from pipeflow.planning.rank_memory import ALLOCATOR, RankPeaks, peaks, state_bytes
 from pipeflow.planning.setup import Setup
+from pipeflow.planning.shares import sequence_of
+from pipeflow.planning.transformer import GPT
 from pipeflow.schedules import make_schedule, options_of
 from pipeflow.schedules.orders.memory_search import NoOrderError
 
@@ -49,7 +51,9 @@ ROUNDING = 1e-8  # by which the bytes of an order may exceed what a search was g
 ENOUGH = 8  # microbatches with which every schedule that ever splits backwards does so
 
 Cut = tuple[Part, ...]
-Kept = tuple[str, Placement]  # the name of a family and the placement of its stages
+Kept = tuple[str, Placement, int]  # the name of a family, the placement of its stages, and its slices
+SLICES = (1, 2, 4, 8)  # of a sequence that are tried
+SLICE = 4096  # tokens of a slice at least: products of fewer lose more than slices gain
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,7 @@ class Family:
     @property
     def kept(self) -> Kept:
         """The parts that are the same under any costs."""
-        return self.name, self.placement
+        return self.name, self.placement, self.slices
 
     @property
     def saves(self) -> bool:
@@ -255,23 +259,30 @@ def choices(wanted: Wanted, cell: Cell, *, only: Kept | None = None) -> Iterator
     `only`, those of one family.
     """
     for family in families_of(wanted, cell, only):
-        for cut, whole, split in _bounds(wanted, cell, family.placement):
+        for cut, whole, split in _bounds(wanted, cell, family.placement, family.slices):
             yield split if family.split else whole, Choice(cell, family, cut)
 
 
-def _slices(wanted: Wanted, cell: Cell) -> int:
-    """Into how many slices the layouts of a cell cut each microbatch."""
-    return wanted.slices if cell.pipeline > 1 else 1
+def _slices(wanted: Wanted, cell: Cell) -> Iterator[int]:
+    """Into how many slices the layouts of a cell cut each microbatch: into none where there are context ranks or ZeRO-2
+    and more.
+    """
+    setup, model = cell.setup, wanted.model
+    can_cut = cell.pipeline > 1 and setup.context == 1 and setup.zero < 2
+    if cell.pipeline == 1 or wanted.slices is None:
+        yield 1
+    elif can_cut or wanted.slices == 1:
+        yield wanted.slices
+    if can_cut and wanted.slices is None and isinstance(model, GPT):
+        tokens = sequence_of(model, setup)
+        yield from (slices for slices in SLICES if slices > 1 and tokens >= slices * SLICE)
 
 
 def families_of(wanted: Wanted, cell: Cell, only: Kept | None = None) -> Iterator[Family]:
-    """The families that are tried in a cell, or the one that is `only`. With slices there are none where there are
-    context ranks or ZeRO-2 and more.
-    """
-    slices = _slices(wanted, cell)
-    if slices > 1 and (cell.setup.context > 1 or cell.setup.zero > 1):
-        return
-    for family in _families(wanted.schedules, cell.pipeline, wanted.model.layers, slices):
+    """The families that are tried in a cell, or the one that is `only`."""
+    many = [slices for slices in _slices(wanted, cell) if only is None or slices == only[2]]
+    names, ranks, layers = wanted.schedules, cell.pipeline, wanted.model.layers
+    for family in (family for slices in many for family in _families(names, ranks, layers, slices)):
         saves = wanted.kinds != "none" and "cost" in options_of(family.name)
         is_short = family.actions(cell.microbatches) <= (SAVING_ACTIONS if saves else ACTIONS)
         if is_short and only in (None, family.kept):
@@ -279,7 +290,7 @@ def families_of(wanted: Wanted, cell: Cell, only: Kept | None = None) -> Iterato
 
 
 @lru_cache(maxsize=512)
-def _bounds(wanted: Wanted, cell: Cell, placement: Placement) -> tuple[tuple[Cut, float, float], ...]:
+def _bounds(wanted: Wanted, cell: Cell, placement: Placement, slices: int) -> tuple[tuple[Cut, float, float], ...]:
     """The cuts of a placement, each with lower bounds on the makespan with whole and with split backwards. Where layers
     of a kind differ in what they copy or recompute, as the number of layers of a stage says, there is no such bound.
     """
@@ -287,7 +298,7 @@ def _bounds(wanted: Wanted, cell: Cell, placement: Placement) -> tuple[tuple[Cut
     mapped = map_devices(wanted.cluster, setup, cell.pipeline)
     profiles = [_profile(model, _of_one_replica(setup), kind) for kind in mapped.kinds]
     are_alike = setup.checkpoint_layers is None and not setup.offload_layers
-    slices, found = _slices(wanted, cell), list[tuple[Cut, float, float]]()
+    found = list[tuple[Cut, float, float]]()
     for cut in dict.fromkeys(_cuts(wanted, cell, placement)):
         least = (0.0, 0.0)
         if are_alike:
@@ -303,7 +314,7 @@ def priced(wanted: Wanted, choice: Choice, limit: float = inf) -> tuple[float, L
     than `limit` bytes besides activations.
     """
     cell, family, cut = choice.cell, choice.family, choice.cut
-    if (found := _costs_of(wanted, cell, family.placement, limit, cut)) is None:
+    if (found := _costs_of(wanted, cell, family.placement, limit, cut, family.slices)) is None:
         return None
     room = tuple((limit - state) / (1 + ALLOCATOR) * (1 - ROUNDING) for state in found.state)
     ordered = family.under(found.physical.cost, wanted.kinds, room)
@@ -342,7 +353,7 @@ def _cuts(wanted: Wanted, cell: Cell, placement: Placement) -> Iterator[Cut]:
 
 
 @lru_cache(maxsize=1024)
-def _costs_of(wanted: Wanted, cell: Cell, placement: Placement, limit: float, cut: Cut) -> _Costs | None:
+def _costs_of(wanted: Wanted, cell: Cell, placement: Placement, limit: float, cut: Cut, slices: int) -> _Costs | None:
     """None if devices hold more than `limit`."""
     model, setup = wanted.model, cell.setup
     lacking = wanted.lacking(setup, cell.pipeline)
@@ -351,7 +362,6 @@ def _costs_of(wanted: Wanted, cell: Cell, placement: Placement, limit: float, cu
     )
     if max(*state, *step) > limit:
         return None
-    slices = _slices(wanted, cell)
     physical = physical_costs(model, placement, setup, wanted.cluster, cut=cut, slices=slices)
     of_one = zip(state, _of_one(physical.cost, placement), strict=True)
     if max(held + (1 + ALLOCATOR) * kept for held, kept in of_one) > limit:

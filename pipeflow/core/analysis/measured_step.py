@@ -163,8 +163,9 @@ def _slice_ends(timeline: Timeline) -> tuple[float, ...]:
 def _slice_works(timeline: Timeline) -> list[float]:
     """The share of each slice in the time of all computations."""
     works = [0.0] * timeline.slices
-    for span in (span for row in timeline.on(Stream.COMPUTE) for span in row if span.action.slice is not None):
-        works[span.action.slice] += span.end - span.start
+    for span in (span for row in timeline.on(Stream.COMPUTE) for span in row):
+        if span.action.slice is not None:
+            works[span.action.slice] += span.end - span.start
     total = sum(works) or 1.0
     return [work / total for work in works]
 

@@ -460,15 +460,16 @@ def _wanted(arguments: argparse.Namespace, model: Model) -> Wanted:
     searched = tuple(name for name in SEARCHED if library is None or name in library.schedules)
     if library is not None:
         fixed |= {name: fixed[name] or 1 for name in library.single}
+    setup = setup_of(arguments, [name for name in LAYOUT if name not in {*FIXED, *REFUSED}])
     return Wanted(
         model,
         cluster,
         arguments.devices,
         arguments.batch,
         memory=arguments.memory,
-        setup=setup_of(arguments, [name for name in LAYOUT if name not in {*FIXED, *REFUSED}]),
+        setup=setup,
         schedules=searched if arguments.schedule is None else (arguments.schedule,),
         kinds=arguments.kinds or "none",
-        slices=arguments.slices or 1,
+        slices=arguments.slices or (None if library is None and setup.engine is None else 1),
         **fixed,
     )
