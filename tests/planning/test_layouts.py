@@ -11,6 +11,7 @@ import pytest
 from pipeflow import GPT, SCHEDULES, Cluster, CostModel, Placement, UsageError, make_schedule, plan, simulate, verify
 from pipeflow.core.dataflow import Content
 from pipeflow.core.schedule import Schedule
+from pipeflow.planning import layout_trials
 from pipeflow.planning.cuts import cut_by_load, even_cut, least_makespan
 from pipeflow.planning.layout import SEARCHED, Layout, Wanted
 from pipeflow.planning.layout_cells import Cell, Sizes, cells, heavier, lighter, meshes
@@ -64,6 +65,17 @@ def test_the_search_finds_what_brute_force_finds(memory: float | None) -> None:
     few = find_layouts(task, top=2)
     assert [each.step_seconds for each in few.ranked] == [each.step_seconds for each in found[:2]]
     assert plainness(few.recommended.layout) == plainness(plainest(timed)[1])
+
+
+@pytest.mark.slow
+def test_the_search_finds_the_slices_that_brute_force_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout_trials, "SLICE", 128)
+    task = wanted(batch=4, memory=145e6, schedules=("1f1b", "zb-h1"))
+    timed = list(everything(task))
+    expected, found = picked(timed), find_layouts(task, top=100).ranked
+    assert {layout.options.get("slices") for _, layout in timed} == {None, 2, 4}
+    assert [each.step_seconds for each in found] == pytest.approx([seconds for seconds, _ in expected])
+    assert [plainness(each.layout) for each in found] == [plainness(layout) for _, layout in expected]
 
 
 @pytest.mark.slow

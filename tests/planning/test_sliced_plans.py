@@ -12,6 +12,7 @@ from pipeflow import GPT, Cluster, Plan, Setup, UsageError, make_schedule, model
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.estimate import breakdown
 from pipeflow.planning.layout import Wanted
+from pipeflow.planning.layout_ties import TIE, plainer
 from pipeflow.planning.layouts import find_layouts
 from pipeflow.planning.libraries import LIBRARIES
 from pipeflow.planning.libraries.own import script
@@ -115,3 +116,22 @@ def test_a_search_finds_what_slices_make_possible() -> None:
     for change in ({"context": 2}, {"zero": 3}):
         with pytest.raises(UsageError, match=r"plan slices=4 with \w+=1, or slices=1"):
             Wanted(LLAMA, H100, 16, 16, setup=Setup(sequence=32768), slices=4, **change)  # type: ignore[arg-type]
+
+
+def test_a_search_tries_slices_of_long_sequences_and_recommends_those_that_gain() -> None:
+    given: Any = {"setup": Setup(sequence=32768), "tensor": 4, "pipeline": 4, "memory": 32e9}
+    found, whole = (find_layouts(Wanted(LLAMA, H100, 16, 16, **given, **cut), top=1) for cut in ({}, {"slices": 1}))
+    assert found.recommended.layout.options["slices"] > 1
+    assert found.recommended.step_seconds < whole.fastest.step_seconds / (1 + TIE)
+    short = replace(SETUP, sequence=4096)
+    tasks = [Wanted(LLAMA, H100, 16, 16, **given | {"setup": short}, **cut) for cut in ({}, {"slices": 1})]
+    assert len({find_layouts(task, top=1).simulated for task in tasks}) == 1
+
+
+def test_slices_that_gain_little_are_not_recommended() -> None:
+    given: Any = {"setup": Setup(sequence=32768), "tensor": 4, "pipeline": 2, "schedules": ("1f1b",)}
+    found = find_layouts(Wanted(LLAMA, H100, 8, 32, **given), top=5)
+    fastest, recommended = found.fastest.layout, found.recommended.layout
+    assert fastest.options["slices"] > 1
+    assert "slices" not in recommended.options
+    assert "whole sequences" in plainer(recommended, fastest)
