@@ -142,7 +142,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     simulated, fullest, own, fixed = {}, {}, {}, 0.0
     for way, (schedule, each) in ways.items():
         ends = pipeflow.equal_slices(TOKENS, schedule.slices, attention=each.attention)
-        keys = 2 * WIDTH * TOKENS * LAYERS * 4 / whole if whole and schedule.slices > 1 else 0.0
+        keys = 2 * WIDTH * TOKENS * LAYERS * 4 / whole if name == "gpt" and schedule.slices > 1 else 0.0
         saved: dict[str, Any] = {"saved_bytes": (1 - keys,) * ranks, "kept_bytes": {Content.KEYS: (keys,) * ranks}}
         timeline = pipeflow.simulate(schedule, replace(cost, slice_ends=ends, **saved))
         simulated[way], fullest[way] = timeline.makespan, timeline.peak_bytes[0]

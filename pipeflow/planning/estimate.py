@@ -23,12 +23,12 @@ from pipeflow.core.schedule import Schedule, require_schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.kept import with_slice_buffers
 from pipeflow.planning.physical import Physical, layer_forward, physical_costs, stage_costs
 from pipeflow.planning.rank_memory import Held, RankPlan, held_by, rank_plan, stage_gradients, with_gradients
 from pipeflow.planning.rates import KINDS
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.sharding import require_pipeline
-from pipeflow.planning.kept import with_slice_buffers
 from pipeflow.planning.shares import sequence_of, shares_of, stage_layers
 from pipeflow.planning.step_plan import Plan, StepParts, StepPlan
 from pipeflow.planning.transformer import GPT, ViT
@@ -116,9 +116,10 @@ def require_sliceable(model: Transformer, setup: Setup, slices: int) -> None:
     if not isinstance(model, GPT):
         raise UsageError(f"slices={slices} need a causal model, and {type(model).__name__} is none: use slices=1")
     if setup.context > 1:
-        raise UsageError(f"context ranks take whole microbatches: plan slices={slices} with context=1, or slices=1")
+        raise UsageError(f"no plan has slices over context ranks yet: plan slices={slices} with context=1, or slices=1")
     if setup.zero > 1:
-        raise UsageError(f"ZeRO-{setup.zero} takes whole microbatches: plan slices={slices} with zero=1, or slices=1")
+        zero = f"no plan has slices with ZeRO-{setup.zero} yet"
+        raise UsageError(f"{zero}: plan slices={slices} with zero=1, or slices=1")
     tokens = sequence_of(model, setup)
     if tokens < slices * (setup.tensor if setup.sequence_parallel else 1):
         raise UsageError(f"slices={slices} are too many for a sequence of {tokens} tokens: use fewer")

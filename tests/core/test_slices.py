@@ -126,6 +126,17 @@ def test_costs_of_a_simulation_in_slices_are_measured_again(name: str, ends: tup
     assert simulate(schedule, found).peak_activations == pytest.approx(ran.peak_activations)
 
 
+def test_the_work_of_the_engine_between_slices_is_a_part_of_their_costs() -> None:
+    schedule = make_schedule("1f1b", ranks=1, microbatches=3, slices=4)
+    ran = simulate(schedule, CostModel.even(schedule.placement))
+    [row] = ran.rows
+    later = [0.1 * (number + 1) for number in range(len(row))]
+    moved = [replace(span, start=span.start + late, end=span.end + late) for span, late in zip(row, later, strict=True)]
+    found = measured_costs(replace(ran, rows=(tuple(moved),)))
+    assert found.forward == pytest.approx((1.4,))
+    assert simulate(schedule, found).makespan == pytest.approx(moved[-1].end)
+
+
 def test_what_differs_between_microbatches_in_slices_is_measured() -> None:
     """Equally long slices of a causal model do not take equally long, which is not late; a slice that is late counts
     for its microbatch, and a microbatch whose slices all take longer has a factor.
@@ -133,7 +144,7 @@ def test_what_differs_between_microbatches_in_slices_is_measured() -> None:
     schedule = make_schedule("1f1b", ranks=2, microbatches=6, slices=4)
     cost = replace(CostModel.even(schedule.placement), attention=0.8, slice_ends=(1, 2, 3, 4))
     assert not measured_costs(simulate(schedule, cost), late_apart=True).late
-    late = replace(cost, late={"1F3": 8.0})
+    late = replace(cost, late={"1F3": 8.0, "0I4": 6.0, "0W4": 6.0})
     found = measured_costs(simulate(schedule, late), late_apart=True)
     assert found.forward == pytest.approx(cost.forward)
     assert found.late == pytest.approx(late.late)

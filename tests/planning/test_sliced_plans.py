@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pipeflow import GPT, Cluster, Plan, Setup, UsageError, make_schedule, model_named, plan
+from pipeflow.core.dataflow import Content
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.estimate import breakdown
 from pipeflow.planning.layout import Wanted
@@ -89,7 +90,7 @@ def test_a_script_cuts_where_the_plan_does() -> None:
         (
             "llama3-8b",
             Setup(context=2),
-            "context ranks take whole microbatches: plan slices=4 with",
+            "no plan has slices over context ranks yet: plan slices=4 with context=1",
         ),
         ("llama3-8b", Setup(sequence=3), "slices=4 are too many for a sequence of 3 tokens: use fewer"),
     ],
@@ -116,6 +117,18 @@ def test_a_search_finds_what_slices_make_possible() -> None:
     for change in ({"context": 2}, {"zero": 3}):
         with pytest.raises(UsageError, match=r"plan slices=4 with \w+=1, or slices=1"):
             Wanted(LLAMA, H100, 16, 16, setup=Setup(sequence=32768), slices=4, **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "full", "op"])
+def test_plans_count_the_buffers_of_keys(checkpoint: str) -> None:
+    """Each of a rank's 8 layers has 8 heads of keys and of values, a quarter of which are here, in 16 bits."""
+    whole, cut = (planned(slices, replace(SETUP, checkpoint=checkpoint)).cost for slices in (1, 4))
+    keys = 2.0 * 8192 * 8 * 2 * 1024 / 4
+    assert cut.kept_bytes[Content.KEYS] == cut.kept_bytes[Content.KEYS_GRADIENT] == (keys,) * 4
+    kept = {"none": keys, "full": 0.0, "op": keys / 2}[checkpoint]
+    assert cut.saved_bytes == pytest.approx([each - kept for each in whole.saved_bytes])
+    without = plan(LLAMA, sliced(4), replace(SETUP, checkpoint=checkpoint))  # in other units, but the same bytes
+    assert (without.cost.saved_bytes, without.cost.kept_bytes) == (cut.saved_bytes, cut.kept_bytes)
 
 
 def test_a_search_tries_slices_of_long_sequences_and_recommends_those_that_gain() -> None:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from pipeflow import CostModel, Divided, Kind, Pipeline, Schedule, UsageError, Whole, execute_pipeline, make_schedule
+from pipeflow.core.analysis.measured_step import measured_costs
 from pipeflow.core.slices import equal_slices
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.runtime.past import Slices, joined
@@ -351,8 +352,10 @@ def test_the_head_of_a_slice_may_be_computed_in_slices_of_its_tokens() -> None:
 
 def test_a_measured_step_has_the_slices() -> None:
     schedule = make_schedule("zb-v", ranks=2, microbatches=2, slices=3)
-    timeline = run_threads(traced, 2, schedule, batch_of(2, 12))[0]
+    timeline = run_threads(traced, 2, schedule, batch_of(2, 14))[0]
     assert [[span.action for span in row] for row in timeline.rows] == [[*row] for row in schedule.rows]
+    assert timeline.slice_lengths == pytest.approx((5 / 14, 4 / 14, 5 / 14))
+    assert measured_costs(timeline).slice_ends == pytest.approx((5 / 14, 9 / 14, 1))
 
 
 def traced(schedule: Schedule, batch: Any) -> Any:
