@@ -90,7 +90,9 @@ def kept(
 def _of_buffers(
     span: Span, sizes: Mapping[Content, Sequence[float]], factor: float, lengths: Sequence[float]
 ) -> Iterator[tuple[float, float]]:
-    """The changes by buffers of what passes between slices: keys of all tokens, gradients of those of the last slice."""
+    """The changes by buffers of what passes between slices: of keys for all tokens, of their gradients for those before
+    the last slice.
+    """
     place, stage = span.action.slice, span.action.stage
     made = {content for content, _ in DATAFLOW[span.action.kind].makes} if place is not None else ()
     for content in (each for each in ACROSS if each in sizes and made):

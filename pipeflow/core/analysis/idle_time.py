@@ -169,8 +169,8 @@ def pauses(timeline: Timeline, latency: Callable[[Link], float]) -> Iterator[tup
 
 
 class Usual:
-    """The usual times of the computations of a timeline: by kind and stage, and slice if microbatches are cut, the lower
-    quartile, which late ones do not move.
+    """The usual times of the computations of a timeline: by kind, stage and slice, the lower quartile, which late ones
+    do not move.
     """
 
     def __init__(self, timeline: Timeline) -> None:
