@@ -92,8 +92,8 @@ _DEFERRING: dict[type, type[nn.Module]] = {
 
 
 def _prepared(layer: nn.Module) -> Deferrable | None:
-    """The layer if it defers, after making a stock layer do so; otherwise None. Under fully_shard none does: torch takes
-    gradients when a backward ends.
+    """The layer if it defers, after making a stock layer do so; otherwise None. Under fully_shard none does, as torch
+    takes gradients when a backward ends.
     """
     deferring = _DEFERRING.get(type(layer))
     if deferring is not None and _is_stock(layer):
