@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pipeflow.core.errors import ScheduleError, UsageError, numbers_of, require_type
 
@@ -103,12 +104,21 @@ class Placement:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that `rank` holds, in ascending order. The index of a stage in this tuple is its chunk."""
-        held = {stage for path in self.paths for stage, holder in enumerate(path) if holder == rank}
-        return tuple(sorted(held))
+        return _held(self.paths).get(rank, ())
 
     def chunk_of(self, stage: int, microbatch: int = 0) -> int:
         """The index of `stage` among the stages of the rank that runs it for `microbatch`."""
         return self.stages_of(self.rank_of(stage, microbatch)).index(stage)
+
+
+@lru_cache(maxsize=256)
+def _held(paths: tuple[tuple[int, ...], ...]) -> dict[int, tuple[int, ...]]:
+    """Per rank the stages that it holds: a search asks for the same placement ten thousand times."""
+    held: dict[int, set[int]] = {}
+    for path in paths:
+        for stage, rank in enumerate(path):
+            held.setdefault(rank, set()).add(stage)
+    return {rank: tuple(sorted(stages)) for rank, stages in held.items()}
 
 
 def require_placement(placement: object) -> None:

@@ -113,11 +113,12 @@ def _weighed(
     best = min([*near, even[-1]], even, key=busy)
     while True:
         least = busy(best)
-        moves = _moves(best, work, holders, one, loads(best))
+        moves = list(_moves(best, work, holders, one, loads(best)))
+        most = min((highest for *_, highest in moves), default=0.0)
         moved = [
             [*best[:first], *(border + by for border in best[first:end]), *best[end:]]
             for first, end, by, highest in moves
-            if highest <= least[0] * (1 + ROUNDING)
+            if highest <= min(most, least[0]) * (1 + ROUNDING)
         ]
         better = min([best, *moved], key=busy)
         if busy(better) >= least:
@@ -357,19 +358,22 @@ def least_of_cut(
     """
     experts = [0, *accumulate(kind == "experts" for kind in kinds)]
     none: Times = (0.0, 0.0, 0.0)
-    stages = []
+    stages, known = [], dict[object, list[float]]()  # the times of stages that are alike
     for stage, (start, end) in enumerate(cut):
         routed = experts[end] - experts[start]
-        own = {kind for path in placement.paths for kind in ranks[path[stage]]}
-        each = []
-        for part in (profiles[kind] for kind in own):
-            before, after = part.before if stage == 0 else none, part.after if stage == len(cut) - 1 else none
-            counts = (
-                (routed, part.layers.get("experts", none)),
-                (end - start - routed, part.layers.get("dense", none)),
-            )
-            each.append([before[i] + after[i] + sum(many * times[i] for many, times in counts) for i in range(3)])
-        stages.append([max(times) for times in zip(*each, strict=True)])
+        own = frozenset(kind for path in placement.paths for kind in ranks[path[stage]])
+        key = stage == 0, stage == len(cut) - 1, routed, end - start, own
+        if key not in known:
+            each = []
+            for part in (profiles[kind] for kind in own):
+                before, after = part.before if stage == 0 else none, part.after if stage == len(cut) - 1 else none
+                counts = (
+                    (routed, part.layers.get("experts", none)),
+                    (end - start - routed, part.layers.get("dense", none)),
+                )
+                each.append([before[i] + after[i] + sum(many * times[i] for many, times in counts) for i in range(3)])
+            known[key] = [max(times) for times in zip(*each, strict=True)]
+        stages.append(known[key])
     forward, gradient, weight = zip(*stages, strict=True)
     backward = [one + other for one, other in zip(gradient, weight, strict=True)]
     times = {Kind.F: forward, Kind.B: backward, Kind.I: gradient, Kind.W: weight, Kind.R: (0.0,) * len(cut)}

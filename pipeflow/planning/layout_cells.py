@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain, product
 from typing import Any, NamedTuple
 
@@ -61,8 +62,16 @@ class Cell(NamedTuple):
 
     def on(self, rung: Rung) -> Cell:
         """The same sizes on another rung."""
-        checkpoint, zero, shards = rung
-        return self._replace(setup=replace(self.setup, checkpoint=checkpoint, zero=zero, shard_ranks=shards))
+        return _on(self, rung)
+
+
+@lru_cache(maxsize=65536)
+def _on(cell: Cell, rung: Rung) -> Cell:
+    """As `Cell.on`: a search asks for the rungs of a cell for each family."""
+    if cell.rung == rung:
+        return cell
+    checkpoint, zero, shards = rung
+    return cell._replace(setup=replace(cell.setup, checkpoint=checkpoint, zero=zero, shard_ranks=shards))
 
 
 def cells(wanted: Wanted) -> Iterator[Cell]:
@@ -115,14 +124,14 @@ def _sizes_of(wanted: Wanted, *, smallest: bool = False) -> Iterator[Cell]:
             continue
         given = wanted.microbatch_size
         microbatches = divisors(wanted.batch // sizes.data)[: 1 if smallest else None] if given is None else [given]
+        splits, kinds = _splits(wanted, sizes), _context_kinds(wanted, sizes)
         for size, ranks in product(microbatches, _experts(wanted, sizes)):
             many = wanted.batch // (sizes.data * size)
-            setup = replace(
-                wanted.setup, tensor=sizes.tensor, data=sizes.data, context=sizes.context, microbatch_size=size, **ranks
-            )
-            for (parallel, overlap), kind in product(_splits(wanted, sizes), _context_kinds(wanted, sizes)):
-                chosen = replace(setup, sequence_parallel=parallel, overlap=overlap, context_kind=kind)
-                yield Cell(chosen, sizes.pipeline, many)
+            given_sizes = {"tensor": sizes.tensor, "data": sizes.data, "context": sizes.context, **ranks}
+            for (parallel, overlap), kind in product(splits, kinds):
+                ways: dict[str, Any] = {"sequence_parallel": parallel, "overlap": overlap, "context_kind": kind}
+                setup = replace(wanted.setup, microbatch_size=size, **given_sizes, **ways)
+                yield Cell(setup, sizes.pipeline, many)
 
 
 def _experts(wanted: Wanted, sizes: Sizes) -> list[dict[str, Any]]:

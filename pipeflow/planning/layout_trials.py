@@ -394,6 +394,7 @@ def _profile(model: Transformer, setup: Setup, kind: Cluster) -> Profile:
     return profile(model, setup, kind)
 
 
+@lru_cache(maxsize=16384)
 def _of_one_replica(setup: Setup) -> Setup:
     """The key of `_profile`, which depends on replicas only as far as experts lie on them: with the fewest that have
     room for the expert ranks.

@@ -192,8 +192,8 @@ def held_by(
     shares = shares_of(model, parts)
     own = [shares[stage] for stage in stages]
     layers = dict.fromkeys((kind, its) for share in dict.fromkeys(own) for _, kind, its in share.kinds(model, setup))
-    in_layers = [(recomputed_bytes(kind, its), gradient_bytes(kind, its)) for kind, its in layers]
-    again, backward = max(in_layers, key=sum, default=(0, 0))
+    in_layers = [_in_layer(kind, its) for kind, its in layers]
+    again, backward, _ = max(in_layers, key=lambda each: each[0] + each[1], default=(0, 0, 0))
     received = transferred(placement, rank, [float(buffers * passed_bytes(model, setup))] * len(parts))
     if any(share.last for share in own):  # the loss comes before any layer is computed again
         logits, width = round(tokens_of(model, setup) * model.head_outputs(setup.tensor)), setup.precision.weight
@@ -217,8 +217,14 @@ def held_by(
         parameters_of(model, [share._replace(layers=()) for share in own], setup),
         tuple(_others_rows(model, setup) if share.first else 0 for share in own),
         learned_parameters(model, own, setup).total,
-        tokens_of(model, setup) * min((layer_kept(kind, its) for kind, its in layers), default=0),
+        tokens_of(model, setup) * min((kept for _, _, kept in in_layers), default=0),
     )
+
+
+@lru_cache(maxsize=1024)
+def _in_layer(model: Transformer, setup: Setup) -> tuple[int, int, int]:
+    """Bytes that the backward of a layer recomputes, those of gradients in it, and those per token that it keeps."""
+    return recomputed_bytes(model, setup), gradient_bytes(model, setup), layer_kept(model, setup)
 
 
 def _pair(model: Transformer, layers: Sequence[LayerKind], setup: Setup) -> tuple[Parameters, Parameters]:

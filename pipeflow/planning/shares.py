@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -91,10 +92,16 @@ def _covering(cut: Sequence[float] | Sequence[Part], layers: int) -> list[Part]:
     return parts if len(parts) == len(cut) and follows and all(start <= end for start, end in parts) else []
 
 
-def shares_of(model: Transformer, parts: Sequence[Part]) -> list[Share]:
+def shares_of(model: Transformer, parts: Sequence[Part]) -> tuple[Share, ...]:
     """Per stage its share. `parts` are the layers of all stages."""
-    kinds, last = model.kinds, len(parts) - 1
-    return [Share(kinds[start:end], stage == 0, stage == last) for stage, (start, end) in enumerate(parts)]
+    return _shares_of(model.kinds, tuple(parts))
+
+
+@lru_cache(maxsize=1024)
+def _shares_of(kinds: tuple[LayerKind, ...], parts: tuple[Part, ...]) -> tuple[Share, ...]:
+    """As `shares_of`, for layers of these kinds: a search has the same cut in many layouts."""
+    last = len(parts) - 1
+    return tuple(Share(kinds[start:end], stage == 0, stage == last) for stage, (start, end) in enumerate(parts))
 
 
 class Parameters(NamedTuple):
@@ -111,12 +118,19 @@ class Parameters(NamedTuple):
 
 def parameters_of(model: Transformer, shares: Iterable[Share], setup: Setup) -> Parameters:
     """Parameters of a device that holds these shares together."""
-    held = list(shares)
+    return _parameters_of(model, tuple(shares), setup.tensor, setup.expert, setup.expert_split)
+
+
+@lru_cache(maxsize=8192)
+def _parameters_of(
+    model: Transformer, held: tuple[Share, ...], tensor: int, expert: int, expert_split: int
+) -> Parameters:
+    """As `parameters_of`: layouts differ in much else."""
     first, last = any(share.first for share in held), any(share.last for share in held)
     kinds = [kind for share in held for kind in share.layers]
     routed = [*kinds, *model.further_kinds * last].count("experts")
-    others = model.parameters_held(kinds, setup.tensor, first=first, last=last)
-    return Parameters(others, routed * model.expert_parameters(setup.expert, setup.expert_split))
+    others = model.parameters_held(kinds, tensor, first=first, last=last)
+    return Parameters(others, routed * model.expert_parameters(expert, expert_split))
 
 
 def for_shares(model: Transformer, parts: Sequence[Part], of: Callable[[Share], T]) -> list[T]:
