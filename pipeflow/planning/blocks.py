@@ -5,7 +5,8 @@ A block is norm, attention, norm, MLP (pre-LN). The MLP is a wide linear and an 
 wide linears whose outputs are multiplied (SwiGLU, arXiv 2002.05202). With `experts`, the router, a linear without bias,
 sends each token to `experts_per_token` of the MLPs (arXiv 2401.04088). `shared_experts` are further MLPs that get all
 tokens (arXiv 2401.06066). Layers may be of two kinds: `layer_kinds.py` says which have experts, and the others have one
-MLP. In parallel blocks, one norm feeds both attention and MLP (arXiv 2204.02311).
+MLP. In parallel blocks, one norm feeds both attention and MLP (arXiv 2204.02311). With a `pattern`, some layers
+have a scan in the place of attention (`scans.py`), or each layer has one part alone, behind one norm.
 
 There are two kinds of attention. Usually, one linear makes query, key and value, and heads of query may share a head of
 key and value (arXiv 2305.13245). Latent attention (MLA, arXiv 2405.04434, section 2.1) first makes a latent vector for
@@ -31,11 +32,13 @@ from typing import Any, Literal, NamedTuple, Self, cast
 from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import Part
 from pipeflow.core.placement import require_at_least, require_positive
-from pipeflow.planning.layer_kinds import ExpertLayers, LayerKind, kinds_of
+from pipeflow.planning import scans
+from pipeflow.planning.layer_kinds import ALONE, ROUTED, ExpertLayers, LayerKind, kinds_of, of_pattern, routed_layers
 
 Biases = Literal["all", "qkv", "none"]
 Norm = Literal["layer", "rms"]
 OPTIONAL = ("kv_heads", "head_size", "ffn", "kv_rank", "q_rank", "value_size", "window", "dense_ffn")
+OPTIONAL += ("scan_width", "scan_heads", "scan_state", "scan_rank")
 
 
 class Linear(NamedTuple):
@@ -87,12 +90,22 @@ class Transformer(ABC):
     dense_ffn: int | None = None
     expert_groups: int = 1
     groups_per_token: int = 1
+    pattern: str | None = None
+    parts_alone: bool = False
+    scan_width: int | None = None
+    scan_heads: int | None = None
+    scan_state: int | None = None
+    scan_groups: int = 1
+    scan_rank: int | None = None
+    scan_conv: int = 4
+    scan_chunk: int = 256
 
     def __post_init__(self) -> None:
         if isinstance(self.expert_layers, Sequence):
             object.__setattr__(self, "expert_layers", tuple(self.expert_layers))
         given = {name: size for name in OPTIONAL if (size := getattr(self, name)) is not None}
         always = ("layers", "hidden", "heads", "experts", "experts_per_token", "expert_groups", "groups_per_token")
+        always += ("scan_groups", "scan_conv", "scan_chunk")
         require_positive(**{name: getattr(self, name) for name in always}, **given)
         maybe_none = ("shared_experts", "rope_size", "full_every", "dense_layers")
         require_at_least(0, **{name: getattr(self, name) for name in maybe_none})
@@ -112,6 +125,7 @@ class Transformer(ABC):
         if self.shared_experts and self.experts == 1:
             raise UsageError(f"shared_experts={self.shared_experts} need other experts, too: set experts to at least 2")
         self._require_owners()
+        scans.require_scans(self)
         for name, value, known in (
             ("biases", self.biases, ("all", "qkv", "none")),
             ("norm", self.norm, ("layer", "rms")),
@@ -121,14 +135,14 @@ class Transformer(ABC):
 
     def _require_owners(self) -> None:
         """Raises UsageError for sizes that say nothing without another one."""
-        has_dense = self.dense_layers > 0 or self.expert_layers is not None
+        has_dense = self.dense_layers > 0 or self.expert_layers is not None or "-" in (self.pattern or "")
         owned = {
             "q_rank": (self.q_rank is not None, self.kv_rank is not None, "kv_rank"),
             "rope_size": (self.rope_size > 0, self.kv_rank is not None, "kv_rank"),
             "full_every": (self.full_every > 0, self.window is not None, "window"),
             "dense_layers": (self.dense_layers > 0, self.experts > 1, "experts of at least 2"),
             "expert_layers": (self.expert_layers is not None, self.experts > 1, "experts of at least 2"),
-            "dense_ffn": (self.dense_ffn is not None, has_dense, "dense_layers or expert_layers"),
+            "dense_ffn": (self.dense_ffn is not None, has_dense, "dense_layers, expert_layers or a pattern"),
         }
         for name, (is_given, has_owner, owner) in owned.items():
             if is_given and not has_owner:
@@ -140,11 +154,32 @@ class Transformer(ABC):
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """Per layer, its kind: with "experts", or "dense"."""
+        """Per layer, its kind: with "experts", "dense", or one of those of a pattern."""
         dense: LayerKind = "dense"
-        if self.experts == 1:
-            return (dense,) * self.layers
-        return kinds_of(self.layers, self.expert_layers, self.dense_layers)
+        kinds = (dense,) * self.layers
+        if self.experts > 1:
+            kinds = kinds_of(self.layers, self.expert_layers, self.dense_layers)
+        return kinds if self.pattern is None else of_pattern(self.pattern, kinds, self.parts_alone)
+
+    @property
+    def mixer(self) -> str:
+        """What mixes the tokens of a layer, where all are of one kind: "attention", "scan", or "" for nothing."""
+        return {"M": "scan", "*": "attention"}.get((self.pattern or "*")[0], "")
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether a layer has an MLP or experts, where all layers are of one kind."""
+        return not self.parts_alone or (self.pattern or "*")[0] in "-E"
+
+    @property
+    def norms(self) -> int:
+        """The norms over `hidden` of a layer."""
+        return 1 if self.parallel_block or self.parts_alone else 2
+
+    @property
+    def scan_channels(self) -> int:
+        """The channels of a scan: `scan_width`, by default 2 x `hidden`."""
+        return 2 * self.hidden if self.scan_width is None else self.scan_width
 
     @property
     def further_kinds(self) -> tuple[LayerKind, ...]:
@@ -153,7 +188,7 @@ class Transformer(ABC):
 
     def of_kind(self, kind: LayerKind) -> Self:
         """The model if all its layers were of one kind."""
-        return self if self.experts == 1 else cast(Self, _of_kind(self, kind))
+        return self if self.experts == 1 and self.pattern is None else cast(Self, _of_kind(self, kind))
 
     @property
     def wide(self) -> int:
@@ -188,12 +223,12 @@ class Transformer(ABC):
     @property
     def active_experts(self) -> int:
         """Perceptrons that a token passes through in a layer."""
-        return self.experts_per_token + self.shared_experts
+        return self.experts_per_token + self.shared_experts if self.has_mlp else 0
 
     @property
     def always_used(self) -> int:
         """The MLPs of a layer that get all tokens: shared experts, or the only MLP."""
-        return self.shared_experts if self.experts > 1 else 1
+        return self.shared_experts if self.experts > 1 else int(self.has_mlp)
 
     @property
     @abstractmethod
@@ -231,7 +266,7 @@ class Transformer(ABC):
     def active_parameters(self) -> int:
         """The parameters that one token uses: all of them but those of the experts that it is not sent to."""
         idle = self.experts - self.experts_per_token
-        return self.parameters - idle * (self.kinds + self.further_kinds).count("experts") * self._mlps(1, 1)
+        return self.parameters - idle * routed_layers(self.kinds + self.further_kinds) * self._mlps(1, 1)
 
     @property
     def further_layers(self) -> int:
@@ -252,7 +287,7 @@ class Transformer(ABC):
         first, last = any(start == 0 for start, _ in parts), any(end == self.layers for _, end in parts)
         every = self.kinds
         kinds = [kind for start, end in parts for kind in every[start:end]]
-        routed = [*kinds, *self.further_kinds * last].count("experts")
+        routed = routed_layers([*kinds, *self.further_kinds * last])
         held = self.parameters_held(kinds, tensor, first=first, last=last)
         return held + routed * self.expert_parameters(1, tensor)
 
@@ -289,8 +324,11 @@ class Transformer(ABC):
 
     def attention_flops(self, sequence: int) -> int:
         """Operations per token in the forward of one layer's scores and of their product with the values: 4sh. What a
-        causal mask or a window leaves out is counted, too.
+        causal mask or a window leaves out is counted, too. A layer with a scan has the operations of it, and one with
+        neither has none.
         """
+        if self.mixer != "attention":
+            return scans.scan_flops(self) if self.mixer else 0
         return 2 * sequence * self.heads * (self.head_width + self.value_width)
 
     def flops_per_sample(self, sequence: int | None = None) -> int:
@@ -299,8 +337,8 @@ class Transformer(ABC):
         images, whose backward has one half.
         """
         tokens, kinds = self.tokens if sequence is None else sequence, self.kinds + self.further_kinds
-        linears = sum(count * self.of_kind(kind).linear_flops for kind, count in Counter(kinds).items())
-        layers = linears + len(kinds) * self.attention_flops(tokens)
+        each = {self.of_kind(kind): count for kind, count in Counter(kinds).items()}
+        layers = sum(count * (kind.linear_flops + kind.attention_flops(tokens)) for kind, count in each.items())
         return round(tokens * (3 * (layers + self.head_flops) + 2 * self.embedding_flops))
 
     def require_tensor(self, tensor: int) -> None:
@@ -316,15 +354,19 @@ class Transformer(ABC):
             raise UsageError(
                 f"tensor={tensor} neither divides {self.key_heads} heads of key and value nor is a multiple of that"
             )
-        wide = self.of_kind("dense").wide if "dense" in self.kinds else tensor
+        scans.require_scan_ranks(self, tensor)
+        plain = next((kind for kind in self.kinds if kind in ("dense", "scan", "MLP alone")), None)
+        wide = tensor if plain is None else self.of_kind(plain).wide
         if wide % tensor:
             near = near_divisors(wide, tensor)
             raise UsageError(f"tensor={tensor} does not divide the MLP width of {wide}: {near}")
 
     @property
     def attention_linears(self) -> tuple[Linear, ...]:
-        """The linears of one layer's attention, in their order."""
+        """The linears of one layer's attention, in their order, or of the scan in its place."""
         hidden, heads = self.hidden, self.heads
+        if self.mixer != "attention":
+            return self._scan_linears if self.mixer else ()
         out = Linear(heads * self.value_width, hidden, "inputs")
         if self.kv_rank is None:
             return Linear(hidden, self.query_width + 2 * self.key_width, "outputs"), out
@@ -334,6 +376,14 @@ class Transformer(ABC):
             return Linear(hidden, self.query_width, "outputs"), *values, out
         queries = Linear(hidden, self.q_rank, "none"), Linear(self.q_rank, self.query_width, "outputs")
         return *queries, *values, out
+
+    @property
+    def _scan_linears(self) -> tuple[Linear, ...]:
+        width, _, vectors, steps, _, by_chunks = scans.scan_sizes(self)
+        first, out = Linear(self.hidden, scans.scan_made(self, 1), "outputs"), Linear(width, self.hidden, "inputs")
+        if by_chunks:
+            return first, out
+        return first, Linear(width, steps + vectors, "inputs"), Linear(steps, width, "outputs"), out
 
     @property
     def from_latent(self) -> list[Linear]:
@@ -388,22 +438,33 @@ class Transformer(ABC):
         """Parameters of a layer on one of `tensor` ranks, without experts that tokens are sent to."""
         latent = sum(linear.weights for linear in self.attention_linears if linear.split == "none")
         split = self._attention - latent
-        whole = self._router + (1 if self.parallel_block else 2) * self.norm_parameters + latent + self.latent_normed
-        if self.head_norms:
-            whole += 2 * self.norm_parameters // self.hidden * self.head_width
-        if self.biases != "none":
-            split += self.query_width + 2 * self.key_width
-        if self.biases == "all":
-            whole += self.hidden
+        whole = self._router + self.norms * self.norm_parameters + latent
+        if self.mixer == "attention":
+            whole += self.latent_normed
+            if self.head_norms:
+                whole += 2 * self.norm_parameters // self.hidden * self.head_width
+            if self.biases != "none":
+                split += self.query_width + 2 * self.key_width
+            if self.biases == "all":
+                whole += self.hidden
+        if self.mixer == "scan":
+            whole += scans.scan_parameters(self, tensor)
         return split // tensor + whole + self._mlps(self.always_used, tensor)
 
 
 @lru_cache(maxsize=256)
 def _of_kind(model: Transformer, kind: LayerKind) -> Transformer:
-    """As `Transformer.of_kind`, for a mixture."""
+    """As `Transformer.of_kind`, for layers that may differ."""
     alike: dict[str, Any] = {"dense_layers": 0, "expert_layers": None, "dense_ffn": None}
-    if kind == "dense":
-        wide = model.active_experts * model.wide if model.dense_ffn is None else model.dense_ffn
+    if model.pattern is not None:
+        letters: dict[LayerKind, str] = {kind: letter for letter, kind in ALONE.items()}
+        letter = letters.get(kind, "M" if kind.startswith("scan") else "*")
+        alike |= {"pattern": letter * model.layers}
+        if letter != "M":
+            alike |= {"scan_state": None, "scan_heads": None, "scan_rank": None}
+    if model.experts > 1 and kind not in ROUTED:
+        active = model.experts_per_token + model.shared_experts
+        wide = active * model.wide if model.dense_ffn is None else model.dense_ffn
         alike |= {"ffn": wide, "experts": 1, "experts_per_token": 1, "shared_experts": 0}
         alike |= {"expert_groups": 1, "groups_per_token": 1}
     return replace(model, **alike)

@@ -27,12 +27,6 @@ MODELS: Mapping[str, Model] = MappingProxyType({**GPT_PRESETS, **VIT_PRESETS})
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "mamba": "its layers are state spaces",
-        "nemotron-h": "most of its layers are state spaces (Mamba-2)",
-        "nemotron3": "most of its layers are state spaces (Mamba-2)",
-        "nemotron-3": "most of its layers are state spaces (Mamba-2)",
-        "nemotron-nano": "most of its layers are state spaces (Mamba-2)",
-        "jamba": "most of its layers are state spaces (Mamba)",
         "qwen3-next": "three of four layers have linear attention (Gated DeltaNet)",
         "kimi-linear": "three of four layers have linear attention",
         "minimax-text": "seven of eight layers have linear attention",
@@ -56,7 +50,7 @@ def model_named(name: str) -> Model:
     require_type("name", name, str)
     for start, why in REFUSED.items():
         if name.lower().startswith(start):
-            raise UsageError(f"{name} cannot be planned: {why}. A plan counts attention and MLPs alone")
+            raise UsageError(f"{name} cannot be planned: {why}. A plan counts attention, scans (Mamba) and MLPs alone")
     if name not in MODELS:
         raise unknown("model", name.rpartition("/")[2].lower(), MODELS, OTHER_NAMES)
     return MODELS[name]

@@ -21,7 +21,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.device_map import map_devices
-from pipeflow.planning.layer_kinds import LayerKind
+from pipeflow.planning.layer_kinds import ROUTED, LayerKind
 from pipeflow.planning.physical import Physical, physical_costs, stage_costs
 from pipeflow.planning.setup import Setup
 
@@ -293,7 +293,10 @@ def cuts_to_try(
     """Cuts for heads and embeddings of different weights, each once; with `paces`, also those for these ranks. With the
     `kinds` of the layers, also for layers of different weights.
     """
-    weighed = dict.fromkeys(_weights(kinds, {"experts": 1.0, "dense": dense}) for dense in DENSE)
+    heavy = {kind for kind in kinds if kind in ROUTED} or {kind for kind in kinds if kind == "MLP alone"}
+    weighed = dict.fromkeys(
+        _weights(kinds, {kind: 1.0 if kind in heavy else dense for kind in {*kinds}}) for dense in DENSE
+    )
     given = list(product(weighed, dict.fromkeys(((), paces)), LAST, FIRST))
     loads = (cut_by_load(layers, placement, first, last, pace, weights) for weights, pace, last, first in given)
     yield from dict.fromkeys((even_cut(layers, placement.num_stages), *loads))
@@ -356,22 +359,19 @@ def least_of_cut(
     times are those of `profiles`, one for each kind of devices. `ranks` are per rank its kinds of devices as places in
     `profiles`, and `kinds` are those of all layers.
     """
-    experts = [0, *accumulate(kind == "experts" for kind in kinds)]
+    counted = {kind: [0, *accumulate(each == kind for each in kinds)] for kind in sorted({*kinds}, reverse=True)}
     none: Times = (0.0, 0.0, 0.0)
     stages, known = [], dict[object, list[float]]()  # the times of stages that are alike
     for stage, (start, end) in enumerate(cut):
-        routed = experts[end] - experts[start]
+        counts = tuple((kind, before[end] - before[start]) for kind, before in counted.items())
         own = frozenset(kind for path in placement.paths for kind in ranks[path[stage]])
-        key = stage == 0, stage == len(cut) - 1, routed, end - start, own
+        key = stage == 0, stage == len(cut) - 1, counts, own
         if key not in known:
             each = []
             for part in (profiles[kind] for kind in own):
                 before, after = part.before if stage == 0 else none, part.after if stage == len(cut) - 1 else none
-                counts = (
-                    (routed, part.layers.get("experts", none)),
-                    (end - start - routed, part.layers.get("dense", none)),
-                )
-                each.append([before[i] + after[i] + sum(many * times[i] for many, times in counts) for i in range(3)])
+                layers = [(many, part.layers[kind]) for kind, many in counts]
+                each.append([before[i] + after[i] + sum(many * times[i] for many, times in layers) for i in range(3)])
             known[key] = [max(times) for times in zip(*each, strict=True)]
         stages.append(known[key])
     forward, gradient, weight = zip(*stages, strict=True)

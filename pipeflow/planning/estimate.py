@@ -35,7 +35,7 @@ from pipeflow.planning.transformer import GPT, ViT
 
 AnyPlan = TypeVar("AnyPlan", bound=StepPlan)
 MEANINGS = {
-    "products": "matrix products with weights",
+    "products": "matrix products with weights, and those of scans",
     "attention": "products of queries, keys and values, and scores that are stored",
     "elementwise": "operations that the memory's bandwidth limits",
     "recomputation": "what backwards compute again",
@@ -115,6 +115,10 @@ def require_sliceable(model: Transformer, setup: Setup, slices: int) -> None:
         return
     if not isinstance(model, GPT):
         raise UsageError(f"slices={slices} need a causal model, and {type(model).__name__} is none: use slices=1")
+    if model.pattern is not None:
+        raise UsageError(
+            f"slices={slices} are planned for models without a pattern of layers: use slices=1"
+        )
     if setup.context > 1:
         raise UsageError(f"no plan has slices over context ranks yet: plan slices={slices} with context=1, or slices=1")
     if setup.zero > 1:

@@ -30,6 +30,7 @@ from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
 from pipeflow.planning.blocks import Linear, Transformer
 from pipeflow.planning.engines import engine_named
+from pipeflow.planning.scans import scan_kept, scan_made
 from pipeflow.planning.setup import Precision, Setup
 from pipeflow.planning.shares import Share, sequence_of, tokens_of, whole_values
 
@@ -90,7 +91,7 @@ def deferred_bytes(model: Transformer, setup: Setup, share: Share) -> float:
     values: float = 0
     for layers, kind, _ in kinds:
         kept = layer_values(kind, setup)
-        values += layers * (4 * whole + kept.plain + kept.inputs)
+        values += layers * ((2 if kind.parts_alone else 4) * whole + kept.plain + kept.inputs)
     if share.first:
         values += whole
     if share.last:
@@ -139,7 +140,8 @@ def gradient_bytes(model: Transformer, setup: Setup) -> int:
     """Bytes of gradients of activations while the backward of one layer runs: those of the layer's output, which tensor
     ranks have whole, and of its wide linears' outputs.
     """
-    return tokens_of(model, setup) * setup.precision.weight * (model.hidden + wide_values(model, setup))
+    made = scan_made(model, setup.tensor) if model.mixer == "scan" else 0
+    return tokens_of(model, setup) * setup.precision.weight * (model.hidden + max(made, wide_values(model, setup)))
 
 
 def _layer_bytes(model: Transformer, setup: Setup) -> int:
@@ -149,9 +151,11 @@ def _layer_bytes(model: Transformer, setup: Setup) -> int:
     dropouts (a byte each).
     """
     whole = whole_values(model, setup)
-    norms = KeptPerToken(2 * whole, normed_inputs(setup) * _inputs(model, setup)).bytes(setup.precision)
+    parts = 1 if model.parts_alone else 2
+    linears = min(normed_inputs(setup), parts)
+    norms = KeptPerToken(parts * whole, linears * _inputs(model, setup)).bytes(setup.precision)
     values = layer_values(model, setup).bytes(setup.precision)
-    return norms + 2 * model.dropout * whole + values + _score_bytes(model, setup) + _eager_bytes(model, setup)
+    return norms + parts * model.dropout * whole + values + _score_bytes(model, setup) + _eager_bytes(model, setup)
 
 
 def _eager_bytes(model: Transformer, setup: Setup) -> int:
@@ -160,7 +164,7 @@ def _eager_bytes(model: Transformer, setup: Setup) -> int:
     """
     if not setup.eager:
         return 0
-    norms = (1 if model.parallel_block else 2) * whole_values(model, setup) * (model.norm == "rms")
+    norms = model.norms * whole_values(model, setup) * (model.norm == "rms")
     return 4 * norms + setup.precision.weight * model.gated * wide_values(model, setup) // 2
 
 
@@ -174,7 +178,8 @@ def _score_bytes(model: Transformer, setup: Setup) -> int:
     dropout's result and its mask.
     """
     width = 2 * setup.precision.weight + 1 if model.dropout else setup.precision.weight
-    return width * model.heads * sequence_of(model, setup) // setup.tensor if setup.stores_scores else 0
+    is_stored = setup.stores_scores and model.mixer == "attention"
+    return width * model.heads * sequence_of(model, setup) // setup.tensor if is_stored else 0
 
 
 def layer_values(model: Transformer, setup: Setup) -> KeptPerToken:
@@ -188,8 +193,14 @@ def layer_values(model: Transformer, setup: Setup) -> KeptPerToken:
     parted = tensor if setup.sequence_parallel else 1
     normed = model.latent_normed // parted
     rest = _mlp_values(model, model.always_used, setup), _routed_values(model, setup)
-    plain = query + key + model.latent_values // parted - normed + sum(each.plain for each in rest)
-    inputs = normed * _keeps_input(setup, "linear_qkv") + sum(each.inputs for each in rest)
+    plain, inputs = sum(each.plain for each in rest), sum(each.inputs for each in rest)
+    if model.mixer != "attention":
+        if model.mixer == "scan":
+            plain += scan_kept(model, tensor)
+            inputs += model.scan_channels // tensor * _keeps_input(setup, "linear_proj")
+        return KeptPerToken(plain, inputs)
+    plain += query + key + model.latent_values // parted - normed
+    inputs += normed * _keeps_input(setup, "linear_qkv")
     again = heads * model.value_width * _keeps_input(setup, "linear_proj")
     return KeptPerToken(plain + _between_adapters(model, setup), inputs, again=again)
 
@@ -285,7 +296,7 @@ def freed_bytes(model: Transformer, setup: Setup) -> int:
     if not (modules := recomputed_modules(model, setup)):
         return 0
     shared, routed = _mlp_values(model, model.shared_experts, setup), _routed_values(model, setup)
-    norms = min(normed_inputs(setup), 1 if model.parallel_block else 2)
+    norms = min(normed_inputs(setup), model.norms)
     active = _keeps_input(setup, "linear_fc2") * model.experts_per_token * model.wide // setup.tensor
     freed = {
         # a fused kernel keeps what the linears beside it need; scores are `checkpoint`'s

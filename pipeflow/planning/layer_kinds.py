@@ -11,6 +11,7 @@ NVIDIA/Megatron-LM/megatron/core/models/gpt/gpt_layer_specs.py), so lists alone 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import Literal
@@ -18,7 +19,13 @@ from typing import Literal
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import require_positive
 
-LayerKind = Literal["experts", "dense"]
+LayerKind = Literal[
+    "experts", "dense", "scan", "scan with experts", "scan alone", "attention alone", "MLP alone", "experts alone"
+]
+ROUTED = ("experts", "scan with experts", "experts alone")
+"""The kinds of layers with experts."""
+ALONE: dict[str, LayerKind] = {"M": "scan alone", "*": "attention alone", "-": "MLP alone", "E": "experts alone"}
+"""The kinds of layers with one part, by their letters in a pattern: those of Megatron-LM's hybrid models."""
 ExpertLayers = int | tuple[int, ...] | None
 LARGEST = 100_000  # letters of a list whose repetitions are written out
 LISTED = r"\[[01](?:,[01])*\]"
@@ -58,6 +65,24 @@ def kinds_of(layers: int, expert_layers: ExpertLayers, dense_layers: int) -> tup
     return tuple("experts" if has_experts else "dense" for has_experts in kinds)
 
 
+def of_pattern(pattern: str, behind: tuple[LayerKind, ...], parts_alone: bool) -> tuple[LayerKind, ...]:
+    """The kind of each layer of a pattern. `behind` are the kinds if all layers had attention. With `parts_alone`, each
+    layer has one part, otherwise M stands for a scan in the place of attention.
+
+    >>> of_pattern("M*", ("experts", "dense"), False), of_pattern("M-", (), True)
+    (('scan with experts', 'dense'), ('scan alone', 'MLP alone'))
+    """
+    if parts_alone:
+        return tuple(ALONE[letter] for letter in pattern)
+    scans: dict[LayerKind, LayerKind] = {"experts": "scan with experts", "dense": "scan"}
+    return tuple(scans[kind] if letter == "M" else kind for letter, kind in zip(pattern, behind, strict=True))
+
+
+def routed_layers(kinds: Sequence[LayerKind]) -> int:
+    """How many of these layers have experts."""
+    return sum(kinds.count(kind) for kind in ROUTED)
+
+
 def expert_layers_in(text: str) -> int | tuple[int, ...]:
     """The value of `expert_layers` in a text: a number, numbers with commas, or an expression of lists as Megatron-LM
     reads it.
@@ -94,7 +119,7 @@ def expert_list(kinds: tuple[LayerKind, ...]) -> str:
     >>> expert_list(("dense", "experts") * 4), expert_list(("dense", "experts", "experts"))
     ('([0,1]*4)', '([0]*1+[1]*2)')
     """
-    numbers = [int(kind == "experts") for kind in kinds]
+    numbers = [int(kind in ROUTED) for kind in kinds]
     runs = [[value, len(list(alike))] for value, alike in groupby(numbers)]
     written = "+".join(f"[{value}]*{count}" for value, count in runs)
     periods = (size for size in range(1, len(kinds)) if numbers[:size] * (len(kinds) // size) == numbers)

@@ -13,6 +13,7 @@ from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.kept import layer_kept, recomputed_modules
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.rates import FROZEN, Exchange, Rates, Seconds
+from pipeflow.planning.scans import scan_made
 from pipeflow.planning.setup import GRAPHS, Setup, stops_early
 from pipeflow.planning.shares import tokens_of
 from pipeflow.planning.work import adapter_work, layer_work, recomputed_work
@@ -155,11 +156,12 @@ def layer_exchanges(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, 
     """The communication of one layer whose computations take the seconds of `layer`."""
     summed = tokens_of(model, setup) * model.hidden * setup.precision.weight
     is_routed = model.experts > 1 and setup.expert > 1
-    sums = 1 if model.parallel_block or (is_routed and not model.shared_experts) else 2
+    summing = (model.mixer != "") + (model.has_mlp and not (is_routed and not model.shared_experts))
+    sums = min(summing, 1) if model.parallel_block else summing
     one = rates.tensor_sum(mesh.tensor_group, summed)
     # behind products: attention hides the exchange of context ranks, and weight gradients may come later
     beside = layer.forward - layer.scores, layer.backward - layer.weight - layer.scores_backward
-    first, second = (_shown(one, computed / sums, setup, mesh) for computed in beside)
+    first, second = (_shown(one, computed / max(1, sums), setup, mesh) for computed in beside)
     forward, backward = _context(model, setup, mesh, rates, layer)
     sent = expert_exchange(model, setup, mesh, rates)
     there = back = sent.seconds
@@ -167,7 +169,7 @@ def layer_exchanges(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, 
         there, back = (rates.added(computed, sent) for computed in (layer.forward, layer.backward))
     sync = rates.efficiency.sync * (mesh.tensor - 1)
     waiting = sums * sync if rates.cluster.device.runs_ahead else 0.0  # else `one` has it
-    return Exchanged(sums * first + forward + there, sums * second + backward + back, waiting, first)
+    return Exchanged(sums * first + forward + there, sums * second + backward + back, waiting, first * (sums > 0))
 
 
 def _shown(one: float, computed: float, setup: Setup, mesh: Mesh) -> float:
@@ -208,11 +210,17 @@ def _context(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, layer: 
 
     In a ring, keys and values of one rank after the other arrive while attention computes with those before (arXiv
     2310.01889); what takes longer than that computation is not hidden. With "all-to-all", each rank sends its tokens'
-    heads to the ranks of these heads, and gets the output back (arXiv 2309.14509).
+    heads to the ranks of these heads, and gets the output back (arXiv 2309.14509). Ranks exchange the heads of scans in
+    this way, whatever attention does (`MambaContextParallel` of Megatron-LM).
     """
-    ranks = setup.context
-    if ranks == 1 or "context" in rates.free:
+    ranks, tensor = setup.context, setup.tensor
+    if ranks == 1 or "context" in rates.free or not model.mixer:
         return 0.0, 0.0
+    if model.mixer == "scan":
+        numbers = scan_made(model, tensor) + model.scan_channels // tensor
+        sent = tokens_of(model, setup) * setup.precision.weight * numbers
+        both = rates.exchange(mesh.context_group, sent, sent).seconds
+        return both, both
     tokens, width, heads = tokens_of(model, setup), setup.precision.weight, model.heads // setup.tensor
     pair = model.head_width + model.value_width
     key_heads = heads if model.kv_rank is not None else max(1, model.key_heads // setup.tensor)

@@ -19,6 +19,7 @@ from pipeflow.core.errors import ScheduleError, UsageError, require_type
 from pipeflow.core.soundness.verification import verify
 from pipeflow.core.text import bytes_text
 from pipeflow.planning.estimate import plan
+from pipeflow.planning.layer_kinds import routed_layers
 from pipeflow.planning.layout import Layout, Wanted
 from pipeflow.planning.layout_cells import Cell, heavier, leanest_cells, lighter, lightest_cells
 from pipeflow.planning.layout_ties import TIE, Timed, plainest, plainness, ranking
@@ -382,7 +383,7 @@ def _least(wanted: Wanted, cell: Cell) -> float:
         for of, least in ((precision.weight, 2), (precision.gradient, 1))
     )
     model, states = wanted.model, precision.master + precision.moments
-    routed = (model.kinds + model.further_kinds).count("experts") * model.expert_parameters(1, 1)
+    routed = routed_layers(model.kinds + model.further_kinds) * model.expert_parameters(1, 1)
     others = (model.parameters - routed) / (setup.tensor * cell.pipeline)
     own = routed / (setup.expert * setup.expert_split * cell.pipeline)
     divided = others * states / setup.shards + own * states / setup.expert_shards

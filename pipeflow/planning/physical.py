@@ -430,7 +430,10 @@ def stage_costs(
 
 
 def layer_forward(model: Transformer, setup: Setup) -> int:
-    """Operations of one layer's forward per token, on all tensor ranks: 24h^2 (1 + s/6h) for r = 4."""
+    """Operations of one layer's forward per token, on all tensor ranks: 24h^2 (1 + s/6h) for r = 4. Of layers of
+    several kinds, that of the first one.
+    """
+    model = model.of_kind(model.kinds[0]) if model.pattern is not None else model
     return model.linear_flops + model.attention_flops(sequence_of(model, setup))
 
 
@@ -440,8 +443,8 @@ def _operations(model: Transformer, setup: Setup, share: Share) -> tuple[float, 
     have, is a part of I. A linear that reads the batch needs no I. With `head_slices`, F has all of the head.
     """
     linears = attention = again = 0
-    attended = model.attention_flops(sequence_of(model, setup))
     for layers, kind, each in share.kinds(model, setup):
+        attended = kind.attention_flops(sequence_of(model, setup))
         linears += layers * kind.linear_flops
         attention += layers * attended
         kept = {"selective": attended, "full": kind.linear_flops + attended}.get(str(each.checkpoint), 0)

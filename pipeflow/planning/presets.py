@@ -152,7 +152,56 @@ _MIXTURES = {
     "kimi-k2": _mixture(_latent(61, 7168, 64, 2048, 163840, 1536), 384, 8, 1, (1, 18432)),
 }
 
-GPT_PRESETS: Mapping[str, GPT] = MappingProxyType(_GPTS | _DENSE | _MIXTURES)
+
+def _attending(layers: int, *attends: int) -> str:
+    """A pattern of scans, in which these layers have attention."""
+    return "".join("*" if layer in attends else "M" for layer in range(layers))
+
+
+_MAMBA2: dict[str, Any] = {"scan_state": 128, "scan_heads": 128}
+_GRANITE4: dict[str, Any] = _MAMBA2 | {"pattern": _attending(40, 5, 15, 25, 35), "tied": True}
+_NEMOTRON_H: dict[str, Any] = _MAMBA2 | {"gated": False, "parts_alone": True, "scan_groups": 8, "scan_chunk": 128}
+
+_HYBRIDS = {  # arXiv 2403.19887, 2504.03624, and the configurations of IBM's Bamba and Granite 4
+    "jamba-52b": _mixture(
+        _llama(32, 4096, 32, 14336, 4096, 65536, kv_heads=8, pattern="MMMM*MMM" * 4, scan_state=16, scan_rank=256),
+        16,
+        2,
+    ),
+    "bamba-9b": _llama(32, 4096, 32, 14336, 4096, 128256, kv_heads=8, pattern=_attending(32, 9, 18, 27), **_MAMBA2),
+    "granite4-h-micro-3b": _llama(40, 2048, 32, 8192, 4096, 100352, kv_heads=8, **_GRANITE4 | {"scan_heads": 64}),
+    "granite4-h-tiny-7b": _mixture(
+        _llama(40, 1536, 12, 512, 4096, 100352, kv_heads=4, **_GRANITE4 | {"scan_heads": 48}), 64, 6, 2
+    ),
+    "granite4-h-small-32b": _mixture(_llama(40, 4096, 32, 768, 4096, 100352, kv_heads=8, **_GRANITE4), 72, 10, 2),
+    "nemotron-h-8b": _llama(
+        52,
+        4096,
+        32,
+        21504,
+        8192,
+        131072,
+        kv_heads=8,
+        head_size=128,
+        pattern="M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-",
+        **_NEMOTRON_H,
+    ),
+    "nemotron-h-56b": _llama(
+        118,
+        8192,
+        64,
+        32768,
+        8192,
+        131072,
+        kv_heads=8,
+        head_size=128,
+        pattern="M-M-M-M*-" + "M-M-M-M-M*-" * 9 + "M-M-M-M-M-",
+        **_NEMOTRON_H | {"scan_heads": 256, "scan_state": 256},
+    ),
+}
+_HYBRIDS["jamba-52b"] = replace(_HYBRIDS["jamba-52b"], expert_layers=2, dense_ffn=14336)
+
+GPT_PRESETS: Mapping[str, GPT] = MappingProxyType(_GPTS | _DENSE | _MIXTURES | _HYBRIDS)
 """Models by name. The GPT-3 of 1.3 billion parameters has 16 heads, which make its width; its paper (arXiv 2005.14165,
 table 2.1) prints 24, and 5140 for the width of 13 billion.
 """

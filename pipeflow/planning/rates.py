@@ -68,6 +68,8 @@ PEERS = 8
 """Ranks that NCCL's all-to-all reaches at the rate of links. Parts for others take that of the network, even in one
 NVL72: among 64 of its devices each sends 43e9 bytes/s (rapidsai/rapidsmpf#833)."""
 
+INNER_BACKWARD = 3  # times the products of a scan: two for each, and it is computed again
+
 _LONG = Scores(None, math.inf, 128, True)
 
 
@@ -149,10 +151,17 @@ class Rates:
         rate, back = self.attention(work.scores)
         scores = work.attention_flops / rate + stored
         again = (2 * work.attention_flops + work.again_flops) / back + 2 * stored
-        backward, rest = self.efficiency.backward / 2, products + moved
+        inner = self._inner(work)
+        backward, rest = self.efficiency.backward / 2, products + moved + inner
         weight = 0.0 if FROZEN in self.free else backward * products + self.moving(work.added_bytes)
-        whole = backward * (products + 2 * moved + again) + weight
+        whole = backward * (products + 2 * moved + again + INNER_BACKWARD * inner) + weight
         return Seconds(rest + scores, whole, weight, scores, backward * again)
+
+    def _inner(self, work: DeviceWork) -> float:
+        """Seconds of a scan: of its products, or of its operations in float32."""
+        rate = self.cluster.device.flops.get("float32", self.peak)
+        scalar = 0.0 if "products" in self.free else work.scalar_flops / rate
+        return sum(map(self.product, work.inner)) + scalar
 
     def attention(self, scores: Scores | None) -> tuple[float, float]:
         """FLOP/s of attention in a forward and in a backward. Without a fused kernel it is two products for each head,

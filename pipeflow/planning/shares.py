@@ -14,7 +14,8 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import Cut, Part, stage_parts
 from pipeflow.core.placement import Placement
 from pipeflow.planning.blocks import Transformer, near_divisors
-from pipeflow.planning.layer_kinds import LayerKind
+from pipeflow.planning.layer_kinds import LayerKind, routed_layers
+from pipeflow.planning.scans import require_scan_ranks, require_scan_setup
 from pipeflow.planning.setup import Setup
 
 T = TypeVar("T")
@@ -128,7 +129,7 @@ def _parameters_of(
     """As `parameters_of`: layouts differ in much else."""
     first, last = any(share.first for share in held), any(share.last for share in held)
     kinds = [kind for share in held for kind in share.layers]
-    routed = [*kinds, *model.further_kinds * last].count("experts")
+    routed = routed_layers([*kinds, *model.further_kinds * last])
     others = model.parameters_held(kinds, tensor, first=first, last=last)
     return Parameters(others, routed * model.expert_parameters(expert, expert_split))
 
@@ -145,6 +146,9 @@ def sequence_of(model: Transformer, setup: Setup) -> int:
     sequence = model.tokens if setup.sequence is None else setup.sequence
     model.require_tensor(setup.tensor)
     model.require_sequence(sequence)
+    if model.pattern is not None:
+        require_scan_setup(model, setup)
+        require_scan_ranks(model, setup.tensor, setup.context)
     parts = setup.context * (setup.tensor if setup.sequence_parallel else 1)
     if sequence % parts:
         raise UsageError(f"a sequence of {sequence} tokens does not divide into {parts} parts: use a multiple")

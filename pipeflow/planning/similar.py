@@ -74,7 +74,8 @@ def similar_error(model: Transformer, setup: Setup, cluster: Cluster | None) -> 
     seen no step of the publisher. "most": nine of ten errors are expected to be at most this, for a publisher that was
     not among them.
     """
-    kind = "" if cluster is None or cluster.further else str(kind_of(model, setup, cluster))
+    is_known = cluster is not None and not cluster.further and model.pattern is None
+    kind = str(kind_of(model, setup, cluster)) if cluster is not None and is_known else ""
     if kind not in KINDS:
         return None
     return {"kind": kind, **dict(zip(("rows", "sources", "error", "most"), KINDS[kind], strict=True))}
@@ -112,6 +113,9 @@ def unpriced(model: Transformer, setup: Setup) -> tuple[str, ...]:
         ),
         "divided weights of layers with experts and without, which are gathered as those of a mean layer": (
             len({*model.kinds}) > 1 and setup.zero > 1 and setup.shards > 1
+        ),
+        "how far scans are from their operations and bytes: no published step of a model with them was compared": (
+            model.pattern is not None and "M" in model.pattern
         ),
         "adapters, which learn instead of frozen weights (--lora-rank)": setup.frozen and not setup.lora_rank,
         "products in 4 bits, which are planned with the share of their peak that those in 8 bits reach": (

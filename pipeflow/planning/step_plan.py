@@ -19,6 +19,7 @@ from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.device_map import DeviceMap, map_devices
 from pipeflow.planning.engines import engine_named
+from pipeflow.planning.layer_kinds import routed_layers
 from pipeflow.planning.layout_string import LayoutString
 from pipeflow.planning.physical import layer_forward
 from pipeflow.planning.rank_memory import RankPlan, groups_of
@@ -312,11 +313,11 @@ class Plan(StepPlan):
         model = self.model
         yield f"{self.parameters_total:,} parameters, {model.layers} layers, hidden {model.hidden}, {model.heads} heads"
         if model.experts > 1:
-            active = count_text(model.active_parameters)
+            active, uses = count_text(model.active_parameters), model.experts_per_token + model.shared_experts
             divided = f"; {self.setup.expert} expert ranks" if self.setup.expert > 1 else ""
-            has = model.kinds.count("experts")
+            has = routed_layers(model.kinds)
             where = f" in {has} of {model.layers} layers" if has < model.layers else ""
-            yield f"{model.experts} experts{where}: a token uses {model.active_experts}, {active} parameters{divided}"
+            yield f"{model.experts} experts{where}: a token uses {uses}, {active} parameters{divided}"
         yield from super(Plan, self).heading()
         if self.has_uneven_layout:
             yield f"layout: {self.layout_string}"

@@ -59,6 +59,16 @@ class GPT(Transformer):
         dense_ffn: width of the MLP of layers without experts; by default that of all experts that a token uses.
         expert_groups: equal groups of experts (arXiv 2412.19437, part 2.1.2).
         groups_per_token: groups whose experts a token uses.
+        pattern: a letter for each layer: M for a scan (Mamba) in the place of attention, * for attention; with
+            `parts_alone` also - for an MLP and E for experts. By default all layers have attention.
+        parts_alone: each layer has one part alone, as in Nemotron-H (arXiv 2504.03624).
+        scan_width: channels of a scan; by default 2 x `hidden`.
+        scan_heads: heads of a scan by chunks (Mamba-2, arXiv 2405.21060).
+        scan_state: numbers in the state of a channel.
+        scan_groups: groups of channels that share what reads and writes their states.
+        scan_rank: width through which a scan of single channels makes their steps (Mamba, arXiv 2312.00752).
+        scan_conv: tokens that the convolution before a scan reads.
+        scan_chunk: tokens that a scan by chunks computes together.
         positions: tokens per sequence; with a position table, the most that there can be.
         vocabulary: number of tokens in the vocabulary.
         mlp_ratio: width of a layer's MLP, as a multiple of `hidden`, unless `ffn` is given.
@@ -148,6 +158,8 @@ class ViT(Transformer):
         experts, experts_per_token, shared_experts, biases, norm, head_norms: as in `GPT`.
         kv_rank, q_rank, rope_size, value_size, window, full_every, parallel_block: likewise.
         dense_layers, expert_layers, dense_ffn, expert_groups, groups_per_token: likewise.
+        pattern, parts_alone, scan_width, scan_heads, scan_state, scan_groups: likewise.
+        scan_rank, scan_conv, scan_chunk: likewise.
         dropout: whether there is dropout, whose masks are kept in training.
         image: height and width of an image with three channels, in pixels.
         patch: height and width of a patch.

@@ -14,6 +14,7 @@ from pipeflow.planning.attention import FUSED_BACKWARD, Scores
 from pipeflow.planning.blocks import Linear, Transformer
 from pipeflow.planning.engines import engine_named
 from pipeflow.planning.kept import op_linears, recomputed_modules
+from pipeflow.planning.scans import scan_flops, scan_moved, scan_products
 from pipeflow.planning.setup import FEW_BITS, Setup, is_plain
 from pipeflow.planning.shares import Parameters, Share, sequence_of, tokens_of, whole_values
 from pipeflow.planning.transformer import GPT
@@ -67,6 +68,9 @@ class DeviceWork(NamedTuple):
         score_bytes: the same for attention scores, if they are stored.
         scores: the shape of attention. None: that of a fused kernel whose sequences are long.
         added_bytes: bytes read and written where the gradients of weights are added to those of earlier microbatches.
+        inner: matrix products of activations alone, as in a scan by chunks; the backward has two for each, and computes
+            it again.
+        scalar_flops: operations in float32 outside of the units for products; the backward as with `inner`.
     """
 
     products: tuple[MatrixProduct, ...]
@@ -76,22 +80,27 @@ class DeviceWork(NamedTuple):
     score_bytes: float = 0.0
     scores: Scores | None = None
     added_bytes: float = 0.0
+    inner: tuple[MatrixProduct, ...] = ()
+    scalar_flops: float = 0.0
 
 
 def layer_work(model: Transformer, setup: Setup) -> DeviceWork:
     """The forward of one transformer layer, for one microbatch, on one of its tensor ranks."""
     sequence, tensor = sequence_of(model, setup), setup.tensor
     tokens, hidden, width = tokens_of(model, setup), model.hidden, setup.precision.weight
-    linears, is_stored, is_causal = model.attention_linears, setup.stores_scores, isinstance(model, GPT)
+    linears, is_causal, attends = model.attention_linears, isinstance(model, GPT), model.mixer == "attention"
+    is_stored = setup.stores_scores and attends
     is_skipped = is_causal and not is_stored  # fused attention skips what the causal mask leaves out
     near = min(sequence, setup.document or sequence) if is_skipped else sequence
-    attention = tokens * model.attention_flops(near) / tensor
+    attention = tokens * model.attention_flops(near) / tensor if attends else 0.0
     if is_skipped:
         attention *= model.seen(near) / 2
     values = sum({"outputs": each.outputs, "inputs": each.inputs, "none": 0}[each.split] for each in linears) / tensor
     values += (3 if model.gated else 2) * model.active_experts * model.wide / tensor
+    values += scan_moved(model, tensor) if model.mixer == "scan" else 0.0
     parted = tensor if setup.sequence_parallel else 1
-    whole = (WHOLE_VALUES - PARALLEL_VALUES * model.parallel_block) * hidden / parted + model.latent_values / parted
+    passes = WHOLE_VALUES / 2 if model.parts_alone else WHOLE_VALUES - PARALLEL_VALUES * model.parallel_block
+    whole = passes * hidden / parted + model.latent_values / parted
     products = (*(_linear_product(linear, tokens, setup) for linear in linears), *_perceptrons(model, tokens, setup))
     cast = CAST_BYTES if setup.precision.products in FEW_BITS else 0
     values += _eager_values(model, setup)
@@ -104,6 +113,20 @@ def layer_work(model: Transformer, setup: Setup) -> DeviceWork:
         score_bytes=tokens * sequence * model.heads / tensor * SCORE_BYTES * width / 2 if is_stored else 0.0,
         scores=Scores(setup.kernel, _keys_at_once(model, setup), (model.head_width + model.value_width) / 2, is_causal),
         added_bytes=added_bytes(products, setup),
+        inner=_scan_products(model, tokens, tensor),
+        scalar_flops=tokens * scan_flops(model) / tensor if model.mixer == "scan" and not model.scan_heads else 0.0,
+    )
+
+
+def _scan_products(model: Transformer, tokens: float, tensor: int) -> tuple[MatrixProduct, ...]:
+    """The products of a scan by chunks: each chunk of a head or a group is one."""
+    if model.mixer != "scan":
+        return ()
+    chunks = tokens / min(model.scan_chunk, tokens)
+    shapes = scan_products(model)
+    return tuple(
+        MatrixProduct(tokens / chunks, columns, depth, chunks * max(1, many / tensor))
+        for columns, depth, many in shapes
     )
 
 
@@ -111,8 +134,8 @@ def _eager_values(model: Transformer, setup: Setup) -> float:
     """Numbers per token that a layer reads and writes more where it has no kernels for norms, positions and gates."""
     if not setup.eager:
         return 0.0
-    norms = (1 if model.parallel_block else 2) * whole_values(model, setup) * (model.norm == "rms")
-    rotary = isinstance(model, GPT) and not model.position_table
+    norms = model.norms * whole_values(model, setup) * (model.norm == "rms")
+    rotary = isinstance(model, GPT) and not model.position_table and model.mixer == "attention"
     rotated = model.query_width + model.key_width if model.kv_rank is None else (model.heads + 1) * model.rope_size
     gates = model.gated * model.active_experts * model.wide
     return EAGER_NORM * norms + (EAGER_ROPE * rotary * rotated + EAGER_GATE * gates) / setup.tensor
@@ -157,7 +180,7 @@ def _merged_bytes(model: Transformer, setup: Setup) -> float:
     """Bytes in which a ring of context ranks adds up the outputs of attention: each step reads one, and reads and
     writes the sum.
     """
-    if setup.context == 1 or setup.context_kind != "ring":
+    if setup.context == 1 or setup.context_kind != "ring" or model.mixer != "attention":
         return 0.0
     output = tokens_of(model, setup) * model.heads * model.value_width / setup.tensor
     return (setup.context - 1) * output * (setup.precision.weight + 2 * 4)
@@ -253,7 +276,7 @@ def recomputed_work(model: Transformer, setup: Setup) -> DeviceWork:
     """
     tokens, tensor = tokens_of(model, setup), setup.tensor
     mlps = list(_perceptrons(model, tokens, setup))
-    norms = (1 if model.parallel_block else 2) * NORM_VALUES * whole_values(model, setup)
+    norms = model.norms * NORM_VALUES * whole_values(model, setup)
     wide = (3 if model.gated else 2) * model.wide / tensor
     if setup.checkpoint == "op":
         rotated = ROPE_VALUES * (model.query_width + model.key_width) / tensor

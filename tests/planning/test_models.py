@@ -131,9 +131,9 @@ def test_a_token_uses_as_many_parameters_as_models_print(name: str, billions: fl
     assert model.active_parameters / 1e9 - table == pytest.approx(billions, rel=0.03)
 
 
-@pytest.mark.parametrize("name", ["nemotron-h-56b", "Qwen3-Next-80B-A3B", "jamba-1.5", "nemotron3-nano"])
+@pytest.mark.parametrize("name", ["Qwen3-Next-80B-A3B", "kimi-linear-48b"])
 def test_models_that_are_no_transformers_are_refused_with_the_reason(name: str) -> None:
-    with pytest.raises(UsageError, match=f"{name} cannot be planned: .*(linear attention|state spaces)"):
+    with pytest.raises(UsageError, match=f"{name} cannot be planned: .*linear attention"):
         model_named(name)
 
 

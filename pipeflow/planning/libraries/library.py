@@ -77,13 +77,20 @@ def no_schedule(library: str, schedule: Schedule, nearest: str) -> UsageError:
 
 
 def require_language_model(library: str, found: Plan) -> None:
-    """Raises UsageError for a model that the options of a library do not describe, and for frozen weights."""
+    """Raises UsageError for models that the options of a library do not describe: with frozen weights, for images, with
+    a pattern.
+    """
     if found.setup.frozen:
         raise UsageError(
             f"the options of {library} are written for weights that learn: plan without --frozen and --lora-rank"
         )
     if not isinstance(found.model, GPT):
         raise UsageError(f"the options of {library} are written for language models, and this model is none")
+    if found.model.pattern is not None:
+        raise UsageError(
+            f"the options of {library} are written for layers of attention with an MLP, and this model has a pattern: "
+            "plan without --for"
+        )
 
 
 def require_plain_stages(library: str, found: Plan) -> None:

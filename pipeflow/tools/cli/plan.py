@@ -20,6 +20,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.planning.catalog import MODELS, Model, model_named
 from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.configs import FAMILIES, model_in
 from pipeflow.planning.cuts import cut_by_cost, cut_with_ends, fastest_cut
 from pipeflow.planning.estimate import plan
 from pipeflow.planning.layer_kinds import expert_layers_in
@@ -117,7 +118,8 @@ def add_plan(commands: Commands) -> None:
         epilog=EXAMPLES,
     )
     add = command.add_argument
-    add("model", metavar="MODEL", nargs="?", help=f"one of {', '.join(MODELS)}")
+    help_ = f"config.json of a model of transformers ({', '.join(FAMILIES)}), or one of {', '.join(MODELS)}"
+    add("model", metavar="MODEL", nargs="?", help=help_)
     group = command.add_argument_group("model", "override sizes of MODEL")
     for kind in (GPT, ViT):
         own = [name for name, whose in SIZES.items() if whose is kind]
@@ -340,7 +342,9 @@ def _require_one_output(arguments: argparse.Namespace) -> None:
 
 def model_of(arguments: argparse.Namespace) -> Model:
     """The model with the sizes that were given. Raises UsageError for sizes that it does not have."""
-    given, model = values_of(arguments, SIZES), model_named(arguments.model)
+    is_config = arguments.model.endswith(".json")
+    model: Model = read_as(arguments.model, model_in) if is_config else model_named(arguments.model)
+    given = values_of(arguments, SIZES)
     if arguments.layout and arguments.layout.mtp:
         given = {"mtp": arguments.layout.mtp, **given}
     own = [each.name for each in fields(model)]
