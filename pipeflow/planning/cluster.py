@@ -25,6 +25,7 @@ UNITS = {
     "memory_bytes": "bytes",
     "memory_bandwidth": "bytes/s",
     "host_bandwidth": "bytes/s, one way",
+    "host_step": "parameters/s",
     "link_bandwidth": "bytes/s per device, one way",
     "link_latency": "s",
     "network_bandwidth": "bytes/s per device, one way",
@@ -179,8 +180,8 @@ class Cluster:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
         """Reads the cluster that `save` wrote, or one written by hand. `efficiency`, `shapes`, `sharing`,
-        `devices_per_nic`, `nodes`, `units` and the device's `runs_ahead`, `like`, `host_bandwidth` and `limit` may be
-        missing. Several groups of nodes are a list of such objects, named `groups`.
+        `devices_per_nic`, `nodes`, `units` and the device's `runs_ahead`, `like`, `limit`, `host_bandwidth` and
+        `host_step` may be missing. Several groups of nodes are a list of such objects, named `groups`.
 
         Raises UsageError, which names the file, if it cannot be read or is not JSON. Also raises it for missing or
         unknown keys, other units, and impossible values.
@@ -271,7 +272,7 @@ def _group(content: object) -> Cluster:
     cluster = _keys(content, "a cluster", known, optional=optional)
     _require_alike(cluster)
     known = {each.name for each in fields(Device)}
-    named = {"runs_ahead", "like", "host_bandwidth", "limit"}
+    named = {"runs_ahead", "like", "host_bandwidth", "limit", "host_step"}
     device = _keys(cluster["device"], "the device of a cluster", known, optional=named)
     units = cluster.pop("units", UNITS)
     if not isinstance(units, dict):

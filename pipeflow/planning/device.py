@@ -58,6 +58,8 @@ class Device:
         like: the measured device, a name in `efficiency.REACHES`, that reaches about the same share of its rates. A
             device whose power is limited, such as H100, reaches less than A100.
         host_bandwidth: bytes/s that it copies to its host, and at the same time back. 0: not known.
+        host_step: parameters/s that its part of the host's processors steps with Adam. By default an eighth of a host's
+            4e9, which DeepSpeed's CPU Adam reached on one with two processors (arXiv 2101.06840, table 4).
         limit: what keeps large products under the rate of the data sheet: "power", if its clock falls while all units
             compute; "units", if it does not. "": not known.
 
@@ -76,6 +78,7 @@ class Device:
     like: str = "a100"
     host_bandwidth: float = 0.0
     limit: str = ""
+    host_step: float = 5e8
 
     def __post_init__(self) -> None:
         if not self.flops:
@@ -88,6 +91,7 @@ class Device:
         require_bandwidth("memory_bandwidth", self.memory_bandwidth)
         if self.host_bandwidth != 0:
             require_bandwidth("host_bandwidth", self.host_bandwidth)
+        require_between(1e6, 1e12, "host_step", self.host_step, "parameters/s: 500 million are 5e8")
         if not isinstance(self.runs_ahead, bool):
             raise UsageError(f"runs_ahead must be True or False, got {self.runs_ahead!r}")
         if self.limit not in LIMITS:

@@ -116,9 +116,7 @@ def require_sliceable(model: Transformer, setup: Setup, slices: int) -> None:
     if not isinstance(model, GPT):
         raise UsageError(f"slices={slices} need a causal model, and {type(model).__name__} is none: use slices=1")
     if model.pattern is not None:
-        raise UsageError(
-            f"slices={slices} are planned for models without a pattern of layers: use slices=1"
-        )
+        raise UsageError(f"slices={slices} are planned for models without a pattern of layers: use slices=1")
     if setup.context > 1:
         raise UsageError(f"no plan has slices over context ranks yet: plan slices={slices} with context=1, or slices=1")
     if setup.zero > 1:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from pipeflow.core.errors import UsageError
 from pipeflow.planning.blocks import Transformer
+from pipeflow.planning.device import Device
 from pipeflow.planning.kept import layer_kept, recomputed_modules
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.rates import FROZEN, Exchange, Rates, Seconds
@@ -138,18 +139,20 @@ def _recomputed_seconds(model: Transformer, setup: Setup, mesh: Mesh, rates: Rat
 
 
 def _copy_seconds(model: Transformer, setup: Setup, rates: Rates) -> float:
-    """Seconds to copy to the host what an offloaded layer keeps, or back. Raises UsageError where the speed of these
-    copies is not known.
-    """
+    """Seconds to copy to the host what an offloaded layer keeps, or back. Raises UsageError as `host_bandwidth`."""
     if not setup.offload_layers:
         return 0.0
-    device = rates.cluster.device
+    copied = replace(setup, offload_layers=0)
+    return tokens_of(model, setup) * layer_kept(model, copied) / host_bandwidth(rates.cluster.device)
+
+
+def host_bandwidth(device: Device) -> float:
+    """Bytes/s of copies between a device and its host. Raises UsageError where this is not known."""
     if not device.host_bandwidth:
         raise UsageError(
             f"device {device.name!r} has no host_bandwidth, which copies to the host take: give it in a cluster file"
         )
-    copied = replace(setup, offload_layers=0)
-    return tokens_of(model, setup) * layer_kept(model, copied) / device.host_bandwidth
+    return device.host_bandwidth
 
 
 def layer_exchanges(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, layer: Seconds) -> Exchanged:

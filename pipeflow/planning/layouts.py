@@ -382,7 +382,7 @@ def _least(wanted: Wanted, cell: Cell) -> float:
         of / (setup.shards if setup.zero > least else 1)
         for of, least in ((precision.weight, 2), (precision.gradient, 1))
     )
-    model, states = wanted.model, precision.master + precision.moments
+    model, states = wanted.model, (1 - setup.offload_optimizer) * (precision.master + precision.moments)
     routed = routed_layers(model.kinds + model.further_kinds) * model.expert_parameters(1, 1)
     others = (model.parameters - routed) / (setup.tensor * cell.pipeline)
     own = routed / (setup.expert * setup.expert_split * cell.pipeline)

@@ -30,7 +30,7 @@ from pipeflow.planning.device_map import DeviceMap, map_devices
 from pipeflow.planning.efficiency import Efficiency
 from pipeflow.planning.engines import engine_named
 from pipeflow.planning.kept import deferred_bytes, op_linears, recomputed_modules, saved_bytes, with_slice_buffers
-from pipeflow.planning.layer_seconds import model_layer_times
+from pipeflow.planning.layer_seconds import host_bandwidth, model_layer_times
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.rates import FROZEN, RankGroup, Rates, Seconds, no_units
 from pipeflow.planning.setup import FEW_BITS, Setup
@@ -381,14 +381,20 @@ def _tied(model: Transformer, placement: Placement, setup: Setup, mesh: Mesh, ra
 
 def _optimizer(most: Parameters, setup: Setup, rates: Rates) -> float:
     """Reads and writes the optimizer's state once, the gradients three times (unscaling, norm, step), and writes the
-    weights.
+    weights. Of what is offloaded, gradients are copied to the host, which steps its part and copies weights back.
     """
     precision = setup.precision.learned or setup.precision
     state, others = 2 * (precision.master + precision.moments), 3 * precision.gradient + precision.weight
+    state *= 1 - setup.offload_optimizer
     parts = (most.others, setup.shards), (most.experts, setup.expert_shards)
-    return rates.stepping(
+    seconds = rates.stepping(
         sum(count * (state / shards + others / (shards if setup.zero > 1 else 1)) for count, shards in parts)
     )
+    if not setup.offload_optimizer:
+        return seconds
+    host = rates.cluster.device
+    copied = (precision.gradient + precision.weight) / host_bandwidth(host)
+    return seconds + setup.offload_optimizer * sum(count / of for count, of in parts) * (copied + 1 / host.host_step)
 
 
 def stage_costs(

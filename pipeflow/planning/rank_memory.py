@@ -298,6 +298,7 @@ def rank_plan(
     if _divides_float32(setup) and not is_divided:
         whole += width * part
     learned, own = precision.learned or precision, -(-held.adapters // setup.shards)
+    on_device = 1 - setup.offload_optimizer
     return RankPlan(
         rank,
         placement.stages_of(rank),
@@ -307,14 +308,14 @@ def rank_plan(
         * (0 if _divides_float32(setup) and precision.master else precision.weight)
         + held.adapters * learned.weight,
         gradient_bytes=whole + held.adapters * learned.gradient,
-        master_bytes=part * precision.master + own * learned.master,
-        moment_bytes=part * precision.moments + own * learned.moments,
+        master_bytes=round(on_device * (part * precision.master + own * learned.master)),
+        moment_bytes=round(on_device * (part * precision.moments + own * learned.moments)),
         activation_bytes=kept,
         recomputed_bytes=held.recomputed_bytes,
         backward_bytes=held.backward_bytes,
         gathered_bytes=_gathered(setup, held, by_layer=by_layer),
         buffer_bytes=_buffers(setup, parameters),
-        step_bytes=4 * part if precision.master and precision.gradient < 4 else 0,
+        step_bytes=round(on_device * 4 * part) if precision.master and precision.gradient < 4 else 0,
         transfer_bytes=held.transfer_bytes,
         idle=idle,
     )

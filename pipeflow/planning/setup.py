@@ -155,6 +155,7 @@ class Setup:
         recompute_modules: modules of a layer that its backward computes again.
         checkpoint_layers: with a `checkpoint`, how many layers of each stage have it; all unless given.
         offload_layers: how many layers of each stage copy what they keep to the host; two of them are on their way.
+        offload_optimizer: share of the optimizer that the host keeps and steps (arXiv 2101.06840), from 0 to 1.
         cuda_graphs: scopes of CUDA graphs; what is in them is not launched by the host.
         head_slices: in how many slices of tokens the last stage computes logits and their loss; 1: all at once.
         frozen: weights do not learn: no gradients, no optimizer, no inputs of linears. Always with `lora_rank`.
@@ -193,6 +194,7 @@ class Setup:
     recompute_modules: tuple[str, ...] = ()
     checkpoint_layers: int | None = None
     offload_layers: int = 0
+    offload_optimizer: float = 0.0
     cuda_graphs: tuple[str, ...] = ()
     head_slices: int = 1
     frozen: bool = False
@@ -216,6 +218,9 @@ class Setup:
         require_positive(head_slices=self.head_slices)
         require_at_least(0, lora_rank=self.lora_rank, offload_layers=self.offload_layers)
         require_at_least(0, checkpoint_layers=self.checkpoint_layers or 0)
+        share = self.offload_optimizer
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise UsageError(f"offload_optimizer must be a share from 0 to 1, got {share!r}: 1 offloads all of it")
         self._require_experts()
         self._require_shards()
         self._require_recomputation()

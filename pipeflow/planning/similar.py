@@ -117,6 +117,9 @@ def unpriced(model: Transformer, setup: Setup) -> tuple[str, ...]:
         "how far scans are from their operations and bytes: no published step of a model with them was compared": (
             model.pattern is not None and "M" in model.pattern
         ),
+        "the rate of the host's own Adam, which is that of one published host (host_step in a cluster file)": (
+            setup.offload_optimizer > 0
+        ),
         "adapters, which learn instead of frozen weights (--lora-rank)": setup.frozen and not setup.lora_rank,
         "products in 4 bits, which are planned with the share of their peak that those in 8 bits reach": (
             precision.products == "fp4"

@@ -349,6 +349,8 @@ def _further(setup: Setup) -> Iterator[str]:
         yield f"{setup.checkpoint_layers} of each stage recomputed"
     if setup.offload_layers:
         yield f"{setup.offload_layers} of each stage offloaded"
+    if setup.offload_optimizer:
+        yield f"{setup.offload_optimizer:.0%} of the optimizer on the host"
     if setup.cuda_graphs:
         yield f"CUDA graphs of {' and '.join(setup.cuda_graphs)}"
 

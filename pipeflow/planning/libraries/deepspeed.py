@@ -68,6 +68,10 @@ def _zero(found: Plan) -> dict[str, Any]:
     chosen: dict[str, Any] = {"stage": setup.zero}
     if setup.overlaps != (setup.zero == 3):  # as it is by default
         chosen["overlap_comm"] = setup.overlaps
+    if setup.offload_optimizer and (not setup.zero or len(found.ranks) > 1 or setup.offload_optimizer < 1):
+        raise UsageError(f"{NAME} offloads a whole optimizer with ZeRO and no pipeline: plan with --zero, --pipeline 1")
+    if setup.offload_optimizer:
+        chosen["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if setup.shards < setup.data and setup.zero:
         chosen["mics_shard_size"] = setup.shards
     return chosen

@@ -98,6 +98,11 @@ def _sharding(found: Plan) -> Iterator[str]:
         raise UsageError(
             f"{NAME} does not divide weights of pipeline ranks as planned: the nearest is --zero 1, or --pipeline 1"
         )
+    if setup.offload_optimizer and not (setup.zero == 1 and setup.precision.master):
+        raise UsageError(f"{NAME} offloads an optimizer with master weights that replicas divide: plan with --zero 1")
+    if setup.offload_optimizer:
+        yield "--optimizer-cpu-offload --use-precision-aware-optimizer"
+        yield f"--optimizer-offload-fraction {setup.offload_optimizer:g}"
     if setup.zero:
         yield "--use-distributed-optimizer"
     if setup.zero > 1:

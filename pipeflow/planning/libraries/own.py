@@ -27,6 +27,8 @@ def script(found: Plan, options: Mapping[str, Any]) -> LibraryOptions:
     """
     if found.setup.expert > 1:
         raise UsageError("pipeflow has no expert ranks: --expert 1 plans without them")
+    if found.setup.offload_optimizer:
+        raise UsageError("pipeflow steps the optimizer on the device: plan without --offload-optimizer")
     if found.setup.context > 1 and found.setup.zero > 1:
         raise UsageError("pipeflow has no fully_shard over context ranks: --zero 1 or --context 1 plans without it")
     if any(start == end for start, end in found.cut):

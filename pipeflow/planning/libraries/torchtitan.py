@@ -171,6 +171,8 @@ def _require_setup(found: Plan) -> None:
     ranks = len(found.ranks) * setup.tensor
     if precision not in {"float32", "bf16", "bf16-mixed"}:
         raise UsageError(f"{NAME} does not train in {precision} as planned: the nearest is --precision bf16-mixed")
+    if setup.offload_optimizer:
+        raise UsageError(f"{NAME} steps the optimizer on the device: plan without --offload-optimizer")
     if setup.stores_scores:
         wanted = "--checkpoint full or none" if setup.checkpoint == "selective" else "a plan without --keep-scores"
         raise UsageError(f"{NAME} has fused attention, which stores no scores: the nearest is {wanted}")

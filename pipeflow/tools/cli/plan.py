@@ -154,7 +154,7 @@ def _add_layout(command: Parser) -> None:
     """Adds an option for each field of `Setup`, and those that divide the layers."""
     group = command.add_argument_group("layout")
     switches = {name for name, hint in get_type_hints(Setup).items() if hint is bool} - {*FIXED}
-    alone = {"zero": 1, "checkpoint": "full"}
+    alone = {"zero": 1, "checkpoint": "full", "offload_optimizer": 1.0}
     add_fields(group, Setup, LAYOUT, choices=CHOICES, alone=alone, switches=switches, usual=Setup())
     add = group.add_argument
     help_ = (
