@@ -176,6 +176,17 @@ def test_the_memory_to_expect_is_that_of_the_plan(capsys: pytest.CaptureFixture[
     assert max(map(len, used(shown).splitlines())) <= 80
 
 
+def test_where_slices_of_logits_fit_and_whole_ones_do_not_the_lines_have_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one = ["llama3.2-1b", "--device", "a100-40gb", "--pipeline", 1, "--microbatches", 1, "--sequence", 2048]
+    fits, sliced, neither = (used(out(capsys, "plan", *one, "--microbatch-size", size)) for size in (4, 6, 8))
+    assert "head_slices=8" in sliced
+    assert "expect at most 35.5 GiB" in sliced
+    assert "head_slices" not in fits
+    assert "head_slices" not in neither
+
+
 def test_a_plan_names_its_kernel_and_how_ranks_split_sequences_and_communicate(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

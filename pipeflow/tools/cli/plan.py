@@ -252,12 +252,14 @@ def _run_one(arguments: argparse.Namespace, model: Model) -> int:
             parts = cut_for(model, schedule, setup, cluster, parts)
         found = plan(model, schedule, setup, flops=arguments.flops, cluster=cluster, cut=parts)
     told = {"says_layout": arguments.layout is not None, "has_parts": arguments.breakdown}
-    lines = [*reports.plan_lines(arguments.model, found, **told)]
+    lines, used = [*reports.plan_lines(arguments.model, found, **told)], found
     if found.fits is False and setup.head_slices == 1:
-        sliced = replace(setup, head_slices=reports.SLICES)
-        lines += reports.sliced_lines(found, plan(model, schedule, sliced, cluster=cluster, cut=parts))
-    used = [Planned(found, _options(arguments, found.schedule))]
-    return _tell(arguments, used, lambda: reports.plan_svg(found), lambda: reports.plan_json(found), iter(lines))
+        slicing = replace(setup, head_slices=reports.SLICES)
+        sliced = plan(model, schedule, slicing, flops=arguments.flops, cluster=cluster, cut=parts)
+        lines += reports.sliced_lines(found, sliced)
+        used = sliced if sliced.fits and arguments.library is None else found
+    planned = [Planned(used, _options(arguments, found.schedule))]
+    return _tell(arguments, planned, lambda: reports.plan_svg(found), lambda: reports.plan_json(found), iter(lines))
 
 
 def _options(arguments: argparse.Namespace, schedule: Schedule) -> dict[str, Any]:
