@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from pipeflow import CostModel, Pipeline, UsageError, execute_pipeline, make_schedule
 from pipeflow.engine.parallel.context import current_context
-from pipeflow.engine.runtime.head_logits import Origin, Sliced
+from pipeflow.engine.runtime.head_logits import Sliced, Slicing
 from pipeflow.engine.runtime.weighing import Divisors
 from pipeflow.models import GPTLMLoss, build_gpt_pipeline
 from pipeflow.testing import run_threads
@@ -109,16 +109,16 @@ def require_equal(whole: list[Stepped], sliced: list[Stepped], close: float = 1e
         assert logits[0] is None or torch.allclose(logits[0], logits[1], rtol=close, atol=close)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("name", "own", "tied", "options"),
     [
+        ("1f1b-1", True, True, {}),
         ("1f1b", False, True, {}),
         ("zb-h1", True, False, {}),
         ("zb-v", False, False, {}),
         ("1f1b", True, True, {"recompute": True}),
         ("gpipe", False, False, {"recompute": [1]}),
-        ("1f1b-1", True, True, {}),
         ("zb-h1", False, False, {"offload": True}),
     ],
 )
@@ -160,14 +160,22 @@ def of_entries(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.binary_cross_entropy_with_logits(logits, wanted) + functional.mse_loss(logits, wanted)
 
 
+def confident(logits: Tensor, labels: Tensor) -> Tensor:
+    """Losses that count as much as the model is sure, which has no gradient."""
+    losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    with torch.no_grad():
+        sure = logits.softmax(-1).amax(-1).flatten()
+    return (losses * sure).sum() / (labels != -100).sum()
+
+
 def of_unknown(logits: Tensor, labels: Tensor) -> Tensor:
     """Ends with a function of one number per token that has no rule."""
     losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     return torch.stack([losses, losses]).sum() / (2 * (labels != -100).sum())
 
 
-@pytest.mark.some(3)
-@pytest.mark.parametrize("criterion", [z_loss, by_hand, masked, summed, weighted, of_entries, of_unknown])
+@pytest.mark.some(4)
+@pytest.mark.parametrize("criterion", [confident, z_loss, by_hand, masked, summed, weighted, of_entries, of_unknown])
 def test_slices_leave_any_loss_of_functions_that_act_on_tokens(criterion: Callable[..., Tensor]) -> None:
     module = made(False)
     whole, sliced = (run_threads(cut, 1, module, "1f1b-1", criterion, slices, {}) for slices in (None, 4))
@@ -214,7 +222,8 @@ def test_what_is_not_known_to_act_on_tokens_is_refused(criterion: Callable[..., 
         run_threads(step_of, 1, made(False), 4, {"criterion": criterion, "weigh": len})
 
 
-def test_logits_of_one_slice_are_in_memory_at_once() -> None:
+@pytest.mark.parametrize("criterion", [shifted, confident])
+def test_logits_of_one_slice_are_in_memory_at_once_and_computed_once(criterion: Callable[..., Tensor]) -> None:
     rows = list[int]()
 
     class Head(nn.Linear):
@@ -226,9 +235,10 @@ def test_logits_of_one_slice_are_in_memory_at_once() -> None:
 
     model = made(False)
     model.lm_head = Head(8, WORDS).double()
-    run_threads(step_of, 1, model)
+    run_threads(step_of, 1, model, 4, {"criterion": criterion})
     tried = [8, 0, 4, 4]  # the first tokens together and by slices, after none of them for the dtype of a row
-    assert rows == [*tried, *[0, SAMPLES * (LENGTH - 1) // 4] * 1, *[SAMPLES * (LENGTH - 1) // 4] * 3]
+    tokens = SAMPLES * (LENGTH - (criterion is shifted))
+    assert rows == [*tried, 0, *[tokens // 4] * 4]
 
 
 class Uncalled(Language):
@@ -301,9 +311,14 @@ class Counting(nn.Linear):
         return super().forward(hidden) + hidden.detach().reshape(-1, 8).sum()
 
 
-def hooked(head: nn.Module) -> nn.Module:
+def hooked(head: nn.Linear, *, weight: bool = False) -> nn.Module:
+    """A head with a hook, or one whose weight has a hook."""
+    if weight:
+        model = with_head(head)
+        model.lm_head.weight.register_hook(lambda gradient: gradient / 2)
+        return model
     head.register_forward_hook(lambda *_: None)
-    return head
+    return with_head(head)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +327,8 @@ def hooked(head: nn.Module) -> nn.Module:
         (lambda: with_head(nn.Linear(8, WORDS), Uncalled), "did not call its head 'lm_head'"),
         (lambda: with_head(Mixing()), "mean over dimension 1 is not"),
         (lambda: with_head(Counting(8, WORDS)), "computes something else for a few tokens"),
-        (lambda: with_head(hooked(nn.Linear(8, WORDS))), "has hooks"),
+        (lambda: hooked(nn.Linear(8, WORDS)), "head 'lm_head' has hooks"),
+        (lambda: hooked(nn.Linear(8, WORDS), weight=True), "a weight of the head has hooks"),
         (lambda: nn.Linear(8, WORDS), r"has no get_output_embeddings\(\) that returns its head"),
     ],
 )
@@ -323,7 +339,7 @@ def test_heads_that_cannot_be_sliced_are_refused(model: Callable[[], nn.Module],
 
 def test_a_loss_has_one_backward() -> None:
     hidden = torch.randn(3, 4, requires_grad=True)
-    loss = Sliced.of_input(Origin(hidden, 2, None)).square().sum()
+    loss = Sliced.of(Slicing(2), hidden, 1).square().sum()
     loss.backward(retain_graph=True)
     assert hidden.grad is not None
     assert torch.allclose(hidden.grad, 2 * hidden.detach())
@@ -385,12 +401,6 @@ def test_a_sequence_that_is_split_over_tensor_ranks_is_refused() -> None:
 
     with pytest.raises(RankError, match="has sequence_parallel=True"):
         run_threads(make, 2, tensor=2)
-
-
-def terms(logits: Tensor, labels: Tensor) -> Tensor:
-    """Two means over different numbers of tokens."""
-    first = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    return first + functional.cross_entropy(logits.flatten(0, 1), (labels - 1).flatten(), ignore_index=-101)
 
 
 def test_terms_of_a_loss_are_scaled_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ contain: what may follow it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -13,13 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.deferral.layers import DeferringLinear
 from pipeflow.engine.deferral.products import Deferral
-from pipeflow.engine.runtime import head_rules  # noqa: F401  # registers what Sliced may be given to
-from pipeflow.engine.runtime.head_logits import Origin, Sliced, applied
+from pipeflow.engine.runtime.head_logits import Sliced, Slicing, applied, in_memory
 from pipeflow.engine.stages.stage import ModuleStage
 
-_LINEAR = (nn.Linear.forward, DeferringLinear.forward)
 _TRIED = 8  # tokens with which a head is tried
 
 
@@ -47,7 +44,12 @@ class SlicedHead:
         @wraps(call)
         def sliced(*arguments: Any, **keywords: Any) -> Any:
             self._is_called = False
-            with self._replaced():
+            head = self._module.get_submodule(self._name)
+            with ExitStack() as stack:
+                for each in head.modules():
+                    if getattr(each, "acts_on_tokens", False):
+                        stack.enter_context(_replaced(each, _of_rows(each)))
+                stack.enter_context(_replaced(head, self._begun(head.forward)))
                 output = call(*arguments, **keywords)
             if not self._is_called:
                 raise UsageError(
@@ -58,24 +60,9 @@ class SlicedHead:
 
         return sliced
 
-    @contextmanager
-    def _replaced(self) -> Iterator[None]:
-        """Inside the `with` block, the head makes a Sliced of its input, and its layers take one."""
-        head = self._module.get_submodule(self._name)
-        places = [each for each in head.modules() if _acts_on_tokens(each)]
-        before = [(each, vars(each).get("forward")) for each in {id(each): each for each in (*places, head)}.values()]
-        for each in places:
-            vars(each)["forward"] = _of_rows(each)
-        vars(head)["forward"] = self._begun(head.forward)
-        try:
-            yield
-        finally:
-            for each, forward in before:
-                vars(each).pop("forward")
-                if forward is not None:
-                    vars(each)["forward"] = forward
-
     def _begun(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The head's forward, which makes a Sliced of its input."""
+
         def begun(*arguments: Any, **keywords: Any) -> Any:
             hidden, *others = *arguments, *keywords.values()
             if others or not isinstance(hidden, Tensor) or isinstance(hidden, Sliced) or hidden.dim() < 2:
@@ -85,7 +72,9 @@ class SlicedHead:
                 )
             self._is_called = True
             self._try(forward, hidden)
-            return forward(Sliced.of_input(Origin(hidden, self._slices, self.deferral)))
+            slicing = Slicing(self._slices, self.deferral)
+            with slicing.plain():
+                return forward(Sliced.of(slicing, hidden, hidden.dim() - 1))
 
         return begun
 
@@ -94,14 +83,12 @@ class SlicedHead:
         key = self._module.training, hidden.dtype
         if key in self._tried:
             return
-        some = hidden.detach().reshape(-1, hidden.shape[-1])[:_TRIED]
+        some = hidden.detach().flatten(0, -2)[:_TRIED]
         with torch.no_grad():
             expected = forward(some)
-            found = forward(Sliced.of_input(Origin(some, min(2, self._slices), None)))
-            whole = found.whole() if isinstance(found, Sliced) else found
-        if expected.shape[:-1] != some.shape[:-1] or not torch.allclose(
-            whole, expected, rtol=torch.finfo(expected.dtype).eps ** 0.5, atol=1e-3, equal_nan=True
-        ):
+            found: Any = in_memory(forward(Sliced.of(Slicing(min(2, self._slices)), some, 1)))
+        close = {"rtol": torch.finfo(expected.dtype).eps ** 0.5, "atol": 1e-3, "equal_nan": True}
+        if expected.shape[:-1] != some.shape[:-1] or not torch.allclose(found, expected, **close):
             raise UsageError(
                 f"head_slices: the head {self._name!r} computes something else for a few tokens than for all of them: "
                 "leave head_slices out"
@@ -164,20 +151,26 @@ def head_of(module: nn.Module, name: str | None, slices: int) -> SlicedHead:
     return SlicedHead(name, root, slices)
 
 
-def _acts_on_tokens(module: nn.Module) -> bool:
-    """Whether a layer is known to act on each token alone, whatever it calls: a linear layer, or one that says so."""
-    says = getattr(module, "acts_on_tokens", False)
-    is_linear = isinstance(module, nn.Linear) and type(module).forward in _LINEAR and "forward" not in vars(module)
-    return bool(says) or is_linear
+@contextmanager
+def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside the `with` block, a module has another forward."""
+    own, attributes = vars(module).get("forward"), vars(module)
+    attributes["forward"] = forward
+    try:
+        yield
+    finally:
+        attributes.pop("forward")
+        if own is not None:
+            attributes["forward"] = own
 
 
 def _of_rows(module: nn.Module) -> Callable[..., Any]:
-    """The forward of a layer, which also takes a Sliced."""
+    """The forward of a layer that acts on each token alone, whatever it calls. It also takes a Sliced."""
     forward = module.forward
 
     def called(input: Tensor) -> Any:
-        if not isinstance(input, Sliced):
-            return forward(input)
-        return applied(forward, (input,), {}, input, [each for each in module.parameters() if each.requires_grad])
+        return (
+            applied(forward, (input,), {}, input, module.parameters()) if isinstance(input, Sliced) else forward(input)
+        )
 
     return called
