@@ -53,6 +53,7 @@ def run_threads(
     data: int = 1,
     context: int = 1,
     context_attention: str = "gather",
+    experts: int = 1,
 ) -> list[Any]:
     """Calls `function(*arguments)` on every rank, with ranks as threads of this process over a LocalTransport. Returns
     the list of results by rank.
@@ -68,15 +69,17 @@ def run_threads(
         data: number of replicas.
         context: number of context ranks; 1 on a GPU. The pipeline has the remaining ranks.
         context_attention: as in `launch`.
+        experts: number of expert ranks, which divides `data`; 1 on a GPU.
 
-    Raises RankError if a rank raised an error, or did not finish within the deadline, and UsageError for tensor or
-    context ranks on a GPU.
+    Raises RankError if a rank raised an error, or did not finish within the deadline, and UsageError for tensor,
+    context or expert ranks on a GPU.
     """
     keep_device_guard()  # a fake tensor's would end with its thread in torch 2.11 for GPUs where there are none
-    hub, place, layout = Hub(ranks), torch.device(device), _layout(ranks, tensor, data, context)
-    if tensor * context > 1 and place.type not in _ON_THE_CALLERS_THREAD:
+    hub, place, layout = Hub(ranks), torch.device(device), _layout(ranks, tensor, data, context, experts)
+    if tensor * context * experts > 1 and place.type not in _ON_THE_CALLERS_THREAD:
+        kind = "tensor" if tensor > 1 else "context" if context > 1 else "expert"
         raise UsageError(
-            f"{'tensor' if tensor > 1 else 'context'} ranks that are threads cannot share {place}: autograd runs the "
+            f"{kind} ranks that are threads cannot share {place}: autograd runs the "
             "backwards of all threads on one thread per device, where the first collective would wait for ever; use "
             "run_processes, or device='cpu'"
         )
@@ -114,8 +117,8 @@ def run_threads(
     return results
 
 
-def _layout(ranks: int, tensor: int, data: int, context: int) -> WorldLayout:
-    return WorldLayout.of(ranks, ranks // (tensor * data * context), tensor, context)
+def _layout(ranks: int, tensor: int, data: int, context: int, experts: int) -> WorldLayout:
+    return WorldLayout.of(ranks, ranks // (tensor * data * context), tensor, context, experts)
 
 
 def run_processes(
@@ -129,13 +132,14 @@ def run_processes(
     data: int = 1,
     context: int = 1,
     context_attention: str = "gather",
+    experts: int = 1,
 ) -> list[Any]:
     """Calls `function(*arguments)` on every rank, with ranks as processes that have called `launch`. Returns the list
     of results by rank.
 
     Args:
-        function, ranks, arguments, tensor, data, context, context_attention: as in `run_threads`; function, arguments
-            and results must be picklable.
+        function, ranks, arguments, tensor, data, context, context_attention, experts: as in `run_threads`; function,
+            arguments and results must be picklable.
         deadline: seconds after which ranks that still run are ended.
         timeout: as in `launch`, in seconds.
         may_die: ranks that may be killed by the test; their result is then None.
@@ -144,7 +148,7 @@ def run_processes(
     """
     start: Any = multiprocessing.get_context("forkserver")
     start.set_forkserver_preload(PRELOADED)
-    port, layout = free_port(), _layout(ranks, tensor, data, context)
+    port, layout = free_port(), _layout(ranks, tensor, data, context, experts)
     together = start.Barrier(ranks)  # all processes start before `timeout` begins to count
     with tempfile.TemporaryDirectory() as folder:
         connections: list[Connection] = []
@@ -181,7 +185,8 @@ def _run_rank(
     torch.set_num_threads(1)
     try:
         together.wait()
-        launch(layout.pipeline, layout.tensor, context=layout.context, context_attention=attention, timeout=timeout)
+        sizes: dict[str, Any] = {"context": layout.context, "experts": layout.experts}
+        launch(layout.pipeline, layout.tensor, **sizes, context_attention=attention, timeout=timeout)
         _send(connection, (True, function(*arguments)))
     except BaseException:
         _send(connection, (False, traceback.format_exc()))

@@ -119,6 +119,7 @@ class Config:
     Attributes:
         pipeline, tensor, context: numbers of pipeline, tensor and context ranks, from `parallel`, 1 by default; further
             ranks are data ranks.
+        experts: number of expert ranks, which are among the data ranks, from `parallel`, 1 by default.
         num_microbatches: number of microbatches per batch, from NUM_MICRO_BATCHES.
         num_chunks: number of stages per rank, from NUM_CHUNKS or model.num_chunks.
         tensor_shape: shape of one microbatch between stages, from TENSOR_SHAPE; as in Pipeline, its first entry may be
@@ -140,6 +141,7 @@ class Config:
     pipeline: int = field(default=1, metadata={"parallel.pipeline": _pipeline})
     tensor: int = field(default=1, metadata={"parallel.tensor": _tensor})
     context: int = field(default=1, metadata={"parallel.context": _number})
+    experts: int = field(default=1, metadata={"parallel.experts": _number})
     num_microbatches: int | None = field(default=None, metadata={"NUM_MICRO_BATCHES": _number})
     num_chunks: int | None = field(default=None, metadata={"NUM_CHUNKS": _number, "model.num_chunks": _number})
     tensor_shape: tuple[int | None, ...] | None = field(default=None, metadata={"TENSOR_SHAPE": _shape})

@@ -54,17 +54,20 @@ def launch_from_config(
     Raises UsageError for an invalid configuration or a layout that does not fit the world; also `launch`'s errors.
     """
     checked = read_config(config)
-    context = launch(checked.pipeline, checked.tensor, context=checked.context, timeout=timeout, device=device)
+    sizes: dict[str, Any] = {"context": checked.context, "experts": checked.experts}
+    context = launch(checked.pipeline, checked.tensor, **sizes, timeout=timeout, device=device)
     keep_config(checked)
     _seed(seed if checked.seed is None else checked.seed, context)
     logger = get_dist_logger()
     if checked.log_path is not None:
         logger.log_to_file(checked.log_path)
     if verbose:
-        sizes = f"data {context.data_size} x pipeline {context.pipeline_size} x tensor {context.tensor_size}"
+        told = f"data {context.data_size} x pipeline {context.pipeline_size} x tensor {context.tensor_size}"
         if context.context_size > 1:
-            sizes += f" x context {context.context_size}"
-        logger.info(f"{context.world_size} ranks: {sizes}, on {context.device.type}", ranks=[0])
+            told += f" x context {context.context_size}"
+        if context.experts.size > 1:
+            told += f", experts over {context.experts.size} replicas"
+        logger.info(f"{context.world_size} ranks: {told}, on {context.device.type}", ranks=[0])
     return context
 
 

@@ -17,7 +17,7 @@ from pipeflow.training.config import KEYS, UNREAD
 
 TUTORIAL: dict[str, Any] = {
     "NUM_MICRO_BATCHES": 192,
-    "parallel": {"pipeline": 2, "tensor": {"mode": "1d", "size": 2}, "context": 3},
+    "parallel": {"pipeline": 2, "tensor": {"mode": "1d", "size": 2}, "context": 3, "experts": 4},
     "fp16": {"mode": "parameters", "initial_scale": 2**10},
     "clip_grad_norm": 1,
     "gradient_accumulation": 4,
@@ -31,7 +31,7 @@ TUTORIAL: dict[str, Any] = {
 
 def test_the_tutorials() -> None:
     config = read_config(TUTORIAL)
-    assert (config.pipeline, config.tensor, config.context) == (2, 2, 3)
+    assert (config.pipeline, config.tensor, config.context, config.experts) == (2, 2, 3, 4)
     assert (config.num_microbatches, config.num_chunks) == (192, 2)
     assert config.precision == HalfPrecision("parameters", torch.float16, {"initial_scale": 2**10})
     assert (config.clip_grad_norm, config.gradient_accumulation, config.seed) == (1.0, 4, 3)
@@ -89,7 +89,7 @@ def test_a_file(tmp_path: Path) -> None:
         ({"parallel": {"tensor": {"size": 2}}}, "mode None is not supported"),
         ({"parallel": {"pipeline": 0}}, "parallel.pipeline must be a positive whole number, got 0"),
         ({"parallel": {"context": 0}}, "parallel.context must be a positive whole number, got 0"),
-        ({"parallel": 2}, "parallel must be a dict with the keys pipeline, tensor, context, got 2"),
+        ({"parallel": 2}, "parallel must be a dict with the keys pipeline, tensor, context, experts, got 2"),
         ({"fp16": {"mode": "naive"}}, "must be 'parameters' or 'autocast', got 'naive'"),
         ({"fp16": {"initial_scale": 2}}, "must be 'parameters' or 'autocast', got None"),
         ({"fp16": {"mode": "parameters", "growth_factor": 0.5}}, "growth_factor 0.5"),
@@ -178,15 +178,17 @@ def test_what_is_not_honoured_is_refused_by_name() -> None:
             read_config({key: {}})
 
 
-def test_context_ranks_are_launched() -> None:
-    with pytest.raises(UsageError, match="context 2"):
-        launch_from_config({"parallel": {"context": 2}})
+@pytest.mark.parametrize(("name", "told"), [("context", "context 2"), ("experts", "2 expert ranks do not divide")])
+def test_context_and_expert_ranks_are_launched(name: str, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        launch_from_config({"parallel": {name: 2}})
 
 
 EACH: dict[str, tuple[Any, Any]] = {
     "parallel.pipeline": (2, 2),
     "parallel.tensor": ({"mode": "1d", "size": 2}, 2),
     "parallel.context": (2, 2),
+    "parallel.experts": (2, 2),
     "NUM_MICRO_BATCHES": (8, 8),
     "NUM_CHUNKS": (2, 2),
     "model.num_chunks": (3, 3),

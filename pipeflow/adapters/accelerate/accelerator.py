@@ -242,7 +242,7 @@ class Accelerator(Operations, accelerate.Accelerator):  # type: ignore[misc]  # 
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """The weights by name, if this rank has the whole model. Raises UsageError otherwise."""
-        if model is self._model and self._context.pipeline_size * self._context.tensor_size > 1:
+        if model is self._model and self._context.has_part:
             raise UsageError(
                 "a rank of a pipeline has a part of the weights only: write those of all ranks with "
                 "accelerator.save_model(model, folder), or with accelerator.save_state(folder)"

@@ -79,6 +79,11 @@ def _shell_of(model: Pipeline) -> Any:
             "generate needs a Pipeline of a whole model of transformers: make it with Pipeline.from_module or "
             "pipeflow.huggingface.from_pretrained"
         )
+    if model.context.experts.size > 1:
+        raise UsageError(
+            "generate runs another number of forwards on each replica, and expert ranks, which are replicas, compute "
+            "each forward together: save the model, and generate after launch(experts=1)"
+        )
     if model.runner.is_running:
         raise UsageError("generate was called within a step of the same Pipeline: call it between steps")
     found: Any = stage.root.get_base_model() if hasattr(stage.root, "get_base_model") else stage.root  # type: ignore[operator]  # of peft

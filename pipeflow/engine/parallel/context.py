@@ -31,7 +31,7 @@ class Context:
 
     Attributes:
         rank: rank in the world.
-        layout: the sizes of the world's dimensions (data, pipeline, context, tensor).
+        layout: the sizes of the world's dimensions (data, pipeline, context, tensor), and the number of expert ranks.
         device: the device on which this process computes.
         world: the transport that connects all ranks.
         context_attention: how attention over context ranks gets keys and values, one of `CONTEXT_ATTENTION`.
@@ -42,6 +42,8 @@ class Context:
         context: the group of ranks that hold the same weights and the other tokens of the same sequences.
         data: the same ranks as `replicas`, as a group.
         copies: the same ranks as `holders`, as a group, replica by replica.
+        experts: the group of replicas among which the experts of a layer are divided.
+        expert_copies: those of `copies` that hold the same experts, as a group.
         alarm: reports a failure on one rank to all ranks.
         world_size: number of ranks in the world.
         pipeline_rank, tensor_rank, data_rank, context_rank: indices of this rank along the dimensions of the layout.
@@ -60,6 +62,8 @@ class Context:
     context: Group = field(init=False)
     data: Group = field(init=False)
     copies: Group = field(init=False)
+    experts: Group = field(init=False)
+    expert_copies: Group = field(init=False)
     alarm: Alarm = field(init=False)
     world_size: int = field(init=False)
     pipeline_rank: int = field(init=False)
@@ -79,14 +83,23 @@ class Context:
         self.transport = Subset(self.world, layout.pipeline_ranks(self.rank))
         self.replicas = Subset(self.world, layout.data_ranks(self.rank))
         self.holders = Subset(self.world, layout.copy_ranks(self.rank))
+        groups: dict[tuple[int, ...], Group] = {}  # two groups of the same ranks would share their communicator
+
+        def group(ranks: tuple[int, ...]) -> Group:
+            return groups.get(ranks) or groups.setdefault(ranks, self.world.group(ranks))
+
         self.tensor = self.world.group(layout.tensor_ranks(self.rank))
-        self.context = self.world.group(layout.context_ranks(self.rank))
-        self.data = self.world.group(layout.data_ranks(self.rank))
-        if 1 in (layout.data, layout.context):  # two groups of the same ranks would share their communicator
-            self.copies = self.context if layout.data == 1 else self.data
-        else:
-            self.copies = self.world.group(layout.copy_ranks(self.rank))
+        self.context = group(layout.context_ranks(self.rank))
+        self.data = group(layout.data_ranks(self.rank))
+        self.copies = group(layout.copy_ranks(self.rank))
+        self.experts = group(layout.expert_ranks(self.rank))
+        self.expert_copies = group(layout.expert_copy_ranks(self.rank))
         self.alarm = Alarm(self.world)
+
+    @property
+    def has_part(self) -> bool:
+        """True if this rank has only a part of the model: its stages, parts of layers, or some of the experts."""
+        return self.pipeline_size * self.tensor_size * self.experts.size > 1
 
     @cached_property
     def mesh(self) -> DeviceMesh:

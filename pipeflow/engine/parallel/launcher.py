@@ -52,6 +52,7 @@ def launch(
     *,
     context: int = 1,
     context_attention: str = "gather",
+    experts: int = 1,
     timeout: float = 60.0,
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
@@ -59,7 +60,8 @@ def launch(
     """Connects this process to the others and returns its context, which all of its threads see.
 
     The world is arranged as replicas x pipeline x context x tensor. Tensor ranks are neighbours, then come context
-    ranks, then the ranks of a pipeline. Any further processes become data-parallel replicas.
+    ranks, then the ranks of a pipeline. Any further processes become data-parallel replicas. Expert ranks are among
+    these.
 
     Reads torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and initializes
     torch.distributed's default process group unless this was done before, also for a world of one process. Without that
@@ -74,6 +76,8 @@ def launch(
         context_attention: "gather", "ring" or "all_to_all". With "gather", each layer gathers the keys and values of
             all context ranks. With "ring", it has those of one rank at a time, keeps only its own, and sends them again
             in the backward. With "all_to_all", each rank computes the attention of all tokens for some of the heads.
+        experts: number of replicas, next to each other, among which the experts of each layer are divided. It divides
+            the number of replicas.
         timeout: seconds to wait for all ranks to launch, and later for another rank that makes the same call. The limit
             is ten times as long if that rank may have to compile first. There is no limit for a rank between calls, for
             example during a long upload, as long as its process answers. On GPUs it must be longer than a step.
@@ -94,7 +98,7 @@ def launch(
             f"context_attention must be {' or '.join(map(repr, CONTEXT_ATTENTION))}, got {context_attention!r}"
         )
     rank, world_size = _rank_and_size(group)
-    layout = WorldLayout.of(world_size, pipeline, tensor, context)
+    layout = WorldLayout.of(world_size, pipeline, tensor, context, experts)
     if world_size > 1:
         prepare(device)
     place = own_device(device)

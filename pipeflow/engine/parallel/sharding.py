@@ -69,6 +69,16 @@ class Divided(Protocol):
 
 
 @runtime_checkable
+class HoldsExperts(Protocol):
+    """A layer that knows how its own parameters are divided over the expert ranks."""
+
+    def expert_splits(self) -> Mapping[str, Split]:
+        """The split of each parameter over the expert ranks, by name. Tensor ranks may split it, too, along another
+        dimension.
+        """
+
+
+@runtime_checkable
 class Individual(Protocol):
     """A layer with buffers that differ between tensor ranks, such as the first index of a part of a vocabulary."""
 
@@ -82,6 +92,15 @@ def splits_of(module: nn.Module) -> dict[int, Split]:
         id(_tensor_of(layer, name)): split
         for layer in _layers(module, Divided)
         for name, split in layer.splits().items()
+    }
+
+
+def expert_splits_of(module: nn.Module) -> dict[int, Split]:
+    """The splits over the expert ranks of the parameters of `module` and its children, by the id of the parameter."""
+    return {
+        id(layer.get_parameter(name)): split
+        for layer in _layers(module, HoldsExperts)
+        for name, split in layer.expert_splits().items()
     }
 
 
@@ -138,10 +157,11 @@ def own_values(tensor: Tensor) -> Tensor:
     return found.wait() if type(found).__name__ == "AsyncCollectiveTensor" else found  # type: ignore[attr-defined]  # it has it
 
 
-def is_first_holder(tensor: Tensor, layout: WorldLayout, rank: int, *, is_split: bool) -> bool:
+def is_first_holder(tensor: Tensor, layout: WorldLayout, rank: int, *, is_split: bool, is_expert: bool) -> bool:
     """Returns True if `rank`, which must be this rank, is the lowest of the ranks that hold the same part of a tensor.
 
-    A tensor with `is_split` is split over the tensor ranks, a DTensor over the ranks of its mesh.
+    A tensor with `is_split` is split over the tensor ranks, one with `is_expert` over the expert ranks, a DTensor over
+    the ranks of its mesh.
     """
     spread = {rank}
     if isinstance(tensor, DTensor):
@@ -150,7 +170,8 @@ def is_first_holder(tensor: Tensor, layout: WorldLayout, rank: int, *, is_split:
         if any(index and placement.is_replicate() for placement, index in zip(tensor.placements, here, strict=True)):
             return False
         spread = set(mesh.mesh.flatten().tolist())
-    groups = ([] if is_split else [layout.tensor_ranks(rank)]) + [layout.copy_ranks(rank)]
+    copies = layout.expert_copy_ranks(rank) if is_expert else layout.copy_ranks(rank)
+    groups = ([] if is_split else [layout.tensor_ranks(rank)]) + [copies]
     return all(group[0] == rank or len(spread.intersection(group)) > 1 for group in groups)
 
 

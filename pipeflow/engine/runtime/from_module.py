@@ -1,4 +1,4 @@
-"""Makes a rank's part of a Pipeline from a whole module: its stages, split over the tensor ranks, and their ties."""
+"""Makes a rank's part of a Pipeline from a whole module: its stages, split over tensor and expert ranks, and ties."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from pipeflow.engine.stages.module_state import counts_of
 from pipeflow.engine.stages.plan import CutPlan
 from pipeflow.engine.stages.planner import Planner
 from pipeflow.engine.stages.stage import ModuleStage
+from pipeflow.engine.tensor.experts import divide_experts, experts_in
 from pipeflow.engine.tensor.layer import TensorLayer
 from pipeflow.engine.tensor.module_sharding import shard
 from pipeflow.engine.tensor.random import share_default_state
@@ -68,6 +69,11 @@ def stages_from(
         _require_whole_layers(module)
     if context.context_size > 1:
         require_stages([module])
+    if context.experts.size > 1 and not [*experts_in(module, context.experts.size)]:
+        raise UsageError(
+            f"{type(module).__name__} has no layer of experts with the parameters and the forward that transformers "
+            "gives them, so expert ranks cannot divide it: launch with experts=1"
+        )
     placement, device = schedule.placement, context.device
     planner = Planner(
         module,
@@ -91,6 +97,7 @@ def stages_from(
     stages = [ModuleStage(module, stage, planner, plan, device) for stage in own]
     before = [counts_of(stage.root).items() for stage in stages]
     shard(*(stage.root for stage in stages), rules=rules, group=context.tensor)
+    divide_experts(*(stage.root for stage in stages), group=context.experts)
     for stage, its in zip(stages, before, strict=True):
         planner.split |= {key for key, _ in counts_of(stage.root).items() - its}
     share_default_state(context.tensor, device)

@@ -323,9 +323,9 @@ class Pipeline(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Like `nn.Module.named_parameters`; after `from_module`, with the names in the module that was cut."""
-        has_part = self.context.pipeline_size * self.context.tensor_size > 1
         reader = _reader(inspect.currentframe())
-        if reader is inspect.unwrap(nn.utils.clip_grad_norm_).__code__ and (has_part or self.gradients.owners.of):
+        is_torchs = reader is inspect.unwrap(nn.utils.clip_grad_norm_).__code__
+        if is_torchs and (self.context.has_part or self.gradients.owners.of):
             raise UsageError(TORCH_CLIPS)
         cut, any_found = cut_chunks(self.chunks), False
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pipeflow.engine.tensor.cross_entropy import CrossEntropy, VocabParallelCrossEntropy, vocab_parallel_cross_entropy
 from pipeflow.engine.tensor.embedding import HiddenParallelEmbedding, PatchEmbedding, VocabParallelEmbedding
+from pipeflow.engine.tensor.experts import divide_experts
 from pipeflow.engine.tensor.layer import LayerNorm, cut, divide, group_of
 from pipeflow.engine.tensor.linear import Classifier, ColumnParallelLinear, RowParallelLinear, VocabParallelClassifier
 from pipeflow.engine.tensor.module_sharding import shard
@@ -51,6 +52,7 @@ __all__ = [
     "current_tracker",
     "cut",
     "divide",
+    "divide_experts",
     "draw_part_",
     "gather_from_sequence_region",
     "gather_from_tensor_region",

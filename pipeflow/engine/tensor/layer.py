@@ -66,7 +66,7 @@ class TensorLayer(nn.Module):
 
     def leave_eager(self) -> None:
         """Makes compiled code call this layer uncompiled."""
-        self._eager = _call_eagerly()
+        self._eager = call_eagerly()
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Calls the module. While torch.compile compiles, a layer that was told to stays outside the compiled code."""
@@ -107,7 +107,7 @@ class TensorLayer(nn.Module):
 
 
 @cache
-def _call_eagerly() -> Callable[..., Any]:
+def call_eagerly() -> Callable[..., Any]:
     """A module's call that ends compiled code. It is the same object for all layers, so that they can share code."""
     call: Callable[..., Any] = torch.compiler.disable(nn.Module.__call__, reason="a tensor-parallel layer")
     return call

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import context_if_launched, current_context, is_launched, keep, kept
-from pipeflow.engine.parallel.sharding import Split, splits_of
+from pipeflow.engine.parallel.sharding import Split, expert_splits_of, splits_of
 from pipeflow.engine.parallel.transport.protocol import Group
 from pipeflow.engine.tensor.layer import cut
 from pipeflow.engine.tensor.regions import gathered
@@ -195,11 +195,14 @@ class _Steppings:
                 f"{type(optimizer).__name__} steps parameters that a Zero has divided over data ranks, so this rank "
                 "has some of their gradients alone: step the Zero, or make a Zero of this optimizer"
             )
-        known: dict[int, Split | None] = {}
+        known, experts = dict[int, Split | None](), set[int]()
         for model in self.models:
             splits = splits_of(model)
+            experts |= expert_splits_of(model).keys()
             known |= {id(parameter): splits.get(id(parameter)) for parameter in model.parameters()}
         known |= {id(target): known.get(id(parameter)) for parameter, target in stepped.items()}
+        experts |= {id(target) for parameter, target in stepped.items() if id(parameter) in experts}
+        _require_elementwise(optimizer, experts)
         splits = {target: split for target in targets if (split := known.get(target)) is not None}
         is_known = not targets or not known.keys().isdisjoint(targets)
         if context is None or not is_known or getattr(optimizer, "steps_parts", False):
@@ -207,6 +210,18 @@ class _Steppings:
         if context.world_size == context.copies.size and optimizer not in self.shared:
             return Stepping(targets, is_known, splits)
         return Stepping(targets, is_known, splits, *_wholes(optimizer, splits))
+
+
+def _require_elementwise(optimizer: Optimizer, experts: set[int]) -> None:
+    """Raises UsageError if an optimizer steps tensors of `experts`, by id, and needs the whole weights to do so."""
+    for group in optimizer.param_groups:
+        if (held := next((each for each in group["params"] if id(each) in experts), None)) is None:
+            continue
+        if getattr(optimizer, "steps_parts", False) or not tried(optimizer, group, held, 0).is_elementwise:
+            raise UsageError(
+                f"{type(optimizer).__name__} needs whole weights, but expert ranks have parts of them: use an "
+                "elementwise optimizer such as AdamW, or launch with experts=1"
+            )
 
 
 def _wholes(optimizer: Optimizer, splits: Mapping[int, Split]) -> tuple[bool, dict[int, frozenset[str]]]:

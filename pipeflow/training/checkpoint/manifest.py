@@ -23,6 +23,7 @@ from pipeflow.training.checkpoint import folders
 from pipeflow.training.checkpoint.folders import INDEX, MANIFEST, is_checkpoint, previous, write_durably
 
 FORMAT = 2  # increased when older versions could not read the new format
+_LATER = ("context", "experts")  # sizes of a layout that older files lack
 T = TypeVar("T")
 LOG = logging.getLogger("pipeflow")
 LEFT_OUT = "checkpoint %s is skipped: %s"
@@ -90,14 +91,14 @@ class Manifest:
     def _of(cls, content: dict[str, Any]) -> Manifest:
         if content.pop("sha256") != _sha256(content):
             raise ValueError("its SHA-256 does not match")
-        step, layout = content["step"], {"context": 1, **content["layout"]}  # older files have no context ranks
+        step, layout = content["step"], {**dict.fromkeys(_LATER, 1), **content["layout"]}
         files = {file_name(name): Digest.read(digest) for name, digest in content["files"].items()}
         if INDEX not in files:
             raise ValueError(f"it does not list {INDEX}")
         return cls(
             None if step is None else whole_number(step),
             whole_number(content["sequence"]),
-            WorldLayout(*(whole_number(layout[name]) for name in ("pipeline", "tensor", "data", "context"))),
+            WorldLayout(*(whole_number(layout[name]) for name in ("pipeline", "tensor", "data", *_LATER))),
             files,
         )
 

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import Context
-from pipeflow.engine.parallel.sharding import Split, splits_of
+from pipeflow.engine.parallel.sharding import Split, expert_splits_of, splits_of
+from pipeflow.engine.parallel.transport.protocol import Group
 from pipeflow.engine.runtime.gradients.weights import ranks_of_buffers
 from pipeflow.engine.runtime.original import plain_name
 from pipeflow.engine.runtime.pipeline import Pipeline
@@ -80,14 +81,21 @@ def wholes(tensors: Mapping[str, Tensor]) -> Pieces:
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """A parameter or buffer of one of this rank's stages; `split` is None if every tensor rank has the whole."""
+    """A parameter or buffer of one of this rank's stages.
+
+    Attributes:
+        name: name in the whole model.
+        stage: the stage.
+        tensor: this rank's part.
+        tied: the ranks of the pipeline that share it, if users tied it.
+        splits: how it is split, and over which ranks: over tensor ranks, over expert ranks, or over both.
+    """
 
     name: str
     stage: int
     tensor: Tensor
-    split: Split | None
     tied: tuple[int, ...] | None
-    rank: int
+    splits: tuple[tuple[Split, Group], ...]
 
     @property
     def is_parameter(self) -> bool:
@@ -97,8 +105,8 @@ class LocalTensor:
     def shape(self) -> torch.Size:
         """The shape of the whole tensor."""
         shape = list(self.tensor.shape)
-        if self.split is not None:
-            shape[self.split.dim] = self.split.size
+        for split, _ in self.splits:
+            shape[split.dim] = split.size
         return torch.Size(shape)
 
     @property
@@ -110,8 +118,9 @@ class LocalTensor:
         out, unless the whole has none.
         """
         tensor = tensor.detach()
-        part = Piece.distributed(tensor) if isinstance(tensor, DTensor) else Piece.whole(tensor)
-        pieces = [part] if self.split is None else part.of(self.split, self.rank)
+        pieces = [Piece.distributed(tensor) if isinstance(tensor, DTensor) else Piece.whole(tensor)]
+        for split, group in self.splits:
+            pieces = [piece for part in pieces for piece in part.of(split, group.rank)]
         return [each for each in pieces if each.tensor.numel() or not each.shape.numel()]
 
     @property
@@ -143,7 +152,8 @@ def local_tensors(model: nn.Module, context: Context, names: Names | None) -> li
     if isinstance(model, Pipeline):
         model.runner.confirmation.confirm()
     states = [(stage, module.state_dict(keep_vars=True)) for stage, module in _stages(model, context)]
-    splits = splits_of(model)  # after state_dict, which makes fully_shard take back its whole parameters
+    # after state_dict, which makes fully_shard take back its whole parameters
+    over = (splits_of(model), context.tensor), (expert_splits_of(model), context.experts)
     tied: dict[int, tuple[int, ...]] = {}
     if isinstance(model, Pipeline):
         tied |= {id(weight.parameter): weight.ranks for weight in model.gradients.weights if weight.is_tied}
@@ -156,7 +166,8 @@ def local_tensors(model: nn.Module, context: Context, names: Names | None) -> li
             if not isinstance(tensor, Tensor):
                 raise UsageError(f"{name!r} is a {type(tensor).__name__}; a checkpoint can only hold plain tensors")
             key = id(tensor)
-            local = LocalTensor(name, stage, tensor, splits.get(key), tied.get(key), context.tensor_rank)
+            splits = tuple((known[key], group) for known, group in over if key in known)
+            local = LocalTensor(name, stage, tensor, tied.get(key), splits)
             if found.setdefault(name, local).tensor is not tensor:
                 raise _collision(name, found[name].stage, stage)
     return list(found.values())
@@ -222,9 +233,9 @@ def state_pieces(local: LocalTensor, key: str, tensor: Tensor, alike: Collection
     is_whole = alike is not None and key not in alike
     if tensor.shape == local.tensor.shape and not is_whole:
         return local.pieces_of(tensor)
-    if local.split is not None and tensor.numel() != 1 and alike is None:
+    if local.splits and tensor.numel() != 1 and alike is None:
         raise UsageError(
             f"the optimizer's state {key!r} of {local.name!r} has shape {tuple(tensor.shape)}, and the parameter is "
-            "split over tensor ranks: use an optimizer whose states have the parameter's shape"
+            "split over tensor or expert ranks: use an optimizer whose states have the parameter's shape"
         )
     return [Piece.whole(tensor.detach())]

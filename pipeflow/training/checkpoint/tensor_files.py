@@ -187,7 +187,7 @@ def parts_together(
     mine = [
         output
         for output in outputs
-        if context.rank in context.layout.tensor_ranks(writers[output.names]) or is_distributed(output.local.tensor)
+        if context.rank in _givers(output.local, writers[output.names], context) or is_distributed(output.local.tensor)
     ]
     written: list[OutputFile] = []
     with parts_folder(path, context) as folder:
@@ -261,7 +261,7 @@ def _write(
             collected.clear()
 
     for output in {output.names: output for output in outputs}.values():
-        whole = _whole(output.local, context)
+        whole = _whole(output.local)
         if context.rank == writers[output.names]:
             stored = {name: tensor.contiguous() for name, tensor in output.stored(whole).items()}
             more = sum(tensor.nbytes for tensor in stored.values())
@@ -290,15 +290,25 @@ def _joined(parts: list[OutputFile], shard_bytes: int) -> list[OutputFile]:
     return [_written(Path(parts[0].file).with_name(SINGLE), tensors)]
 
 
-def _whole(local: LocalTensor, context: Context) -> Tensor:
+def _whole(local: LocalTensor) -> Tensor:
     """A copy of the whole tensor on the CPU."""
     tensor = local.tensor.detach()
     tensor = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
-    if local.split is None:
-        return tensor.to("cpu", copy=True)
-    parts = tensor.new_empty(context.tensor_size * tensor.shape[0], *tensor.shape[1:])
-    context.tensor.all_gather(parts, tensor).wait()
-    return local.split.joined(parts.cpu().chunk(context.tensor_size))
+    for split, group in local.splits:
+        part = tensor.to(local.tensor.device).contiguous()
+        parts = part.new_empty(group.size * part.shape[0], *part.shape[1:])
+        group.all_gather(parts, part).wait()
+        tensor = split.joined(parts.cpu().chunk(group.size))
+    return tensor.to("cpu", copy=not local.splits)
+
+
+def _givers(local: LocalTensor, writer: int, context: Context) -> set[int]:
+    """The ranks that put a tensor together for `writer`, and that rank."""
+    layout, ranks = context.layout, {writer}
+    for _, group in local.splits:
+        others = layout.tensor_ranks if group is context.tensor else layout.expert_ranks
+        ranks = {other for rank in ranks for other in others(rank)}
+    return ranks
 
 
 def _require_free(path: Path) -> None:

@@ -112,9 +112,11 @@ def norms_of(model: Pipeline, norm_type: float, factors: Mapping[nn.Parameter, T
             found |= zip(alike, foreach_norm([*alike.values()], norm_type, dtype), strict=True)
     none, owners = torch.zeros((), dtype=torch.float64, device=model.context.device), model.gradients.owners
     if owners.of:  # each norm is known to the owner alone
-        row = torch.stack([found.get(p, none) if of == owners.group.rank else none for p, of in owners.of.items()])
-        owners.group.all_reduce(row).wait()
-        found |= zip(owners.of, row, strict=True)
+        for group in dict.fromkeys((owners.group, owners.expert_group)):
+            its = {p: of for p, of in owners.of.items() if owners.group_of(p) is group}
+            row = torch.stack([none, *(found.get(p, none) if of == group.rank else none for p, of in its.items())])
+            group.all_reduce(row).wait()
+            found |= zip(its, row[1:], strict=True)
     norms: tuple[list[Tensor], list[Tensor]] = ([], [])
     for parameter in filter(found.__contains__, model.parameters()):
         norm = found[parameter]

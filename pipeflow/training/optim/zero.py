@@ -35,7 +35,7 @@ class Zero(Wrapper):
     `.grad` is None. So a step sends no more than without Zero. No other optimizer can step these parameters.
 
     Attributes:
-        owners: the data rank that owns each parameter.
+        owners: the data rank that owns each parameter; of experts, its place among the ranks that hold the same ones.
 
     Raises UsageError if `optimizer` is a wrapper, if it has parameters that are not in the model, or if the model uses
     fully_shard. `step` raises it for an optimizer that computes a weight's step from all weights, such as LBFGS.
@@ -49,16 +49,15 @@ class Zero(Wrapper):
         super().__init__(model, optimizer)
         if any(map(is_distributed, self.parameters)):
             raise UsageError("fully_shard already distributes the optimizer's states: use the optimizer without Zero")
-        self._group = model.context.copies
-        self.owners = model.gradients.divide(self.parameters)
-        self.stepped = {p: p for p in self.parameters if self.owners[p] == self._group.rank}
+        self.owners, groups = model.gradients.divide(self.parameters), model.gradients.owners
+        self.stepped = {p: p for p in self.parameters if self.owners[p] == groups.group_of(p).rank}
         for group in optimizer.param_groups:
             kept = [parameter in self.stepped for parameter in group["params"]]
             group.update({key: [*compress(group[key], kept)] for key in ("params", "param_names") if key in group})
         for parameter in self.parameters:
             if parameter not in self.stepped:
                 optimizer.state.pop(parameter, None)
-        if self._group.size > 1:
+        if groups.group.size > 1:
             divide(optimizer, model, self.parameters)
         self._buckets = [*model.gradients.owners.buckets(self.parameters)]
         self.share()
@@ -69,10 +68,11 @@ class Zero(Wrapper):
         self.refuse_closure(closure)
         with self.model.alarm.raised_everywhere():
             self.inner.step()
-            if self._group.size > 1:
+            groups = self.model.gradients.owners
+            if groups.group.size > 1:
                 room: Tensor | None = None
                 if any(parameter.dtype is not bucket[0].dtype for bucket in self._buckets for parameter in bucket):
                     self._buckets = [*self.model.gradients.owners.buckets(self.parameters)]
                 for bucket in self._buckets:
                     values = [self.stepped.get(parameter, parameter).to(parameter.dtype) for parameter in bucket]
-                    room = share_row(bucket, values, self._group, self.owners[bucket[0]], room)
+                    room = share_row(bucket, values, groups.group_of(bucket[0]), self.owners[bucket[0]], room)

@@ -20,7 +20,14 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.layout import WorldLayout
-from pipeflow.engine.parallel.sharding import is_distributed, is_first_holder, local_part, own_buffers_of, splits_of
+from pipeflow.engine.parallel.sharding import (
+    expert_splits_of,
+    is_distributed,
+    is_first_holder,
+    local_part,
+    own_buffers_of,
+    splits_of,
+)
 from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_object, exchange, told_alike
 from pipeflow.engine.parallel.transport.protocol import Channel, Group, Tag, Transport, Work
 from pipeflow.engine.runtime.devices import named_tensors
@@ -34,7 +41,7 @@ from pipeflow.engine.torch_private.tensors import foreach_copy_
 class TensorProperties(NamedTuple):
     """The properties of a parameter or buffer. `name` is its name without torch.compile; `values` is a digest of its
     values if these can no longer be made equal, else empty. `is_new` if it was replaced since the last step, so that
-    its gradient is not in the sums of the others.
+    its gradient is not in the sums of the others. `is_expert` if each expert rank has values of its own.
     """
 
     name: str
@@ -44,17 +51,21 @@ class TensorProperties(NamedTuple):
     is_meta: bool
     values: str = ""
     is_new: bool = False
+    is_expert: bool = False
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor, *, values: bool, new: Container[Tensor]) -> TensorProperties:
+    def of(
+        cls, name: str, tensor: Tensor, *, values: bool, new: Container[Tensor], experts: Container[int]
+    ) -> TensorProperties:
         digest = _digest(tensor) if values and not tensor.is_meta else ""
         shape, is_new = tuple(tensor.shape), tensor in new
-        return cls(plain_name(name), shape, tensor.dtype, tensor.requires_grad, tensor.is_meta, digest, is_new)
+        properties = plain_name(name), shape, tensor.dtype, tensor.requires_grad, tensor.is_meta
+        return cls(*properties, digest, is_new, id(tensor) in experts)
 
     def __str__(self) -> str:
         told = [f"shape {self.shape}", str(self.dtype), f"requires_grad={self.requires_grad}"]
         told += ["on the meta device"] * self.is_meta + [f"values of digest {self.values}"] * bool(self.values)
-        told += ["replaced since the last step"] * self.is_new
+        told += ["replaced since the last step"] * self.is_new + ["of experts"] * self.is_expert
         return f"{self.name!r}: {', '.join(told)}"
 
 
@@ -80,7 +91,9 @@ def compare(everyone: Sequence[Description], layout: WorldLayout) -> None:
     """
     for rank, mine in enumerate(everyone):
         first = layout.copy_ranks(rank)[0]
-        _require(f"rank {rank} is a replica of rank {first}", mine.all, everyone[first].all)
+        _require(f"rank {rank} is a replica of rank {first}", *map(_common, (mine.all, everyone[first].all)))
+        first = layout.expert_copy_ranks(rank)[0]
+        _require(f"rank {rank} holds the same experts as rank {first}", mine.all, everyone[first].all)
         first = layout.tensor_ranks(rank)[0]
         _require(f"rank {rank} holds parts of the same layers as rank {first}", mine.whole, everyone[first].whole)
         pipeline = layout.pipeline_ranks(rank)
@@ -90,6 +103,11 @@ def compare(everyone: Sequence[Description], layout: WorldLayout) -> None:
                 _require(what, mine.stages[stage], everyone[other].stages[stage])
         for ranks in dict.fromkeys(ranks for ranks, _ in mine.ties):
             _compare_ties(ranks, {place: everyone[pipeline[place]] for place in ranks})
+
+
+def _common(properties: Sequence[TensorProperties]) -> list[TensorProperties]:
+    """The properties that all replicas have in common, without the values of experts."""
+    return [each._replace(values="") if each.is_expert else each for each in properties]
 
 
 def _require(what: str, found: Sequence[TensorProperties], expected: Sequence[TensorProperties]) -> None:
@@ -283,7 +301,7 @@ class Gradients:
         self._dtype = dtype
         self.change = ParameterChange.NONE
         self._new: Sums | None = None  # of parameters that were replaced since
-        self.owners = Owners(context.copies)
+        self.owners = Owners(context.copies, context.expert_copies)
         self._agree()
 
     @property
@@ -296,22 +314,23 @@ class Gradients:
         """The parameters whose gradients this rank counts in a norm; other parts, and copies, another rank counts."""
         layout, rank, place = self._context.layout, self._context.rank, self._context.pipeline_rank
         own = [each for each in self.weights if each.ranks[0] == place]
-        return {w.parameter for w in own if is_first_holder(w.parameter, layout, rank, is_split=w.is_split)}
+        return {
+            w.parameter
+            for w in own
+            if is_first_holder(w.parameter, layout, rank, is_split=w.is_split, is_expert=w.is_expert)
+        }
 
     def parameters_of(self, stage: int) -> list[nn.Parameter]:
         """The parameters of a stage; those that other stages of the rank hold, too, belong to the first."""
         return [weight.parameter for weight in self._weights if weight.stages[0] == stage]
 
     def divide(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, int]:
-        """The replica that owns each of these weights from now on: from the largest on, each goes to the one that owns
-        least so far. All ranks call it with the same weights.
+        """The replica that owns each of these weights from now on, as in `Owners.divide`. All ranks call it with the
+        same weights.
         """
-        loads, owners = [0] * self._context.copies.size, dict[nn.Parameter, int]()
-        for parameter in sorted(parameters, key=lambda parameter: -parameter.numel()):
-            owners[parameter] = owner = loads.index(min(loads))
-            loads[owner] += parameter.numel()
-        if len(loads) > 1:
-            self.owners.of |= owners
+        experts = {weight.parameter for weight in self._weights if weight.is_expert}
+        owners = self.owners.divide(parameters, experts)
+        if self._context.copies.size > 1:
             self._sums = Sums(self._weights, self._context, self.owners)
         return owners
 
@@ -360,6 +379,8 @@ class Gradients:
         context.tensor.connect()
         context.context.connect()
         context.copies.connect()
+        context.experts.connect()
+        context.expert_copies.connect()
 
     def reduce(self, stage: int) -> list[Work]:
         """Starts the sums that can begin when all backwards of `stage` are done; none in a step after a change."""
@@ -403,6 +424,11 @@ class Gradients:
                     f"fully_shard splits {weight.name!r} over replicas alone, so context ranks would not sum its "
                     "gradient: use pipeflow.Zero, or launch with context=1"
                 )
+            if weight.is_sharded and weight.is_expert:
+                raise UsageError(
+                    f"fully_shard splits {weight.name!r} over replicas, each of which has other experts: leave the "
+                    "experts out of fully_shard, or launch with experts=1"
+                )
             if self._dtype is not None and not weight.is_sharded:
                 widen_gradient(weight.parameter, self._dtype)
         return weights
@@ -439,7 +465,10 @@ class Gradients:
 
     def _compare(self, *, values: bool) -> None:
         described = partial(
-            TensorProperties.of, values=values, new=set() if self._new is None else self._new.parameters
+            TensorProperties.of,
+            values=values,
+            new=set() if self._new is None else self._new.parameters,
+            experts=expert_splits_of(self._model),
         )
         description = Description(
             [described(name, tensor) for name, tensor in named_tensors(self._model)],
@@ -474,7 +503,12 @@ class Gradients:
         self._require_equal_buffers()
         share_in_group(dict(self._whole()), context.tensor)
         sharded = {weight.parameter for weight in self._weights if weight.is_sharded}
-        share_in_group({name: each for name, each in named_tensors(self._model) if each not in sharded}, context.copies)
+        experts = {weight.parameter for weight in self._weights if weight.is_expert}
+        others = {name: each for name, each in named_tensors(self._model) if each not in sharded | experts}
+        share_in_group(others, context.copies)
+        share_in_group(
+            {name: each for name, each in named_tensors(self._model) if each in experts}, context.expert_copies
+        )
 
     def _require_equal_buffers(self) -> None:
         """Raises UsageError if a buffer that every tensor rank has in full has other values than on the first one. It

@@ -243,8 +243,8 @@ class Sums:
     """All sums of this rank, in the order in which they end.
 
     First tied weights are summed over the pipeline ranks that hold them, then partial gradients over the tensor ranks;
-    then gradients are averaged over the replicas. Each sum begins as soon as the one before it is complete. Sums are
-    made when the weights change, not in a step.
+    then gradients are averaged over the ranks that hold the same weights. Each sum begins as soon as the one before it
+    is complete. Sums are made when the weights change, not in a step.
 
     Attributes:
         parameters: the trainable parameters of `weights` that have memory.
@@ -254,7 +254,8 @@ class Sums:
         trained = [weight for weight in weights if weight.parameter.requires_grad and not weight.parameter.is_meta]
         tied = [weight for weight in trained if len(weight.ranks) > 1]
         parts = [weight for weight in trained if weight.is_part and context.tensor.size > 1]
-        averaged = [weight for weight in trained if not weight.is_sharded and context.copies.size > 1]
+        holders = {False: context.copies, True: context.expert_copies}  # of a weight, and of one of experts
+        averaged = [each for each in trained if not each.is_sharded and holders[each.is_expert].size > 1]
         self.parameters = {weight.parameter for weight in trained}
         self._rank = context.pipeline_rank
         self._tied = [
@@ -267,8 +268,8 @@ class Sums:
             for bucket in in_buckets(weight.parameter for weight in parts)
         ]
         self._averages = [
-            GroupSum(bucket, context.copies, alike[0].averaged_after, owners.of.get(bucket[0]), mean=True)
-            for alike in _grouped(averaged, lambda weight: (weight.averaged_after is None, weight.averaged_after))
+            GroupSum(bucket, holders[alike[0].is_expert], alike[0].averaged_after, owners.of.get(bucket[0]), mean=True)
+            for alike in _grouped(averaged, lambda it: (it.averaged_after is None, it.averaged_after, it.is_expert))
             for bucket in owners.buckets(weight.parameter for weight in alike)
         ]
         self._owners = owners
@@ -331,8 +332,8 @@ class Sums:
         if reduce:
             _finish(self._averages)
         else:
-            for average in self._averaged.values():  # which counts once for each replica later
-                average.mul_(self._owners.group.size)
+            for parameter, average in self._averaged.items():  # which counts once for each replica later
+                average.mul_(self._owners.group_of(parameter).size)
         _add_back(self._averaged)
         self._owners.are_averaged = reduce
 

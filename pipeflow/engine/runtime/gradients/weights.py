@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pipeflow.core.errors import UsageError, numbers_of
 from pipeflow.core.placement import Placement
 from pipeflow.engine.parallel.context import current_context
-from pipeflow.engine.parallel.sharding import partial_in, splits_of
+from pipeflow.engine.parallel.sharding import expert_splits_of, partial_in, splits_of
 from pipeflow.engine.parallel.transport.protocol import Group
 from pipeflow.engine.runtime.gradients.fully_sharded import fully_sharded_parameters, others_in
 from pipeflow.engine.stages.stage import ModuleStage
@@ -78,6 +78,7 @@ class Weight:
         is_split: True if each tensor rank has a part of it.
         is_part: True if its gradient on a tensor rank is a part of a sum.
         is_sharded: True if fully_shard splits it and averages its gradient.
+        is_expert: True if each expert rank has some of its experts.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Weight:
     is_split: bool
     is_part: bool
     is_sharded: bool
+    is_expert: bool
 
     @property
     def after(self) -> int | None:
@@ -113,6 +115,7 @@ def weights_of(
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     splits, parts, sharded = splits_of(model), set(partial_in(model)), fully_sharded_parameters(model)
+    experts = expert_splits_of(model)
     claims: dict[nn.Parameter, list[_Claim]] = defaultdict(list)
     for number, (ranks, copies) in enumerate(ties):
         for index, parameter in enumerate(copies):
@@ -133,6 +136,7 @@ def weights_of(
             is_split=id(parameter) in splits,
             is_part=parameter in parts,
             is_sharded=parameter in sharded,
+            is_expert=id(parameter) in experts,
         )
         for parameter, its_stages in stages_with.items()
     ]
@@ -188,20 +192,43 @@ class Owners:
 
     Attributes:
         group: the replicas.
-        of: the replica that owns each of these weights.
+        expert_group: those that hold the same experts.
+        of: the place in its group of the replica that owns each of these weights.
+        experts: those of the weights that are experts'.
         are_averaged: whether the last step averaged gradients, which only owners have then.
     """
 
     group: Group
+    expert_group: Group
     of: dict[nn.Parameter, int] = field(default_factory=dict)
+    experts: set[nn.Parameter] = field(default_factory=set)
     are_averaged: bool = False
+
+    def group_of(self, parameter: nn.Parameter) -> Group:
+        """The replicas that hold the parameter."""
+        return self.expert_group if parameter in self.experts else self.group
+
+    def divide(self, parameters: Sequence[nn.Parameter], experts: set[nn.Parameter]) -> dict[nn.Parameter, int]:
+        """The place of the replica that owns each of these weights from now on: from the largest on, each goes to the
+        one that owns least of its kind so far, which is `experts` or not.
+        """
+        self.experts |= experts
+        loads = {kind: [0] * group.size for kind, group in ((False, self.group), (True, self.expert_group))}
+        owners = dict[nn.Parameter, int]()
+        for parameter in sorted(parameters, key=lambda parameter: -parameter.numel()):
+            load = loads[parameter in experts]
+            owners[parameter] = owner = load.index(min(load))
+            load[owner] += parameter.numel()
+        if self.group.size > 1:
+            self.of |= owners
+        return owners
 
     def buckets(self, parameters: Iterable[nn.Parameter]) -> Iterator[Bucket]:
         """Parameters in buckets of one owner, or of none. Owners take turns, so that they send at the same time."""
-        each: dict[int, list[nn.Parameter]] = defaultdict(list)
+        each: dict[tuple[int, bool], list[nn.Parameter]] = defaultdict(list)
         for parameter in parameters:
-            each[self.of.get(parameter, -1)].append(parameter)
-        common = each.pop(-1, [])
+            each[self.of.get(parameter, -1), parameter in self.experts].append(parameter)
+        common = each.pop((-1, False), [])
         turns = [in_buckets(sorted(own, key=lambda each: str(each.dtype))) for _, own in sorted(each.items())]
         yield from in_buckets(common)
         yield from filter(None, chain.from_iterable(zip_longest(*turns)))
@@ -209,7 +236,7 @@ class Owners:
     def averages(self, parameters: Container[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """The averages of an earlier step that these parameters still have. Raises UsageError for other gradients."""
         left = {p: p.grad for p in self.of if self.are_averaged and p.grad is not None and p in parameters}
-        if any(self.of[parameter] != self.group.rank for parameter in left):
+        if any(self.of[parameter] != self.group_of(parameter).rank for parameter in left):
             raise UsageError(
                 "a parameter of which another data rank has the averaged gradient, as with Zero, was given one here: "
                 "clear gradients before the next batch (zero_grad)"

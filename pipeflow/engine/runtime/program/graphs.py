@@ -81,6 +81,7 @@ def require_recordable(context: Context, chunks: nn.Module, *, overlaps: bool, o
     reasons = {
         "layers of tensor ranks communicate": context.tensor.size > 1,
         "attention over context ranks communicates": context.context.size > 1,
+        "layers of expert ranks communicate": context.experts.size > 1,
         "overlap= runs computations on streams of its own": overlaps,
         'loss_over="batch" computes the loss outside of the stages': over_batch,
         "torch.compile was applied to modules": any(map(is_compiled, chunks.modules())),

@@ -1,0 +1,172 @@
+"""Layers of experts that are divided over expert ranks compute what the whole layer computes: outputs, and gradients of
+tokens, of their weights and of the experts.
+"""
+
+from __future__ import annotations
+
+import re
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipeflow import UsageError
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.sharding import expert_splits_of, splits_of
+from pipeflow.engine.parallel.transport.protocol import Unconnected
+from pipeflow.engine.tensor.layer import cut
+from pipeflow.tensor import divide_experts, shard
+from pipeflow.testing import RankError, run_threads
+from tests.huggingface.over_experts import FAMILIES, ExpertWork
+
+EXPERTS, WIDTH, CHOSEN, RANKS = 4, 16, 2, 2
+
+
+def layer_of(kind: str, computed_by: str) -> nn.Module:
+    """The experts of the last layer of a model in float64, with initial weights that are large enough to matter."""
+    model = ExpertWork(kind, computed_by=computed_by).model()
+    [*_, layer] = [each for name, each in model.named_modules() if name.endswith("mlp.experts")]
+    found: nn.Module = layer
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return found
+
+
+def input_of(rank: int, experts: int, *, idle: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens of a rank, the experts of each token, their weights, and a gradient of the output. With `idle`, no token
+    has an expert of the last rank.
+    """
+    generator = torch.Generator().manual_seed(rank)
+    tokens = 5 + 2 * rank
+    scores = torch.rand(tokens, experts // RANKS if idle else experts, generator=generator)
+    rows = torch.randn(2, tokens, WIDTH, dtype=torch.float64, generator=generator)
+    weights = torch.rand(tokens, CHOSEN, dtype=torch.float64, generator=generator)
+    return rows[0].requires_grad_(), scores.topk(CHOSEN).indices, weights.requires_grad_(), rows[1]
+
+
+def computed(layer: nn.Module, rank: int, *, idle: bool, recomputed: bool = False) -> tuple[Tensor, ...]:
+    """The output for a rank's tokens, and the gradients of these and of their weights."""
+    experts: int = vars(layer).get("_experts_whole") or vars(layer)["num_experts"]
+    tokens, indices, weights, gradient = input_of(rank, experts, idle=idle)
+    output = (
+        checkpoint(layer, tokens, indices, weights, use_reentrant=False)
+        if recomputed
+        else layer(tokens, indices, weights)
+    )
+    output.backward(gradient)
+    assert tokens.grad is not None
+    assert weights.grad is not None
+    return output.detach(), tokens.grad, weights.grad
+
+
+def compare(kind: str, computed_by: str, *, idle: bool, tensor: bool, recomputed: bool) -> int:
+    """On one rank; returns how many parameters were compared."""
+    context, whole = current_context(), layer_of(kind, computed_by)
+    holder = nn.ModuleDict({"experts": deepcopy(whole)})
+    if tensor:
+        shard(holder)
+    divide_experts(holder)
+    expected = [computed(whole, rank, idle=idle) for rank in range(RANKS)][context.data_rank]
+    found = computed(holder["experts"], context.data_rank, idle=idle, recomputed=recomputed)
+    for mine, its in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
+    own = dict(holder["experts"].named_parameters())
+    over = (splits_of(holder), context.tensor), (expert_splits_of(holder), context.experts)
+    for name, parameter in whole.named_parameters():
+        gradient = own[name].grad
+        assert parameter.grad is not None
+        assert gradient is not None, name
+        for values, part in ((gradient * RANKS, parameter.grad), (own[name].detach(), parameter.detach())):
+            for splits, group in over:
+                part = cut(part, splits.get(id(own[name])), group)
+            torch.testing.assert_close(values, part, rtol=1e-12, atol=1e-12)
+        assert own[name].shape[0] * RANKS == parameter.shape[0]
+    return len(own)
+
+
+CASES = [
+    ("mixtral", "batched_mm", False, False, False),
+    ("mixtral", "eager", True, False, True),
+    ("gpt_oss", "eager", False, False, False),
+    ("gpt_oss", "batched_mm", True, False, False),
+    ("qwen3_moe", "batched_mm", False, True, False),
+    ("mixtral", "eager", True, True, True),
+]
+
+
+@pytest.mark.parametrize(("kind", "computed_by", "idle", "tensor", "recomputed"), CASES)
+def test_a_divided_layer_computes_what_the_whole_layer_computes(
+    kind: str, computed_by: str, idle: bool, tensor: bool, recomputed: bool
+) -> None:
+    sizes: dict[str, Any] = {"data": RANKS, "experts": RANKS, "tensor": 1 + tensor}
+    options = {"idle": idle, "tensor": tensor, "recomputed": recomputed}
+    counts = run_threads(_compare, RANKS * (1 + tensor), kind, computed_by, options, **sizes)
+    assert counts == [4 if kind == "gpt_oss" else 2] * len(counts)
+
+
+def _compare(kind: str, computed_by: str, options: dict[str, bool]) -> int:
+    return compare(kind, computed_by, **options)
+
+
+def freeze_one_kind(frozen: str) -> list[str]:
+    """Which parameters have gradients on this rank, whose experts get no tokens on the last rank."""
+    layer = layer_of("mixtral", "eager")
+    layer.get_parameter(frozen).requires_grad_(False)
+    holder = nn.ModuleDict({"experts": layer})
+    divide_experts(holder)
+    computed(holder["experts"], current_context().data_rank, idle=True)
+    return [name for name, parameter in layer.named_parameters() if parameter.grad is not None]
+
+
+def test_frozen_experts_get_no_gradient() -> None:
+    assert run_threads(freeze_one_kind, 2, "down_proj", data=2, experts=2) == [["gate_up_proj"]] * 2
+
+
+def wrong_index() -> None:
+    holder = nn.ModuleDict({"experts": layer_of("mixtral", "batched_mm")})
+    divide_experts(holder)
+    tokens, indices, weights, _ = input_of(0, EXPERTS, idle=False)
+    holder["experts"](tokens, indices + 1, weights)
+
+
+def test_an_index_of_no_expert_is_an_error() -> None:
+    with pytest.raises(RankError, match="the indices of experts must be from 0 to 3, got 1 to 4"):
+        run_threads(wrong_index, 2, data=2, experts=2)
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_ranks_that_do_not_divide_the_experts_change_nothing(kind: str) -> None:
+    model = ExpertWork(kind).model()
+    before = {name: parameter.shape for name, parameter in model.named_parameters()}
+    with pytest.raises(UsageError, match=r"experts has \d experts, which 3 expert ranks cannot share equally: .*=1, 2"):
+        divide_experts(model, group=Unconnected(0, 3))
+    assert {name: parameter.shape for name, parameter in model.named_parameters()} == before
+
+
+def test_other_layers_stay_whole() -> None:
+    """A layer whose parameters have no entry per expert, and one that is divided already."""
+    model = ExpertWork("mixtral").model()
+    other = model.model.layers[0].mlp.experts
+    other.scale = nn.Parameter(torch.ones(3))
+    divide_experts(model, group=Unconnected(1, 2))
+    divide_experts(model, group=Unconnected(1, 2))
+    shapes = {name: each.shape[0] for name, each in model.named_parameters() if re.search(r"experts", name)}
+    assert set(shapes.values()) == {2, 3, 4}
+    assert [size for name, size in shapes.items() if ".0." in name] == [4, 4, 3]
+
+
+def test_a_divided_layer_is_not_compiled() -> None:
+    holder = nn.ModuleDict({"experts": layer_of("mixtral", "batched_mm")})
+    divide_experts(holder, group=Unconnected(0, 2))
+    layer: Any = holder["experts"]
+    assert not layer.compiles
+    layer.leave_eager()
+    seen = list[bool]()
+    vars(layer)["_experts_eager"] = lambda *_: seen.append(True)
+    torch.compile(lambda: layer(None, None, None), backend="eager")()
+    assert seen == [True]
