@@ -56,7 +56,7 @@ def main() -> None:
         preset = preset_of(config)
         text = Path(os.environ["DATA"]) if os.environ.get("DATA") else library()
         dataset = WebtextDataset(text, config.SEQ_LEN, vocabulary=preset.shape.vocabulary)
-        world = arguments.world_size or config.pipeline * config.tensor  # parallel
+        world = config.layout(arguments.world_size).world_size  # parallel
         if world > 1 and not is_rank():  # parallel
             start_ranks(world)  # parallel
         else:

@@ -24,7 +24,7 @@ from pipeflow.tensor import (
     RowParallelLinear,
     checkpoint,
     divide,
-    group_of,
+    feature_parts,
 )
 from vit.initial import initialize
 
@@ -67,7 +67,7 @@ class Attention(nn.Module):
                 f"num_heads={num_heads} does not divide dim={dim}: choose a number of heads that does, or make dim a "
                 f"multiple of {num_heads}"
             )
-        divide("Attention", "num_heads", num_heads, group_of(None).size)
+        divide("Attention", "num_heads", num_heads, feature_parts())
         self.head_size = dim // num_heads
         self.query_key_value = ColumnParallelLinear(dim, 3 * dim, bias if qkv_bias is None else qkv_bias, dtype=dtype)
         self.output = RowParallelLinear(dim, dim, bias, dtype=dtype)
@@ -230,6 +230,10 @@ class PipelineVisionTransformer(nn.Module):
 
     Raises UsageError as the parts do.
     """
+
+    fits_grids = (
+        True  # it has layers of pipeflow.tensor alone, and each column-parallel one is before a row-parallel one
+    )
 
     def __init__(
         self,

@@ -49,7 +49,8 @@ def layout_of(config: Config, world_size: int | None = None) -> pipeflow.WorldLa
     else that of one replica. Raises UsageError for a number that does not divide into replicas.
     """
     given = os.environ.get("WORLD_SIZE") or world_size or config.given.get("WORLD_SIZE")
-    return pipeflow.WorldLayout.of(int(given or config.pipeline * config.tensor), config.pipeline, config.tensor)
+    layout: pipeflow.WorldLayout = config.layout(int(given) if given else None)
+    return layout
 
 
 def validate(config: Config, layout: pipeflow.WorldLayout, images: Images) -> None:
@@ -61,9 +62,9 @@ def validate(config: Config, layout: pipeflow.WorldLayout, images: Images) -> No
     shape, accumulated = config.tensor_shape, config.gradient_accumulation
     assert isinstance(images.train, Sized)
     steps = len(images.train) // layout.data // batch // accumulated
-    stages = layout.pipeline * (config.num_chunks or 1)
+    stages, side = layout.pipeline * (config.num_chunks or 1), layout.grid.side if layout.grid else layout.tensor
     for broken, message in (
-        (config.NUM_HEADS % layout.tensor, f"NUM_HEADS {config.NUM_HEADS} does not divide into tensor={layout.tensor}"),
+        (config.NUM_HEADS % side, f"NUM_HEADS {config.NUM_HEADS} does not divide over {side} tensor ranks"),
         (stages > config.DEPTH, f"DEPTH {config.DEPTH} is too few layers for {stages} stages"),
         (layout.pipeline > 1 and config.num_microbatches is None, "a pipeline needs NUM_MICRO_BATCHES"),
         (batch < microbatches, f"BATCH_SIZE {batch} does not fill NUM_MICRO_BATCHES {microbatches}"),

@@ -180,6 +180,11 @@ def lay_out(pipeline: int, tensor: int) -> Context:
     context = current_context()
     if (context.pipeline_size, context.tensor_size) == (pipeline, tensor):
         return context
+    if context.grid is not None:
+        raise UsageError(
+            f"the job was launched in tensor mode {context.layout.tensor_mode!r}, and this needs mode '1d': launch "
+            f"with tensor=dict(mode='1d', size={tensor})"
+        )
     WorldLayout.of(context.world_size, pipeline, tensor)
     everyone = objects_of_all(context, (pipeline, tensor, torch.initial_seed()))
     with context.alarm.raised_everywhere():

@@ -54,6 +54,8 @@ def run_threads(
     context: int = 1,
     context_attention: str = "gather",
     experts: int = 1,
+    tensor_mode: str = "1d",
+    tensor_depth: int = 1,
 ) -> list[Any]:
     """Calls `function(*arguments)` on every rank, with ranks as threads of this process over a LocalTransport. Returns
     the list of results by rank.
@@ -68,14 +70,15 @@ def run_threads(
         tensor: number of tensor ranks; 1 on a GPU.
         data: number of replicas.
         context: number of context ranks; 1 on a GPU. The pipeline has the remaining ranks.
-        context_attention: as in `launch`.
+        context_attention, tensor_mode, tensor_depth: as in `launch`.
         experts: number of expert ranks, which divides `data`; 1 on a GPU.
 
     Raises RankError if a rank raised an error, or did not finish within the deadline, and UsageError for tensor,
     context or expert ranks on a GPU.
     """
     keep_device_guard()  # a fake tensor's would end with its thread in torch 2.11 for GPUs where there are none
-    hub, place, layout = Hub(ranks), torch.device(device), _layout(ranks, tensor, data, context, experts)
+    hub, place = Hub(ranks), torch.device(device)
+    layout = _layout(ranks, tensor, data, context, experts, tensor_mode, tensor_depth)
     if tensor * context * experts > 1 and place.type not in _ON_THE_CALLERS_THREAD:
         kind = "tensor" if tensor > 1 else "context" if context > 1 else "expert"
         raise UsageError(
@@ -117,8 +120,11 @@ def run_threads(
     return results
 
 
-def _layout(ranks: int, tensor: int, data: int, context: int, experts: int) -> WorldLayout:
-    return WorldLayout.of(ranks, ranks // (tensor * data * context), tensor, context, experts)
+def _layout(
+    ranks: int, tensor: int, data: int, context: int, experts: int, tensor_mode: str, tensor_depth: int
+) -> WorldLayout:
+    grid: dict[str, Any] = {"tensor_mode": tensor_mode, "tensor_depth": tensor_depth}
+    return WorldLayout.of(ranks, ranks // (tensor * data * context), tensor, context, experts, **grid)
 
 
 def run_processes(
@@ -133,13 +139,15 @@ def run_processes(
     context: int = 1,
     context_attention: str = "gather",
     experts: int = 1,
+    tensor_mode: str = "1d",
+    tensor_depth: int = 1,
 ) -> list[Any]:
     """Calls `function(*arguments)` on every rank, with ranks as processes that have called `launch`. Returns the list
     of results by rank.
 
     Args:
-        function, ranks, arguments, tensor, data, context, context_attention, experts: as in `run_threads`; function,
-            arguments and results must be picklable.
+        function, ranks, arguments, tensor, data, context, context_attention, experts, tensor_mode, tensor_depth: as in
+            `run_threads`; function, arguments and results must be picklable.
         deadline: seconds after which ranks that still run are ended.
         timeout: as in `launch`, in seconds.
         may_die: ranks that may be killed by the test; their result is then None.
@@ -148,7 +156,7 @@ def run_processes(
     """
     start: Any = multiprocessing.get_context("forkserver")
     start.set_forkserver_preload(PRELOADED)
-    port, layout = free_port(), _layout(ranks, tensor, data, context, experts)
+    port, layout = free_port(), _layout(ranks, tensor, data, context, experts, tensor_mode, tensor_depth)
     together = start.Barrier(ranks)  # all processes start before `timeout` begins to count
     with tempfile.TemporaryDirectory() as folder:
         connections: list[Connection] = []
@@ -185,8 +193,16 @@ def _run_rank(
     torch.set_num_threads(1)
     try:
         together.wait()
-        sizes: dict[str, Any] = {"context": layout.context, "experts": layout.experts}
-        launch(layout.pipeline, layout.tensor, **sizes, context_attention=attention, timeout=timeout)
+        launch(
+            layout.pipeline,
+            layout.tensor * layout.depth,
+            context=layout.context,
+            context_attention=attention,
+            experts=layout.experts,
+            tensor_mode=layout.tensor_mode,
+            tensor_depth=layout.depth,
+            timeout=timeout,
+        )
         _send(connection, (True, function(*arguments)))
     except BaseException:
         _send(connection, (False, traceback.format_exc()))

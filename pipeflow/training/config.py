@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from pipeflow.core.errors import UsageError, closest
+from pipeflow.engine.parallel.grid import MODES
+from pipeflow.engine.parallel.layout import WorldLayout
 from pipeflow.training.optim.precision import HalfPrecision, LossScaler
 
 
@@ -95,12 +97,15 @@ def _pipeline(key: str, value: Any) -> int | None:
 
 def _tensor(key: str, value: Any) -> int | None:
     if isinstance(value, Mapping):
-        _require_section(key, value, ("mode", "size"))
+        _require_section(key, value, ("mode", "size", "depth"))
         mode, size = value.get("mode"), value.get("size")
-        if mode != "1d" and (mode is not None or (size or 1) > 1):
-            raise UsageError(f"tensor mode {mode!r} is not supported: write tensor=dict(mode='1d', size={size})")
+        if mode is None and (size or 1) > 1:
+            raise UsageError(f"{key} has a size and no mode: write tensor=dict(mode='1d', size={size})")
         key, value = f"{key}.size", size
     return None if value is None else _number(key, value)
+
+
+_mode = partial(_checked, f"one of {', '.join(map(repr, MODES))}", lambda value: value in MODES, str)
 
 
 def _precision(dtype: torch.dtype, scaling: Collection[str], key: str, section: Any) -> HalfPrecision | None:
@@ -120,6 +125,7 @@ class Config:
         pipeline, tensor, context: numbers of pipeline, tensor and context ranks, from `parallel`, 1 by default; further
             ranks are data ranks.
         experts: number of expert ranks, which are among the data ranks, from `parallel`, 1 by default.
+        tensor_mode, tensor_depth: as in `launch`, from `parallel.tensor`.
         num_microbatches: number of microbatches per batch, from NUM_MICRO_BATCHES.
         num_chunks: number of stages per rank, from NUM_CHUNKS or model.num_chunks.
         tensor_shape: shape of one microbatch between stages, from TENSOR_SHAPE; as in Pipeline, its first entry may be
@@ -142,6 +148,8 @@ class Config:
     tensor: int = field(default=1, metadata={"parallel.tensor": _tensor})
     context: int = field(default=1, metadata={"parallel.context": _number})
     experts: int = field(default=1, metadata={"parallel.experts": _number})
+    tensor_mode: str = field(default="1d", metadata={"parallel.tensor.mode": _mode})
+    tensor_depth: int = field(default=1, metadata={"parallel.tensor.depth": _number})
     num_microbatches: int | None = field(default=None, metadata={"NUM_MICRO_BATCHES": _number})
     num_chunks: int | None = field(default=None, metadata={"NUM_CHUNKS": _number, "model.num_chunks": _number})
     tensor_shape: tuple[int | None, ...] | None = field(default=None, metadata={"TENSOR_SHAPE": _shape})
@@ -166,6 +174,12 @@ class Config:
         if name == "given":  # copy and pickle ask before it is set
             raise AttributeError(name)
         return getattr(self.given, name)
+
+    def layout(self, world_size: int | None = None) -> WorldLayout:
+        """The layout of so many processes, by default those of one replica. Raises UsageError as `WorldLayout.of`."""
+        one = self.pipeline * self.tensor * self.context
+        grid = {"tensor_mode": self.tensor_mode, "tensor_depth": self.tensor_depth}
+        return WorldLayout.of(world_size or one, self.pipeline, self.tensor, self.context, **grid)  # type: ignore[arg-type]  # as they are
 
     def require_keys(self, needed: Collection[str], others: Collection[str]) -> None:
         """Raises UsageError if a key of `needed` was not given, or if a key was given that neither set has."""
@@ -262,7 +276,8 @@ def _refuse_unread(given: Section) -> None:
 
 def _inside(section: str) -> list[str]:
     """The known keys of a section."""
-    return [key.partition(".")[2] for key in KEYS if key.startswith(f"{section}.")]
+    inside = (key.partition(".")[2] for key in KEYS if key.startswith(f"{section}."))
+    return [key for key in inside if "." not in key]
 
 
 def _refuse_slip(key: str, known: Collection[str]) -> None:

@@ -54,15 +54,25 @@ def launch_from_config(
     Raises UsageError for an invalid configuration or a layout that does not fit the world; also `launch`'s errors.
     """
     checked = read_config(config)
-    sizes: dict[str, Any] = {"context": checked.context, "experts": checked.experts}
-    context = launch(checked.pipeline, checked.tensor, **sizes, timeout=timeout, device=device)
+    context = launch(
+        checked.pipeline,
+        checked.tensor,
+        context=checked.context,
+        experts=checked.experts,
+        tensor_mode=checked.tensor_mode,
+        tensor_depth=checked.tensor_depth,
+        timeout=timeout,
+        device=device,
+    )
     keep_config(checked)
     _seed(seed if checked.seed is None else checked.seed, context)
     logger = get_dist_logger()
     if checked.log_path is not None:
         logger.log_to_file(checked.log_path)
     if verbose:
-        told = f"data {context.data_size} x pipeline {context.pipeline_size} x tensor {context.tensor_size}"
+        told = f"data {context.data_size} x pipeline {context.pipeline_size} x tensor {checked.tensor}"
+        if context.grid is not None:
+            told += f" ({context.layout.tensor_mode})"
         if context.context_size > 1:
             told += f" x context {context.context_size}"
         if context.experts.size > 1:

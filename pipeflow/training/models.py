@@ -27,7 +27,7 @@ from pipeflow.engine.runtime.past import is_sliced, joined, tokens_before
 from pipeflow.engine.tensor.context_attention import ContextAttention, causal_attention, context_group
 from pipeflow.engine.tensor.cross_entropy import VocabParallelCrossEntropy
 from pipeflow.engine.tensor.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
-from pipeflow.engine.tensor.layer import LayerNorm, Membership
+from pipeflow.engine.tensor.layer import LayerNorm, Membership, divide, feature_parts
 from pipeflow.engine.tensor.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelClassifier
 from pipeflow.engine.tensor.random import Dropout, checkpoint, initialize_
 from pipeflow.engine.tensor.regions import scatter_to_sequence_region
@@ -78,6 +78,7 @@ class Attention(nn.Module):
         super().__init__()
         if hidden_size % heads:
             raise UsageError(f"hidden_size {hidden_size} must be divisible by the number of heads, {heads}")
+        divide("Attention", "heads", heads, feature_parts())
         self.head_size = hidden_size // heads
         self.query_key_value = ColumnParallelLinear(
             hidden_size, 3 * hidden_size, dtype=dtype, sequence_parallel=sequence_parallel
@@ -94,6 +95,11 @@ class Attention(nn.Module):
             raise UsageError("a GPT takes no attention mask over context ranks: leave it out, or launch with context=1")
         if mask is not None and is_sliced(self):
             raise UsageError(MASKED)
+        if mask is not None and (groups := self.output.grid) is not None and groups.grid.axes == 3:
+            raise UsageError(
+                "a GPT takes no attention mask in tensor mode '3d', where attention has other samples than its stage: "
+                "leave it out, and give padding the label -100, or launch with tensor_mode='2d'"
+            )
         with_dropout = self.training and self.dropout.p
         if mask is None:
             attend = self._with_dropout if with_dropout else causal_attention
@@ -279,6 +285,7 @@ class GPTStage(nn.Module):
 
     Attributes:
         shares_tokens: True, since it computes over context ranks, and slices of a sequence.
+        fits_grids: True, since it computes on grids of tensor ranks.
 
     Args:
         num_layers: number of blocks in this stage.
@@ -295,6 +302,7 @@ class GPTStage(nn.Module):
     """
 
     shares_tokens = True
+    fits_grids = True
 
     def __init__(
         self,

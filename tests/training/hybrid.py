@@ -161,8 +161,8 @@ def train_in_one_piece(work: Work) -> Trained:
         if work.max_norm is not None:
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), work.max_norm)))
         optimizer.step()
-    gradients = {name: (None, gradient_of(parameter)) for name, parameter in model.named_parameters()}
-    return Trained(losses, norms, gradients, {name: (None, p.detach().numpy()) for name, p in model.named_parameters()})
+    gradients = {name: ([], gradient_of(parameter)) for name, parameter in model.named_parameters()}
+    return Trained(losses, norms, gradients, {name: ([], p.detach().numpy()) for name, p in model.named_parameters()})
 
 
 def train(work: Work, schedule: Schedule) -> Trained:
@@ -209,13 +209,16 @@ def gradient_of(parameter: nn.Parameter) -> Any:
     return parameter.grad.numpy()
 
 
-def part_of(parameter: nn.Parameter, splits: dict[int, Any], rank: int) -> tuple[int, int, int] | None:
-    """Which part of the whole a rank has: the dimension, from where, and how many entries that are no padding."""
-    if id(parameter) not in splits:
-        return None
-    dim, size = splits[id(parameter)].dim, splits[id(parameter)].size
-    length = parameter.shape[dim]
-    return dim, rank * length, max(0, min(length, size - rank * length))
+def part_of(parameter: nn.Parameter, splits: dict[int, Any], rank: int) -> list[tuple[int, int, int]]:
+    """Which part of the whole a rank has: each dimension that is split, from where, and how many entries that are no
+    padding.
+    """
+    split, parts = splits.get(id(parameter)), []
+    while split is not None:
+        length, start = parameter.shape[split.dim], split.place(rank) * parameter.shape[split.dim]
+        parts.append((split.dim, start, max(0, min(length, split.size - start))))
+        split = split.then
+    return parts
 
 
 def require_trained(results: list[Trained], expected: Trained, tolerance: float = 1e-9) -> None:
@@ -229,8 +232,8 @@ def require_trained(results: list[Trained], expected: Trained, tolerance: float 
             for name, (part, values) in getattr(result, kind).items():
                 whole = torch.from_numpy(getattr(expected, kind)[_named(name, getattr(expected, kind))][1])
                 mine = torch.from_numpy(values)
-                if part is not None:
-                    whole, mine = whole.narrow(*part), mine.narrow(part[0], 0, part[2])
+                for dim, start, length in part:
+                    whole, mine = whole.narrow(dim, min(start, whole.shape[dim]), length), mine.narrow(dim, 0, length)
                 _require_near(mine, whole, tolerance, f"{kind} {name}")
 
 

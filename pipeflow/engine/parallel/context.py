@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.failure import Alarm
+from pipeflow.engine.parallel.grid import GridGroups
 from pipeflow.engine.parallel.layout import WorldLayout
 from pipeflow.engine.parallel.transport.protocol import Group, Subset, Transport
 
@@ -31,15 +32,20 @@ class Context:
 
     Attributes:
         rank: rank in the world.
-        layout: the sizes of the world's dimensions (data, pipeline, context, tensor), and the number of expert ranks.
+        layout: the sizes of the world's dimensions (data, pipeline, depth, context, tensor), and the number of expert
+            ranks.
         device: the device on which this process computes.
         world: the transport that connects all ranks.
         context_attention: how attention over context ranks gets keys and values, one of `CONTEXT_ATTENTION`.
         transport: the transport that connects the ranks of this rank's pipeline.
         replicas: the transport that connects the ranks that have the same place in other replicas.
         holders: the transport that connects the ranks that hold the same weights, in all replicas and context ranks.
+        losses: the transport that connects the ranks whose losses make up that of the whole batch: the `holders`, and
+            in a grid of tensor ranks those with other samples.
         tensor: the group of ranks that hold the other parts of the same layers.
+        grid: the groups of this rank in a grid of tensor ranks; None in tensor mode "1d".
         context: the group of ranks that hold the same weights and the other tokens of the same sequences.
+        depth: the group of ranks that hold the same weights and other samples of the same batches, as in mode "2.5d".
         data: the same ranks as `replicas`, as a group.
         copies: the same ranks as `holders`, as a group, replica by replica.
         experts: the group of replicas among which the experts of a layer are divided.
@@ -58,8 +64,11 @@ class Context:
     transport: Transport = field(init=False)
     replicas: Transport = field(init=False)
     holders: Transport = field(init=False)
+    losses: Transport = field(init=False)
+    grid: GridGroups | None = field(init=False)
     tensor: Group = field(init=False)
     context: Group = field(init=False)
+    depth: Group = field(init=False)
     data: Group = field(init=False)
     copies: Group = field(init=False)
     experts: Group = field(init=False)
@@ -77,19 +86,23 @@ class Context:
 
     def __post_init__(self) -> None:
         layout = self.layout
-        self.data_rank, self.pipeline_rank, self.tensor_rank, self.context_rank = layout.place(self.rank)
+        self.data_rank, self.pipeline_rank, self.tensor_rank, self.context_rank, _ = layout.place(self.rank)
         self.data_size, self.pipeline_size, self.tensor_size = layout.data, layout.pipeline, layout.tensor
         self.context_size, self.world_size = layout.context, layout.world_size
         self.transport = Subset(self.world, layout.pipeline_ranks(self.rank))
         self.replicas = Subset(self.world, layout.data_ranks(self.rank))
         self.holders = Subset(self.world, layout.copy_ranks(self.rank))
+        self.losses = Subset(self.world, layout.loss_ranks(self.rank))
         groups: dict[tuple[int, ...], Group] = {}  # two groups of the same ranks would share their communicator
 
         def group(ranks: tuple[int, ...]) -> Group:
             return groups.get(ranks) or groups.setdefault(ranks, self.world.group(ranks))
 
-        self.tensor = self.world.group(layout.tensor_ranks(self.rank))
+        tensor_ranks = layout.tensor_ranks(self.rank)
+        self.tensor = self.world.group(tensor_ranks)
+        self.grid = None if layout.grid is None else GridGroups.of(layout.grid, self.world, tensor_ranks)
         self.context = group(layout.context_ranks(self.rank))
+        self.depth = group(layout.depth_ranks(self.rank))
         self.data = group(layout.data_ranks(self.rank))
         self.copies = group(layout.copy_ranks(self.rank))
         self.experts = group(layout.expert_ranks(self.rank))
@@ -101,18 +114,24 @@ class Context:
         """True if this rank has only a part of the model: its stages, parts of layers, or some of the experts."""
         return self.pipeline_size * self.tensor_size * self.experts.size > 1
 
+    def connect_grid(self) -> None:
+        """Connects the groups of the grid, and of the layers of depth. All tensor ranks call it together."""
+        for group in (*(() if self.grid is None else self.grid.along), self.depth):
+            group.connect()
+
     @cached_property
     def mesh(self) -> DeviceMesh:
         """The layout as a `DeviceMesh` for torch's libraries, with dimensions "data", "pipeline" and "tensor". With
-        context ranks it also has "context", before "tensor".
+        context ranks it also has "context", before "tensor"; in tensor mode "2.5d" it has "depth" there.
 
         All ranks must read it together the first time. Raises UsageError if torch.distributed is not initialized: when
         ranks are threads, or in a world of one process without torchrun.
         """
         if not dist.is_initialized():
             raise UsageError("a device mesh needs torch.distributed: start processes, or call init_process_group first")
-        sizes = {"data": self.data_size, "pipeline": self.pipeline_size, "context": self.context_size}
-        sizes = {name: size for name, size in sizes.items() if name != "context" or size > 1}
+        sizes = {"data": self.data_size, "pipeline": self.pipeline_size}
+        others = {"depth": self.layout.depth, "context": self.context_size}
+        sizes |= {name: size for name, size in others.items() if size > 1}
         sizes["tensor"] = self.tensor_size
         ranks = torch.arange(self.world_size, device="cpu").view(*sizes.values())
         return DeviceMesh(self.device.type, ranks, mesh_dim_names=tuple(sizes))

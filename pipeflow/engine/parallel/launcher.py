@@ -53,6 +53,8 @@ def launch(
     context: int = 1,
     context_attention: str = "gather",
     experts: int = 1,
+    tensor_mode: str = "1d",
+    tensor_depth: int = 1,
     timeout: float = 60.0,
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
@@ -78,6 +80,10 @@ def launch(
             in the backward. With "all_to_all", each rank computes the attention of all tokens for some of the heads.
         experts: number of replicas, next to each other, among which the experts of each layer are divided. It divides
             the number of replicas.
+        tensor_mode: how tensor ranks share a layer. In "1d" each has columns or rows of a weight, and all activations.
+            In "2d" (arXiv 2104.05343) a square of ranks, and in "3d" (arXiv 2105.14450) a cube, divide weights and
+            activations. "2.5d" (arXiv 2105.14500) has `tensor_depth` squares with the same weights.
+        tensor_depth: number of squares in "2.5d"; `tensor` is r x r x `tensor_depth` then.
         timeout: seconds to wait for all ranks to launch, and later for another rank that makes the same call. The limit
             is ten times as long if that rank may have to compile first. There is no limit for a rank between calls, for
             example during a long upload, as long as its process answers. On GPUs it must be longer than a step.
@@ -89,16 +95,17 @@ def launch(
     This sets environment variables that gloo, CUDA, NCCL and torch read (docs/clusters.md lists them). On GPUs, call it
     before CUDA is used.
 
-    Raises UsageError if the world size does not fit, if `context_attention` is another name, if the device does not
-    exist or is not supported, and if CUDA_DEVICE_MAX_CONNECTIONS is less than 32. No process group exists then. Raises
-    PipelineError if not all ranks launch in time; the error names the missing ranks.
+    Raises UsageError if the world size or the tensor mode does not fit, if `context_attention` is another name, if the
+    device does not exist or is not supported, and if CUDA_DEVICE_MAX_CONNECTIONS is less than 32. No process group
+    exists then. Raises PipelineError if not all ranks launch in time; the error names the missing ranks.
     """
     if context_attention not in CONTEXT_ATTENTION:
         raise UsageError(
             f"context_attention must be {' or '.join(map(repr, CONTEXT_ATTENTION))}, got {context_attention!r}"
         )
     rank, world_size = _rank_and_size(group)
-    layout = WorldLayout.of(world_size, pipeline, tensor, context, experts)
+    grid: dict[str, Any] = {"tensor_mode": tensor_mode, "tensor_depth": tensor_depth}
+    layout = WorldLayout.of(world_size, pipeline, tensor, context, experts, **grid)
     if world_size > 1:
         prepare(device)
     place = own_device(device)

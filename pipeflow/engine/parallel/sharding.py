@@ -5,7 +5,7 @@ DTensor. Norms, ties, reductions and checkpoints ask here; no other code knows w
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
@@ -31,30 +31,67 @@ def own_tokens(tensor: Tensor, rank: int, ranks: int, dim: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A parameter or buffer that is split along `dim`: tensor ranks hold equal parts, in rank order.
+    """A parameter or buffer that is split along `dim`: tensor ranks hold equal parts, in rank order. On a grid of
+    tensor ranks it may be split along two dimensions.
 
     Attributes:
         dim: the dimension that is split.
         size: size of the whole along `dim`, without the padding at its end that makes the parts equal.
         blocks: sizes along `dim` of the blocks of a packed weight, such as query, key and value. A rank then holds a
             part of each block, one after the other, without padding. Empty if the weight is one block.
+        places: for each tensor rank, in rank order, which part along `dim` it holds. Empty if each holds the part of
+            its own rank.
+        then: the split along another dimension of the parts that this one makes; None if there is no other.
     """
 
     dim: int
     size: int
     blocks: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
+    then: Split | None = None
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The dimensions that are split."""
+        return (self.dim,) if self.then is None else (self.dim, *self.then.dims)
+
+    def place(self, rank: int) -> int:
+        """Which part along `dim` tensor rank `rank` holds."""
+        return self.places[rank] if self.places else rank
+
+    def parts(self, ranks: int) -> int:
+        """The number of parts along `dim`, of so many tensor ranks."""
+        return max(self.places) + 1 if self.places else ranks
+
+    def whole_shape(self, part: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the whole without padding, from that of a part."""
+        shape = list(part)
+        shape[self.dim] = self.size
+        return tuple(shape) if self.then is None else self.then.whole_shape(shape)
 
     def unpadded(self, part: Tensor, rank: int) -> Tensor:
         """The part of tensor rank `rank` without padding, as a view of `part`."""
-        return part.narrow(self.dim, 0, real_rows(self.size, part.shape[self.dim], rank))
+        own = part.narrow(self.dim, 0, real_rows(self.size, part.shape[self.dim], self.place(rank)))
+        return own if self.then is None else self.then.unpadded(own, rank)
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole tensor without padding, made of the parts of all tensor ranks in rank order."""
+        along = list(parts)
+        if self.places:
+            along = [self._joined_at(place, parts) for place in range(self.parts(len(parts)))]
         if not self.blocks:
-            return torch.cat(list(parts), self.dim).narrow(self.dim, 0, self.size)
-        sizes = [block // len(parts) for block in self.blocks]
-        blocks = zip(*(part.split(sizes, self.dim) for part in parts), strict=True)
+            return torch.cat(along, self.dim).narrow(self.dim, 0, self.size)
+        sizes = [block // len(along) for block in self.blocks]
+        blocks = zip(*(part.split(sizes, self.dim) for part in along), strict=True)
         return torch.cat([piece for block in blocks for piece in block], self.dim)
+
+    def _joined_at(self, place: int, parts: Sequence[Tensor]) -> Tensor:
+        """The part at `place` along `dim`, whole along the other dimension."""
+        ranks = [rank for rank, its in enumerate(self.places) if its == place]
+        if self.then is None:
+            return parts[ranks[0]]
+        then = replace(self.then, places=tuple(self.then.place(rank) for rank in ranks))
+        return then.joined([parts[rank] for rank in ranks])
 
 
 @runtime_checkable

@@ -15,6 +15,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.route import Routes, routes_among
 from pipeflow.core.schedule import Schedule
 from pipeflow.engine.parallel.context import Context
+from pipeflow.engine.runtime import grid_samples
 from pipeflow.engine.runtime.context_ranks import require_stages
 from pipeflow.engine.runtime.program.compile import Options, digest_of, require_sound
 from pipeflow.engine.runtime.program.slots import Promise
@@ -102,4 +103,6 @@ def fitting_stages(
         raise UsageError(f"{lazy[0]} has no shape yet: run the lazy layers of a stage once before making the Pipeline")
     if context.context_size > 1:
         require_stages(chunks)
+    if context.layout.sample_parts > 1:
+        grid_samples.require_stages(chunks, context.layout)
     return own

@@ -71,9 +71,9 @@ def agree(
     Raises UsageError on all ranks if they did different things, or if nothing in the batch counts.
     """
     on_host = is_host(context.device)
-    passes_on = everywhere or context.copies.size > 1 or (len(last) > 1 and not on_host)
+    passes_on = everywhere or context.losses.size > 1 or (len(last) > 1 and not on_host)
     loss = None
-    if results.weights.parts and context.copies.size == 1:
+    if results.weights.parts and context.losses.size == 1:
         require_some([results.weights.whole])
     if on_host and (
         results.weights.parts or results.settle
@@ -203,7 +203,8 @@ def _sent_losses(
     everyones = all_gather_tensor(context.world, mine)
     losses = {}
     for ranks in _models(context.layout):
-        tellers = [rank for rank in ranks if rows[rank].dtype >= 0 and not context.layout.place(rank).tensor]
+        first = context.layout.place(ranks[0]).tensor
+        tellers = [rank for rank in ranks if rows[rank].dtype >= 0 and context.layout.place(rank).tensor == first]
         if tellers:
             parts = torch.stack([everyones[rank] for rank in tellers]).sum(dim=0)  # each part stands in one row
             losses[tellers[0]] = parts.to(_DTYPES[int(rows[tellers[0]].dtype)]).sum()
@@ -212,13 +213,15 @@ def _sent_losses(
 
 @cache
 def _models(layout: WorldLayout) -> list[tuple[int, ...]]:
-    """The world ranks of each copy of the model, which compute one loss: one copy per context rank of each replica."""
+    """The world ranks of each copy of the model, which compute one loss: one copy per context rank of each replica. The
+    ranks of a grid compute one for each part of the samples.
+    """
     return list(dict.fromkeys(layout.model_ranks(rank) for rank in range(layout.world_size)))
 
 
 def _mean(rows: Sequence[AgreementRow], losses: Mapping[int, Tensor], context: Context) -> tuple[Tensor, float]:
     """The mean of the `losses` by rank, each counted by its weight, and their weight. A copy of the model counts once:
-    it has the loss of its replica's batch, or of the tokens of a context rank.
+    it has the loss of its replica's batch, or of the tokens or samples that a part of the replica's ranks have.
     """
     tellers = [rank for ranks in _models(context.layout) for rank in [each for each in ranks if each in losses][:1]]
     weights = [rows[rank].weight for rank in tellers]

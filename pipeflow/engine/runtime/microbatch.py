@@ -98,9 +98,11 @@ class Batch:
         device: device to which `split` moves tensors; None to move none.
         own: whether other ranks have other entries, so that digests are not compared.
         leaves: inputs that require gradients: each part of the batch, and the leaf that a microbatch uses instead.
-        whole: the batch as it was read, if this is the part of a context rank or is cut into slices.
+        whole: the batch as it was read, if this is the part of a context rank or of a rank in a grid, or is cut into
+            slices.
         cuts: the ends of the slices of each microbatch, in tokens; each slice has a part and a size of its own. Empty:
             microbatches are whole.
+        repeats: number of parts of a grid of ranks that each compute all of it.
     """
 
     inputs: object
@@ -111,6 +113,7 @@ class Batch:
     leaves: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # of inputs that require gradients
     whole: Batch | None = None
     cuts: Sequence[Sequence[int]] = ()
+    repeats: int = 1
     _cut: dict[int, tuple[object, Sequence[object]]] = field(default_factory=dict, init=False)  # what is split, by id
 
     @property
@@ -295,10 +298,14 @@ def as_batch(
         return Batch(inputs, labels, list(map(_samples, pairs)), device)
     inputs, labels = read(batch)
     samples = _samples((inputs, labels))
+    return Batch(inputs, labels, even_sizes(samples, microbatches), device)
+
+
+def even_sizes(samples: int, microbatches: int) -> list[int]:
+    """The sizes of as many microbatches, or of one for each sample if there are fewer, like `torch.tensor_split`."""
     microbatches = min(microbatches, samples)
     base, larger = divmod(samples, microbatches)
-    sizes = [base + 1] * larger + [base] * (microbatches - larger)
-    return Batch(inputs, labels, sizes, device)
+    return [base + 1] * larger + [base] * (microbatches - larger)
 
 
 def _samples(pair: tuple[object, object]) -> int:

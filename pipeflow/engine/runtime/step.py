@@ -23,13 +23,19 @@ from pipeflow.engine.parallel.transport.protocol import Exchange, Transport
 from pipeflow.engine.runtime.context_ranks import ContextTokens, require_no_outputs
 from pipeflow.engine.runtime.devices import outside, region_of
 from pipeflow.engine.runtime.gradients.step_end import ParameterChange
+from pipeflow.engine.runtime.grid_samples import GridSamples
 from pipeflow.engine.runtime.loss import Agreed, AgreementRow, StepCall, agree, told_alone
 from pipeflow.engine.runtime.microbatch import Batch, Divided, as_batch, as_pair, next_of
 from pipeflow.engine.runtime.original import Original, root_of
 from pipeflow.engine.runtime.positions import DOCUMENTS, documents_of
 from pipeflow.engine.runtime.program.compile import Compiled, Programs, RunMode
 from pipeflow.engine.runtime.program.operations import Awaited, Operation, run
-from pipeflow.engine.runtime.program.results import merged_outputs, require_forwards_first, require_whole_loss
+from pipeflow.engine.runtime.program.results import (
+    Results,
+    merged_outputs,
+    require_forwards_first,
+    require_whole_loss,
+)
 from pipeflow.engine.runtime.slicing import ends_of, require_sliceable, sliced
 from pipeflow.engine.runtime.trace import StepTrace
 from pipeflow.engine.runtime.weighing import Weigher, share_of
@@ -90,6 +96,7 @@ class Runner:
         read: function that splits a batch of the iterator into inputs and labels.
         original: the module that was cut, if there is one.
         tokens: takes this rank's tokens out of batches, if there are context ranks.
+        samples: takes this rank's samples out of batches, if a grid of tensor ranks divides them.
     """
 
     def __init__(
@@ -117,6 +124,7 @@ class Runner:
             refused = {"weigh": weigh, "overlap": programs.options.overlap, "loss_over": loss_over == "batch"}
             self.tokens = ContextTokens(context, criterion, refused)
             criterion = self.tokens.criterion
+        self.samples = GridSamples(context) if context.layout.sample_parts > 1 else None
         self.criterion = criterion
         self.weigh = getattr(criterion, "weigh", None) if weigh is None else weigh
         self._weigher = Weigher(programs.context, over_batch=loss_over == "batch")
@@ -179,7 +187,7 @@ class Runner:
             with torch.inference_mode(mode=False), torch.no_grad(), outside(region):
                 self._load(compiled, batch, call, region)
                 self._run(compiled, compiled.operations, batch)
-            outputs = merged_outputs(compiled.results, self.transport, self.programs.placement)
+            outputs = self._merged(compiled.results)
             self._unload(compiled)
             return None if self._last_stage not in self.stages else outputs
         finally:
@@ -208,7 +216,7 @@ class Runner:
             self._run(compiled, compiled.operations if measured is None else measured.operations, batch)
         self._pace.step()
         # merging may fail, so it must come before the agreement
-        outputs = merged_outputs(results, self.transport, self.programs.placement)
+        outputs = self._merged(results)
         agreed = self._end(call, compiled, batch)
         timeline = None if measured is None else measured.timeline(compiled.schedule, batch.cuts)
         losses = results.means()
@@ -217,12 +225,18 @@ class Runner:
             agreed.loss.backward = _Ran()  # type: ignore[method-assign]  # of this tensor alone
         return Output(agreed.loss, outputs, timeline, losses, agreed.samples, agreed.weight)
 
+    def _merged(self, results: Results) -> object:
+        """The outputs of the batch, on the ranks that have the last stage, if they are kept."""
+        outputs = merged_outputs(results, self.transport, self.programs.placement)
+        is_part = self.samples is not None and results.keep_outputs and self._last_stage in self.stages
+        return self.samples.whole(outputs) if self.samples is not None and is_part else outputs
+
     def _end(self, call: StepCall, compiled: Compiled, batch: Batch) -> Agreed:
         """Ends a step. If it has stepped the optimizer, the other ranks need not have ended it yet."""
         told = self._told(call, compiled, batch)
         if compiled.ahead is None:
             return self._agree(told, call, compiled)
-        alone = self.context.copies.size == len(self._last_ranks) == 1 and not (call.broadcast_loss or call.trace)
+        alone = self.context.losses.size == len(self._last_ranks) == 1 and not (call.broadcast_loss or call.trace)
         taken = self.confirmation.take(told, alone=alone)
         if taken is self.confirmation.pending:
             return told_alone(told, compiled.results)
@@ -282,6 +296,8 @@ class Runner:
             module = None if self.original is None else root_of(first.module)
             cut = partial(self._ends, times=1.0, schedule=schedule, cost=cost) if schedule.slices > 1 else None
             batch = self.tokens.own(batch, module, cut)
+        if self.samples is not None:
+            batch = self.samples.own(batch, training=call.training)
         microbatches, paths = len(batch.sizes), len(schedule.placement.paths)
         if schedule.slices > 1:
             batch = self._sliced(batch, schedule, cost)

@@ -53,19 +53,19 @@ UNKNOWN = (
 
 
 def weights_of_replicas(context: Context, counted: float, weight: float = 0.0, following: int = 0) -> list[float]:
-    """The weights of the batches of all replicas.
+    """The weights of the batches of all replicas, and of all parts that their ranks have of them.
 
     Args:
         context: the context of this rank.
         counted: a digest of what the weight counts, or the numbers that follow.
-        weight: of this replica's batch.
+        weight: of this rank's batch.
         following: how many numbers the replicas exchange next.
 
     Raises UsageError on all replicas if they count different things: their weights could not be compared, and they
     would exchange rows of different lengths.
     """
-    rows = all_gather(context.holders, [counted, float(following), weight])
-    with told_alike(context.holders):
+    rows = all_gather(context.losses, [counted, float(following), weight])
+    with told_alike(context.losses):
         if any(row[:2] != rows[0][:2] for row in rows):
             raise UsageError(UNKNOWN.format(loss="the loss", why="it is computed in other ways on other replicas"))
     return [each for *_, each in rows]
@@ -99,17 +99,18 @@ def fractions_of(weights: list[float]) -> Weights:
 
 
 def share_of(results: Results, context: Context) -> float:
-    """The factor that makes the average over the replicas an average over samples: this replica's weight in the whole
-    batch, as a multiple of an equal share. The ranks that have the last stage exchange their weights, on the host.
+    """The factor that makes the average over the replicas an average over samples: this rank's weight in the whole
+    batch, as a multiple of an equal share. Ranks of a grid with other samples add up their gradients, and share one.
+    The ranks that have the last stage exchange their weights, on the host.
 
     Raises UsageError if nothing in the batch counts, or if the weights of the replicas count different things.
     """
     own = results.weights
     if not own.parts:
         return 1.0
-    weights = [own.whole] if context.copies.size == 1 else weights_of_replicas(context, own.counted, own.whole)
+    weights = [own.whole] if context.losses.size == 1 else weights_of_replicas(context, own.counted, own.whole)
     require_some(weights)
-    return own.whole * len(weights) / sum(weights)
+    return own.whole * context.copies.size / sum(weights)
 
 
 def require_some(weights: Sequence[float]) -> None:
@@ -147,7 +148,7 @@ class Divisors:
 
         Raises UsageError if it is not known what the loss is divided by, and there are several microbatches.
         """
-        replicas = self._context.copies.size
+        replicas = self._context.losses.size // batch.repeats
         if batch.own:
             return fractions_of([float(size) for size in batch.sizes])
         if self._stage is None and outputs is None:
@@ -265,7 +266,7 @@ class Divisors:
         """
         told = [float(each) for total in totals for each in total.flatten()]
         weights_of_replicas(self._context, form.digest, following=len(told))
-        sums = iter([sum(column) for column in zip(*all_gather(self._context.holders, told), strict=True)])
+        sums = iter([sum(column) for column in zip(*all_gather(self._context.losses, told), strict=True)])
         return [
             torch.tensor([next(sums) for _ in range(total.numel())], dtype=torch.float64, device="cpu").view(
                 total.shape
@@ -371,7 +372,7 @@ class Divisors:
         @cache
         def other() -> Other | None:
             made = [partial(LossPart.whole, parts)] if (mine.seen or mine.read) and len(parts) > 1 else []
-            is_whole = bool(mine.seen and made) and self._context.copies.size == 1
+            is_whole = bool(mine.seen and made) and self._context.losses.size == 1
             more = dict.fromkeys((part.samples if part.pairs else 1, part.samples))  # halves stay halves
             made += [partial(part.larger, each, donor or part) for each in more]
             for index, make in enumerate(made):

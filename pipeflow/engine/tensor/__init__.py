@@ -1,11 +1,11 @@
-"""Tensor parallelism in one dimension: layers of which every rank of a group holds a part. Names are Megatron's."""
+"""Tensor parallelism: layers of which every rank of a group, or of a grid, holds a part. Names are Megatron's."""
 
 from __future__ import annotations
 
 from pipeflow.engine.tensor.cross_entropy import CrossEntropy, VocabParallelCrossEntropy, vocab_parallel_cross_entropy
 from pipeflow.engine.tensor.embedding import HiddenParallelEmbedding, PatchEmbedding, VocabParallelEmbedding
 from pipeflow.engine.tensor.experts import divide_experts
-from pipeflow.engine.tensor.layer import LayerNorm, cut, divide, group_of
+from pipeflow.engine.tensor.layer import LayerNorm, cut, divide, feature_parts, group_of
 from pipeflow.engine.tensor.linear import Classifier, ColumnParallelLinear, RowParallelLinear, VocabParallelClassifier
 from pipeflow.engine.tensor.module_sharding import shard
 from pipeflow.engine.tensor.random import (
@@ -54,6 +54,7 @@ __all__ = [
     "divide",
     "divide_experts",
     "draw_part_",
+    "feature_parts",
     "gather_from_sequence_region",
     "gather_from_tensor_region",
     "gather_to_tensor_region",

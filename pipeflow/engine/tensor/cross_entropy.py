@@ -52,7 +52,12 @@ class VocabParallelCrossEntropy(TensorLayer):
         self.reduction: Reduction = reduction
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self._compute(logits, labels, self.group)
+        return self._compute(logits, labels, self.classes)
+
+    @property
+    def classes(self) -> Group:
+        """The ranks that divide the classes of the logits of a VocabParallelClassifier."""
+        return self.group if self.grid is None else self.grid.features
 
     @property
     def weigh(self) -> Callable[[Tensor], float] | None:
@@ -68,6 +73,7 @@ class VocabParallelCrossEntropy(TensorLayer):
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             group=group,
+            parts=group.size if self.grid is None or group.size == 1 else self.grid.grid.sample_parts,
         )
 
     @classmethod
@@ -101,7 +107,7 @@ class CrossEntropy(VocabParallelCrossEntropy):
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         is_whole = self.vocab_size in (None, logits.shape[-1])
-        return self._compute(logits, labels, Alone() if is_whole else self.group)
+        return self._compute(logits, labels, Alone() if is_whole else self.classes)
 
 
 _OPTIONS = ("label_smoothing", "ignore_index", "reduction")
@@ -116,6 +122,7 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     group: Group | None = None,
+    parts: int | None = None,
 ) -> Tensor:
     """The cross entropy of split logits, the same on every rank, in float32 (float64 for float64 logits).
 
@@ -128,6 +135,7 @@ def vocab_parallel_cross_entropy(
         ignore_index: label that does not count.
         reduction: "mean" over the labels that count (nan if there are none), "sum", or "none" for a loss per label.
         group: the tensor ranks; by default the tensor group of the context, or a group of one without a launch.
+        parts: number of equal parts into which the vocabulary was padded, a multiple of T; by default T.
 
     Raises UsageError for other labels (on a GPU a device assertion fails instead), and for shapes that do not fit.
     """
@@ -135,7 +143,8 @@ def vocab_parallel_cross_entropy(
     group = group_of(group)
     columns = logits.shape[-1]
     classes = columns * group.size if vocab_size is None else vocab_size
-    wanted = -(-classes // group.size)
+    parts = group.size if parts is None else parts
+    wanted = -(-classes // parts) * (parts // group.size)
     if columns != wanted or logits.shape[:-1] != labels.shape:
         raise UsageError(
             f"a vocabulary of {classes} over {group.size} tensor ranks takes logits of shape (..., {wanted}) and "

@@ -4,7 +4,7 @@ layer of a vision transformer, which is whole on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Self
 
 import torch
@@ -15,6 +15,15 @@ from pipeflow.core.errors import UsageError
 from pipeflow.engine.deferral.layers import Deferring, look_up
 from pipeflow.engine.parallel.sharding import Split
 from pipeflow.engine.parallel.transport.protocol import Group
+from pipeflow.engine.tensor.grid import (
+    gather_rows,
+    own_features,
+    require_divisible,
+    require_ungathered,
+    scatter_rows,
+    split_over,
+    whole_rows,
+)
 from pipeflow.engine.tensor.layer import TensorLayer, divide, divide_padded, require_indices
 from pipeflow.engine.tensor.random import draw_part_
 from pipeflow.engine.tensor.regions import (
@@ -59,9 +68,34 @@ class SplitEmbedding(TensorLayer, Deferring):
             with torch.no_grad():
                 self.weight[padding].fill_(0)
 
+    def _shape_of_rows(self, num_embeddings: int, embedding_dim: int) -> tuple[int, int]:
+        """The shape of this rank's part of a table that is divided by rows, on a grid also by columns."""
+        name, groups = self._get_name(), self.grid
+        if groups is None:
+            return divide_padded(name, "num_embeddings", num_embeddings, self.group), embedding_dim
+        rows = divide_padded(name, "num_embeddings", num_embeddings, self.group, groups.grid.sample_parts)
+        return rows, divide(name, "embedding_dim", embedding_dim, groups.grid.side)
+
+    def _place(self) -> int:
+        """Which part of the rows this rank has."""
+        return (
+            self.group.rank if self.grid is None else self.grid.grid.index(self.grid.rank, self.grid.grid.sample_axes)
+        )
+
     def _local_padding(self) -> int | None:
         """The row of this rank's weight that belongs to padding_idx."""
-        return self.padding_idx
+        if self.padding_idx is None:
+            return None
+        rows = self.weight.shape[0]
+        place, row = divmod(self.padding_idx, rows)
+        return row if place == self._place() else None
+
+    def splits(self) -> Mapping[str, Split]:
+        if self.grid is None:
+            return {"weight": Split(0, self.num_embeddings)}
+        grid = self.grid.grid
+        sizes, axes = (self.num_embeddings, self.embedding_dim), (grid.sample_axes, (grid.FEATURES,))
+        return {"weight": split_over(grid, sizes, axes)}
 
     def _look_up(self, indices: Tensor) -> Tensor:
         """Rows of this rank's weight; the row of padding_idx gets no gradient."""
@@ -95,7 +129,8 @@ class VocabParallelEmbedding(SplitEmbedding):
     tensor ranks.
 
     The input is indices of any shape, the same on every rank; the output is (..., embedding_dim), summed over the
-    ranks.
+    ranks. On a grid the input is the indices of this rank's samples, (samples, ...), which are gathered. Each rank
+    looks up those of its rows, and gets its samples of the sum.
 
     Args:
         num_embeddings, embedding_dim, padding_idx: as in nn.Embedding, for the whole layer.
@@ -118,39 +153,36 @@ class VocabParallelEmbedding(SplitEmbedding):
         group: Group | None = None,
     ) -> None:
         super().__init__()
-        rows = divide_padded(self._get_name(), "num_embeddings", num_embeddings, self.join(group))
+        self.join(group)
         self.sequence_parallel = sequence_parallel
-        self._make((num_embeddings, embedding_dim), (rows, embedding_dim), padding_idx, dtype, device)
+        require_ungathered(self._get_name(), self.grid, sequence_parallel=sequence_parallel)
+        sizes = num_embeddings, embedding_dim
+        self._make(sizes, self._shape_of_rows(*sizes), padding_idx, dtype, device)
 
     def forward(self, input: Tensor) -> Tensor:
         require_indices(input, self.num_embeddings, "indices of an embedding")
         group, rows = self.group, self.weight.shape[0]
         if group.size == 1:
             return self._look_up(input)
-        local = input - group.rank * rows
+        axes = () if self.grid is None else self.grid.grid.sample_axes
+        if self.grid is not None:
+            input = whole_rows(self.grid, axes, input)
+        local = input - self._place() * rows
         elsewhere = (local < 0) | (local >= rows)
         part = self._look_up(local.masked_fill(elsewhere, 0))
         part = part.masked_fill_(elsewhere.unsqueeze(-1), 0)
+        if self.grid is not None:
+            return scatter_rows(self.grid, axes, part)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_region(part, group)
         return reduce_from_tensor_region(part, group)
-
-    def _local_padding(self) -> int | None:
-        if self.padding_idx is None:
-            return None
-        rows = self.weight.shape[0]
-        rank, row = divmod(self.padding_idx, rows)
-        return row if rank == self.group.rank else None
-
-    def splits(self) -> Mapping[str, Split]:
-        return {"weight": Split(0, self.num_embeddings)}
 
 
 class HiddenParallelEmbedding(SplitEmbedding):
     """An embedding of which each rank has embedding_dim / T columns, where T is the number of tensor ranks.
 
     The input is indices of any shape, the same on every rank; the output is (..., embedding_dim), gathered on every
-    rank.
+    rank. On a grid, which divides the table by rows, too, each rank gathers the rows of its columns.
 
     Args:
         num_embeddings, embedding_dim, padding_idx: as in nn.Embedding, for the whole layer.
@@ -171,21 +203,35 @@ class HiddenParallelEmbedding(SplitEmbedding):
         group: Group | None = None,
     ) -> None:
         super().__init__()
-        columns = divide(self._get_name(), "embedding_dim", embedding_dim, self.join(group).size)
-        self._make((num_embeddings, embedding_dim), (num_embeddings, columns), padding_idx, dtype, device)
+        self.join(group)
+        if self.grid is None:
+            shape = num_embeddings, divide(self._get_name(), "embedding_dim", embedding_dim, self.group.size)
+        else:
+            shape = self._shape_of_rows(num_embeddings, embedding_dim)
+        self._make((num_embeddings, embedding_dim), shape, padding_idx, dtype, device)
+
+    def deferred_parameters(self) -> list[nn.Parameter]:
+        """Like `Deferring.deferred_parameters`; a grid sums the gradients of the table at once."""
+        return super().deferred_parameters() if self.grid is None else []
 
     def forward(self, input: Tensor) -> Tensor:
         require_indices(input, self.num_embeddings, "indices of an embedding")
-        return gather_from_tensor_region(self._look_up(input), self.group)
+        if self.grid is None:
+            return gather_from_tensor_region(self._look_up(input), self.group)
+        table = gather_rows(self.grid, self.grid.grid.sample_axes, self.weight)
+        return functional.embedding(input, table, self.padding_idx)
+
+    def _local_padding(self) -> int | None:
+        return self.padding_idx if self.grid is None else super()._local_padding()
 
     def splits(self) -> Mapping[str, Split]:
-        return {"weight": Split(1, self.embedding_dim)}
+        return {"weight": Split(1, self.embedding_dim)} if self.grid is None else super().splits()
 
 
 class PatchEmbedding(TensorLayer):
     """Turns images (batch, channels, height, width) into tokens (batch, 1 + patches, embed_dim): a class token and a
-    linear map of each patch, plus positions. Every rank holds and computes all of it. Source: arXiv 2010.11929, section
-    3.1.
+    linear map of each patch, plus positions. Every rank holds and computes all of it; on a grid it holds all, and
+    computes its features. Source: arXiv 2010.11929, section 3.1.
 
     Args:
         image_size, patch_size: sides of the square images and patches in pixels; patch_size must divide image_size.
@@ -216,6 +262,8 @@ class PatchEmbedding(TensorLayer):
                 f"{self._get_name()}: patch_size={patch_size} does not divide image_size={image_size}: resize the "
                 f"images to {fitting}, or choose a patch size that divides {image_size}"
             )
+        if self.grid is not None:
+            require_divisible(self._get_name(), self.grid, "embed_dim", [embed_dim])
         self.image_size = image_size
         options: dict[str, Any] = {"dtype": dtype, "device": device}
         self.projection = nn.Conv2d(in_channels, embed_dim, patch_size, stride=patch_size, **options)
@@ -240,9 +288,20 @@ class PatchEmbedding(TensorLayer):
             raise UsageError(
                 f"{self._get_name()} takes images of {size} x {size}, got a shape of {tuple(images.shape)}"
             )
-        patches = self.projection(images).flatten(2).transpose(1, 2)
-        tokens = torch.cat([self.class_token.expand(len(images), -1, -1).to(patches.dtype), patches], dim=1)
-        return tokens + self.positions
+        token: Tensor = self.class_token
+        positions: Tensor = self.positions
+        if (groups := self.grid) is None:
+            patches = self.projection(images).flatten(2).transpose(1, 2)
+        else:
+            weight, bias = (own_features(groups, each, dim=0) for each in self.projection.parameters())
+            made = functional.conv2d(images, weight, bias, self.projection.stride)
+            patches = made.flatten(2).transpose(1, 2)
+            token, positions = own_features(groups, token), own_features(groups, positions)
+        tokens = torch.cat([token.expand(len(images), -1, -1).to(patches.dtype), patches], dim=1)
+        return tokens + positions
+
+    def partial_gradients(self) -> Collection[str]:
+        return () if self.grid is None else [name for name, _ in self.named_parameters()]
 
     @classmethod
     def from_native_module(cls, module: nn.Conv2d, group: Group | None = None, *, image_size: int) -> Self:

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import context_if_launched
-from pipeflow.engine.parallel.sharding import Split
+from pipeflow.engine.parallel.grid import GridGroups
+from pipeflow.engine.parallel.sharding import Split, real_rows
 from pipeflow.engine.parallel.transport.protocol import Alone, Group
+from pipeflow.engine.tensor.grid import grid_layer_norm, require_divisible, require_ungathered
 from pipeflow.engine.torch_private.tensors import assert_async
 
 LOG = logging.getLogger("pipeflow")
@@ -30,13 +32,29 @@ def group_of(group: Group | None) -> Group:
     return Alone() if context is None else context.tensor
 
 
+def grid_here(group: Group | None = None) -> GridGroups | None:
+    """The groups of this rank's grid, for a layer that is made with `group`. None if tensor ranks form no grid, and for
+    a group other than the context's tensor ranks.
+    """
+    context = context_if_launched()
+    return context.grid if context is not None and group in (None, context.tensor) else None
+
+
+def feature_parts() -> int:
+    """The number of parts into which tensor ranks divide the outputs of a column-parallel layer, such as its heads."""
+    grid = grid_here()
+    return group_of(None).size if grid is None else grid.grid.side
+
+
 class Membership:
-    """Holds a group, whose channels cannot be copied: a copied layer stays in the same group."""
+    """Holds a group, and the groups of its grid if there is one. Their channels cannot be copied: a copied layer stays
+    in the same group.
+    """
 
-    __slots__ = ("group",)
+    __slots__ = ("grid", "group")
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, grid: GridGroups | None = None) -> None:
+        self.group, self.grid = group, grid
 
     def __deepcopy__(self, memo: object) -> Membership:
         return self
@@ -52,8 +70,13 @@ class TensorLayer(nn.Module):
 
     def join(self, group: Group | None) -> Group:
         """Sets the group of the layer; None is handled by `group_of`. Call it before the layer has parameters."""
-        self._membership = Membership(group_of(group))
+        self._membership = Membership(group_of(group), grid_here(group))
         return self.group
+
+    @property
+    def grid(self) -> GridGroups | None:
+        """The groups of the grid of tensor ranks on which the layer computes; None in tensor mode "1d"."""
+        return self._membership.grid
 
     @property
     def group(self) -> Group:
@@ -114,7 +137,8 @@ def call_eagerly() -> Callable[..., Any]:
 
 
 class LayerNorm(nn.LayerNorm, TensorLayer):
-    """nn.LayerNorm, whole on every rank.
+    """nn.LayerNorm, whole on every rank. On a grid, which divides the features of its input, ranks exchange two numbers
+    per token.
 
     Args:
         normalized_shape, eps, elementwise_affine, bias: as in nn.LayerNorm.
@@ -122,6 +146,8 @@ class LayerNorm(nn.LayerNorm, TensorLayer):
             parts of a sum over the ranks, as `partial_gradients` reports.
         dtype, device: of the parameters, as in torch.
         group: the tensor ranks; by default the tensor group of the context, or a group of one without a launch.
+
+    On a grid, raises UsageError for sequence_parallel, and for features that it does not divide.
     """
 
     def __init__(
@@ -140,14 +166,22 @@ class LayerNorm(nn.LayerNorm, TensorLayer):
         super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
         self.join(group)
         self.sequence_parallel = sequence_parallel
+        require_ungathered(self._get_name(), self.grid, sequence_parallel=sequence_parallel)
+        if self.grid is not None:
+            require_divisible(self._get_name(), self.grid, "normalized_shape", self.normalized_shape)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.grid is None:
+            return super().forward(input)
+        return grid_layer_norm(self.grid, input, self.weight, self.bias, self.eps)
 
     @property
     def compiles(self) -> bool:
-        """True, because it never waits for another rank."""
-        return True
+        """True if it never waits for another rank, as without a grid."""
+        return self.grid is None
 
     def partial_gradients(self) -> Collection[str]:
-        if not self.sequence_parallel or self.group.size == 1:
+        if self.grid is None and (not self.sequence_parallel or self.group.size == 1):
             return ()
         return [name for name, parameter in self._parameters.items() if parameter is not None]
 
@@ -176,20 +210,20 @@ def divide(layer: str, name: str, size: int, parts: int) -> int:
     return size // parts
 
 
-def divide_padded(layer: str, name: str, size: int, group: Group) -> int:
-    """The number of rows on each rank, rounded up; the parts of the last ranks are padded at their end. Logged once."""
-    rows = -(-size // group.size)
-    if rows * group.size > size and group.rank == 0:
-        LOG.info("%s pads %s=%d to %d: %d rows on each of %d", layer, name, size, rows * group.size, rows, group.size)
+def divide_padded(layer: str, name: str, size: int, group: Group, parts: int | None = None) -> int:
+    """The number of rows of each of `parts`, by default one for each rank, rounded up; the last parts are padded at
+    their end. Logged once.
+    """
+    parts = group.size if parts is None else parts
+    rows = -(-size // parts)
+    if rows * parts > size and group.rank == 0:
+        LOG.info("%s pads %s=%d to %d: %d rows on each of %d", layer, name, size, rows * parts, rows, parts)
     return rows
 
 
 def whole_shape(part: Tensor, split: Split | None) -> tuple[int, ...]:
     """The shape of the full tensor, without padding, of which a rank holds `part`."""
-    shape = list(part.shape)
-    if split is not None:
-        shape[split.dim] = split.size
-    return tuple(shape)
+    return tuple(part.shape) if split is None else split.whole_shape(part.shape)
 
 
 def cut(whole: Tensor, split: Split | None, group: Group) -> Tensor:
@@ -197,15 +231,18 @@ def cut(whole: Tensor, split: Split | None, group: Group) -> Tensor:
     whole = whole.detach()
     if split is None or group.size == 1:
         return whole.clone()
+    if split.then is not None:
+        whole = cut(whole, split.then, group)
+    place, parts = split.place(group.rank), split.parts(group.size)
     if split.blocks:
-        pieces = (block.chunk(group.size, split.dim)[group.rank] for block in whole.split(split.blocks, split.dim))
+        pieces = (block.chunk(parts, split.dim)[place] for block in whole.split(split.blocks, split.dim))
         return torch.cat(list(pieces), split.dim)
-    rows = -(-split.size // group.size)
-    start = min(group.rank * rows, split.size)
+    rows = -(-split.size // parts)
+    start = min(place * rows, split.size)
     shape = list(whole.shape)
     shape[split.dim] = rows
     part = whole.new_zeros(shape)
-    own = split.unpadded(part, group.rank)
+    own = part.narrow(split.dim, 0, real_rows(split.size, rows, place))
     own.copy_(whole.narrow(split.dim, start, own.shape[split.dim]))
     return part
 

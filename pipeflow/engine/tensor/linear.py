@@ -6,8 +6,8 @@ product or hands it to a Deferral. Then it waits for the collective.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Self
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,10 @@ from torch.nn import functional
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.deferral.layers import DeferredWeights, Deferring, hand_over, linear, lowered
 from pipeflow.engine.deferral.products import Copies, of_linear
+from pipeflow.engine.parallel.grid import GridGroups
 from pipeflow.engine.parallel.sharding import Split, real_rows
 from pipeflow.engine.parallel.transport.protocol import Group
+from pipeflow.engine.tensor.grid import PRODUCTS, BlockProduct, require_ungathered
 from pipeflow.engine.tensor.layer import TensorLayer, divide, divide_padded
 from pipeflow.engine.tensor.random import Draw, draw_part_
 from pipeflow.engine.tensor.regions import (
@@ -145,6 +147,17 @@ class SplitLinear(TensorLayer, Deferring):
     weight: nn.Parameter
     bias: nn.Parameter | None
     sequence_parallel: bool
+    kind: ClassVar[str]
+    """The layer's kind in the table of products on a grid."""
+
+    @property
+    def blocks(self) -> BlockProduct | None:
+        """How a rank of a grid computes the layer; None without a grid."""
+        return None if self.grid is None else BlockProduct(self.grid, PRODUCTS[self.grid.grid.axes, self.kind])
+
+    def deferred_parameters(self) -> list[nn.Parameter]:
+        """Like `Deferring.deferred_parameters`; a grid sums the gradients of weights at once."""
+        return super().deferred_parameters() if self.grid is None else []
 
     @property
     def acts_on_tokens(self) -> bool:
@@ -188,6 +201,24 @@ class SplitLinear(TensorLayer, Deferring):
         if self.bias is not None:
             draw_part_(self.bias, _uniform(1 / math.sqrt(self.in_features)), split=splits.get("bias"), rank=rank)
 
+    def _block_shapes(self, in_features: int, out_features: int) -> tuple[tuple[int, int], int]:
+        """The shapes of this rank's weight and of the bias on a grid, where a bias is whole."""
+        assert self.blocks is not None
+        over_out, over_in = self.blocks.parts
+        columns = divide(self._get_name(), "in_features", in_features, over_in)
+        return (self._rows(out_features, over_out), columns), out_features
+
+    def _rows(self, out_features: int, parts: int) -> int:
+        """The number of rows of each of `parts` of the weight."""
+        return divide(self._get_name(), "out_features", out_features, parts)
+
+    def splits(self) -> Mapping[str, Split]:
+        assert self.blocks is not None
+        return {"weight": self.blocks.split(self.out_features, self.in_features)}
+
+    def partial_gradients(self) -> Collection[str]:
+        return () if self.grid is None or self.bias is None else ("bias",)
+
     @classmethod
     def from_native_module(cls, module: nn.Linear, group: Group | None = None, **options: Any) -> Self:
         """This rank's part of `module`, which is not changed, with its dtype, device, mode and requires_grad.
@@ -200,9 +231,10 @@ class SplitLinear(TensorLayer, Deferring):
         return layer._adopt(module, () if layer._owns_weight else ("weight",))
 
     def _require_width(self, input: Tensor, hint: str) -> None:
-        if input.shape[-1] != self.weight.shape[1]:
+        width = self.weight.shape[1] if self.grid is None else self.in_features // self.grid.grid.side
+        if input.shape[-1] != width:
             raise UsageError(
-                f"{self._get_name()} on tensor rank {self.group.rank} takes {self.weight.shape[1]} features, got a "
+                f"{self._get_name()} on tensor rank {self.group.rank} takes {width} features, got a "
                 f"shape of {tuple(input.shape)}{hint}"
             )
 
@@ -231,6 +263,8 @@ class ColumnParallelLinear(SplitLinear):
     shape.
     """
 
+    kind = "column"
+
     def __init__(
         self,
         in_features: int,
@@ -246,21 +280,28 @@ class ColumnParallelLinear(SplitLinear):
     ) -> None:
         super().__init__()
         self.join(group)
-        rows = self._rows(out_features)
         self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
-        self._make((in_features, out_features), (rows, in_features), weight, rows if bias else None, dtype, device)
-
-    def _rows(self, out_features: int) -> int:
-        """The number of rows of this rank's weight."""
-        return divide(self._get_name(), "out_features", out_features, self.group.size)
+        gathers = gather_output and self.kind == "column"
+        require_ungathered(self._get_name(), self.grid, sequence_parallel=sequence_parallel, gather_output=gathers)
+        if self.grid is None:
+            rows = self._rows(out_features, self.group.size)
+            shape, of_bias = (rows, in_features), rows
+        else:
+            shape, of_bias = self._block_shapes(in_features, out_features)
+        self._make((in_features, out_features), shape, weight, of_bias if bias else None, dtype, device)
 
     def forward(self, input: Tensor) -> Tensor:
         self._require_width(input, "")
+        if self.blocks is not None:
+            output = self.blocks.output(input, self.weight, self.bias, self.copies)
+            return gather_from_tensor_region(output, self.blocks.groups.features) if self.gather_output else output
         mode = Mode(self.group, self.sequence_parallel, self._deferred_weights(), self.copies)
         output = column_linear(input, self.weight, self.bias, mode)
         return gather_from_tensor_region(output, self.group) if self.gather_output else output
 
     def splits(self) -> Mapping[str, Split]:
+        if self.grid is not None:
+            return super().splits()
         split = Split(0, self.out_features)
         return {"weight": split} if self.bias is None else {"weight": split, "bias": split}
 
@@ -284,6 +325,8 @@ class RowParallelLinear(SplitLinear):
     shape.
     """
 
+    kind = "row"
+
     def __init__(
         self,
         in_features: int,
@@ -298,12 +341,24 @@ class RowParallelLinear(SplitLinear):
         group: Group | None = None,
     ) -> None:
         super().__init__()
-        columns = divide(self._get_name(), "in_features", in_features, self.join(group).size)
+        self.join(group)
         self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
-        shape = (out_features, columns)
+        if self.grid is None:
+            shape = (out_features, divide(self._get_name(), "in_features", in_features, self.group.size))
+        else:
+            self._require_form(self.grid)
+            shape, _ = self._block_shapes(in_features, out_features)
         self._make((in_features, out_features), shape, weight, out_features if bias else None, dtype, device)
 
+    def _require_form(self, groups: GridGroups) -> None:
+        """Raises UsageError for options that have no form on a grid."""
+        options = {"sequence_parallel": self.sequence_parallel, "input_is_parallel=False": not self.input_is_parallel}
+        require_ungathered(self._get_name(), groups, **options)
+
     def forward(self, input: Tensor) -> Tensor:
+        if self.blocks is not None:
+            self._require_width(input, "")
+            return self.blocks.output(input, self.weight, self.bias, self.copies)
         if not self.input_is_parallel:
             input = scatter_to_tensor_region(input, self.group)
         self._require_width(input, ": input_is_parallel=False takes a whole input" if self.input_is_parallel else "")
@@ -311,7 +366,7 @@ class RowParallelLinear(SplitLinear):
         return row_linear(input, self.weight, self.bias, mode)
 
     def splits(self) -> Mapping[str, Split]:
-        return {"weight": Split(1, self.in_features)}
+        return {"weight": Split(1, self.in_features)} if self.grid is None else super().splits()
 
 
 def _uniform(bound: float) -> Draw:
@@ -334,6 +389,8 @@ class Classifier(RowParallelLinear):
     Raises UsageError if T does not divide in_features, or `weight` has another shape.
     """
 
+    kind = "classes"
+
     def __init__(
         self,
         in_features: int,
@@ -348,6 +405,17 @@ class Classifier(RowParallelLinear):
     ) -> None:
         options: dict[str, Any] = {"weight": weight, "dtype": dtype, "device": device, "group": group}
         super().__init__(in_features, num_classes, bias, input_is_parallel=input_is_parallel, **options)
+
+    def _require_form(self, groups: GridGroups) -> None:
+        if groups.grid.axes == 3 and self.input_is_parallel:
+            raise UsageError(
+                f"{self._get_name()} has no form with input_is_parallel=True in tensor mode '3d': leave out the "
+                "column-parallel layer before it, such as representation_size of a vision transformer, or launch with "
+                "tensor_mode='2d'"
+            )
+
+    def _rows(self, out_features: int, parts: int) -> int:
+        return out_features
 
 
 class VocabParallelClassifier(ColumnParallelLinear):
@@ -367,6 +435,8 @@ class VocabParallelClassifier(ColumnParallelLinear):
     Raises UsageError if `weight` has another shape.
     """
 
+    kind = "vocabulary"
+
     def __init__(
         self,
         in_features: int,
@@ -384,13 +454,13 @@ class VocabParallelClassifier(ColumnParallelLinear):
         options |= {"gather_output": gather_output, "sequence_parallel": sequence_parallel}
         super().__init__(in_features, num_classes, bias, **options)
 
-    def _rows(self, out_features: int) -> int:
-        return divide_padded(self._get_name(), "num_classes", out_features, self.group)
+    def _rows(self, out_features: int, parts: int) -> int:
+        return divide_padded(self._get_name(), "num_classes", out_features, self.group, parts)
 
     def forward(self, input: Tensor) -> Tensor:
         logits = super().forward(input)
         if self.gather_output:
             return logits[..., : self.out_features]
         columns = logits.shape[-1]
-        real = real_rows(self.out_features, columns, self.group.rank)
+        real = real_rows(self.out_features, columns, (self.grid.features if self.grid else self.group).rank)
         return logits if real == columns else functional.pad(logits[..., :real], (0, columns - real), value=-torch.inf)

@@ -34,10 +34,11 @@ class RandomTracker:
     Args:
         seed: seed, the same on every rank; replicas and pipeline ranks draw different numbers from it.
         device: device of the generators, which must be that of the activations.
-        place: this rank's (replica, pipeline, tensor) indices, where each context rank counts as one more replica.
+        place: this rank's (replica, pipeline, tensor) indices. Each context rank counts as one more replica, as do the
+            tensor ranks of a grid with other samples.
 
     Attributes:
-        shared: generator that draws the same numbers on all ranks of a tensor group.
+        shared: generator that draws the same numbers on all tensor ranks with the same samples.
         own: generator that draws different numbers on each rank.
         is_replay: True if it replays numbers that another tracker drew before.
     """
@@ -88,7 +89,7 @@ def manual_seed(seed: int) -> RandomTracker:
     """
     tracker = RandomTracker(seed)
     if (context := context_if_launched()) is not None:
-        place = (context.copies.rank, context.pipeline_rank, context.tensor_rank)
+        place = (context.losses.rank, context.pipeline_rank, context.tensor_rank)
         tracker = RandomTracker(seed, device=context.device, place=place)
     set_tracker(tracker)
     return tracker
@@ -133,7 +134,8 @@ class Dropout(TensorLayer):
     Args:
         p, inplace: as in nn.Dropout.
         parallel_input: True if each rank has its part of the input (of the heads, the hidden dimension or the
-            sequence), which gets its own mask. False if the input, and so the mask, is the same on every rank.
+            sequence), which gets its own mask. False if the input, and so the mask, is the same on every rank. A rank
+            of a grid has a part in any case; only a mask of one number per sample is that of all ranks with the sample.
         group: the tensor ranks; by default the tensor group of the context, or a group of one without a launch.
 
     Raises UsageError in training without `manual_seed` if there are several tensor or context ranks. Also raises it if
@@ -176,7 +178,8 @@ class Dropout(TensorLayer):
             )
         kept = 1 - self.p
         noise = torch.empty_like(input, requires_grad=False)
-        noise.bernoulli_(kept, generator=tracker.own if self.parallel_input else tracker.shared)
+        is_part = self.parallel_input or (self.grid is not None and input.shape[-1] > 1)  # 1: a number for each sample
+        noise.bernoulli_(kept, generator=tracker.own if is_part else tracker.shared)
         if kept:
             noise.div_(kept)
         return input.mul_(noise) if self.inplace else input * noise
@@ -313,7 +316,7 @@ def _fill_part(part: Tensor, fill: Fill, name: str, seed: int, split: Split | No
     shape = whole_shape(part, split)
     part.zero_()
     for start, stop in _row_blocks(shape):
-        if split is not None and split.dim == 0 and not _overlap(part, start, stop, rank):
+        if not _overlap(part, start, stop, split, rank):
             continue
         block = torch.empty(stop - start, *shape[1:], dtype=part.dtype)
         fill(name, block, Generator().manual_seed(_seed_of(seed, name, start)))
@@ -331,25 +334,39 @@ def _row_blocks(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def _overlap(part: Tensor, start: int, stop: int, rank: int) -> range:
+def _overlap(part: Tensor, start: int, stop: int, split: Split | None, rank: int) -> range:
     """The rows of a block that `rank` holds, counted in the full tensor."""
-    return range(max(start, rank * len(part)), min(stop, (rank + 1) * len(part)))
+    if split is None or 0 not in split.dims:
+        return range(start, stop)
+    first = _along(split, 0).place(rank) * len(part)
+    return range(max(start, first), min(stop, first + len(part)))
+
+
+def _along(split: Split, dim: int) -> Split:
+    """The split along one of its dimensions."""
+    return split if split.dim == dim or split.then is None else _along(split.then, dim)
 
 
 def _keep(part: Tensor, block: Tensor, start: int, split: Split | None, rank: int) -> None:
     """Copies the entries that belong to the part of `rank` out of a block that starts at row `start` of the full
     tensor.
     """
+    rows = _overlap(part, start, start + len(block), split, rank)
+    if not rows:
+        return
+    block = block[rows.start - start : rows.stop - start]
     if split is None:
-        part[start : start + len(block)] = block
-    elif split.dim == 0:
-        rows = _overlap(part, start, start + len(block), rank)
-        first = rank * len(part)
-        if rows:
-            part[rows.start - first : rows.stop - first] = block[rows.start - start : rows.stop - start]
-    else:
-        width = part.shape[split.dim]
-        part[start : start + len(block)] = block.narrow(split.dim, rank * width, width)
+        part[rows.start : rows.stop] = block
+        return
+    before = _along(split, 0).place(rank) * len(part) if 0 in split.dims else 0
+    own = part[rows.start - before : rows.stop - before]
+    for dim in split.dims:
+        if dim:
+            its, width = _along(split, dim), part.shape[dim]
+            begin = min(its.place(rank) * width, block.shape[dim])
+            block = block.narrow(dim, begin, min(width, block.shape[dim] - begin))
+            own = own.narrow(dim, 0, block.shape[dim])
+    own.copy_(block)
 
 
 def _seed_of(*what: object) -> int:

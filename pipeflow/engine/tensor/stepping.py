@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -61,12 +61,20 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def tried(optimizer: Optimizer, group: Mapping[str, Any], like: Tensor, dim: int) -> Trial:
+def tried(optimizer: Optimizer, group: Mapping[str, Any], like: Tensor, *dims: int) -> Trial:
     """Steps random weights with as many dimensions as `like`, with a new optimizer of the same class and the options of
-    `group`: two weights together and apart, and one in halves along `dim`.
+    `group`: two weights together and apart, and one in halves along each of `dims`.
 
     An optimizer whose constructor takes other arguments, or that draws random numbers, is UNKNOWN.
     """
+    first, *others = (_tried(optimizer, group, like, dim) for dim in dims)
+    if first is UNKNOWN or UNKNOWN in others:
+        return UNKNOWN
+    return replace(first, is_elementwise=all(each.is_elementwise for each in (first, *others)))
+
+
+def _tried(optimizer: Optimizer, group: Mapping[str, Any], like: Tensor, dim: int) -> Trial:
+    """The trial with halves along one dimension."""
     shape = [*_SIZES, *[2] * like.dim()][: like.dim()]
     weights, gradients = _drawn(shape, dim, torch.device("cpu") if like.is_meta else like.device)
     maker, whole = _Maker(type(optimizer), group), [each[:1] for each in gradients]
@@ -228,7 +236,7 @@ def _wholes(optimizer: Optimizer, splits: Mapping[int, Split]) -> tuple[bool, di
     """Tries an optimizer once for each kind of weight. Returns `is_elementwise` and `wholes` of its Stepping. Raises
     UsageError if it needs all weights of a model at once.
     """
-    name, trials, found = type(optimizer).__name__, dict[tuple[int, int, int], Trial](), {}
+    name, trials, found = type(optimizer).__name__, dict[tuple[int, int, tuple[int, ...]], Trial](), {}
     if needs_closure(optimizer):
         raise UsageError(
             f"{name} computes a step from all weights and from several losses, but this rank has only some of the "
@@ -237,9 +245,9 @@ def _wholes(optimizer: Optimizer, splits: Mapping[int, Split]) -> tuple[bool, di
     for index, group in enumerate(optimizer.param_groups):
         for target in group["params"]:
             split = splits.get(id(target))
-            kind = index, target.dim(), 0 if split is None else split.dim
+            kind = index, target.dim(), (0,) if split is None else split.dims
             if kind not in trials:
-                trials[kind] = tried(optimizer, group, target, kind[2])
+                trials[kind] = tried(optimizer, group, target, *kind[2])
             if not trials[kind].is_separate:
                 raise UsageError(
                     f"{name} computes the step of a weight from all weights, but this rank has only some of them: use "

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeflow.core.errors import UsageError
+from pipeflow.engine.parallel.grid import Grid
 from pipeflow.engine.parallel.layout import WorldLayout
 from pipeflow.training.checkpoint import folders
 from pipeflow.training.checkpoint.folders import INDEX, MANIFEST, is_checkpoint, previous, write_durably
 
 FORMAT = 2  # increased when older versions could not read the new format
-_LATER = ("context", "experts")  # sizes of a layout that older files lack
+_LATER = ("context", "experts", "depth")  # sizes of a layout that older files lack
 T = TypeVar("T")
 LOG = logging.getLogger("pipeflow")
 LEFT_OUT = "checkpoint %s is skipped: %s"
@@ -92,13 +93,15 @@ class Manifest:
         if content.pop("sha256") != _sha256(content):
             raise ValueError("its SHA-256 does not match")
         step, layout = content["step"], {**dict.fromkeys(_LATER, 1), **content["layout"]}
+        sizes = {name: whole_number(layout[name]) for name in ("pipeline", "tensor", "data", *_LATER)}
+        grid = None if layout.get("grid") is None else Grid(*(whole_number(size) for size in layout["grid"].values()))
         files = {file_name(name): Digest.read(digest) for name, digest in content["files"].items()}
         if INDEX not in files:
             raise ValueError(f"it does not list {INDEX}")
         return cls(
             None if step is None else whole_number(step),
             whole_number(content["sequence"]),
-            WorldLayout(*(whole_number(layout[name]) for name in ("pipeline", "tensor", "data", *_LATER))),
+            WorldLayout(**sizes, grid=grid),
             files,
         )
 

@@ -5,7 +5,7 @@ checkpoint consists of pieces, so it is independent of the layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -49,15 +49,18 @@ class Piece:
         """This piece of the part that tensor rank `rank` holds, as pieces of the whole tensor, without padding: one for
         each block of a packed weight.
         """
-        dim, length, shape = split.dim, self.shape[split.dim], list(self.shape)
+        if split.then is not None:
+            own = replace(split, then=None)
+            return [each for piece in self.of(split.then, rank) for each in piece.of(own, rank)]
+        dim, length, shape, place = split.dim, self.shape[split.dim], list(self.shape), split.place(rank)
         shape[dim] = split.size
         if not split.blocks:
-            start = min(rank * length, split.size)
+            start = min(place * length, split.size)
             return [self._cut(dim, 0, min(length, split.size - start), start, shape)]
         sizes = [block // (split.size // length) for block in split.blocks]  # of the part's blocks
         begins, starts = (accumulate(each, initial=0) for each in (sizes, split.blocks))
         return [
-            self._cut(dim, begin, size, start + rank * size, shape)
+            self._cut(dim, begin, size, start + place * size, shape)
             for begin, size, start in zip(begins, sizes, starts, strict=False)
         ]
 
@@ -104,9 +107,9 @@ class LocalTensor:
     @property
     def shape(self) -> torch.Size:
         """The shape of the whole tensor."""
-        shape = list(self.tensor.shape)
+        shape: Sequence[int] = self.tensor.shape
         for split, _ in self.splits:
-            shape[split.dim] = split.size
+            shape = split.whole_shape(shape)
         return torch.Size(shape)
 
     @property

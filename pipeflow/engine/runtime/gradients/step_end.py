@@ -377,6 +377,7 @@ class Gradients:
         ways = [way for peer in peers for way in ((rank, peer), (peer, rank))]
         context.transport.connect(Channel(*way, Tag.TIED) for way in ways)
         context.tensor.connect()
+        context.connect_grid()
         context.context.connect()
         context.copies.connect()
         context.experts.connect()

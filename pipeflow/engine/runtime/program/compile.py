@@ -294,6 +294,7 @@ class Programs:
         tags = [tags_of(each.value.content, promised=promised) for each in moves]
         transport.connect(Channel(*pair, tag) for pair, its in zip(ends, tags, strict=True) for tag in its)
         self.context.tensor.connect()
+        self.context.connect_grid()
         if training:  # replicas may evaluate at other times, or alone
             connect_devices(self.context.world)
             self.gradients.connect()
