@@ -79,7 +79,7 @@ def whole(parts: list[Part]) -> Tensor:
     value, split = parts[0]
     if split is None:
         return value
-    return torch.cat([part for part, _ in parts], split.dim).narrow(split.dim, 0, split.size)
+    return split.joined([part for part, _ in parts])
 
 
 def train_in_one_piece(batches: Batches, arguments: argparse.Namespace) -> tuple[list[float], dict[str, Tensor]]:

@@ -67,7 +67,7 @@ def check(config: Config, images: Images, device: str | None = None) -> None:
     Trainer(engine, [losses, plan]).fit(batches, 1)
     plan.tell(engine.model)
 
-    read = batches if context.pipeline_rank == context.tensor_rank == 0 else []
+    read = batches if context.rank == context.layout.replica_ranks(context.rank)[0] else []
     everyone: list[list[Batch]] = [read]
     if dist.is_initialized():
         everyone = [[] for _ in range(context.world_size)]

@@ -279,6 +279,9 @@ def initialize(
     call it together. Returns the engine, the training loader, the test loader and the learning-rate scheduler (None for
     those not given).
 
+    In a tensor mode other than "1d" a layer of `colossalai.nn` must hold each parameter, and nothing between these
+    layers may compute with all features.
+
     Args:
         model: this rank's module, or an nn.ModuleList of its chunks.
         optimizer: an optimizer of the model's parameters.
@@ -305,6 +308,9 @@ def initialize(
         train_dataloader = _mixed(train_dataloader, config.mixup_alpha)
     if criterion is not None:
         criterion = MixupLoss(partial(Called, criterion)) if mixes else Called(criterion)
+    if current_context().layout.sample_parts > 1:  # layers of these programs are written for every tensor mode
+        for chunk in model if isinstance(model, nn.ModuleList) else [model]:
+            vars(chunk).setdefault("fits_grids", True)
     made = make_engine(model, optimizer, criterion, schedule=schedule)
     engine = Engine(
         made.model,

@@ -85,8 +85,11 @@ def test_a_file(tmp_path: Path) -> None:
         ({"parallel": {"pipelines": 2}}, "parallel has no key 'pipelines': did you mean 'pipeline'"),
         ({"parallel": {"tensor": {"sizes": 2}}}, "parallel.tensor has no key 'sizes': did you mean 'size'"),
         ({"fp16": {"mode": "parameters", "inital_scale": 2}}, "did you mean 'initial_scale'"),
-        ({"parallel": {"tensor": {"mode": "2d", "size": 4}}}, "mode '2d' is not supported.*mode='1d', size=4"),
-        ({"parallel": {"tensor": {"size": 2}}}, "mode None is not supported"),
+        (
+            {"parallel": {"tensor": {"mode": "4d", "size": 4}}},
+            "tensor.mode must be one of '1d', '2d', '2.5d', '3d', got",
+        ),
+        ({"parallel": {"tensor": {"size": 2}}}, "parallel.tensor has a size and no mode: write .*mode='1d', size=2"),
         ({"parallel": {"pipeline": 0}}, "parallel.pipeline must be a positive whole number, got 0"),
         ({"parallel": {"context": 0}}, "parallel.context must be a positive whole number, got 0"),
         ({"parallel": 2}, "parallel must be a dict with the keys pipeline, tensor, context, experts, got 2"),

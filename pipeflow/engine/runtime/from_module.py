@@ -74,11 +74,6 @@ def stages_from(
             f"{type(module).__name__} has no layer of experts with the parameters and the forward that transformers "
             "gives them, so expert ranks cannot divide it: launch with experts=1"
         )
-    if context.layout.sample_parts > 1:
-        raise UsageError(
-            f"from_module splits layers in tensor mode '1d' alone, got {context.layout.tensor_mode!r}: use the stages "
-            "of build_gpt_pipeline or others made of pipeflow.tensor's layers, or launch with tensor_mode='1d'"
-        )
     placement, device = schedule.placement, context.device
     planner = Planner(
         module,

@@ -45,7 +45,7 @@ from pipeflow.engine.tensor.heads import (
     tensors_of,
     widths_taken,
 )
-from pipeflow.engine.tensor.layer import TensorLayer, cut, group_of
+from pipeflow.engine.tensor.layer import TensorLayer, cut, grid_here, group_of
 from pipeflow.engine.tensor.rules import DEFAULT_RULES, Kind, Rule, config_rule, first_match
 from pipeflow.engine.tensor.stepping import watch
 
@@ -78,8 +78,13 @@ def shard(*modules: nn.Module, rules: Sequence[Rule] = DEFAULT_RULES, group: Gro
 
     Raises UsageError for a rule of your own that matches nothing. Raises it for a tensor size that does not divide the
     heads or a width; the error names sizes that do. Also raises it if a graph of an earlier forward needs a whole
-    parameter. Nothing is then changed.
+    parameter, and on a grid of tensor ranks. Nothing is then changed.
     """
+    if grid_here(group) is not None:
+        raise UsageError(
+            "from_module and shard split layers in tensor mode '1d' alone: launch with tensor_mode='1d', or use the "
+            "stages of build_gpt_pipeline or others that are made of pipeflow.tensor's layers"
+        )
     group = group_of(group)
     for rule in rules:
         if not isinstance(rule, Rule):
