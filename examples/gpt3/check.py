@@ -79,7 +79,8 @@ def whole(parts: list[Part]) -> Tensor:
     value, split = parts[0]
     if split is None:
         return value
-    return split.joined([part for part, _ in parts])
+    joined: Tensor = split.joined([part for part, _ in parts])
+    return joined
 
 
 def train_in_one_piece(batches: Batches, arguments: argparse.Namespace) -> tuple[list[float], dict[str, Tensor]]:

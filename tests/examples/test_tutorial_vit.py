@@ -189,7 +189,7 @@ MLP_RATIO = 2
 NUM_CLASSES = 4
 CHECKPOINT = True
 SEQ_LENGTH = (IMG_SIZE // PATCH_SIZE) ** 2 + 1
-parallel = dict(pipeline=2, tensor=dict(mode="1d", size=SIZE))
+parallel = dict(pipeline=2, tensor=dict(mode="MODE", size=SIZE))
 NUM_MICRO_BATCHES = parallel["pipeline"]
 TENSOR_SHAPE = (BATCH_SIZE // NUM_MICRO_BATCHES, SEQ_LENGTH, HIDDEN_SIZE)
 fp16 = dict(mode=AMP_TYPE.NAIVE)
@@ -221,12 +221,17 @@ def test_replicas_by_trainer(tmp_path: Path, unchanged: bool) -> None:
 
 
 @pytest.mark.some(1)
-@pytest.mark.parametrize(("tensor", "unchanged"), [(1, True), (2, False)], ids=["pipeline", "hybrid"])
+@pytest.mark.parametrize(
+    ("tensor", "mode", "unchanged"),
+    [(1, "1d", True), (2, "1d", False), (4, "2d", True)],
+    ids=["pipeline", "hybrid", "square"],
+)
 @pytest.mark.slow
-def test_stages_by_engine(tmp_path: Path, tensor: int, unchanged: bool) -> None:
+def test_stages_by_engine(tmp_path: Path, tensor: int, mode: str, unchanged: bool) -> None:
     """`cuda` is the CPU where pipeflow.colossalai runs the program on a machine without a GPU."""
     program = STAGES.replace("DEVICE", repr("cuda" if unchanged else "cpu"))
-    printed = run(tmp_path, program, STAGES_CONFIG.replace("=SIZE", f"={tensor}"), 2 * tensor, unchanged=unchanged)
+    config = STAGES_CONFIG.replace("=SIZE", f"={tensor}").replace("MODE", mode)
+    printed = run(tmp_path, program, config, 2 * tensor, unchanged=unchanged)
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
     assert len(losses) == 24 * tensor
     assert sum(losses[-2 * tensor :]) < sum(losses[: 2 * tensor]) - 0.3 * 2 * tensor

@@ -12,12 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeflow import UsageError
-from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.context import context_if_launched, current_context
 from pipeflow.engine.parallel.grid import GridGroups
 from pipeflow.engine.parallel.sharding import partial_in, splits_of
 from pipeflow.engine.parallel.transport.protocol import Group, Work
 from pipeflow.engine.tensor.layer import Membership, TensorLayer, cut
 from pipeflow.engine.tensor.random import draw_part_, manual_seed
+from pipeflow.engine.tensor.regions import gathered
+from pipeflow.engine.tensor.stepping import watch
+from pipeflow.optim import Lamb
 from pipeflow.tensor import (
     Classifier,
     ColumnParallelLinear,
@@ -77,6 +80,7 @@ def beside(
     if is_float and input.dim() == 3:
         require_near(part.grad, block(gradients[0]), tolerance)
     for parameter in partial_in(mine):
+        assert parameter.grad is not None
         context.tensor.all_reduce(parameter.grad).wait()
     splits = splits_of(mine)
     for parameter, its in zip(
@@ -154,7 +158,7 @@ def test_patch_embedding(mode: str) -> None:
 
     def own(native: nn.Module) -> nn.Module:
         mine = PatchEmbedding(4, 2, 3, WIDTH, dtype=torch.float64)
-        mine.load_state_dict(native.inner.state_dict())  # type: ignore[union-attr,operator]  # a module
+        mine.load_state_dict(native.inner.state_dict())  # type: ignore[union-attr]  # a module
         return mine
 
     on(mode, native, own, normal(SAMPLES, 3, 4, 4), block)
@@ -209,6 +213,7 @@ class Received:
 def received(kind: Any, features_in: int) -> tuple[float, float]:
     """What a forward and a backward of a layer without a bias receive, in elements."""
     layer, grid = kind(features_in, WIDER, bias=False, dtype=torch.float64), current_context().grid
+    assert grid is not None
     counted: Any = [Received(group) for group in grid.along]
     layer._membership = Membership(layer.group, GridGroups(grid.grid, grid.rank, counted))
     parts = current_context().layout.sample_parts
@@ -271,6 +276,43 @@ def test_ranks_with_the_same_samples_drop_the_same_of_them(mode: str) -> None:
     parts = {part for part, _, _ in found}
     assert len({(part, paths) for part, paths, _ in found}) == len({paths for _, paths, _ in found}) == len(parts)
     assert len({mask for _, _, mask in found}) == len(found)
+
+
+def stepped(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Tensor:
+    """The weight of a layer after two steps, whole."""
+    native = nn.Linear(WIDTH, WIDER, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        native.weight.copy_(normal(WIDER, WIDTH))
+    context = context_if_launched()
+    layer: nn.Module = native if context is None else ColumnParallelLinear.from_native_module(native)
+    watch(layer)
+    optimizer, split = make(layer), splits_of(layer).get(id(layer.weight))
+    for step in range(2):
+        gradient = normal(WIDER, WIDTH, seed=step)
+        layer.get_parameter("weight").grad = gradient if context is None else cut(gradient, split, context.tensor)
+        optimizer.step()
+    part = layer.get_parameter("weight").detach()
+    if context is None or split is None:
+        return part
+    return split.joined(gathered(context.tensor, part[None], 0).unbind())
+
+
+@MODES
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda layer: Lamb(layer.parameters(), 0.1, model=layer),
+        lambda layer: torch.optim.Adafactor(layer.parameters(), 0.1),
+        lambda layer: torch.optim.AdamW(layer.parameters(), 0.1),
+    ],
+    ids=["Lamb", "Adafactor", "AdamW"],
+)
+def test_optimizers_step_blocks_as_they_step_the_whole(
+    mode: str, make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    [whole] = run_threads(stepped, 1, make)
+    for each in run_threads(stepped, GRIDS[mode]["tensor"], make, **GRIDS[mode]):
+        require_near(each, whole, 1e-6)
 
 
 def refuses(make: Callable[[], object], said: str) -> None:

@@ -161,7 +161,7 @@ def train_in_one_piece(work: Work) -> Trained:
         if work.max_norm is not None:
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), work.max_norm)))
         optimizer.step()
-    gradients = {name: ([], gradient_of(parameter)) for name, parameter in model.named_parameters()}
+    gradients: dict[str, Any] = {name: ([], gradient_of(parameter)) for name, parameter in model.named_parameters()}
     return Trained(losses, norms, gradients, {name: ([], p.detach().numpy()) for name, p in model.named_parameters()})
 
 

@@ -104,7 +104,7 @@ def train_in_one_process(work: Gpt) -> Trained:
     livened(model)
     losses, norms = loop_in_one_process(work, model, GPTLMLoss(), adamw(model.parameters()))
     named = dict(model.named_parameters())
-    gradients = {name: ([], gradient_of(parameter)) for name, parameter in named.items()}
+    gradients: dict[str, Any] = {name: ([], gradient_of(parameter)) for name, parameter in named.items()}
     return Trained(losses, norms, gradients, {name: ([], p.detach().numpy()) for name, p in named.items()})
 
 

@@ -190,6 +190,8 @@ def test_context_and_expert_ranks_are_launched(name: str, told: str) -> None:
 EACH: dict[str, tuple[Any, Any]] = {
     "parallel.pipeline": (2, 2),
     "parallel.tensor": ({"mode": "1d", "size": 2}, 2),
+    "parallel.tensor.mode": ("2d", "2d"),
+    "parallel.tensor.depth": (2, 2),
     "parallel.context": (2, 2),
     "parallel.experts": (2, 2),
     "NUM_MICRO_BATCHES": (8, 8),
@@ -217,8 +219,9 @@ def test_every_key_is_here() -> None:
 @pytest.mark.parametrize("key", EACH)
 def test_each_key_becomes_its_attribute(key: str) -> None:
     """And is the one that does: without it the attribute is another."""
-    value, expected = EACH[key]
-    section, _, inside = key.partition(".")
-    config = read_config({section: {inside: value} if inside else value})
+    given, expected = EACH[key]
+    for name in reversed(key.split(".")):
+        given = {name: given}
+    config = read_config(given)
     assert getattr(config, KEYS[key][0]) == expected
     assert getattr(Config(), KEYS[key][0]) != expected

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from pipeflow import UsageError, execute_pipeline
+from pipeflow import Pipeline, UsageError, execute_pipeline, make_schedule
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.sharding import splits_of
-from pipeflow.models import build_stage
+from pipeflow.models import GPTLMLoss, build_gpt_pipeline, build_stage
 from pipeflow.testing import run_processes, run_threads
 from tests.training.grids import GRIDS
 from tests.training.hybrid import Trained, part_of, require_trained
@@ -39,6 +39,8 @@ def run(runner: Any, work: Gpt, mode: str) -> None:
     require_trained(results, expected(work.samples, work.gives_positions), TOLERANCE)
 
 
+@pytest.mark.slow
+@pytest.mark.some(3)
 @pytest.mark.parametrize("mode", GRIDS)
 def test_one_stage(mode: str) -> None:
     """Its token embedding is tied to its head, on the same rank."""
@@ -77,8 +79,10 @@ def evaluate(work: Gpt, samples: int) -> tuple[float | None, int, torch.Tensor |
     return None if output.loss is None else output.loss.item(), output.samples, outputs
 
 
-@pytest.mark.parametrize("mode", GRIDS)
+@pytest.mark.slow
+@pytest.mark.some(2)
 @pytest.mark.parametrize("samples", [8, 7])
+@pytest.mark.parametrize("mode", ["3d", "2.5d", "2d"])
 def test_an_evaluation_has_the_loss_and_the_outputs_of_all_samples(mode: str, samples: int) -> None:
     """In their order, also of a batch that has no equal parts. Each rank has its columns of the outputs."""
     work = Gpt(samples=SAMPLES[1], microbatches=2)
@@ -164,9 +168,10 @@ def masked(work: Gpt) -> float:
     return output.loss.item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["2d", "2.5d"])
 def test_a_mask_is_divided_by_samples(mode: str) -> None:
-    work = Gpt(samples=SAMPLES[1])
+    work = Gpt(samples=SAMPLES[1], microbatches=1)
     [whole] = run_threads(masked, 1, work)
     assert run_threads(masked, GRIDS[mode]["tensor"], work, **GRIDS[mode]) == pytest.approx(
         [whole] * GRIDS[mode]["tensor"], abs=TOLERANCE
@@ -174,12 +179,32 @@ def test_a_mask_is_divided_by_samples(mode: str) -> None:
     assert abs(whole - (expected(SAMPLES[1]).losses[0] or 0)) > 1e-3
 
 
-def unknown(module: torch.nn.Module) -> str:
-    from pipeflow import Pipeline
-
+def unknown(module: torch.nn.Module | None, **options: Any) -> str:
+    chunks = pipeline_of(Gpt()).chunks if module is None else module
     with pytest.raises(UsageError) as error:
-        Pipeline(module, Gpt().schedule)
+        Pipeline(chunks, Gpt().schedule, criterion=GPTLMLoss(), **options)
     return str(error.value)
+
+
+@pytest.mark.parametrize("options", [{"head_slices": 2}, {"loss_over": "batch"}], ids=str)
+def test_what_is_not_known_to_work_on_a_grid_is_refused(options: dict[str, Any]) -> None:
+    said = run_threads(partial(unknown, **options), 4, None, **GRIDS["2d"])
+    name = next(iter(options))
+    assert all(f"tensor mode '2d' does not go together with {name}=: leave it out" in each for each in said)
+
+
+def in_slices() -> str:
+    work = Gpt(samples=(8,))
+    chunks = build_gpt_pipeline(LAYERS, placement=work.schedule.placement, **work.options)
+    schedule = make_schedule("1f1b", ranks=1, microbatches=2, slices=2)
+    with pytest.raises(UsageError) as error:
+        execute_pipeline(iter([work.batch(0, 0)]), Pipeline(chunks, schedule, criterion=GPTLMLoss()))
+    return str(error.value)
+
+
+def test_slices_on_a_grid_are_refused() -> None:
+    said = run_threads(in_slices, 4, **GRIDS["2d"])
+    assert all("a grid of tensor ranks needs whole microbatches: leave it out" in each for each in said)
 
 
 def test_stages_that_are_not_known_to_compute_on_a_grid_are_refused() -> None:

@@ -103,6 +103,15 @@ def block_shape(shape: Sequence[int | None] | None, layout: WorldLayout) -> Sequ
     return (None if first is None else first // parts, *between, last // side)
 
 
+def require_known(layout: WorldLayout, **given: object) -> None:
+    """Raises UsageError for an argument of the Pipeline, `given` by name, that is not known to work on a grid."""
+    for name in (name for name, value in given.items() if value and layout.sample_parts > 1):
+        raise UsageError(
+            f"tensor mode {layout.tensor_mode!r} does not go together with {name}=: leave it out, or launch with "
+            "tensor_mode='1d'"
+        )
+
+
 def require_stages(chunks: Iterable[nn.Module], layout: WorldLayout) -> None:
     """Raises UsageError for a stage that is not known to compute on a grid: it must say `fits_grids`, and a layer of
     `pipeflow.tensor` must hold each of its parameters.

@@ -31,7 +31,7 @@ from pipeflow.engine.runtime.context_ranks import ALONE
 from pipeflow.engine.runtime.devices import place
 from pipeflow.engine.runtime.from_module import priced, stages_from
 from pipeflow.engine.runtime.gradients.step_end import Gradients
-from pipeflow.engine.runtime.grid_samples import block_shape
+from pipeflow.engine.runtime.grid_samples import block_shape, require_known
 from pipeflow.engine.runtime.head import head_of, require_sliceable
 from pipeflow.engine.runtime.loss import StepCall
 from pipeflow.engine.runtime.original import Original, add_hooks, cut_chunks, name_in_module
@@ -165,6 +165,8 @@ class Pipeline(nn.Module):
         with self.alarm.raised_everywhere():
             self.alarm.expect_slow()
             require_sliceable(head_slices, head, over_batch=loss_over == "batch", graph=graph)
+            whole = loss_over == "batch"
+            require_known(context.layout, overlap=overlap, loss_over=whole, head_slices=head_slices)
             own = fitting_stages(self.chunks, schedule, context, stages)
             if cost is not None:
                 require_costs(schedule, cost)

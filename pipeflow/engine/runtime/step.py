@@ -314,6 +314,7 @@ class Runner:
         """The batch for a schedule with slices. Raises UsageError if something cannot be computed in slices."""
         options = self.programs.options
         refused = {
+            "a grid of tensor ranks": self.samples is not None,
             "tensor_shape=": options.promise is not None,
             "graph=True": options.graph,
             "weigh=": self.weigh is not None and not hasattr(self.criterion, "weigh"),

@@ -107,8 +107,8 @@ class BlockProduct(NamedTuple):
 
     With B S rows, K inputs and N outputs, a rank receives in a forward these numbers of elements. In a square
     (r - 1) / r x (B S K / r + K N / r), and B S N in place of B S K for "vocabulary". In a cube
-    (r - 1) / r^3 x (B S K + K N + B S N), for "vocabulary" without B S K and with K N times r + 1. A backward receives
-    the parts of K twice, and those of B S N once.
+    (r - 1) / r^3 x (B S K + K N + B S N), for "vocabulary" without B S K and with r + 1 times K N. A backward receives
+    as many of the output, and twice as many of input and weight.
     """
 
     groups: GridGroups

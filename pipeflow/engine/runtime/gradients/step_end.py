@@ -420,10 +420,11 @@ class Gradients:
         self._ties = tie(self._model)
         weights = weights_of(self._model, self._stages, self._ties, self._placement)
         for weight in weights:
-            if weight.is_sharded and self._context.context_size > 1:
+            if weight.is_sharded and self._context.copies.size > self._context.data_size:
+                others = "context ranks" if self._context.context_size > 1 else "the layers of tensor_depth"
                 raise UsageError(
-                    f"fully_shard splits {weight.name!r} over replicas alone, so context ranks would not sum its "
-                    "gradient: use pipeflow.Zero, or launch with context=1"
+                    f"fully_shard splits {weight.name!r} over replicas alone, so {others} would not sum its gradient: "
+                    "use pipeflow.Zero, or launch with context=1 and tensor_depth=1"
                 )
             if weight.is_sharded and weight.is_expert:
                 raise UsageError(
