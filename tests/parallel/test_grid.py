@@ -85,5 +85,5 @@ def test_one_rank_is_no_grid() -> None:
 def test_a_configuration_says_the_mode() -> None:
     config = read_config({"parallel": {"pipeline": 2, "tensor": {"mode": "2.5d", "size": 8, "depth": 2}}})
     assert (config.tensor, config.tensor_mode, config.tensor_depth) == (8, "2.5d", 2)
-    assert config.layout() == WorldLayout(2, 4, 1, 1, 2, Grid(2, 2))
+    assert config.layout() == WorldLayout(pipeline=2, tensor=4, depth=2, grid=Grid(2, 2))
     assert config.layout(32).data == 2
