@@ -176,10 +176,10 @@ class Config:
         return getattr(self.given, name)
 
     def layout(self, world_size: int | None = None) -> WorldLayout:
-        """The layout of so many processes, by default those of one replica. Raises UsageError as `WorldLayout.of`."""
-        one = self.pipeline * self.tensor * self.context
-        grid = {"tensor_mode": self.tensor_mode, "tensor_depth": self.tensor_depth}
-        return WorldLayout.of(world_size or one, self.pipeline, self.tensor, self.context, **grid)  # type: ignore[arg-type]  # as they are
+        """The layout of so many processes, by default the least that it needs. Raises UsageError as `WorldLayout.of`."""
+        one = self.pipeline * self.tensor * self.context * self.experts
+        grid: dict[str, Any] = {"tensor_mode": self.tensor_mode, "tensor_depth": self.tensor_depth}
+        return WorldLayout.of(world_size or one, self.pipeline, self.tensor, self.context, self.experts, **grid)
 
     def require_keys(self, needed: Collection[str], others: Collection[str]) -> None:
         """Raises UsageError if a key of `needed` was not given, or if a key was given that neither set has."""

@@ -87,3 +87,8 @@ def test_a_configuration_says_the_mode() -> None:
     assert (config.tensor, config.tensor_mode, config.tensor_depth) == (8, "2.5d", 2)
     assert config.layout() == WorldLayout(pipeline=2, tensor=4, depth=2, grid=Grid(2, 2))
     assert config.layout(32).data == 2
+
+
+def test_a_configuration_has_as_many_replicas_as_expert_ranks() -> None:
+    config = read_config({"parallel": {"pipeline": 2, "experts": 4}})
+    assert config.layout() == WorldLayout(pipeline=2, data=4, experts=4)
