@@ -176,7 +176,7 @@ class Config:
         return getattr(self.given, name)
 
     def layout(self, world_size: int | None = None) -> WorldLayout:
-        """The layout of so many processes, by default the least that it needs. Raises UsageError as `WorldLayout.of`."""
+        """The layout of so many processes, by default of as few as it needs. Raises UsageError as `WorldLayout.of`."""
         one = self.pipeline * self.tensor * self.context * self.experts
         grid: dict[str, Any] = {"tensor_mode": self.tensor_mode, "tensor_depth": self.tensor_depth}
         return WorldLayout.of(world_size or one, self.pipeline, self.tensor, self.context, self.experts, **grid)
