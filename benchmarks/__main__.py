@@ -29,6 +29,7 @@ TIMED = {
     "messages": ENGINE,
     "analysis": ("core", "schedules"),
     "search": ("core", "schedules"),
+    "survivors": ENGINE,
     "memory": ("core", "schedules"),
     "memory_plans": ENGINE,
     "optimizer_step": ENGINE,
