@@ -181,7 +181,7 @@ def trained_by_own_loss(work: Work, whole: Any) -> tuple[float, dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.some(2)
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "modernbert"])
 def test_the_loss_of_the_model_itself(kind: str) -> None:
     """It is computed in float32. One rank has no label in the first microbatch."""
     work = Work(kind, pipeline=1, masked=True)

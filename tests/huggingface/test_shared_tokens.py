@@ -80,7 +80,7 @@ def model_of(kind: str, **options: Any) -> Any:
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **{**OTHERS.get(kind, SIZES), **MORE.get(kind, {}), **options})
     config._experts_implementation = "batched_mm"  # what it would choose knows no float64
-    auto = transformers.AutoModelForMaskedLM if kind in BIDIRECTIONAL else transformers.AutoModelForCausalLM
+    auto: Any = transformers.AutoModelForMaskedLM if kind in BIDIRECTIONAL else transformers.AutoModelForCausalLM
     model = auto.from_config(config).double().train()
     for module in model.modules():
         module.__class__ = WIDE.get(type(module), type(module))

@@ -69,7 +69,8 @@ def fit(folder: Path, *, alone: bool) -> tuple[tuple[float, ...], dict[str, Any]
 
         strategy = PipelineStrategy(microbatches=2)
         trainer = Trainer(strategy=strategy, devices=current_context().world_size, default_root_dir=folder, **options)
-    trainer.fit(module, DataLoader(data(), batch_size=4))
+    samples: Any = data()
+    trainer.fit(module, DataLoader(samples, batch_size=4))
     return module.losses, {name: each.detach() for name, each in module.named_parameters() if not each.is_meta}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -16,7 +17,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipeflow import UsageError
 from pipeflow.engine.parallel.context import CONTEXT_ATTENTION, current_context
 from pipeflow.engine.parallel.sharding import own_tokens
-from pipeflow.engine.tensor.context_attention import Attend, ContextAttention, Join, _Seen, causal_attention
+from pipeflow.engine.tensor.context_attention import (
+    Attend,
+    ContextAttention,
+    Join,
+    _Seen,
+    causal_attention,
+    full_attention,
+)
 from pipeflow.engine.tensor.masked_attention import masked_attention
 from pipeflow.models import GPTBlock, GPTEmbedding
 from pipeflow.tensor import Dropout, checkpoint, manual_seed
@@ -47,9 +55,9 @@ def attended(attend: Attend, heads: list[int]) -> list[Tensor]:
     return [output.detach(), *(each.grad for each in inputs if each.grad is not None)]
 
 
-def attend_here(attend: Attend, heads: list[int]) -> None:
+def attend_here(attend: Attend, heads: list[int], causal: bool = True) -> None:
     inputs = [mine(each).requires_grad_() for each in inputs_of(heads)]
-    output = ContextAttention()(*inputs, attend)
+    output = ContextAttention()(*inputs, attend, causal=causal)
     output.backward(mine(normal(BATCH, heads[0], LENGTH, SIZE, seed=9)))
     found = [output, *(each.grad for each in inputs)]
     for one, whole in zip(found, attended(attend, heads), strict=True):
@@ -71,6 +79,23 @@ def test_windows_and_documents_of_fewer_heads_of_keys(heads: int, how: str) -> N
     """Four ranks need 4 or 12 heads of keys, each beside its own heads of queries."""
     attend = partial(masked_attention, window=9, documents=DOCUMENTS)
     over_context(attend_here, 4, attend, [12, heads, heads], how=how)
+
+
+@pytest.mark.parametrize("how", CONTEXT_ATTENTION)
+def test_attention_to_later_tokens_is_that_of_the_whole_sequence(how: str) -> None:
+    over_context(attend_here, 3, full_attention, [6, 6, 6], False, how=how)
+
+
+PADDED = DOCUMENTS.clone()
+PADDED[0, 4:9] = -1 - PADDED[0, 4:9]  # across the end of a document
+PADDED[1, :3] = -1 - PADDED[1, :3]
+
+
+@pytest.mark.parametrize("how", ["gather", "all_to_all"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_is_that_of_the_whole_sequence(causal: bool, how: str) -> None:
+    attend = partial(masked_attention, causal=causal, window=9, documents=PADDED)
+    over_context(attend_here, 3, attend, [6, 3, 3], causal, how=how)
 
 
 def refuse_three_heads() -> None:
@@ -121,9 +146,11 @@ class Elements(Counting):
         self.elements += whole.numel() - part.numel()
         return self.__getattr__("reduce_scatter")(part, whole)
 
-    def all_to_all(self, received: Tensor, sent: Tensor, counts: list[int], _: list[int]) -> Any:
-        self.elements += received.numel() - received.split(counts)[self.rank].numel()
-        return self.__getattr__("all_to_all")(received, sent, counts, counts)
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
+    ) -> Any:
+        self.elements += received.numel() - received.split([*receive_counts])[self.rank].numel()
+        return self.__getattr__("all_to_all")(received, sent, receive_counts, send_counts)
 
     def broadcast(self, tensor: Tensor, source: int) -> Any:
         self.elements += tensor.numel() * (source != self.rank)

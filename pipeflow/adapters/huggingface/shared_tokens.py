@@ -178,8 +178,8 @@ def attention(
         if documents is not None and not causal:
             documents = documents.clamp(-1, 0)  # such models take packed documents for one
         if sliding_window is not None or documents is not None:
-            hidden = {"window": sliding_window, "documents": documents}
-            attend, options = partial(masked_attention, causal=causal, **hidden), {}
+            attend = partial(masked_attention, causal=causal, window=sliding_window, documents=documents)
+            options = {}
         options |= {"dropout_p": dropout, "scale": scaling}
         seen = over_context(query, key, value, attend, partial(joined, module), causal=causal, **options)
     else:

@@ -42,7 +42,7 @@ def share_tokens_of(module: nn.Module) -> None:
     if len(models) != 1 or "shifted" not in vars(models[0]):
         raise UsageError(
             f"context ranks need one model of transformers with a loss in a LightningModule, and {len(models)} of "
-            f"{type(module).__name__} are known to share tokens: call pipeflow.huggingface.share_tokens(model) in its "
+            f"{type(module).__name__} are known to share tokens: call share_tokens(model) in its "
             f"constructor, {_ALONE}"
         )
     vars(module).update(shares_tokens=True, shifted=vars(models[0])["shifted"])

@@ -81,11 +81,12 @@ class ContextTokens:
         """
         if batch.is_divided:
             raise UsageError(f"context ranks need a batch that is not divided: pass the whole batch, {ALONE}")
-        inner = batch.inputs.get(LABELS) if isinstance(batch.inputs, dict) else None
+        entries: Any = batch.inputs
+        inner = entries.get(LABELS) if isinstance(entries, dict) else None
         if isinstance(inner, dict) and module is not None:  # the module is a step, which gets a batch as one entry
             found = self.own(replace(batch, inputs=inner, labels=inner.get(LABELS)), module).inputs
             labels = None if batch.labels is None else found
-            return replace(batch, inputs={**batch.inputs, LABELS: found}, labels=labels, whole=batch)
+            return replace(batch, inputs={**entries, LABELS: found}, labels=labels, whole=batch)
         if not isinstance(batch.inputs, dict) or "input_ids" not in batch.inputs:
             raise UsageError('context ranks need a dict of inputs, as in ({"input_ids": tokens}, tokens)')
         inputs = {name: entry for name, entry in batch.inputs.items() if entry is not None}
