@@ -155,8 +155,8 @@ def test_heads_that_pool_tokens_and_decoders_are_refused(kind: str) -> None:
 
 def test_slices_of_tokens_that_see_later_ones_are_refused() -> None:
     schedule = make_schedule("1f1b", ranks=1, microbatches=2, slices=3)
-    with pytest.raises(UsageError, match=r"stage 0, a BertForMaskedLM, see later ones, .* with slices=1"):
-        step(model_of("bert"), schedule, batch_of(12))
+    with pytest.raises(RankError, match=r"stage 0, a BertForMaskedLM, see later ones, .* with slices=1"):
+        run_threads(step, 1, model_of("bert"), schedule, batch_of(12))
 
 
 def test_attention_to_later_tokens_is_refused() -> None:
