@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.measured_steps import Row, rows
 from benchmarks.planner_fit import own_coefficients
@@ -96,7 +96,8 @@ def place_of(row: Row, schedules: tuple[str, ...], top: int = TOP) -> Place:
     """The place of a row's sizes in a search for its job with these schedules."""
     setup, batch = row.setup, row.microbatches * row.setup.microbatch_size * row.setup.data
     given = Setup(sequence=setup.sequence, precision=setup.precision, attention=setup.attention)
-    task = Wanted(row.model, row.cluster, row.devices, batch, setup=given, schedules=schedules, overlap=setup.overlap)
+    named: Any = {"schedules": schedules, "slices": 1}  # the engines of these jobs cut no sequences
+    task = Wanted(row.model, row.cluster, row.devices, batch, setup=given, overlap=setup.overlap, **named)
     found = find_layouts(task, top=top).ranked
     times = {_sizes(each.layout): each.step_seconds for each in found}
     sizes = _sizes(row.layout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise, product
+from typing import Any
 
 import pytest
 
@@ -114,7 +115,7 @@ def test_wrong_slices_are_told() -> None:
 @pytest.mark.parametrize("ends", [(), (1, 2, 4)], ids=["equal cost", "given"])
 def test_costs_of_a_simulation_in_slices_are_measured_again(name: str, ends: tuple[float, ...]) -> None:
     schedule = make_schedule(name, ranks=3, microbatches=4, slices=3).with_reductions()
-    halves = {"backward_input": (1.2, 2.4, 1.2), "backward_weight": (0.8, 1.6, 0.8)}
+    halves: Any = {"backward_input": (1.2, 2.4, 1.2), "backward_weight": (0.8, 1.6, 0.8)}
     cost = CostModel((1.0, 2.0, 1.0), **halves, latency=0.1, reduce=(3.0, 3.0, 3.0), attention=0.4, slice_ends=ends)
     ran = simulate(schedule, cost)
     found = measured_costs(ran)

@@ -17,6 +17,7 @@ from pipeflow.planning.layout_ties import TIE, plainer
 from pipeflow.planning.layouts import find_layouts
 from pipeflow.planning.libraries import LIBRARIES
 from pipeflow.planning.libraries.own import script
+from pipeflow.planning.setup import Checkpoint
 
 LLAMA = model_named("llama3-8b")
 SETUP = Setup(tensor=4, data=2, sequence=8192)
@@ -120,7 +121,7 @@ def test_a_search_finds_what_slices_make_possible() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "full", "op"])
-def test_plans_count_the_buffers_of_keys(checkpoint: str) -> None:
+def test_plans_count_the_buffers_of_keys(checkpoint: Checkpoint) -> None:
     """Each of a rank's 8 layers has 8 heads of keys and of values, a quarter of which are here, in 16 bits."""
     whole, cut = (planned(slices, replace(SETUP, checkpoint=checkpoint)).cost for slices in (1, 4))
     keys = 2.0 * 8192 * 8 * 2 * 1024 / 4
@@ -133,11 +134,11 @@ def test_plans_count_the_buffers_of_keys(checkpoint: str) -> None:
 
 def test_a_search_tries_slices_of_long_sequences_and_recommends_those_that_gain() -> None:
     given: Any = {"setup": Setup(sequence=32768), "tensor": 4, "pipeline": 4, "memory": 32e9}
-    found, whole = (find_layouts(Wanted(LLAMA, H100, 16, 16, **given, **cut), top=1) for cut in ({}, {"slices": 1}))
+    found, whole = (find_layouts(Wanted(LLAMA, H100, 16, 16, **given, slices=cut), top=1) for cut in (None, 1))
     assert found.recommended.layout.options["slices"] > 1
     assert found.recommended.step_seconds < whole.fastest.step_seconds / (1 + TIE)
     short = replace(SETUP, sequence=4096)
-    tasks = [Wanted(LLAMA, H100, 16, 16, **given | {"setup": short}, **cut) for cut in ({}, {"slices": 1})]
+    tasks = [Wanted(LLAMA, H100, 16, 16, **given | {"setup": short}, slices=cut) for cut in (None, 1)]
     assert len({find_layouts(task, top=1).simulated for task in tasks}) == 1
 
 
