@@ -142,7 +142,7 @@ class Transformer(ABC):
             "full_every": (self.full_every > 0, self.window is not None, "window"),
             "dense_layers": (self.dense_layers > 0, self.experts > 1, "experts of at least 2"),
             "expert_layers": (self.expert_layers is not None, self.experts > 1, "experts of at least 2"),
-            "dense_ffn": (self.dense_ffn is not None, has_dense, "dense_layers, expert_layers or a pattern"),
+            "dense_ffn": (self.dense_ffn is not None, has_dense, "dense_layers or expert_layers, or a pattern with -"),
         }
         for name, (is_given, has_owner, owner) in owned.items():
             if is_given and not has_owner:

@@ -12,7 +12,9 @@ from torch import nn
 
 from pipeflow import GPT, PRECISIONS, Placement, Setup, UsageError, make_schedule, plan
 from pipeflow.planning.catalog import MODELS, Model, model_named
+from pipeflow.planning.layer_kinds import ROUTED
 from pipeflow.planning.physical import stage_costs
+from pipeflow.planning.scans import scan_flops, scan_parameters
 from pipeflow.planning.transformer import ViT
 from pipeflow.planning.work import head_work
 
@@ -291,10 +293,10 @@ def test_parameters_of_a_vit_are_those_of_transformers() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_operations_of_linears_are_two_for_each_weight_that_a_token_uses(name: str) -> None:
-    """Of the layers: without biases, which are added, and norms. What is left is attention's."""
+    """Of the layers: without biases, which are added, norms, and scans. What is left is attention's, or the scan's."""
     model = model_named(name)
     inner = replace(model, biases="none", norm="rms", head_norms=False)
-    norms = (2 - inner.parallel_block) * inner.hidden + (inner.kv_rank or 0) + (inner.q_rank or 0)
+    norms = inner.norms * inner.hidden + (inner.kv_rank or 0) + (inner.q_rank or 0)
     idle = (inner.experts - inner.experts_per_token) * (3 if inner.gated else 2) * inner.hidden * inner.wide
     used: dict[str, int] = {}
     for layer, kind in enumerate(inner.kinds[:-2]):
@@ -302,10 +304,13 @@ def test_operations_of_linears_are_two_for_each_weight_that_a_token_uses(name: s
         own, after = map(inner.parameters_of, parts)
         table = inner.vocabulary * inner.hidden if isinstance(inner, GPT) and layer == 0 else 0
         if layer or len({*inner.kinds}) > 1:
-            used[kind] = own - after - table - norms - (idle if kind == "experts" else 0)
-    assert model.linear_flops == 2 * used[inner.kinds[-1]]
+            used[kind] = own - after - table - norms - (idle if kind in ROUTED else 0)
+            used[kind] -= scan_parameters(inner, 1) if kind.startswith("scan") else 0
+    assert model.of_kind(model.kinds[-1]).linear_flops == 2 * used[inner.kinds[-1]]
     linears = sum(2 * used[kind] for kind in inner.kinds)
-    layers = linears + model.layers * 2 * model.tokens * model.heads * (model.head_width + model.value_width)
+    attends = sum(kind in ("dense", "experts", "attention alone") for kind in model.kinds)
+    layers = linears + attends * 2 * model.tokens * model.heads * (model.head_width + model.value_width)
+    layers += scan_flops(model) * sum(kind.startswith("scan") for kind in model.kinds)
     ends = model.tokens * (3 * model.head_flops + 2 * model.embedding_flops)
     assert model.flops_per_sample() == pytest.approx(3 * model.tokens * layers + ends, rel=1e-12)
 

@@ -20,6 +20,7 @@ from pipeflow import (
     plan,
 )
 from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.layer_kinds import routed_layers
 from pipeflow.planning.physical import stage_costs
 from pipeflow.planning.rank_memory import ALLOCATOR, state_bytes
 from pipeflow.planning.setup import Checkpoint
@@ -68,7 +69,8 @@ def test_gpt_3_has_what_narayanan_says() -> None:
 @pytest.mark.parametrize("name", [name for name, model in GPT_PRESETS.items() if model.heads % 2 == 0])
 def test_what_the_ranks_hold_adds_up(name: str) -> None:
     """Split, there is the model once, a copy of a tied word table at the other end, padded rows, and on every further
-    tensor rank a copy of what is not split: norms, routers, biases of outputs, and what makes latent vectors.
+    tensor rank a copy of what is not split: norms, routers, biases of outputs, and what makes latent vectors. Of scans
+    without heads these are the norms of steps and of both vectors.
     """
     model, tensor = GPT.named(name), 2
     half = model.layers // 2
@@ -77,12 +79,14 @@ def test_what_the_ranks_hold_adds_up(name: str) -> None:
     rows = tensor * -(-model.vocabulary // tensor)
     norm = 2 if model.norm == "layer" else 1
     outputs = 1 + model.experts + model.shared_experts if model.experts > 1 else 2  # of models whose layers are alike
-    per_layer = (2 - model.parallel_block) * norm + outputs * (model.biases == "all")
+    per_layer = model.norms * norm + outputs * (model.biases == "all")
     whole = model.hidden * (per_layer * model.layers + norm) + 2 * model.head_norms * model.head_width * model.layers
-    whole += model.hidden * model.experts * model.kinds.count("experts")
+    whole += model.hidden * model.experts * routed_layers(model.kinds)
     if model.kv_rank is not None:
         ranks = model.kv_rank + (model.q_rank or 0)
         whole += model.layers * (model.hidden * (ranks + model.rope_size) + ranks)
+    if model.scan_rank is not None:
+        whole += (model.pattern or "").count("M") * (model.scan_rank + 2 * (model.scan_state or 0))
     tables = 2 * rows - (1 if model.tied else 2) * model.vocabulary
     assert held == model.parameters + tables * model.hidden + (tensor - 1) * whole
 
