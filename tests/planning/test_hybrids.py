@@ -242,7 +242,7 @@ def test_slices_are_refused() -> None:
         Wanted(HYBRID, H100, 4, 8, slices=2)
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize("name", ["megatron", "torchtitan"])
 def test_options_of_libraries_are_refused(name: str) -> None:
     found = plan(HYBRID, make_schedule("1f1b", ranks=2, microbatches=4), Setup(), cluster=H100)
     with pytest.raises(UsageError, match="for layers of attention with an MLP, and this model has a pattern"):
