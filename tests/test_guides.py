@@ -37,7 +37,7 @@ STAGES, TRAINING, SIMULATING, EXPLAINING = (
 TRAINER, LENGTHS = blocks(TRAINING, "python", "import pipeflow\nimport torch")
 [HYBRID] = blocks(TRAINING, "python", "from collections")
 [STEPPING] = blocks(TRAINING, "python", "import torch\n")
-OVER_CONTEXT, IN_SLICES = blocks(guide("docs/clusters.md"), "python")
+OVER_CONTEXT, OVER_EXPERTS, IN_SLICES = blocks(guide("docs/clusters.md"), "python")
 LOSSES = r"step (\d+): loss ([\d.]+)"
 WIDTH = 100
 GENERATED = {"docs/schedules.md", "docs/design.md"}  # by docs/gallery.py; a page for those who read the code
@@ -347,6 +347,13 @@ def test_the_script_with_context_ranks_trains_as_one_process(tmp_path: Path) -> 
     losses = losses_of(OVER_CONTEXT, 4, tmp_path)
     require_alike(losses, losses_of(alone, 1, tmp_path))
     assert losses[0][1] > 1.5 * losses[-1][1]
+
+
+@pytest.mark.slow
+def test_the_script_with_experts_over_ranks_trains_as_with_whole_layers(tmp_path: Path) -> None:
+    losses = losses_of(OVER_EXPERTS, 4, tmp_path)
+    require_alike(losses, losses_of(OVER_EXPERTS.replace(", experts=2", ""), 4, tmp_path))
+    assert losses[0][1] > 1.2 * losses[-1][1]
 
 
 @pytest.mark.slow

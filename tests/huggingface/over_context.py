@@ -128,12 +128,17 @@ def train_in_one_process(work: Work) -> Trained:
     return _ended(dict(model.named_parameters()), losses, norms, {})
 
 
+def recompute(model: Any) -> None:
+    """Makes the blocks of a model recompute in the backward."""
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # its old name
+    enable({"use_reentrant": False})
+
+
 def train(work: Work, whole: Any) -> Trained:
     """On one rank of the layout."""
     context, model = current_context(), share_tokens(deepcopy(whole))
     if work.recomputed:
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # its old name
-        enable({"use_reentrant": False})
+        recompute(model)
     pipeline = Pipeline.from_module(model, work.schedule, work.batch(0, 0), criterion=work.criterion)
     optimizer, losses, norms = optimizer_of(pipeline.parameters()), list[float | None](), list[float]()
     for step in range(work.steps):

@@ -22,7 +22,7 @@ from pipeflow import Pipeline, Zero, clip_grad_norm_, execute_pipeline, load_che
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.huggingface import CausalLMLoss
 from pipeflow.training.checkpoint.pieces import LocalTensor, local_tensors
-from tests.huggingface.over_context import TOLERANCE, Work, optimizer_of
+from tests.huggingface.over_context import TOLERANCE, Work, optimizer_of, recompute
 from tests.huggingface.test_shared_tokens import SIZES
 from tests.training.over_context import loop_in_one_process
 
@@ -120,7 +120,7 @@ def train_in_one_process(work: ExpertWork) -> Trained:
 def pipeline_of(work: ExpertWork, whole: Any) -> Pipeline:
     model = deepcopy(whole)
     if work.recomputed:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute(model)
     return Pipeline.from_module(model, work.schedule, work.batch(0, 0), criterion=CausalLMLoss())
 
 
