@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeflow import GPT, PRECISIONS, Cluster, Plan, Setup, make_schedule, plan
+from pipeflow import GPT, PRECISIONS, Cluster, Plan, Setup, UsageError, make_schedule, plan
 from pipeflow.planning.libraries.own import script
 from pipeflow.tools.cli.plan_use import Planned, measured_words, started, use_lines
 from tests.cli.run import out
@@ -123,10 +123,25 @@ def test_what_pipeflow_cannot_run_is_said_and_the_next_layout_is_used(capsys: py
     assert "run.json" not in shown
     assert "expect at most" in shown
     assert "-m pipeflow calibrate" in shown
-    first, second = planned("1f1b", 2, model=replace(SMALL, experts=2), data=2, expert=2), planned("1f1b", 2)
+    first, second = planned("1f1b", 2, model=MIXTURE, data=1, context=2, expert=2), planned("1f1b", 2)
     shown = " ".join(" ".join(use_lines([Planned(first, {}), Planned(second, {}, 4)], ONE)).split())
-    assert shown.startswith("Use it (layout 4: pipeflow has no expert ranks: --expert 1 plans without them")
+    assert shown.startswith("Use it (layout 4: pipeflow's expert ranks are replicas with all of their tensor ranks")
     assert "make_schedule" in shown
+
+
+MIXTURE = replace(SMALL, experts=2)
+
+
+def test_expert_ranks_are_written_or_refused() -> None:
+    found = script(planned("1f1b", 2, model=MIXTURE, data=2, expert=2), {})
+    assert found.text.startswith("context = pipeflow.launch(pipeline=2, experts=2)\n")
+    assert any("one all-to-all, which nothing hides" in note for note in found.notes)
+    for told, given in {
+        "without --expert-tensor": {"expert_tensor": 2, "tensor": 1},
+        "no fully_shard": {"zero": 3},
+    }.items():
+        with pytest.raises(UsageError, match=told):
+            script(planned("1f1b", 2, model=MIXTURE, data=4, expert=2, **given), {})
 
 
 TIED = replace(SMALL, tied=True)

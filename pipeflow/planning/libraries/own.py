@@ -25,8 +25,13 @@ def script(found: Plan, options: Mapping[str, Any]) -> LibraryOptions:
     """The lines of a script, and what they do not say. `options` are those of the schedule, if it has a name in
     SCHEDULES; any other name is that of a file. Raises UsageError for what pipeflow cannot run.
     """
-    if found.setup.expert > 1:
-        raise UsageError("pipeflow has no expert ranks: --expert 1 plans without them")
+    if found.setup.data % found.setup.expert or found.setup.expert_split != found.setup.tensor:
+        raise UsageError(
+            "pipeflow's expert ranks are replicas with all of their tensor ranks: plan with an --expert that divides "
+            "--data, and without --expert-tensor"
+        )
+    if found.setup.expert > 1 and found.setup.zero > 1:
+        raise UsageError("pipeflow has no fully_shard over expert ranks: --zero 1 or --expert 1 plans without it")
     if found.setup.offload_optimizer:
         raise UsageError("pipeflow steps the optimizer on the device: plan without --offload-optimizer")
     if found.setup.context > 1 and found.setup.zero > 1:
@@ -39,6 +44,7 @@ def script(found: Plan, options: Mapping[str, Any]) -> LibraryOptions:
 def _lines(found: Plan, options: Mapping[str, Any]) -> Iterator[str]:
     setup, precision = found.setup, found.setup.precision
     sizes = [f"{name}={size}" for name in ("context", "tensor") if (size := getattr(setup, name)) > 1]
+    sizes += [f"experts={setup.expert}"] * (setup.expert > 1)
     yield _call("context = pipeflow.launch", [f"pipeline={len(found.ranks)}", *sizes])
     yield _schedule(found, options)
     if setup.replicas > 1:
@@ -158,6 +164,8 @@ def _notes(found: Plan) -> Iterator[str]:
             "a batch is whole on each context rank; keys and values are gathered before attention, which hides none of "
             "that"
         )
+    if setup.expert > 1:
+        yield "tokens go to their experts by one all-to-all, which nothing hides; layers are those of transformers"
     if _is_own(found):
         yield 'a batch is ({"input_ids": tokens}, tokens)'
     elif _shares_tokens(found):
