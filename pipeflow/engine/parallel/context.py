@@ -115,7 +115,7 @@ class Context:
         return self.pipeline_size * self.tensor_size * self.experts.size > 1
 
     def connect_grid(self) -> None:
-        """Connects the groups of the grid, and of the layers of depth. All tensor ranks call it together."""
+        """Connects the groups of the grid, and of the layers of depth. All ranks of a replica call it together."""
         for group in (*(() if self.grid is None else self.grid.along), self.depth):
             group.connect()
 

@@ -130,5 +130,5 @@ def grid_of(mode: str, size: int, depth: int = 1) -> Grid | None:
 
 
 def _near(power: int, depth: int) -> str:
-    """Sizes that fit."""
+    """The two smallest sizes that fit."""
     return " or ".join(str(side**power * depth) for side in (2, 3))

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.layout import WorldLayout
+from pipeflow.engine.parallel.sharding import Divided
 from pipeflow.engine.parallel.transport.agreement import gather_rows
 from pipeflow.engine.runtime.microbatch import Along, Batch, Whole, even_sizes
 from pipeflow.engine.runtime.original import root_of
-from pipeflow.engine.tensor.layer import TensorLayer
 from pipeflow.engine.torch_private.trees import tree_map
 
 
@@ -88,8 +88,8 @@ def _chunk(leaf: Any, part: int, size: int, dim: int) -> Any:
     return leaf.narrow(dim, part * size, size) if isinstance(leaf, Tensor) and leaf.dim() else leaf
 
 
-def block_shape(shape: Sequence[int | None] | None, layout: WorldLayout) -> Sequence[int | None] | None:
-    """The shape of this rank's block of activations of `shape`, whose first entry may be None. Raises UsageError if a
+def tile_shape(shape: Sequence[int | None] | None, layout: WorldLayout) -> Sequence[int | None] | None:
+    """The shape of this rank's tile of activations of `shape`, whose first entry may be None. Raises UsageError if a
     grid cannot divide it.
     """
     if shape is None or layout.grid is None:
@@ -97,8 +97,8 @@ def block_shape(shape: Sequence[int | None] | None, layout: WorldLayout) -> Sequ
     (first, *between), last, side, parts = shape[:-1], shape[-1], layout.grid.side, layout.sample_parts
     if last is None or last % side or (first is not None and first % parts):
         raise UsageError(
-            f"tensor_shape={tuple(shape)} has no blocks for tensor mode {layout.tensor_mode!r}: its first entry must "
-            f"be None or a multiple of {parts}, its last one a multiple of {side}"
+            f"tensor_shape={tuple(shape)} has no equal tiles for tensor mode {layout.tensor_mode!r}: its first entry "
+            f"must be None or a multiple of {parts}, its last one a multiple of {side}"
         )
     return (None if first is None else first // parts, *between, last // side)
 
@@ -136,4 +136,4 @@ def _knows_grid(root: nn.Module, name: str) -> bool:
     """Whether the module of this name, or one around it, is a layer that computes on a grid."""
     parts = name.split(".")
     around = (root.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1))
-    return any(isinstance(layer, TensorLayer) and layer.grid is not None for layer in around)
+    return any(isinstance(layer, Divided) and getattr(layer, "grid", None) is not None for layer in around)

@@ -31,7 +31,7 @@ from pipeflow.engine.runtime.context_ranks import ALONE
 from pipeflow.engine.runtime.devices import place
 from pipeflow.engine.runtime.from_module import priced, stages_from
 from pipeflow.engine.runtime.gradients.step_end import Gradients
-from pipeflow.engine.runtime.grid_samples import block_shape, require_known
+from pipeflow.engine.runtime.grid_samples import require_known, tile_shape
 from pipeflow.engine.runtime.head import head_of, require_sliceable
 from pipeflow.engine.runtime.loss import StepCall
 from pipeflow.engine.runtime.original import Original, add_hooks, cut_chunks, name_in_module
@@ -175,7 +175,7 @@ class Pipeline(nn.Module):
             self.criterion = criterion if has_loss and isinstance(criterion, nn.Module) else None
             place(self, context.device)
             modules = dict(zip(own, self.chunks, strict=True))
-            promise = promised(block_shape(tensor_shape, context.layout), tensor_dtype)
+            promise = promised(tile_shape(tensor_shape, context.layout), tensor_dtype)
             if graph:
                 batchwise = loss_over == "batch"
                 require_recordable(context, self.chunks, overlaps=overlap is not None, over_batch=batchwise)

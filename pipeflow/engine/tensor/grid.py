@@ -101,8 +101,8 @@ def require_ungathered(layer: str, groups: GridGroups | None, **options: bool) -
             )
 
 
-class BlockProduct(NamedTuple):
-    """A linear layer on a grid, as one rank computes it. The rank keeps its blocks of input and weight for the
+class TileProduct(NamedTuple):
+    """A linear layer on a grid, as one rank computes it. The rank keeps its tiles of input and weight for the
     backward, which gathers them again.
 
     With B S rows, K inputs and N outputs, a rank receives in a forward these numbers of elements. In a square
@@ -125,7 +125,7 @@ class BlockProduct(NamedTuple):
         return split_over(self.groups.grid, (out_features, in_features), (self.product.out, self.product.inner))
 
     def output(self, input: Tensor, weight: Tensor, bias: Tensor | None, copies: Copies | None = None) -> Tensor:
-        """This rank's block of the output, from its blocks of input and weight, and from the whole bias.
+        """This rank's tile of the output, from its tiles of input and weight, and from the whole bias.
 
         Raises UsageError for numbers of samples that a cube cannot divide.
         """

@@ -20,7 +20,7 @@ from pipeflow.engine.deferral.products import Copies, of_linear
 from pipeflow.engine.parallel.grid import GridGroups
 from pipeflow.engine.parallel.sharding import Split, real_rows
 from pipeflow.engine.parallel.transport.protocol import Group
-from pipeflow.engine.tensor.grid import PRODUCTS, BlockProduct, require_ungathered
+from pipeflow.engine.tensor.grid import PRODUCTS, TileProduct, require_ungathered
 from pipeflow.engine.tensor.layer import TensorLayer, divide, divide_padded
 from pipeflow.engine.tensor.random import Draw, draw_part_
 from pipeflow.engine.tensor.regions import (
@@ -151,9 +151,9 @@ class SplitLinear(TensorLayer, Deferring):
     """The layer's kind in the table of products on a grid."""
 
     @property
-    def blocks(self) -> BlockProduct | None:
+    def tiles(self) -> TileProduct | None:
         """How a rank of a grid computes the layer; None without a grid."""
-        return None if self.grid is None else BlockProduct(self.grid, PRODUCTS[self.grid.grid.axes, self.kind])
+        return None if self.grid is None else TileProduct(self.grid, PRODUCTS[self.grid.grid.axes, self.kind])
 
     def deferred_parameters(self) -> list[nn.Parameter]:
         """Like `Deferring.deferred_parameters`; a grid sums the gradients of weights at once."""
@@ -201,10 +201,10 @@ class SplitLinear(TensorLayer, Deferring):
         if self.bias is not None:
             draw_part_(self.bias, _uniform(1 / math.sqrt(self.in_features)), split=splits.get("bias"), rank=rank)
 
-    def _block_shapes(self, in_features: int, out_features: int) -> tuple[tuple[int, int], int]:
+    def _tile_shapes(self, in_features: int, out_features: int) -> tuple[tuple[int, int], int]:
         """The shapes of this rank's weight and of the bias on a grid, where a bias is whole."""
-        assert self.blocks is not None
-        over_out, over_in = self.blocks.parts
+        assert self.tiles is not None
+        over_out, over_in = self.tiles.parts
         columns = divide(self._get_name(), "in_features", in_features, over_in)
         return (self._rows(out_features, over_out), columns), out_features
 
@@ -213,8 +213,8 @@ class SplitLinear(TensorLayer, Deferring):
         return divide(self._get_name(), "out_features", out_features, parts)
 
     def splits(self) -> Mapping[str, Split]:
-        assert self.blocks is not None
-        return {"weight": self.blocks.split(self.out_features, self.in_features)}
+        assert self.tiles is not None
+        return {"weight": self.tiles.split(self.out_features, self.in_features)}
 
     def partial_gradients(self) -> Collection[str]:
         return () if self.grid is None or self.bias is None else ("bias",)
@@ -287,14 +287,14 @@ class ColumnParallelLinear(SplitLinear):
             rows = self._rows(out_features, self.group.size)
             shape, of_bias = (rows, in_features), rows
         else:
-            shape, of_bias = self._block_shapes(in_features, out_features)
+            shape, of_bias = self._tile_shapes(in_features, out_features)
         self._make((in_features, out_features), shape, weight, of_bias if bias else None, dtype, device)
 
     def forward(self, input: Tensor) -> Tensor:
         self._require_width(input, "")
-        if self.blocks is not None:
-            output = self.blocks.output(input, self.weight, self.bias, self.copies)
-            return gather_from_tensor_region(output, self.blocks.groups.features) if self.gather_output else output
+        if self.tiles is not None:
+            output = self.tiles.output(input, self.weight, self.bias, self.copies)
+            return gather_from_tensor_region(output, self.tiles.groups.features) if self.gather_output else output
         mode = Mode(self.group, self.sequence_parallel, self._deferred_weights(), self.copies)
         output = column_linear(input, self.weight, self.bias, mode)
         return gather_from_tensor_region(output, self.group) if self.gather_output else output
@@ -347,7 +347,7 @@ class RowParallelLinear(SplitLinear):
             shape = (out_features, divide(self._get_name(), "in_features", in_features, self.group.size))
         else:
             self._require_form(self.grid)
-            shape, _ = self._block_shapes(in_features, out_features)
+            shape, _ = self._tile_shapes(in_features, out_features)
         self._make((in_features, out_features), shape, weight, out_features if bias else None, dtype, device)
 
     def _require_form(self, groups: GridGroups) -> None:
@@ -356,9 +356,9 @@ class RowParallelLinear(SplitLinear):
         require_ungathered(self._get_name(), groups, **options)
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.blocks is not None:
+        if self.tiles is not None:
             self._require_width(input, "")
-            return self.blocks.output(input, self.weight, self.bias, self.copies)
+            return self.tiles.output(input, self.weight, self.bias, self.copies)
         if not self.input_is_parallel:
             input = scatter_to_tensor_region(input, self.group)
         self._require_width(input, ": input_is_parallel=False takes a whole input" if self.input_is_parallel else "")
