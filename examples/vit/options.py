@@ -63,8 +63,9 @@ def validate(config: Config, layout: pipeflow.WorldLayout, images: Images) -> No
     assert isinstance(images.train, Sized)
     steps = len(images.train) // layout.data // batch // accumulated
     stages, side = layout.pipeline * (config.num_chunks or 1), layout.grid.side if layout.grid else layout.tensor
+    parts = f"tensor={side}" if layout.grid is None else f"{side} parts of a grid of tensor ranks"
     for broken, message in (
-        (config.NUM_HEADS % side, f"NUM_HEADS {config.NUM_HEADS} does not divide over {side} tensor ranks"),
+        (config.NUM_HEADS % side, f"NUM_HEADS {config.NUM_HEADS} does not divide into {parts}"),
         (stages > config.DEPTH, f"DEPTH {config.DEPTH} is too few layers for {stages} stages"),
         (layout.pipeline > 1 and config.num_microbatches is None, "a pipeline needs NUM_MICRO_BATCHES"),
         (batch < microbatches, f"BATCH_SIZE {batch} does not fill NUM_MICRO_BATCHES {microbatches}"),

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from pipeflow import Pipeline, UsageError, execute_pipeline, make_schedule
+from pipeflow import Pipeline, UsageError, execute_pipeline, make_schedule, save_safetensors
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.sharding import splits_of
 from pipeflow.models import GPTLMLoss, build_gpt_pipeline, build_stage
@@ -138,6 +139,19 @@ def test_a_checkpoint_goes_on_in_another_mode(tmp_path: Path, modes: tuple[str, 
             result.losses[:0] = whole.losses[:number] if result.losses[0] is not None else [None] * number
             result.norms[:0] = whole.norms[:number]
     require_trained(results, whole, TOLERANCE)
+
+
+def saved(folder: str) -> None:
+    save_safetensors(folder, pipeline_of(Gpt()))
+
+
+@pytest.mark.parametrize("mode", GRIDS)
+def test_weights_are_saved_whole(tmp_path: Path, mode: str) -> None:
+    for name, grid in (("one", {"tensor": 1}), ("grid", GRIDS[mode])):
+        run_threads(saved, grid["tensor"], str(tmp_path / name), **grid)
+    one, grid = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "grid"))
+    assert one.keys() == grid.keys()
+    assert all(torch.equal(one[name], grid[name]) for name in one)
 
 
 def refused(work: Gpt, samples: int, mask: bool = False) -> str:

@@ -22,7 +22,6 @@ from pipeflow.engine.tensor.grid import (
     require_ungathered,
     scatter_rows,
     split_over,
-    whole_rows,
 )
 from pipeflow.engine.tensor.layer import TensorLayer, divide, divide_padded, require_indices
 from pipeflow.engine.tensor.random import draw_part_
@@ -166,7 +165,7 @@ class VocabParallelEmbedding(SplitEmbedding):
             return self._look_up(input)
         axes = () if self.grid is None else self.grid.grid.sample_axes
         if self.grid is not None:
-            input = whole_rows(self.grid, axes, input)
+            input = gather_rows(self.grid, axes, input)
         local = input - self._place() * rows
         elsewhere = (local < 0) | (local >= rows)
         part = self._look_up(local.masked_fill(elsewhere, 0))

@@ -242,8 +242,8 @@ def _scattered_first(group: Any, whole: Tensor) -> Tensor:
 
 
 def gather_rows(groups: GridGroups, axes: Sequence[int], part: Tensor) -> Tensor:
-    """The rows of all ranks along `axes`, of which the first is the outermost. The gradient of a rank's rows is the sum
-    of those of all ranks.
+    """The rows of all ranks along `axes`, of which the first is the outermost, also of numbers without gradients. The
+    gradient of a rank's rows is the sum of those of all ranks.
     """
     for axis in reversed(axes):
         part = exchanged(part, groups.along[axis], _gathered_first, _scattered_first)
@@ -255,10 +255,3 @@ def scatter_rows(groups: GridGroups, axes: Sequence[int], whole: Tensor) -> Tens
     for axis in axes:
         whole = exchanged(whole, groups.along[axis], _scattered_first, _gathered_first)
     return whole
-
-
-def whole_rows(groups: GridGroups, axes: Sequence[int], part: Tensor) -> Tensor:
-    """`gather_rows` of numbers without gradients, such as tokens."""
-    for axis in reversed(axes):
-        part = gathered(groups.along[axis], part, 0)
-    return part
