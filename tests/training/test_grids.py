@@ -12,7 +12,9 @@ from safetensors.torch import load_file
 
 from pipeflow import Pipeline, UsageError, execute_pipeline, make_schedule, save_safetensors
 from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.layout import WorldLayout
 from pipeflow.engine.parallel.sharding import splits_of
+from pipeflow.engine.runtime.grid_samples import tile_shape
 from pipeflow.models import GPTLMLoss, build_gpt_pipeline, build_stage
 from pipeflow.testing import run_processes, run_threads
 from tests.training.grids import GRIDS
@@ -139,6 +141,16 @@ def test_a_checkpoint_goes_on_in_another_mode(tmp_path: Path, modes: tuple[str, 
             result.losses[:0] = whole.losses[:number] if result.losses[0] is not None else [None] * number
             result.norms[:0] = whole.norms[:number]
     require_trained(results, whole, TOLERANCE)
+
+
+def test_a_promised_shape_is_that_of_the_whole_activation() -> None:
+    layout = WorldLayout.of(8, 1, 8, tensor_mode="3d")
+    assert tile_shape((16, 5, 8), layout) == (4, 5, 4)
+    assert tile_shape((None, 5, 8), layout) == (None, 5, 4)
+    assert tile_shape((16, 5, 8), WorldLayout(tensor=8)) == (16, 5, 8)
+    for shape in ((6, 5, 8), (16, 5, 9)):
+        with pytest.raises(UsageError, match=r"tensor_shape=.* has no equal tiles for tensor mode '3d'"):
+            tile_shape(shape, layout)
 
 
 def saved(folder: str) -> None:

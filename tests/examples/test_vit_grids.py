@@ -1,0 +1,81 @@
+"""A whole vision transformer on each grid of tensor ranks, beside one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeflow import Pipeline, UsageError, execute_pipeline, make_schedule
+from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.sharding import splits_of
+from pipeflow.testing import run_threads
+from tests.training.grids import GRIDS
+from tests.training.hybrid import Trained, gradient_of, part_of, require_trained
+from vit.build import build_pipeline_vit
+
+SIZES: dict[str, Any] = {"img_size": 8, "patch_size": 4, "num_classes": 5, "num_heads": 2, "dim": 16, "dropout": 0.0}
+
+
+def train(name: str, tensor_shape: tuple[int, int, int] | None, **options: Any) -> tuple[Trained, Tensor | None]:
+    """One step on 16 images, in 2 microbatches; with the outputs."""
+    context = current_context()
+    schedule = make_schedule(name, ranks=context.pipeline_size, microbatches=2)
+    chunks = build_pipeline_vit(4, placement=schedule.placement, dtype=torch.float64, **SIZES, **options)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(16, 3, 8, 8, generator=generator, dtype=torch.float64)
+    labels = torch.randint(5, (16,), generator=generator)
+    criterion, promised = nn.CrossEntropyLoss(), {"tensor_shape": tensor_shape, "tensor_dtype": torch.float64}
+    model = Pipeline(chunks, schedule, criterion=criterion, **promised)
+    output = execute_pipeline(iter([(images, labels)]), model, return_outputs=True)
+    splits = splits_of(model)
+    gradients = {
+        name.split(".", 2)[2]: (part_of(parameter, splits, context.tensor_rank), gradient_of(parameter))
+        for name, parameter in model.named_parameters()
+    }
+    outputs = output.outputs
+    assert outputs is None or isinstance(outputs, Tensor)
+    return Trained([None if output.loss is None else output.loss.item()], [], gradients, {}), outputs
+
+
+@cache
+def expected(**options: Any) -> tuple[Trained, Tensor | None]:
+    [found] = run_threads(lambda: train("1f1b", None, **options), 1)
+    result: tuple[Trained, Tensor | None] = found
+    return result
+
+
+def run(mode: str, pipeline: int, name: str, **options: Any) -> None:
+    whole, outputs = expected(**options)
+    results = run_threads(lambda: train(name, (8, 5, 16), **options), GRIDS[mode]["tensor"] * pipeline, **GRIDS[mode])
+    require_trained([trained for trained, _ in results], whole, 1e-12)
+    assert outputs is not None
+    for _, its in results:
+        if its is not None:
+            torch.testing.assert_close(its, outputs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.some(3)
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("mode", GRIDS)
+def test_losses_gradients_and_outputs_are_those_of_one_process(mode: str, name: str) -> None:
+    """The shape of activations is promised, as a configuration does: that of whole ones."""
+    run(mode, 2, name)
+
+
+@pytest.mark.slow
+def test_a_hidden_layer_in_the_head() -> None:
+    run("2d", 1, "1f1b", representation_size=8)
+
+
+def make(**options: Any) -> None:
+    with pytest.raises(UsageError, match="Classifier has no form with input_is_parallel=True in tensor mode '3d'"):
+        build_pipeline_vit(2, **{**SIZES, **options})
+
+
+def test_a_hidden_layer_in_the_head_has_no_form_in_a_cube() -> None:
+    run_threads(lambda: make(representation_size=8), 8, **GRIDS["3d"])
