@@ -83,12 +83,12 @@ class Past:
     ends: Sequence[int]
     _rows: dict[nn.Module, list[_Rows]] = field(default_factory=dict, init=False)
     _start: int = field(default=0, init=False)  # of the slice that runs, in tokens
-    end: int = field(default=0, init=False)
+    _end: int = field(default=0, init=False)
     _called: set[nn.Module] = field(default_factory=set, init=False)  # by the slice that runs
 
     def begin(self, number: int) -> None:
         """Call before slice `number` runs."""
-        self._start, self.end = self.ends[number - 1] if number else 0, self.ends[number]
+        self._start, self._end = self.ends[number - 1] if number else 0, self.ends[number]
         self._called = set()
 
     @property
@@ -104,7 +104,7 @@ class Past:
         """The parts of the slice that runs, behind those of `layer` for earlier slices. Each slice may have a share of
         its tokens alone, those of a context rank.
         """
-        tokens, share = self.end - self._start, parts[0].shape[TOKENS]
+        tokens, share = self._end - self._start, parts[0].shape[TOKENS]
         start, total = (place * share // tokens for place in (self._start, self.ends[-1]))
         if isinstance(parts[0], FakeTensor):  # a module is planned for the shapes of this slice
             return tuple(functional.pad(part, (0, 0, start, 0)) for part in parts)
