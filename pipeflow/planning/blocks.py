@@ -37,8 +37,8 @@ from pipeflow.planning.layer_kinds import ALONE, ROUTED, ExpertLayers, LayerKind
 
 Biases = Literal["all", "qkv", "none"]
 Norm = Literal["layer", "rms"]
-OPTIONAL = ("kv_heads", "head_size", "ffn", "kv_rank", "q_rank", "value_size", "window", "dense_ffn")
-OPTIONAL += ("scan_width", "scan_heads", "scan_state", "scan_rank")
+SCANS = ("scan_width", "scan_heads", "scan_state", "scan_rank")
+OPTIONAL = ("kv_heads", "head_size", "ffn", "kv_rank", "q_rank", "value_size", "window", "dense_ffn", *SCANS)
 
 
 class Linear(NamedTuple):
@@ -105,8 +105,8 @@ class Transformer(ABC):
             object.__setattr__(self, "expert_layers", tuple(self.expert_layers))
         given = {name: size for name in OPTIONAL if (size := getattr(self, name)) is not None}
         always = ("layers", "hidden", "heads", "experts", "experts_per_token", "expert_groups", "groups_per_token")
-        always += ("scan_groups", "scan_conv", "scan_chunk")
-        require_positive(**{name: getattr(self, name) for name in always}, **given)
+        scanning = ("scan_groups", "scan_conv", "scan_chunk")
+        require_positive(**{name: getattr(self, name) for name in (*always, *scanning)}, **given)
         maybe_none = ("shared_experts", "rope_size", "full_every", "dense_layers")
         require_at_least(0, **{name: getattr(self, name) for name in maybe_none})
         if self.head_size is None and self.hidden % self.heads:

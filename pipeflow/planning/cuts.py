@@ -28,6 +28,7 @@ from pipeflow.planning.setup import Setup
 FIRST = (0.0, 0.5, 1.0, 2.0)  # layers that the part before them is worth
 LAST = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0)  # and the part after them
 ROUNDING = 1e-9  # by which a sum of times may be off
+PACES = (1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 20.0)  # times of a layer on a slower kind of devices
 DENSE = (1.0, 0.8, 0.6, 0.4)  # times of a layer with experts, that a layer without takes
 
 
@@ -288,16 +289,16 @@ def cut_by_cost(
 
 
 def cuts_to_try(
-    layers: int, placement: Placement, paces: tuple[float, ...] = (), kinds: Sequence[LayerKind] = ()
+    layers: int, placement: Placement, paces: Sequence[tuple[float, ...]] = (), kinds: Sequence[LayerKind] = ()
 ) -> Iterator[tuple[Part, ...]]:
-    """Cuts for heads and embeddings of different weights, each once; with `paces`, also those for these ranks. With the
-    `kinds` of the layers, also for layers of different weights.
+    """Cuts for heads and embeddings of different weights, each once; also for ranks of these `paces`. With the `kinds`
+    of the layers, also for layers of different weights.
     """
     heavy = {kind for kind in kinds if kind in ROUTED} or {kind for kind in kinds if kind == "MLP alone"}
     weighed = dict.fromkeys(
         _weights(kinds, {kind: 1.0 if kind in heavy else dense for kind in {*kinds}}) for dense in DENSE
     )
-    given = list(product(weighed, dict.fromkeys(((), paces)), LAST, FIRST))
+    given = list(product(weighed, dict.fromkeys(((), *paces)), LAST, FIRST))
     loads = (cut_by_load(layers, placement, first, last, pace, weights) for weights, pace, last, first in given)
     yield from dict.fromkeys((even_cut(layers, placement.num_stages), *loads))
 
@@ -308,14 +309,24 @@ def _weights(kinds: Sequence[LayerKind], times: Mapping[LayerKind, float]) -> tu
     return tuple(times[kind] * len(kinds) / whole for kind in kinds) if len({*kinds}) > 1 else ()
 
 
+def _paces(ranks: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+    """Paces to try for ranks that lie on these kinds of devices, whatever their speeds: those of PACES, by which each
+    kind may be slower than the one before it, or faster.
+    """
+    kinds = [max(own) for own in ranks]
+    ratios = [ratio for pace in PACES for ratio in (pace, 1 / pace)] if len({*kinds}) > 1 else []
+    every = [[ratio**kind for kind in kinds] for ratio in ratios]
+    return [tuple(pace / min(own) for pace in own) for own in every]
+
+
 def fastest_cut(model: Transformer, schedule: Schedule, setup: Setup, cluster: Cluster) -> tuple[Part, ...]:
-    """The one of `cuts_to_try` whose step is shortest; of several, the first. These are the same for every cluster of
-    one kind. So on a faster cluster, on which each of them is at least as fast, the best of them is, too. A single cut
-    by the costs of a cluster does not have this property: rounding may make it worse. Raises UsageError as
-    `physical_costs`.
+    """The one of `cuts_to_try` whose step is shortest; of several, the first. These are the same for every cluster
+    whose ranks lie on as many kinds. So on a faster cluster, on which each of them is at least as fast, the best of
+    them is, too. A single cut by the costs of a cluster does not have this property: rounding may make it worse. Raises
+    UsageError as `physical_costs`.
     """
     placement = schedule.placement
-    paces = _loads(model, placement, setup, cluster).paces if cluster.further else ()
+    paces = _paces(map_devices(cluster, setup, placement.num_ranks).ranks)
     is_split, reducing = has_halves(schedule), schedule.with_reductions()
 
     def least(physical: Physical) -> float:

@@ -384,8 +384,8 @@ def _optimizer(most: Parameters, setup: Setup, rates: Rates) -> float:
     weights. Of what is offloaded, gradients are copied to the host, which steps its part and copies weights back.
     """
     precision = setup.precision.learned or setup.precision
-    state, others = 2 * (precision.master + precision.moments), 3 * precision.gradient + precision.weight
-    state *= 1 - setup.offload_optimizer
+    state = 2 * (1 - setup.offload_optimizer) * (precision.master + precision.moments)
+    others = 3 * precision.gradient + precision.weight
     parts = (most.others, setup.shards), (most.experts, setup.expert_shards)
     seconds = rates.stepping(
         sum(count * (state / shards + others / (shards if setup.zero > 1 else 1)) for count, shards in parts)

@@ -114,39 +114,97 @@ def _cluster(random: Random) -> Cluster:
 Change = Callable[[Case, float], Case]
 
 
-def _device(case: Case, **given: Any) -> Case:
-    return replace(case, cluster=replace(case.cluster, device=replace(case.cluster.device, **given)))
+def random_mix(seed: int) -> Case:
+    """A case on two kinds of devices, in whole nodes: each has about half of the pipeline ranks or of the replicas."""
+    random = Random(seed)
+    while True:
+        try:
+            case = _drawn(random)
+        except UsageError:
+            continue
+        devices = len(case.schedule.rows) * case.setup.tensor * case.setup.replicas
+        first, other = case.cluster, _cluster(random)
+        nodes = devices // 2 // first.devices_per_node
+        if nodes == 0 or case.setup.precision.products not in other.device.flops:
+            continue
+        other = replace(other, devices_per_node=first.devices_per_node)
+        mix = replace(case, cluster=replace(first, nodes=nodes, further=(other,)))
+        try:
+            mix.plan()
+        except UsageError:
+            continue
+        return mix
+
+
+def _changed(case: Case, change: Callable[[Cluster], dict[str, Any]]) -> Case:
+    """The case with these fields of each kind of devices changed."""
+    further = tuple(replace(each, **change(each)) for each in case.cluster.further)
+    return replace(case, cluster=replace(case.cluster, **change(case.cluster), further=further))
 
 
 def faster_products(case: Case, by: float) -> Case:
     """All precisions get the same factor."""
-    return _device(case, flops={name: rate * by for name, rate in case.cluster.device.flops.items()})
+
+    def faster(cluster: Cluster) -> dict[str, Any]:
+        flops = {name: rate * by for name, rate in cluster.device.flops.items()}
+        return {"device": replace(cluster.device, flops=flops)}
+
+    return _changed(case, faster)
 
 
 def faster_memory(case: Case, by: float) -> Case:
     """A higher memory bandwidth."""
-    return _device(case, memory_bandwidth=case.cluster.device.memory_bandwidth * by)
+
+    def faster(cluster: Cluster) -> dict[str, Any]:
+        return {"device": replace(cluster.device, memory_bandwidth=cluster.device.memory_bandwidth * by)}
+
+    return _changed(case, faster)
 
 
 def faster_link(case: Case, by: float) -> Case:
     """A higher bandwidth within nodes."""
-    return replace(case, cluster=replace(case.cluster, link_bandwidth=case.cluster.link_bandwidth * by))
+    return _changed(case, lambda cluster: {"link_bandwidth": cluster.link_bandwidth * by})
 
 
 def faster_network(case: Case, by: float) -> Case:
     """A higher bandwidth between nodes."""
-    return replace(case, cluster=replace(case.cluster, network_bandwidth=case.cluster.network_bandwidth * by))
+    return _changed(case, lambda cluster: {"network_bandwidth": cluster.network_bandwidth * by})
 
 
 def shorter_latency(case: Case, by: float) -> Case:
     """Lower latencies of link and network."""
-    near, far = case.cluster.link_latency / by, case.cluster.network_latency / by
-    return replace(case, cluster=replace(case.cluster, link_latency=near, network_latency=far))
+    return _changed(
+        case,
+        lambda cluster: {
+            "link_latency": cluster.link_latency / by,
+            "network_latency": cluster.network_latency / by,
+        },
+    )
 
 
 def more_memory(case: Case, by: float) -> Case:
     """More bytes on each device."""
-    return _device(case, memory_bytes=case.cluster.device.memory_bytes * by)
+
+    def more(cluster: Cluster) -> dict[str, Any]:
+        return {"device": replace(cluster.device, memory_bytes=cluster.device.memory_bytes * by)}
+
+    return _changed(case, more)
+
+
+def as_fast_as_the_other(case: Case, by: float) -> Case:
+    """Each kind of devices gets the higher rates of both, and all that is lower is as it was; `by` does not matter."""
+    kinds = [case.cluster, *case.cluster.further]
+    devices = [each.device for each in kinds]
+    both = [name for name in devices[0].flops if all(name in each.flops for each in devices)]
+    flops = {name: max(each.flops[name] for each in devices) for name in both}
+    best = {name: max(getattr(each, name) for each in devices) for name in ("memory_bandwidth", "memory_bytes")}
+    links = {name: max(getattr(each, name) for each in kinds) for name in ("link_bandwidth", "network_bandwidth")}
+    like = devices[0].like
+
+    def better(cluster: Cluster) -> dict[str, Any]:
+        return {"device": replace(cluster.device, flops=flops, like=like, **best), **links}
+
+    return _changed(case, better) if {each.like for each in devices} == {like} else case
 
 
 def fewer_bytes(case: Case, by: float) -> Case:

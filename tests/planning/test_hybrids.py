@@ -14,11 +14,11 @@ from pipeflow.planning.catalog import model_named
 from pipeflow.planning.configs import model_in
 from pipeflow.planning.kept import layer_kept, saved_bytes
 from pipeflow.planning.libraries import LIBRARIES
-from pipeflow.planning.physical import physical_costs
+from pipeflow.planning.physical import physical_costs, rates_of
 from pipeflow.planning.scans import scan_flops, scan_kept, scan_made
 from pipeflow.planning.shares import parameters_of, shares_of
 from pipeflow.planning.similar import similar_error, unpriced
-from pipeflow.planning.work import layer_work
+from pipeflow.planning.work import DeviceWork, layer_work
 from tests.planning.random_plans import CHANGES, random_case
 
 H100 = Cluster.of("h100-80gb")
@@ -102,7 +102,7 @@ def test_presets_have_the_parameters_and_the_attention_that_is_published(
     name: str, parameters: float, attends: int
 ) -> None:
     model = model_named(name)
-    assert model.parameters == pytest.approx(parameters, rel=0.002)
+    assert model.parameters == (parameters if isinstance(parameters, int) else pytest.approx(parameters, rel=0.002))
     assert sum(kind in ("dense", "experts", "attention alone") for kind in model.kinds) == attends
 
 
@@ -137,6 +137,16 @@ def test_the_operations_of_a_scan_are_those_of_its_paper() -> None:
     assert HYBRID.of_kind("scan").attention_flops(512) == HYBRID.of_kind("scan").attention_flops(4096)
 
 
+def test_the_backward_of_a_scan_takes_three_times_as_long_and_none_of_it_is_of_weights() -> None:
+    """Two products for each one, and the scan is computed again, as its kernels do."""
+    rates = rates_of(H100, Setup())
+    for work in (DeviceWork((), inner=layer_work(HYBRID, Setup()).inner), DeviceWork((), scalar_flops=1e12)):
+        found = rates.seconds(work)
+        assert found.backward == pytest.approx(3 * found.forward * rates.efficiency.backward / 2)
+        assert found.weight == 0
+    assert found.forward == pytest.approx(1e12 / H100.device.flops["float32"])
+
+
 def test_a_scan_keeps_what_its_backward_reads() -> None:
     """Gate, channels, vectors, steps and output; with one step per channel also the convolution's output."""
     assert scan_kept(HYBRID, 1) == 2 * 512 + 2 * 2 * 32 + 16 + 512
@@ -157,6 +167,7 @@ def test_tensor_ranks_have_parts_and_stages_have_their_own_layers(model: GPT) ->
     whole, half = (parameters_of(model, shares, Setup(tensor=tensor)).total for tensor in (1, 2))
     assert whole / 2 < half < whole * 0.52
     if model.scan_heads is not None:
+        assert 2 * scan_made(model, 2) == scan_made(model, 1)
         more = [scan_made(replace(model, scan_groups=1), tensor) for tensor in (1, 2)]
         assert more[1] == more[0] / 2 + 32  # one whole group of two vectors
 

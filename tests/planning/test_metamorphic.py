@@ -12,7 +12,7 @@ import pytest
 from pipeflow.planning.efficiency import PUBLISHED
 from pipeflow.planning.step_plan import Plan
 from tests.covering import some
-from tests.planning.random_plans import CHANGES, Case, random_case
+from tests.planning.random_plans import CHANGES, Case, as_fast_as_the_other, random_case, random_mix
 
 GROUPS = 100  # of seeds, so that a run of some of them is spread over all
 ROUNDING = 1 + 1e-9
@@ -33,6 +33,30 @@ def test_what_is_faster_or_smaller_is_never_worse(group: int) -> None:
             if before.cut == after.cut:
                 assert kept(after) <= before.peak_bytes * ROUNDING, f"{name} of seed {seed}: {case}"
             assert not (before.fits and name == "more memory") or after.fits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", some(range(GROUPS), [0]))
+def test_what_is_faster_or_smaller_is_never_worse_on_two_kinds_of_devices(group: int) -> None:
+    """Both kinds get the same factor. Where both get the better rates of each, the cut stays even: one that is the
+    fastest follows the speeds of kinds.
+    """
+    for seed in range(group, 1000, GROUPS):
+        case, random = random_mix(seed), Random(seed)
+        before = case.plan()
+        assert before.step_seconds is not None
+        for name, change in CHANGES.items():
+            by = random.choice((1.01, 1.1, 1.5, 2, 4))
+            after = change(case, by).plan()
+            assert after.step_seconds is not None
+            assert after.step_seconds <= before.step_seconds * ROUNDING, f"{name} of seed {seed}: {case}"
+            if before.cut == after.cut:
+                assert kept(after) <= before.peak_bytes * ROUNDING, f"{name} of seed {seed}: {case}"
+        even = replace(case, balanced=False)
+        before, after = even.plan(), as_fast_as_the_other(even, 1).plan()
+        assert before.step_seconds is not None
+        assert after.step_seconds is not None
+        assert after.step_seconds <= before.step_seconds * ROUNDING, f"seed {seed}: {case}"
 
 
 @pytest.mark.slow

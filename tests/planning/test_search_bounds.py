@@ -17,6 +17,7 @@ from pipeflow.planning.layouts import _least, find_layouts
 
 MODEL = GPT(6, 512, 4, 512, 8192)
 MIXTURE = replace(MODEL, experts=4, experts_per_token=2, expert_layers=2, dense_ffn=4096, mtp=1)
+SCANS = replace(MODEL, pattern="M-M*-M", parts_alone=True, scan_state=16, scan_heads=8)
 H100, A100 = Cluster.of("h100-80gb"), Cluster.of("a100-80gb")
 TWO_KINDS = replace(H100, devices_per_node=2, nodes=1, further=(replace(A100, devices_per_node=2),))
 TASKS: dict[str, Wanted] = {
@@ -25,6 +26,8 @@ TASKS: dict[str, Wanted] = {
     "two kinds of devices": Wanted(MIXTURE, TWO_KINDS, 4, 8, schedules=("1f1b", "zb-v", "dualpipe"), zero=1),
     "slices": Wanted(MODEL, A100, 4, 8, slices=3),
     "offloads": Wanted(MODEL, H100, 4, 8, setup=Setup(offload_layers=4), schedules=("1f1b", "zb-v")),
+    "scans": Wanted(SCANS, H100, 4, 8, schedules=("1f1b", "zb-v", "interleaved-1f1b")),
+    "an optimizer on the host": Wanted(MIXTURE, H100, 4, 8, setup=Setup(offload_optimizer=0.5), tensor=1),
     "scores": Wanted(MODEL, A100, 2, 8, setup=Setup(keep_scores=True), checkpoint="selective"),
 }
 
