@@ -137,8 +137,7 @@ class Setup:
         prefetch: with `zero` 3, a backward gathers a layer while another one computes, not after it.
         reduce_once: with `zero` 3, gradients stay whole until the last microbatch has been computed (FSDP's no_sync).
         engine: the program as which layers compute, and whose own buffers memory counts; none unless given.
-        overlap: gradients are reduced, and weights gathered, while layers compute; with `sequence_parallel` and `zero`
-            below 3, tensor ranks communicate then, too. By default with `zero` 3, and as in Megatron-Core.
+        overlap: reductions and gathers run while layers compute, as with `zero` 3; sums of tensor ranks may, too.
         checkpoint: what is recomputed. full: a layer; selective: scores; op: all but attention and every other product.
         early_stop: recomputing a layer stops before its last product, as in torch since 2.1; by default as in `engine`.
         sequence_parallel: tensor ranks divide the activations of norms, too (arXiv 2205.05198); a search tries it.
@@ -162,8 +161,7 @@ class Setup:
         lora_rank: rank of the adapters that learn beside frozen linears (LoRA, arXiv 2106.09685); 0 for none.
         lora_targets: the linears with an adapter; all unless given.
 
-    `zero` and `checkpoint` may also be a bool: True is 1 and "full", False is 0 and "none". Raises UsageError for sizes
-    below 1 or that do not divide, words not in WORDS, and settings that exclude each other.
+    `zero` and `checkpoint` may be a bool: True is 1 and "full". Raises UsageError for values that cannot be.
     """
 
     tensor: int = 1
