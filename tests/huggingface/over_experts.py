@@ -121,7 +121,9 @@ def pipeline_of(work: ExpertWork, whole: Any) -> Pipeline:
     model = deepcopy(whole)
     if work.recomputed:
         recompute(model)
-    return Pipeline.from_module(model, work.schedule, work.batch(0, 0), criterion=CausalLMLoss())
+    loss = CausalLMLoss()  # what it is divided by is told, since reading that takes longer than the steps
+    options: dict[str, Any] = {"criterion": loss, "weigh": lambda labels: loss.of_shifted.weigh(loss.shifted(labels))}
+    return Pipeline.from_module(model, work.schedule, work.batch(0, 0), **options)
 
 
 def train(work: ExpertWork, whole: Any, folder: str = "", first: int = 0) -> Trained:

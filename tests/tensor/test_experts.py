@@ -113,20 +113,6 @@ def _compare(kind: str, computed_by: str, options: dict[str, bool]) -> int:
     return compare(kind, computed_by, **options)
 
 
-def freeze_one_kind(frozen: str) -> list[str]:
-    """Which parameters have gradients on this rank, whose experts get no tokens on the last rank."""
-    layer = layer_of("mixtral", "eager")
-    layer.get_parameter(frozen).requires_grad_(False)
-    holder = nn.ModuleDict({"experts": layer})
-    divide_experts(holder)
-    computed(holder["experts"], current_context().data_rank, idle=True)
-    return [name for name, parameter in layer.named_parameters() if parameter.grad is not None]
-
-
-def test_frozen_experts_get_no_gradient() -> None:
-    assert run_threads(freeze_one_kind, 2, "down_proj", data=2, experts=2) == [["gate_up_proj"]] * 2
-
-
 def wrong_index() -> None:
     holder = nn.ModuleDict({"experts": layer_of("mixtral", "batched_mm")})
     divide_experts(holder)
