@@ -121,16 +121,16 @@ def pipeline_of(work: ExpertWork, whole: Any) -> Pipeline:
     model = deepcopy(whole)
     if work.recomputed:
         recompute(model)
-    loss = CausalLMLoss()  # what it is divided by is told, since reading that takes longer than the steps
+    loss: Any = CausalLMLoss()  # what it is divided by is told, since reading that takes longer than the steps
     options: dict[str, Any] = {"criterion": loss, "weigh": lambda labels: loss.of_shifted.weigh(loss.shifted(labels))}
     return Pipeline.from_module(model, work.schedule, work.batch(0, 0), **options)
 
 
 def train(work: ExpertWork, whole: Any, folder: str = "", first: int = 0) -> Trained:
     """On one rank of the layout, from step `first` on, which a checkpoint in `folder` has. Without, the end is saved
-    there.
+    there. A process that gets no model makes it.
     """
-    context, pipeline = current_context(), pipeline_of(work, whole)
+    context, pipeline = current_context(), pipeline_of(work, work.model() if whole is None else whole)
     optimizer: Any = optimizer_of(pipeline.parameters())
     optimizer = Zero(pipeline, optimizer) if work.zero else optimizer
     losses, norms = list[float | None](), list[float]()

@@ -51,7 +51,8 @@ def expected(work: ExpertWork) -> Trained:
 def run(runner: Callable[..., Any], work: ExpertWork, experts: int = 2, tensor: int = 1) -> None:
     data = len(work.samples)
     sizes = {"data": data, "tensor": tensor, "experts": experts}
-    results = runner(train, work.pipeline * data * tensor, work, work.model(), **sizes)
+    whole = None if runner is run_processes else work.model()  # threads share torch's generator
+    results = runner(train, work.pipeline * data * tensor, work, whole, **sizes)
     require_trained(results, expected(work), experts=experts)
 
 
