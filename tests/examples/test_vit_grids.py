@@ -20,7 +20,9 @@ from vit.build import build_pipeline_vit
 SIZES: dict[str, Any] = {"img_size": 8, "patch_size": 4, "num_classes": 5, "num_heads": 2, "dim": 16, "dropout": 0.0}
 
 
-def train(name: str, tensor_shape: tuple[int, int, int] | None, **options: Any) -> tuple[Trained, Tensor | None]:
+def train(
+    name: str, tensor_shape: tuple[int, int, int] | None, reduction: str = "mean", **options: Any
+) -> tuple[Trained, Tensor | None]:
     """One step on 16 images, in 2 microbatches; with the outputs."""
     context = current_context()
     schedule = make_schedule(name, ranks=context.pipeline_size, microbatches=2)
@@ -28,7 +30,10 @@ def train(name: str, tensor_shape: tuple[int, int, int] | None, **options: Any) 
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(16, 3, 8, 8, generator=generator, dtype=torch.float64)
     labels = torch.randint(5, (16,), generator=generator)
-    criterion, promised = nn.CrossEntropyLoss(), {"tensor_shape": tensor_shape, "tensor_dtype": torch.float64}
+    criterion, promised = (
+        nn.CrossEntropyLoss(reduction=reduction),
+        {"tensor_shape": tensor_shape, "tensor_dtype": torch.float64},
+    )
     model = Pipeline(chunks, schedule, criterion=criterion, **promised)
     output = execute_pipeline(iter([(images, labels)]), model, return_outputs=True)
     splits = splits_of(model)
@@ -65,6 +70,29 @@ def run(mode: str, pipeline: int, name: str, **options: Any) -> None:
 def test_losses_gradients_and_outputs_are_those_of_one_process(mode: str, name: str) -> None:
     """The shape of activations is promised, as a configuration does: that of whole ones."""
     run(mode, 2, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["2d", "2.5d"])
+def test_a_loss_that_is_a_sum(mode: str) -> None:
+    run(mode, 1, "1f1b", reduction="sum")
+
+
+def evaluate(images: int) -> float | None:
+    model = build_pipeline_vit(2, dtype=torch.float64, **SIZES)
+    schedule = make_schedule("1f1b", ranks=1, microbatches=2)
+    pixels = torch.randn(images, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    pipeline = Pipeline(model, schedule, criterion=nn.CrossEntropyLoss(reduction="sum"))
+    output = execute_pipeline(iter([(pixels, torch.arange(images) % 5)]), pipeline, forward_only=True)
+    return None if output.loss is None else output.loss.item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("images", [7, 8])
+def test_the_sum_of_an_evaluation_has_each_sample_once(images: int) -> None:
+    """Also if each part of the grid computes all of them."""
+    [whole] = run_threads(evaluate, 1, images)
+    assert run_threads(evaluate, 8, images, **GRIDS["2.5d"]) == pytest.approx([whole] * 8, abs=1e-12)
 
 
 @pytest.mark.slow

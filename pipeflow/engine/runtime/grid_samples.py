@@ -33,6 +33,7 @@ class GridSamples:
         self._context, layout = context, context.layout
         self._part, self._parts, self._mode = layout.sample_part(context.rank), layout.sample_parts, layout.tensor_mode
         self._repeats = False  # whether the last batch was computed whole by each part
+        self._samples = 0  # of the last batch, in each part
 
     def own(self, batch: Batch, *, training: bool) -> Batch:
         """The part of `batch` that has this rank's samples. A batch of an evaluation that has no equal parts is
@@ -44,7 +45,7 @@ class GridSamples:
                 "tensor_mode='1d'"
             )
         each, left = divmod(batch.samples, self._parts)
-        self._repeats = bool(left)
+        self._repeats, self._samples = bool(left), each
         if left and training:
             raise UsageError(
                 f"a batch of {batch.samples} samples has no {self._parts} equal parts for tensor mode {self._mode!r}: "
@@ -67,7 +68,10 @@ class GridSamples:
         return replace(batch, inputs=inputs, labels=labels, sizes=sizes, leaves=[], whole=batch)
 
     def whole(self, outputs: object) -> object:
-        """The outputs of all samples of the last batch, in its order, from those of this rank's samples."""
+        """The outputs of all samples of the last batch, in its order, from those of this rank's samples.
+
+        Raises UsageError for an output that has no entry for each sample along dimension 0.
+        """
         grid = self._context.grid
         if self._repeats or grid is None:
             return outputs
@@ -76,6 +80,11 @@ class GridSamples:
         def gathered(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or not leaf.dim():
                 return leaf
+            if len(leaf) != self._samples:
+                raise UsageError(
+                    f"an output has shape {tuple(leaf.shape)} for the {self._samples} samples of a rank, which tensor "
+                    f"mode {self._mode!r} joins along dimension 0: return samples there, or leave return_outputs out"
+                )
             for group in lines:
                 if group.size > 1:
                     leaf = torch.cat(gather_rows(group, leaf.detach().contiguous()))

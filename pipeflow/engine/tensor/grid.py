@@ -62,7 +62,7 @@ class Product(NamedTuple):
 
 
 SQUARE = Product((1,), (0,), Turn(1, FEATURES), (Turn(0, IN),), None, 1)
-"""C = A B of SUMMA. A rank gathers the pieces of r broadcasts at once, so it sends as many bytes as those."""
+"""C = A B of SUMMA. A rank gathers the pieces of r broadcasts at once, so it receives as many bytes."""
 
 PRODUCTS = {
     (2, "column"): SQUARE,
