@@ -30,11 +30,8 @@ def train(
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(16, 3, 8, 8, generator=generator, dtype=torch.float64)
     labels = torch.randint(5, (16,), generator=generator)
-    criterion, promised = (
-        nn.CrossEntropyLoss(reduction=reduction),
-        {"tensor_shape": tensor_shape, "tensor_dtype": torch.float64},
-    )
-    model = Pipeline(chunks, schedule, criterion=criterion, **promised)
+    criterion = nn.CrossEntropyLoss(reduction=reduction)
+    model = Pipeline(chunks, schedule, criterion=criterion, tensor_shape=tensor_shape, tensor_dtype=torch.float64)
     output = execute_pipeline(iter([(images, labels)]), model, return_outputs=True)
     splits = splits_of(model)
     gradients = {
