@@ -119,6 +119,23 @@ def test_a_mixture_without_expert_ranks_says_what_no_time_has(
     assert read(capsys, "tiny", *more)["not_priced"] == []
 
 
+def test_hybrids_and_configs_of_transformers_reach_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    given = ["--pattern", "M-M*-M-M", "--parts-alone", "--scan-state", 16, "--scan-heads", 8]
+    found, plain = read(capsys, "tiny", *given), read(capsys, "tiny")
+    assert found["parameters_total"] != plain["parameters_total"]
+    path, sizes = tmp_path / "config.json", ["--sequence", 64, "--device", "h100-80gb"]
+    entries = {"model_type": "llama", "num_hidden_layers": 8, "hidden_size": 128, "intermediate_size": 512}
+    entries |= {"num_attention_heads": 4, "vocab_size": 2048, "max_position_embeddings": 256}
+    path.write_text(json.dumps(entries | {"tie_word_embeddings": False}), encoding="utf-8")
+    shown = " ".join(out(capsys, "plan", str(path), *map(str, [*sizes, "--offload-optimizer"])).split())
+    layer = 4 * 128**2 + 3 * 128 * 512 + 2 * 128
+    assert f": {8 * layer + 2 * 2048 * 128 + 128:,} parameters, 8 layers, hidden 128" in shown
+    assert "100% of the optimizer on the host" in shown
+    path.write_text(json.dumps(entries), encoding="utf-8")
+    said = "config.json: the config has no tie_word_embeddings: write it into the file"
+    assert said in error(capsys, "plan", str(path))
+
+
 def test_words_of_megatron_bridge_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """Each alone changes the memory or the time of a step, and its setup says so."""
     layout = ["deepseek-v2-lite", "--pipeline", 1, "--data", 8, "--expert", 8, "--expert-tensor", 1, "--zero", 1]
@@ -129,6 +146,7 @@ def test_words_of_megatron_bridge_reach_the_plan(capsys: pytest.CaptureFixture[s
         ("--precision", "nvfp4", "precision", "nvfp4"),
         ("--recompute-modules", "moe_act,layernorm", "recompute_modules", ["moe_act", "layernorm"]),
         ("--offload-layers", 6, "offload_layers", 6),
+        ("--offload-optimizer", 0.5, "offload_optimizer", 0.5),
         ("--cuda-graphs", "attn,moe_router", "cuda_graphs", ["attn", "moe_router"]),
         ("--dispatcher", "deepep", "dispatcher", "deepep"),
         ("--context", 2, "context", 2),

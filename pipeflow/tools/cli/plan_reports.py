@@ -11,7 +11,7 @@ from typing import Any
 from pipeflow.core.text import bytes_text, listed, number, percent, seconds_text
 from pipeflow.draw import Bar, Table, bars_svg
 from pipeflow.draw.captions import Unit
-from pipeflow.planning.catalog import model_named
+from pipeflow.planning.catalog import MODELS
 from pipeflow.planning.device_map import crossing
 from pipeflow.planning.estimate import MEANINGS, Breakdown, breakdown
 from pipeflow.planning.replanning import Candidate, Replan
@@ -27,7 +27,7 @@ SLICES = 8  # of tokens in which logits are computed, where they are proposed
 def plan_lines(name: str, found: Plan, *, says_layout: bool, has_parts: bool) -> Lines:
     """The plan of the model `name`, with its layout string and the parts of its step if these are asked for."""
     yield from wrapped(_conclusion(found))
-    resized = "" if found.model == model_named(name) else ", resized"
+    resized = ", resized" if name in MODELS and found.model != MODELS[name] else ""
     sizes, *others = found.heading()
     yield f"{name}{resized}: {sizes}"
     yield from others
