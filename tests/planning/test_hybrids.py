@@ -13,7 +13,9 @@ from pipeflow import GPT, Cluster, Setup, UsageError, Wanted, find_layouts, make
 from pipeflow.planning.catalog import model_named
 from pipeflow.planning.configs import model_in
 from pipeflow.planning.kept import layer_kept, saved_bytes
+from pipeflow.planning.layer_seconds import layer_exchanges
 from pipeflow.planning.libraries import LIBRARIES
+from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import physical_costs, rates_of
 from pipeflow.planning.scans import scan_flops, scan_kept, scan_made
 from pipeflow.planning.shares import parameters_of, shares_of
@@ -209,6 +211,16 @@ def test_what_is_faster_or_smaller_is_never_worse_with_scans(model: GPT) -> None
             assert before is not None
             assert after is not None
             assert after <= before * (1 + 1e-9), f"{name} of seed {seed}"
+
+
+def test_context_ranks_exchange_heads_of_scans_there_and_back_in_any_kind() -> None:
+    """What the first linear made, and as many channels, in an all-to-all in the forward and in the backward."""
+    scan = HYBRID.of_kind("scan")
+    for setup in (Setup(context=2, context_kind="ring"), Setup(context=2, context_kind="all-to-all")):
+        mesh, rates = Mesh.of(setup, 1, 8), rates_of(H100, setup)
+        found = layer_exchanges(scan, setup, mesh, rates, rates.seconds(layer_work(scan, setup)))
+        sent = 256 * 2 * (scan_made(scan, 1) + 512)
+        assert found.forward == found.backward == rates.exchange(mesh.context_group, sent, sent).seconds > 0
 
 
 @pytest.mark.parametrize(
