@@ -14,12 +14,12 @@ from torch.nn import functional
 from pipeflow import UsageError
 from pipeflow.engine.parallel.context import context_if_launched, current_context
 from pipeflow.engine.parallel.grid import GridGroups
-from pipeflow.engine.parallel.sharding import partial_in, splits_of
+from pipeflow.engine.parallel.sharding import Split, partial_in, splits_of
 from pipeflow.engine.parallel.transport.protocol import Group, Work
 from pipeflow.engine.tensor.layer import Membership, TensorLayer, cut
 from pipeflow.engine.tensor.random import draw_part_, manual_seed
 from pipeflow.engine.tensor.regions import gathered
-from pipeflow.engine.tensor.stepping import watch
+from pipeflow.engine.tensor.stepping import tried, watch
 from pipeflow.optim import Lamb
 from pipeflow.tensor import (
     Classifier,
@@ -313,6 +313,29 @@ def test_optimizers_step_blocks_as_they_step_the_whole(
     [whole] = run_threads(stepped, 1, make)
     for each in run_threads(stepped, GRIDS[mode]["tensor"], make, **GRIDS[mode]):
         require_near(each, whole, 1e-6)
+
+
+class ByRow(torch.optim.SGD):
+    """Steps a row by its gradient divided by the gradient's norm."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # nothing is returned
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= 0.1 * parameter.grad / parameter.grad.norm(dim=1, keepdim=True)
+
+
+def test_an_optimizer_is_tried_along_each_dimension_that_is_split() -> None:
+    optimizer = ByRow([nn.Parameter(torch.ones(4, 4))], 0.1)
+    group, like = optimizer.param_groups[0], torch.ones(4, 4)
+    assert tried(optimizer, group, like, 0).is_elementwise
+    assert not tried(optimizer, group, like, 0, 1).is_elementwise
+
+
+def test_a_part_has_padding_along_both_dimensions() -> None:
+    split = Split(0, 3, places=(0, 0, 1, 1), then=Split(1, 5, places=(0, 1, 0, 1)))
+    part = torch.ones(2, 3)
+    assert [tuple(split.unpadded(part, rank).shape) for rank in range(4)] == [(2, 3), (2, 2), (1, 3), (1, 2)]
+    assert split.whole_shape(part.shape) == (3, 5)
 
 
 def refuses(make: Callable[[], object], said: str) -> None:
