@@ -68,7 +68,7 @@ def tried(optimizer: Optimizer, group: Mapping[str, Any], like: Tensor, *dims: i
     An optimizer whose constructor takes other arguments, or that draws random numbers, is UNKNOWN.
     """
     first, *others = (_tried(optimizer, group, like, dim) for dim in dims)
-    if first is UNKNOWN or UNKNOWN in others:
+    if any(each is UNKNOWN for each in (first, *others)):
         return UNKNOWN
     return replace(first, is_elementwise=all(each.is_elementwise for each in (first, *others)))
 
