@@ -36,7 +36,7 @@ PARTS = {  # of the project's own description, and a word of the page that says 
     "`partition_uniform`": "partition_uniform",
     "shared embeddings": "PipelineSharedModuleWrapper",
     "`TENSOR_SHAPE`": "tensor_shape",
-    "1D tensor layers": "ColumnParallelLinear",
+    "Tensor layers": "ColumnParallelLinear",
     "GPT-3 example": "GPT-3",
     "ViT example": "vision transformer",
     "hybrid example": "configuration",
