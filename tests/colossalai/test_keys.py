@@ -213,6 +213,16 @@ def test_launch(tmp_path: Path) -> None:
         assert said == [f"said by rank {rank}"]
 
 
+@tries("parallel.tensor.mode", "parallel.tensor.depth")
+def test_a_grid_is_counted() -> None:
+    """One process cannot be two squares."""
+    grid = {"mode": "2.5d", "size": 8, "depth": 2}
+    with pytest.raises(UsageError, match="replicas of 8"):
+        launch_from_torch({"parallel": {"tensor": grid}}, backend="gloo", verbose=False)
+    with pytest.raises(UsageError, match="tensor_depth=2, such as 8 or 18, got tensor=4"):
+        launch_from_torch({"parallel": {"tensor": {**grid, "size": 4}}}, backend="gloo", verbose=False)
+
+
 @tries("parallel.context")
 def test_context_ranks_are_counted() -> None:
     """One process cannot be two context ranks."""
