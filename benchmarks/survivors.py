@@ -22,7 +22,7 @@ from benchmarks.task import Contender
 
 SIZES = ((4, 4, 8), (8, 4, 16), (4, 8, 16))  # replicas, pipeline ranks, microbatches of each
 CAPS = {"as 1F1B": (0, 0), "one more; two on ranks of the stage": (1, 2), "any": None}
-BUDGET = 10.0
+BUDGET = 3.0  # seconds of a search
 REPLICAS, RANKS, MICROBATCHES, SECONDS = 3, 2, 6, 0.03  # of stages that sleep
 DEAD = (0, 3)
 
