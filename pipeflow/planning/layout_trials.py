@@ -53,7 +53,7 @@ ENOUGH = 8  # microbatches with which every schedule that ever splits backwards 
 Cut = tuple[Part, ...]
 Kept = tuple[str, Placement, int]  # the name of a family, the placement of its stages, and its slices
 SLICES = (1, 2, 4, 8)  # of a sequence that are tried
-SLICE = 4096  # tokens of a slice at least: products of fewer lose more than slices gain
+SLICE = 8192  # tokens of a slice at least: products of fewer lose more than slices gain
 
 
 @dataclass(frozen=True, slots=True)

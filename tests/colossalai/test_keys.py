@@ -223,6 +223,13 @@ def test_a_grid_is_counted() -> None:
         launch_from_torch({"parallel": {"tensor": {**grid, "size": 4}}}, backend="gloo", verbose=False)
 
 
+@tries("parallel.experts")
+def test_expert_ranks_are_counted() -> None:
+    """One process cannot be two replicas."""
+    with pytest.raises(UsageError, match="2 expert ranks do not divide"):
+        launch_from_torch({"parallel": {"experts": 2}}, backend="gloo", verbose=False)
+
+
 @tries("parallel.context")
 def test_context_ranks_are_counted() -> None:
     """One process cannot be two context ranks."""
