@@ -23,7 +23,7 @@ from benchmarks.task import Contender
 SIZES = ((4, 4, 8), (8, 4, 16), (4, 8, 16))  # replicas, pipeline ranks, microbatches of each
 CAPS = {"as 1F1B": (0, 0), "one more; two on ranks of the stage": (1, 2), "any": None}
 BUDGET = 3.0  # seconds of a search
-REPLICAS, RANKS, MICROBATCHES, SECONDS = 3, 2, 6, 0.03  # of stages that sleep
+REPLICAS, RANKS, MICROBATCHES, SECONDS = 3, 2, 6, 0.05  # of stages that sleep
 DEAD = (0, 3)
 
 
@@ -85,7 +85,7 @@ def measure(dead: int, rounds: int) -> dict[str, Any]:
     cost = pipeflow.CostModel(*((SECONDS,) * RANKS for _ in range(3)))  # type: ignore[arg-type]  # three of times
     schedule = pipeflow.without_ranks(pipeflow.replicated(one, REPLICAS), [dead], cost=cost, candidates=200).schedule
     stage = SleepingHalves(1, SECONDS)
-    model = pipeflow.Pipeline(stage, schedule, criterion=_mean)
+    model = pipeflow.Pipeline(stage, schedule, criterion=_mean, tensor_shape=(1, 1))
     samples = REPLICAS * MICROBATCHES
     batch = torch.ones(samples, 1), torch.ones(samples, 1)
 
