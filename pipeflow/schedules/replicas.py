@@ -104,8 +104,12 @@ def without_ranks(
         bytes_cap=bytes_cap,
         budget=budget,
         candidates=candidates,
-        name=f"{schedule.name} without {', '.join(map(str, sorted(gone)))}" if gone else schedule.name,
+        name=f"{schedule.name} without {_shown(gone)}" if gone else schedule.name,
     )
+
+
+def _shown(ranks: set[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _left(schedule: Schedule, gone: set[int], cost: CostModel) -> Placement:

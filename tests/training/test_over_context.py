@@ -60,6 +60,8 @@ def run(runner: Any, work: Gpt, context: int, tensor: int = 1) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads(kind: str, name: str, layout: tuple[int, int, int, int]) -> None:
     context, pipeline, tensor, data = layout
+    if context * tensor == 8 and (kind == "all to all" or "slices" in KINDS[kind]):
+        pytest.skip("eight ranks have neither a head each nor twice two tokens of each of two slices")
     run(run_threads, Gpt(name, pipeline, SAMPLES[data], **KINDS[kind]), context, tensor)
 
 
