@@ -37,9 +37,10 @@ def launched(
         device: as in `launch`.
         instead: what to do if it has others.
 
-    Raises UsageError if it has other sizes.
+    Raises UsageError if it has other sizes, and in a tensor mode other than "1d".
     """
     context = context_if_launched() or launch(pipeline, tensor or 1, device=device)
+    require_whole_activations(context)
     here = context.data_size, context.pipeline_size, context.tensor_size
     wanted = tuple(size if asked is None else asked for asked, size in zip((data, pipeline, tensor), here, strict=True))
     if wanted != here:
@@ -49,6 +50,15 @@ def launched(
             f"processes as their product, and {instead}"
         )
     return context
+
+
+def require_whole_activations(context: Context) -> None:
+    """Raises UsageError in a tensor mode that divides activations between layers, which scripts do not expect."""
+    if context.layout.sample_parts > 1:
+        raise UsageError(
+            f"the job was launched in tensor mode {context.layout.tensor_mode!r}, and this needs mode '1d': launch "
+            "with tensor_mode='1d', in a configuration tensor=dict(mode='1d', size=...)"
+        )
 
 
 def wait_for_all(context: Context, call: str = "") -> None:

@@ -77,15 +77,16 @@ def require_whole(mode: str | None) -> None:
 
 
 _SEQUENCES = "sequences are split over the tensor ranks, with enable_sequence_parallelism=True; remove it"
+_EXPERTS = "pipeflow.launch(experts=...) divides experts over ranks; remove it"
 ELSEWHERE = {
     "pipeline_stage_manager": Elsewhere(None, "for a pipeline use Booster with HybridParallelPlugin(pp_size=...)"),
     "sequence_parallel_process_group": Elsewhere(None, _SEQUENCES),
     "gradient_checkpoint_config": Elsewhere(None, "call model.gradient_checkpointing_enable()"),
     "sp_axis": Elsewhere(None, _SEQUENCES),
     "pg_mesh": Elsewhere(None, "pass tensor_parallel_process_group"),
-    "inner_ring_size": Elsewhere(None, "there is no ring attention; remove it"),
-    "moe_dp_group": Elsewhere(None, "experts are not distributed over ranks; remove it"),
-    "ep_group": Elsewhere(None, "experts are not distributed over ranks; remove it"),
+    "inner_ring_size": Elsewhere(None, "a ring is that of pipeflow.launch(context_attention='ring'); remove it"),
+    "moe_dp_group": Elsewhere(None, _EXPERTS),
+    "ep_group": Elsewhere(None, _EXPERTS),
     "fp8_communication": Elsewhere(False, "tensors are sent in their own dtype; remove it"),
     "extra_kwargs": Elsewhere({}, "leave it out"),
 }

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeflow.adapters.ranks import objects_of_all, wait_for_all
+from pipeflow.adapters.ranks import objects_of_all, require_whole_activations, wait_for_all
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel import launcher
 from pipeflow.engine.parallel.context import Context, current_context, is_launched
@@ -173,18 +173,21 @@ def lay_out(pipeline: int, tensor: int) -> Context:
     its sizes are the same, otherwise a new one for the same processes, with tensor-parallel dropout seeded from
     torch's seed on rank 0. All ranks call it together.
 
-    Raises UsageError before a launch, and if the sizes do not fit the world; the current context then stays.
+    Raises UsageError before a launch, and if the sizes do not fit the world; the current context then stays. Also
+    raises it in a tensor mode other than "1d", and instead of dropping context or expert ranks.
     """
     if not is_launched():
         raise UsageError("nothing was launched: call colossalai.launch_from_torch() first")
     context = current_context()
+    require_whole_activations(context)
     if (context.pipeline_size, context.tensor_size) == (pipeline, tensor):
         return context
-    if context.grid is not None:
-        raise UsageError(
-            f"the job was launched in tensor mode {context.layout.tensor_mode!r}, and this needs mode '1d': launch "
-            f"with tensor=dict(mode='1d', size={tensor})"
-        )
+    for name, size in (("context", context.context_size), ("experts", context.experts.size)):
+        if size > 1:
+            raise UsageError(
+                f"the job was launched with {name}={size} and other pipeline or tensor sizes: launch with "
+                f"parallel=dict(pipeline={pipeline}, tensor=dict(mode='1d', size={tensor}), {name}={size})"
+            )
     WorldLayout.of(context.world_size, pipeline, tensor)
     everyone = objects_of_all(context, (pipeline, tensor, torch.initial_seed()))
     with context.alarm.raised_everywhere():

@@ -77,8 +77,8 @@ def kept(
         at_start, at_end = table[id(change)]
         stage, alike = span.action.stage, not factors or span.action.kind in SEVERAL
         factor = 1 if alike else factors[stage][span.action.microbatch]
-        changes += _of_buffers(span, sizes, factor, lengths)
         if span.action.slice is not None and span.action.kind not in SEVERAL:
+            changes += _of_buffers(span, sizes, factor, lengths)
             factor = factor * lengths[span.action.slice]
         if at_start:
             changes.append((span.start, at_start[stage] * factor))
@@ -93,12 +93,10 @@ def _of_buffers(
     """The changes by buffers of what passes between slices: of keys for all tokens, of their gradients for those before
     the last slice.
     """
-    place, stage = span.action.slice, span.action.stage
-    made = {content for content, _ in DATAFLOW[span.action.kind].makes} if place is not None else ()
-    for content in (each for each in ACROSS if each in sizes and made):
-        share = 1.0 if ACROSS[content] > 0 else 1 - lengths[-1]
-        first = 0 if ACROSS[content] > 0 else len(lengths) - 1
-        amount = factor * share * sizes[content][stage]
+    place, made = span.action.slice, {content for content, _ in DATAFLOW[span.action.kind].makes}
+    for content in (each for each in ACROSS if each in sizes):
+        share, first = (1.0, 0) if ACROSS[content] > 0 else (1 - lengths[-1], len(lengths) - 1)
+        amount = factor * share * sizes[content][span.action.stage]
         if content in made and place == first:
             yield span.start, amount
         if Content.KEYS_GRADIENT in made and place == 0:

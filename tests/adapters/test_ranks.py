@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipeflow import PipelineError
+from pipeflow import PipelineError, UsageError
 from pipeflow.adapters.ranks import (
     gathered,
+    launched,
     numbers_of_all,
     objects_of_all,
     padded,
@@ -63,3 +64,11 @@ def test_calls_of_all_ranks_open_channels_after_an_error_that_the_next_step_surv
     common = [None, [0.0, 1.0], ["a", "b"], [0, 1]]
     assert first == [*common, [[0.0, 1.0]], [0.5, 1.0, 1.0]]
     assert second == [*common, [[1.0, 1.0]], [0.5, 1.0, 1.0]]
+
+
+def test_no_script_of_another_library_gets_parts_of_activations() -> None:
+    def ask() -> None:
+        with pytest.raises(UsageError, match="tensor mode '2d', and this needs mode '1d': launch with tensor_mode"):
+            launched(1, 4)
+
+    run_threads(ask, 4, tensor=4, tensor_mode="2d")

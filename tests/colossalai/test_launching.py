@@ -13,8 +13,9 @@ import pytest
 
 from pipeflow import UsageError
 from pipeflow.colossalai import get_default_parser, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
-from pipeflow.colossalai.processes import with_variables
+from pipeflow.colossalai.processes import lay_out, with_variables
 from pipeflow.engine.parallel.context import Context
+from pipeflow.testing import run_threads
 from pipeflow.testing.ranks import free_port
 from pipeflow.training import read_config
 from tests.scripts import run_ranks
@@ -198,3 +199,13 @@ def test_a_script_may_keep_settings_beside_its_configuration(monkeypatch: pytest
     assert with_variables("config.py") == "config.py"
 
     assert read_config(with_variables({"NUM_MICRO_BATCHES": 2})).num_chunks == 2
+
+
+@pytest.mark.parametrize("name", ["context", "experts"])
+def test_other_sizes_drop_no_ranks(name: str) -> None:
+    def ask() -> None:
+        with pytest.raises(UsageError, match=f"launched with {name}=2 and other pipeline or tensor sizes"):
+            lay_out(1, 1)
+
+    sizes: dict[str, Any] = {name: 2, "data": 2 if name == "experts" else 1}
+    run_threads(ask, 4, **sizes)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeflow import Pipeline, Schedule, clip_grad_norm_, execute_pipeline, make_schedule
+from pipeflow import Pipeline, Schedule, make_schedule
 from pipeflow.adapters.huggingface.shared_tokens import BIDIRECTIONAL
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.sharding import Split, splits_of
@@ -17,7 +17,7 @@ from pipeflow.engine.parallel.transport.protocol import Unconnected
 from pipeflow.engine.tensor.layer import cut
 from pipeflow.huggingface import CausalLMLoss, MaskedLMLoss, share_tokens
 from tests.huggingface.test_shared_tokens import model_of
-from tests.training.over_context import loop_in_one_process
+from tests.training.over_context import loop_in_one_process, loop_on_a_rank
 
 TOLERANCE = 1e-12
 VOCABULARY, LENGTH = 48, 16
@@ -140,13 +140,7 @@ def train(work: Work, whole: Any) -> Trained:
     if work.recomputed:
         recompute(model)
     pipeline = Pipeline.from_module(model, work.schedule, work.batch(0, 0), criterion=work.criterion)
-    optimizer, losses, norms = optimizer_of(pipeline.parameters()), list[float | None](), list[float]()
-    for step in range(work.steps):
-        optimizer.zero_grad()
-        output = execute_pipeline(iter([work.batch(context.data_rank, step)]), pipeline)
-        losses.append(None if output.loss is None else output.loss.item())
-        norms.append(float(clip_grad_norm_(pipeline, work.max_norm)))
-        optimizer.step()
+    losses, norms = loop_on_a_rank(work, pipeline, optimizer_of(pipeline.parameters()))
     tensor = context.tensor_rank, context.tensor_size
     return _ended(dict(pipeline.named_parameters()), losses, norms, splits_of(pipeline), tensor)
 

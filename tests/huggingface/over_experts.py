@@ -18,13 +18,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from pipeflow import Pipeline, Zero, clip_grad_norm_, execute_pipeline, load_checkpoint, save_checkpoint
-from pipeflow.engine.parallel.context import current_context
+from pipeflow import Pipeline, Zero, load_checkpoint, save_checkpoint
 from pipeflow.huggingface import CausalLMLoss
 from pipeflow.training.checkpoint.pieces import LocalTensor, local_tensors
 from tests.huggingface.over_context import TOLERANCE, Work, optimizer_of, recompute
 from tests.huggingface.test_shared_tokens import SIZES
-from tests.training.over_context import loop_in_one_process
+from tests.training.over_context import loop_in_one_process, loop_on_a_rank
 
 _LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
 _GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1, "n_routed_experts": 8}
@@ -130,18 +129,12 @@ def train(work: ExpertWork, whole: Any, folder: str = "", first: int = 0) -> Tra
     """On one rank of the layout, from step `first` on, which a checkpoint in `folder` has. Without, the end is saved
     there. A process that gets no model makes it.
     """
-    context, pipeline = current_context(), pipeline_of(work, work.model() if whole is None else whole)
+    pipeline = pipeline_of(work, work.model() if whole is None else whole)
     optimizer: Any = optimizer_of(pipeline.parameters())
     optimizer = Zero(pipeline, optimizer) if work.zero else optimizer
-    losses, norms = list[float | None](), list[float]()
     if first:
         load_checkpoint(folder, pipeline, optimizer)
-    for step in range(first, work.steps):
-        optimizer.zero_grad()
-        output = execute_pipeline(iter([work.batch(context.data_rank, step)]), pipeline)
-        losses.append(None if output.loss is None else output.loss.item())
-        norms.append(float(clip_grad_norm_(pipeline, work.max_norm)))
-        optimizer.step()
+    losses, norms = loop_on_a_rank(work, pipeline, optimizer, first)
     if folder and not first:
         save_checkpoint(folder, pipeline, optimizer)
     return Trained(losses, norms, parts_of(pipeline))

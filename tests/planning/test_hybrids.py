@@ -15,6 +15,7 @@ from pipeflow.planning.configs import model_in
 from pipeflow.planning.kept import layer_kept, saved_bytes
 from pipeflow.planning.layer_seconds import layer_exchanges
 from pipeflow.planning.libraries import LIBRARIES
+from pipeflow.planning.libraries.own import script
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import physical_costs, rates_of
 from pipeflow.planning.scans import scan_flops, scan_kept, scan_made
@@ -270,6 +271,14 @@ def test_options_of_libraries_are_refused(name: str) -> None:
     found = plan(HYBRID, make_schedule("1f1b", ranks=2, microbatches=4), Setup(), cluster=H100)
     with pytest.raises(UsageError, match="for layers of attention with an MLP, and this model has a pattern"):
         LIBRARIES[name].options(found)
+
+
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"context": 2}], ids=str)
+def test_no_script_divides_scans_over_ranks(sizes: dict[str, Any]) -> None:
+    schedule = make_schedule("1f1b", ranks=2, microbatches=4)
+    with pytest.raises(UsageError, match="leaves scans whole on each rank: --tensor 1 and --context 1 plan that"):
+        script(plan(HYBRID, schedule, Setup(**sizes), cluster=H100), {})
+    assert "from_module" in script(plan(HYBRID, schedule, Setup(), cluster=H100), {}).text
 
 
 @pytest.mark.parametrize(

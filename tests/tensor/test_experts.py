@@ -153,6 +153,6 @@ def test_a_divided_layer_is_not_compiled() -> None:
     assert not layer.compiles
     layer.leave_eager()
     seen = list[bool]()
-    vars(layer)["_experts_eager"] = lambda *_: seen.append(True)
+    vars(layer)["_eager"] = lambda *_: seen.append(True)
     torch.compile(lambda: layer(None, None, None), backend="eager")()
     assert seen == [True]

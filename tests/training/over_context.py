@@ -98,6 +98,20 @@ def loop_in_one_process(
     return losses, norms
 
 
+def loop_on_a_rank(
+    work: Any, model: Pipeline, optimizer: Any, first: int = 0
+) -> tuple[list[float | None], list[float]]:
+    """Losses and norms of this replica's batches, from step `first` on."""
+    losses, norms = list[float | None](), list[float]()
+    for step in range(first, work.steps):
+        optimizer.zero_grad()
+        output = execute_pipeline(iter([work.batch(current_context().data_rank, step)]), model)
+        losses.append(None if output.loss is None else output.loss.item())
+        norms.append(float(clip_grad_norm_(model, work.max_norm)))
+        optimizer.step()
+    return losses, norms
+
+
 def train_in_one_process(work: Gpt) -> Trained:
     """All replicas' batches at once."""
     model = build_stage(0, LAYERS, LAYERS, first=True, last=True, **work.options)
@@ -126,15 +140,9 @@ def train(work: Gpt, folder: str = "", first: int = 0) -> Trained:
     context, model = current_context(), pipeline_of(work)
     optimizer: Any = adamw(model.parameters())
     optimizer = Zero(model, optimizer) if work.zero else optimizer
-    losses, norms = list[float | None](), list[float]()
     if first:
         load_checkpoint(folder, model, optimizer)
-    for step in range(first, work.steps):
-        optimizer.zero_grad()
-        output = execute_pipeline(iter([work.batch(context.data_rank, step)]), model)
-        losses.append(None if output.loss is None else output.loss.item())
-        norms.append(float(clip_grad_norm_(model, work.max_norm)))
-        optimizer.step()
+    losses, norms = loop_on_a_rank(work, model, optimizer, first)
     if folder:
         save_checkpoint(folder, model, optimizer)
     splits = splits_of(model)

@@ -17,36 +17,20 @@ from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import context_if_launched
 from pipeflow.engine.parallel.sharding import Split
 from pipeflow.engine.parallel.transport.protocol import Alone, Group
-from pipeflow.engine.tensor.layer import Membership, call_eagerly, cut, require_indices
+from pipeflow.engine.tensor.layer import Membership, WaitingLayer, cut, require_indices
 from pipeflow.engine.tensor.regions import all_to_all
 from pipeflow.engine.tensor.stepping import watch
 
 _FORM = ("num_experts", "has_gate", "has_bias", "is_transposed")  # what transformers gives each layer of experts
 
 
-class DividedExperts(nn.Module):
+class DividedExperts(WaitingLayer):
     """Experts with the forward of their class, of which each expert rank holds an equal part, in rank order. The
     forward takes tokens, the indices of the experts of each token, and their weights, as in transformers.
     """
 
     _experts_whole: int
     _experts_members: Membership
-    _experts_eager: Callable[..., Any] | None
-
-    @property
-    def compiles(self) -> bool:
-        """False, because the layer waits for other ranks."""
-        return False
-
-    def leave_eager(self) -> None:
-        """Makes compiled code call this layer uncompiled."""
-        self._experts_eager = call_eagerly()
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Calls the module. While torch.compile compiles, a layer that was told to stays outside the compiled code."""
-        if self._experts_eager is not None and torch.compiler.is_compiling():
-            return self._experts_eager(self, *arguments, **keywords)
-        return super().__call__(*arguments, **keywords)
 
     def expert_splits(self) -> Mapping[str, Split]:
         return {name: Split(0, self._experts_whole) for name in self._parameters}
@@ -84,7 +68,6 @@ def divide_experts(*modules: nn.Module, group: Group | None = None) -> None:
                 num_experts=whole // group.size,
                 _experts_whole=whole,
                 _experts_members=Membership(group),
-                _experts_eager=None,
             )
     for module in modules:
         watch(module)

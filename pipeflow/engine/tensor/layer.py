@@ -60,13 +60,33 @@ class Membership:
         return self
 
 
-class TensorLayer(nn.Module):
+class WaitingLayer(nn.Module):
+    """A layer that waits for other ranks in its calls, which torch.compile cannot compile."""
+
+    _eager: Callable[..., Any] | None = None
+
+    @property
+    def compiles(self) -> bool:
+        """True if torch.compile can compile the layer, because it waits for no other rank."""
+        return False
+
+    def leave_eager(self) -> None:
+        """Makes compiled code call this layer uncompiled."""
+        self._eager = call_eagerly()
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Calls the module. While torch.compile compiles, a layer that was told to stays outside the compiled code."""
+        if self._eager is not None and torch.compiler.is_compiling():
+            return self._eager(self, *arguments, **keywords)
+        return super().__call__(*arguments, **keywords)
+
+
+class TensorLayer(WaitingLayer):
     """Base class of tensor-parallel layers. The layer, not the parameter, knows how a parameter is split, so this
     survives `to_empty` and anything else that replaces a parameter.
     """
 
     _membership: Membership
-    _eager: Callable[..., Any] | None = None
 
     def join(self, group: Group | None) -> Group:
         """Sets the group of the layer; None is handled by `group_of`. Call it before the layer has parameters."""
@@ -86,16 +106,6 @@ class TensorLayer(nn.Module):
     def compiles(self) -> bool:
         """True if torch.compile can compile the layer, because it waits for no other rank."""
         return self.group.size == 1
-
-    def leave_eager(self) -> None:
-        """Makes compiled code call this layer uncompiled."""
-        self._eager = call_eagerly()
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Calls the module. While torch.compile compiles, a layer that was told to stays outside the compiled code."""
-        if self._eager is not None and torch.compiler.is_compiling():
-            return self._eager(self, *arguments, **keywords)
-        return super().__call__(*arguments, **keywords)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves the Deferral out: copies defer nothing until they are told to."""

@@ -34,6 +34,9 @@ def script(found: Plan, options: Mapping[str, Any]) -> LibraryOptions:
         raise UsageError("pipeflow has no fully_shard over expert ranks: --zero 1 or --expert 1 plans without it")
     if found.setup.offload_optimizer:
         raise UsageError("pipeflow steps the optimizer on the device: plan without --offload-optimizer")
+    has_scans = isinstance(found.model, GPT) and "M" in (found.model.pattern or "")
+    if has_scans and found.setup.tensor * found.setup.context > 1:
+        raise UsageError("pipeflow leaves scans whole on each rank: --tensor 1 and --context 1 plan that")
     if found.setup.context > 1 and found.setup.zero > 1:
         raise UsageError("pipeflow has no fully_shard over context ranks: --zero 1 or --context 1 plans without it")
     if any(start == end for start, end in found.cut):
