@@ -24,11 +24,13 @@ from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.sharding import own_tokens
 from pipeflow.engine.runtime.gradients.weights import PipelineSharedModuleWrapper
 from pipeflow.engine.runtime.past import is_sliced, joined, tokens_before
-from pipeflow.engine.tensor.context_attention import ContextAttention, causal_attention, context_group
+from pipeflow.engine.tensor.block_attention import seen_keys
+from pipeflow.engine.tensor.context_attention import ContextAttention, context_group
 from pipeflow.engine.tensor.cross_entropy import VocabParallelCrossEntropy
 from pipeflow.engine.tensor.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
 from pipeflow.engine.tensor.layer import LayerNorm, Membership, divide, feature_parts
 from pipeflow.engine.tensor.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelClassifier
+from pipeflow.engine.tensor.masked_attention import masked_attention
 from pipeflow.engine.tensor.random import Dropout, checkpoint, initialize_
 from pipeflow.engine.tensor.regions import scatter_to_sequence_region
 
@@ -102,7 +104,7 @@ class Attention(nn.Module):
             )
         with_dropout = self.training and self.dropout.p
         if mask is None:
-            attend = self._with_dropout if with_dropout else causal_attention
+            attend = self._with_dropout if with_dropout else masked_attention
             seen = self.over_context(query, key, value, attend, partial(joined, self))
         elif with_dropout:
             seen = self._with_dropout(query, key, value, mask)
@@ -113,9 +115,7 @@ class Attention(nn.Module):
 
     def _with_dropout(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         scores = query @ key.transpose(-1, -2) / self.head_size**0.5
-        if mask is None:  # the last query sees all keys
-            earlier = scores.shape[-1] - scores.shape[-2]
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(earlier)
+        mask = seen_keys(query, key.shape[2]) if mask is None else mask
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
         kept: Tensor = self.dropout(scores.softmax(-1))
         return kept @ value

@@ -60,7 +60,7 @@ PROGRAMS = [
 @pytest.mark.parametrize("work", PROGRAMS, ids=str)
 def test_no_program_over_context_ranks_deadlocks(work: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
     if work.context_attention != "ring":  # whose operators do not depend on the device
-        monkeypatch.setattr(models, "causal_attention", plain_attention)
+        monkeypatch.setattr(models, "masked_attention", plain_attention)
     data = len(work.samples)
     logs = recorded(steps, 4 * data, work, context=2, data=data, context_attention=work.context_attention)
     require_sound(logs)

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from pipeflow import UsageError
 from pipeflow.engine.tensor import block_attention
-from pipeflow.engine.tensor.block_attention import attend, can_split, gradients_of
-from pipeflow.engine.tensor.context_attention import causal_attention
+from pipeflow.engine.tensor.block_attention import attend, gradients_of, has_block_kernel
+from pipeflow.engine.tensor.masked_attention import masked_attention
 from tests.tensor.ranks import normal
 
 QUERIES, KEYS, SIZE = 40, 100, 8
@@ -45,13 +45,13 @@ def results(function: Any, three: list[Tensor], **options: Any) -> list[Tensor]:
 def test_a_slice_has_the_attention_of_its_sequence(
     dtype: torch.dtype, tolerance: float, heads: int, shared: int, scale: float | None
 ) -> None:
-    three, options = inputs(heads, shared, dtype), {"scale": scale, "enable_gqa": heads != shared}
+    three = inputs(heads, shared, dtype)
     exact = [each.detach().double().requires_grad_() for each in three]
-    assert can_split(*three)
-    found = zip(results(causal_attention, three, **options), results(with_mask, exact, **options), strict=True)
-    for mine, expected in found:
+    assert has_block_kernel(*three)
+    expected = results(with_mask, exact, scale=scale, enable_gqa=True)
+    for mine, its in zip(results(masked_attention, three, scale=scale), expected, strict=True):
         assert mine.dtype == dtype
-        torch.testing.assert_close(mine.double(), expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(mine.double(), its, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -72,7 +72,7 @@ def test_operators_stand_for_a_kernel_that_is_missing(
     for mine, its in zip(both(), expected, strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-14, atol=1e-14)
     three = inputs()
-    for mine, its in zip(results(causal_attention, three), results(with_mask, three), strict=True):
+    for mine, its in zip(results(masked_attention, three), results(with_mask, three), strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-14, atol=1e-14)
 
 
@@ -93,7 +93,7 @@ def kept(function: Any, *arguments: Any, **options: Any) -> dict[int, int]:
 def test_what_is_kept_grows_with_tokens_alone(shared: int) -> None:
     """Queries, outputs and a number per query, beside keys and values, which other slices keep, too: no copies."""
     query, key, value = inputs(4, shared)
-    found = kept(causal_attention, query, key, value, enable_gqa=shared < 4)
+    found = kept(masked_attention, query, key, value)
     keys = {each.untyped_storage().data_ptr() for each in (key, value)}
     assert keys <= set(found)
     assert sum(size for place, size in found.items() if place not in keys) == 2 * query.nbytes + query.nbytes // SIZE
@@ -102,7 +102,7 @@ def test_what_is_kept_grows_with_tokens_alone(shared: int) -> None:
 def test_a_query_is_not_kept_with_the_keys_beside_it() -> None:
     mixed = normal(2, QUERIES, 4, 3, SIZE).requires_grad_()
     query, _, _ = mixed.permute(3, 0, 2, 1, 4)
-    found = kept(causal_attention, query, *inputs()[1:])
+    found = kept(masked_attention, query, *inputs()[1:])
     assert mixed.untyped_storage().data_ptr() not in found
 
 
@@ -122,8 +122,8 @@ OTHERS: dict[str, tuple[list[Tensor], Any]] = {
 def test_what_the_kernel_does_not_take_is_left_to_torch(name: str) -> None:
     three, region = OTHERS[name]
     with region:
-        assert not can_split(*three)
-        found = zip(results(causal_attention, three), results(with_mask, three), strict=True)
+        assert not has_block_kernel(*three)
+        found = zip(results(masked_attention, three), results(with_mask, three), strict=True)
     for mine, expected in found:
         torch.testing.assert_close(mine, expected)
 
@@ -131,7 +131,7 @@ def test_what_the_kernel_does_not_take_is_left_to_torch(name: str) -> None:
 def test_dropout_is_left_to_torch() -> None:
     three = inputs()
     found = []
-    for function in (causal_attention, with_mask):
+    for function in (masked_attention, with_mask):
         torch.manual_seed(0)
         found.append(function(*three, dropout_p=0.5))
     torch.testing.assert_close(*found)
@@ -140,12 +140,12 @@ def test_dropout_is_left_to_torch() -> None:
 def test_a_second_derivative_is_an_error() -> None:
     three = inputs()
     with pytest.raises(UsageError, match="leave create_graph=True out"):
-        torch.autograd.grad(causal_attention(*three).sum(), three[:1], create_graph=True)
+        torch.autograd.grad(masked_attention(*three).sum(), three[:1], create_graph=True)
 
 
 def of_whole(mixed: Tensor) -> Tensor:
     query, key, value = mixed.permute(3, 0, 2, 1, 4)
-    return causal_attention(query, key, value)
+    return masked_attention(query, key, value)
 
 
 @pytest.mark.slow
@@ -159,6 +159,6 @@ def test_transforms_of_torch_func_are_left_to_torch() -> None:
     three = inputs()
 
     def total(query: Tensor) -> Tensor:
-        return causal_attention(query, *three[1:]).sum()
+        return masked_attention(query, *three[1:]).sum()
 
     torch.testing.assert_close(grad(total)(three[0]), torch.autograd.grad(total(three[0]), three[0])[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -17,14 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipeflow import UsageError
 from pipeflow.engine.parallel.context import CONTEXT_ATTENTION, current_context
 from pipeflow.engine.parallel.sharding import own_tokens
-from pipeflow.engine.tensor.context_attention import (
-    Attend,
-    ContextAttention,
-    Join,
-    _Seen,
-    causal_attention,
-    full_attention,
-)
+from pipeflow.engine.tensor.block_attention import _Seen
+from pipeflow.engine.tensor.context_attention import Attend, ContextAttention, Join
 from pipeflow.engine.tensor.masked_attention import masked_attention
 from pipeflow.models import GPTBlock, GPTEmbedding
 from pipeflow.tensor import Dropout, checkpoint, manual_seed
@@ -47,27 +40,27 @@ def inputs_of(heads: list[int]) -> list[Tensor]:
     return [normal(BATCH, each, LENGTH, SIZE, seed=seed) for seed, each in enumerate(heads)]
 
 
-def attended(attend: Attend, heads: list[int]) -> list[Tensor]:
+def attended(heads: list[int], options: dict[str, Any]) -> list[Tensor]:
     """The output of the whole sequence, and the gradients of queries, keys and values."""
     inputs = [each.requires_grad_() for each in inputs_of(heads)]
-    output = attend(*inputs)
+    output = masked_attention(*inputs, **options)
     output.backward(normal(*output.shape, seed=9))
     return [output.detach(), *(each.grad for each in inputs if each.grad is not None)]
 
 
-def attend_here(attend: Attend, heads: list[int], causal: bool = True) -> None:
+def attend_here(heads: list[int], options: dict[str, Any]) -> None:
     inputs = [mine(each).requires_grad_() for each in inputs_of(heads)]
-    output = ContextAttention()(*inputs, attend, causal=causal)
+    output = ContextAttention()(*inputs, **options)
     output.backward(mine(normal(BATCH, heads[0], LENGTH, SIZE, seed=9)))
     found = [output, *(each.grad for each in inputs)]
-    for one, whole in zip(found, attended(attend, heads), strict=True):
+    for one, whole in zip(found, attended(heads, options), strict=True):
         require_near(one, mine(whole))
 
 
 @pytest.mark.parametrize("how", CONTEXT_ATTENTION)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_outputs_and_gradients_are_those_of_the_whole_sequence(ranks: int, how: str) -> None:
-    over_context(attend_here, ranks, causal_attention, [12, 12, 12], how=how)
+    over_context(attend_here, ranks, [12, 12, 12], {}, how=how)
 
 
 DOCUMENTS = (torch.arange(LENGTH) // 7).expand(BATCH, -1)
@@ -77,13 +70,12 @@ DOCUMENTS = (torch.arange(LENGTH) // 7).expand(BATCH, -1)
 @pytest.mark.parametrize("heads", [1, 3, 6])
 def test_windows_and_documents_of_fewer_heads_of_keys(heads: int, how: str) -> None:
     """Four ranks need 4 or 12 heads of keys, each beside its own heads of queries."""
-    attend = partial(masked_attention, window=9, documents=DOCUMENTS)
-    over_context(attend_here, 4, attend, [12, heads, heads], how=how)
+    over_context(attend_here, 4, [12, heads, heads], {"window": 9, "documents": DOCUMENTS}, how=how)
 
 
 @pytest.mark.parametrize("how", CONTEXT_ATTENTION)
 def test_attention_to_later_tokens_is_that_of_the_whole_sequence(how: str) -> None:
-    over_context(attend_here, 3, full_attention, [6, 6, 6], False, how=how)
+    over_context(attend_here, 3, [6, 6, 6], {"causal": False}, how=how)
 
 
 PADDED = DOCUMENTS.clone()
@@ -94,13 +86,12 @@ PADDED[1, :3] = -1 - PADDED[1, :3]
 @pytest.mark.parametrize("how", ["gather", "all_to_all"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_padding_is_that_of_the_whole_sequence(causal: bool, how: str) -> None:
-    attend = partial(masked_attention, causal=causal, window=9, documents=PADDED)
-    over_context(attend_here, 3, attend, [6, 3, 3], causal, how=how)
+    over_context(attend_here, 3, [6, 3, 3], {"causal": causal, "window": 9, "documents": PADDED}, how=how)
 
 
 def refuse_three_heads() -> None:
     with pytest.raises(UsageError, match=r'divides heads over 2 context ranks, but there are 3 .*"gather" or "ring"'):
-        ContextAttention()(*map(mine, inputs_of([3, 3, 3])), causal_attention)
+        ContextAttention()(*map(mine, inputs_of([3, 3, 3])))
 
 
 def test_heads_that_ranks_do_not_divide_are_refused() -> None:
@@ -115,7 +106,7 @@ def compare_as_torch() -> None:
     output = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     output.sum().backward()
     inputs = [mine(each.detach()).requires_grad_() for each in wholes]
-    found = ContextAttention()(*inputs, causal_attention)
+    found = ContextAttention()(*inputs)
     found.sum().backward()
     torch.testing.assert_close(found, mine(output), rtol=1e-5, atol=1e-8)
     for each, whole in zip(inputs, wholes, strict=True):
@@ -164,7 +155,7 @@ class Elements(Counting):
 def exchange_counted() -> None:
     group = Elements(current_context().context)
     inputs = [mine(normal(*SHAPE, seed=seed)).requires_grad_() for seed in range(3)]
-    output = ContextAttention(group)(*inputs, causal_attention)
+    output = ContextAttention(group)(*inputs)
     formula = (group.size - 1) / group.size * 2 * LENGTH * HEADS * SIZE * BATCH
     assert (group.elements, group.taken()) == (formula, {"all_gather": 1})
     output.sum().backward()
@@ -189,7 +180,7 @@ def ring_counted() -> None:
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = ContextAttention(group)(query, key, value, causal_attention)
+        output = ContextAttention(group)(query, key, value)
     assert (group.elements, group.taken()) == (formula, {"broadcast": group.size})
     assert sum(kept.values()) == 2 * query.nbytes + query.nbytes // SIZE + 2 * key.nbytes
     output.sum().backward()
@@ -203,7 +194,7 @@ def swaps_counted() -> None:
     group = Elements(current_context().context)
     heads = [8, 2, 2]
     inputs = [mine(normal(BATCH, each, LENGTH, SIZE, seed=each)).requires_grad_() for each in heads]
-    output = ContextAttention(group)(*inputs, causal_attention, enable_gqa=True)
+    output = ContextAttention(group)(*inputs)
     moved = 2 * 8 + 2 * max(2, group.size)
     formula = (group.size - 1) / group.size**2 * LENGTH * moved * SIZE * BATCH
     assert (group.elements, group.taken()) == (formula, {"all_to_all": 2})
@@ -233,7 +224,7 @@ def in_another_form() -> None:
         )
         layer.exchange = how
         with torch.autocast("cpu"):
-            output = layer(*inputs, causal_attention, scale=0.3, enable_gqa=True)
+            output = layer(*inputs, scale=0.3)
         output.sum().backward()
         found.append([output, *(each.grad for each in inputs)])
     for gathered, *others in zip(*found, strict=True):
@@ -273,7 +264,7 @@ def test_dropout_in_a_ring_is_refused() -> None:
 
 def refuse_a_second_derivative() -> None:
     inputs = [mine(normal(*SHAPE, seed=seed)).requires_grad_() for seed in range(3)]
-    output = ContextAttention()(*inputs, causal_attention)
+    output = ContextAttention()(*inputs)
     with pytest.raises(UsageError, match="leave create_graph=True out"):
         torch.autograd.grad(output.sum(), inputs, create_graph=True)
 

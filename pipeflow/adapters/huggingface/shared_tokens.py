@@ -14,15 +14,9 @@ from torch.nn import functional
 from pipeflow.adapters.libraries import transformers_library
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.runtime.past import is_sliced, joined
-from pipeflow.engine.tensor.context_attention import (
-    Attend,
-    ContextAttention,
-    causal_attention,
-    context_group,
-    full_attention,
-)
+from pipeflow.engine.tensor.context_attention import ContextAttention, context_group
 from pipeflow.engine.tensor.cross_entropy import CrossEntropy
-from pipeflow.engine.tensor.masked_attention import masked_attention
+from pipeflow.engine.tensor.masked_attention import masked_attention, plain_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -171,20 +165,14 @@ def attention(
             f"{type(module).__name__} computes attention with {found[0]}, which share_tokens does not know: leave it "
             "out, or do not call share_tokens"
         )
-    over_context = ContextAttention()
+    over_context, options = ContextAttention(), {"dropout_p": dropout, "scale": scaling}
     if attention_mask is None or is_sliced(module) or over_context.group.size > 1:
-        attend: Attend = causal_attention if causal else full_attention
-        options: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]}
         if documents is not None and not causal:
             documents = documents.clamp(-1, 0)  # such models take packed documents for one
-        if sliding_window is not None or documents is not None:
-            attend = partial(masked_attention, causal=causal, window=sliding_window, documents=documents)
-            options = {}
-        options |= {"dropout_p": dropout, "scale": scaling}
-        seen = over_context(query, key, value, attend, partial(joined, module), causal=causal, **options)
+        hidden: dict[str, Any] = {"causal": causal, "window": sliding_window, "documents": documents}
+        seen = over_context(query, key, value, masked_attention, partial(joined, module), **hidden, **options)
     else:
-        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
-        seen = functional.scaled_dot_product_attention(query, key, value, attention_mask, dropout, scale=scaling)
+        seen = plain_attention(query, key, value, attention_mask, **options)
     return seen.transpose(1, 2).contiguous(), None
 
 
