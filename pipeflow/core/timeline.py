@@ -78,7 +78,7 @@ def kept(
         stage, alike = span.action.stage, not factors or span.action.kind in SEVERAL
         factor = 1 if alike else factors[stage][span.action.microbatch]
         if span.action.slice is not None and span.action.kind not in SEVERAL:
-            changes += _of_buffers(span, sizes, factor, lengths)
+            changes += changes_of_buffers(span, sizes, factor, lengths)
             factor = factor * lengths[span.action.slice]
         if at_start:
             changes.append((span.start, at_start[stage] * factor))
@@ -87,7 +87,7 @@ def kept(
     return _added_up(sorted(changes, key=itemgetter(0)))
 
 
-def _of_buffers(
+def changes_of_buffers(
     span: Span, sizes: Mapping[Content, Sequence[float]], factor: float, lengths: Sequence[float]
 ) -> Iterator[tuple[float, float]]:
     """The changes by buffers of what passes between slices: of keys for all tokens, of their gradients for those before

@@ -55,9 +55,9 @@ def eager_one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 def seq1f1b(ranks: int, microbatches: int, *, slices: int = 1) -> Schedule:
     """1F1B over slices of each sequence: a smaller bubble, and less memory.
 
-    It cuts each microbatch of a causal model into q `slices`; `search` takes none so far. A forward needs keys and
-    values of earlier slices. A backward needs their gradient from later slices, so backwards begin with the
-    last one. The warm-up is that of 1F1B with q - 1 more forwards. With one slice, the default, it is 1F1B.
+    It cuts each microbatch of a causal model into q `slices`. A forward needs keys and values of earlier slices. A
+    backward needs their gradient from later slices, so backwards begin with the last one. The warm-up is that of 1F1B
+    with q - 1 more forwards. With one slice, the default, it is 1F1B.
 
     Source: Seq1F1B, arXiv 2406.03488. With R ranks, M microbatches and slices of equal cost, the bubble is
     (R-1)(F+B)/q. The peak is min(R-r+q-1, Mq) slices on rank r. Equally long slices of a causal model do not cost the

@@ -16,7 +16,7 @@ from pipeflow.core.cost import CostModel, require_cost_model
 from pipeflow.core.errors import UsageError
 from pipeflow.core.factors import is_table
 from pipeflow.core.placement import Placement, require_placement, require_positive
-from pipeflow.core.schedule import Schedule, require_unsliced
+from pipeflow.core.schedule import Schedule
 from pipeflow.schedules.families import groups_on, repeated_on, schedules_on
 from pipeflow.schedules.orders.batch_order import BatchOrder, Rerun, ordered
 from pipeflow.schedules.orders.exact import proved, require_solver
@@ -42,9 +42,11 @@ def search(
     candidates: int | None = None,
     start: Iterable[Schedule] = (),
     name: str = "zb-auto",
+    slices: int = 1,
 ) -> Found:
     """Searches for a good order with split backwards, and proves how good it is. With `kinds`, it decides together with
-    the order what is copied to the host and back, and what is computed again.
+    the order what is copied to the host and back, and what is computed again. With `slices`, it orders the slices of
+    microbatches of a causal model.
 
     It starts from every named schedule of the placement (`schedules.families.schedules_on`). So even with a small
     budget, the result is never worse than any of them that is within the cap. With `kinds` this includes the named
@@ -72,21 +74,26 @@ def search(
         candidates: the number of orders to try, instead of a time; with `kinds`, as many more with these.
         start: more schedules to begin with. The result is never worse than any of them that is within the cap.
         name: of the schedule.
+        slices: into how many slices each microbatch is cut. On a stage, forwards take them in order and backwards begin
+            with the last one. `CostModel` has the share of attention, or where slices end.
 
     Raises UsageError for a stage without a cost, and for a cap under which a rank cannot keep one microbatch with split
     backwards; the error names the smallest cap that works. With `kinds`, the error says what the order keeps that was
     found to keep least. Also raises it for a `start` that is incomplete or has another placement or other microbatches,
-    for unknown kinds, for offload if the costs have no time of a copy, and for `kinds` of several paths. Also raises it
-    if ranks with stages of several paths wait for each other in all orders within the cap that were tried.
+    for unknown kinds, for offload if the costs have no time of a copy, and for `kinds` of several paths or with slices.
+    Also raises it for a `start` with other slices, and if ranks with stages of several paths, or with slices of several
+    stages, wait for each other in all orders within the cap that were tried.
     """
     require_placement(placement)
     require_cost_model(cost)
-    require_positive(microbatches=microbatches)
-    began, begin = perf_counter(), (*schedules_on(placement, microbatches), *map(_whole, start))
+    require_positive(microbatches=microbatches, slices=slices)
+    if kinds and slices > 1:
+        raise UsageError("a search with kinds takes no slices: leave out kinds, or make it slices=1")
+    began, begin = perf_counter(), (*schedules_on(placement, microbatches, slices), *start)
     caps = memory_cap, bytes_cap
     storage = make_storage(placement, microbatches, cost, kinds, *caps, objective) if kinds else None
     if storage is None or caps == (None, None):
-        problem = make_problem(placement, microbatches, cost, *caps, objective)
+        problem = make_problem(placement, microbatches, cost, *caps, objective, slices)
         return improved(problem, cost, begin, deadline=began + budget, candidates=candidates, name=name)
     known = None
     if storage.holds_microbatches:
@@ -96,11 +103,6 @@ def search(
     return improved_with_memory(
         storage, cost, (*begin, *more), known=known, deadline=began + budget, candidates=candidates, name=name
     )
-
-
-def _whole(schedule: Schedule) -> Schedule:
-    require_unsliced(schedule, "a search")
-    return schedule
 
 
 def exact(
@@ -132,7 +134,7 @@ def exact(
     require_solver()
     deadline = perf_counter() + budget
     problem = make_problem(placement, microbatches, cost, memory_cap, bytes_cap, objective)
-    begin = (*schedules_on(placement, microbatches), *map(_whole, start))
+    begin = (*schedules_on(placement, microbatches), *start)
     found = improved(problem, cost, begin, deadline=deadline, candidates=CANDIDATES, name="zb-auto")
     return proved(problem, cost, found, deadline=deadline, workers=workers)
 

@@ -12,6 +12,7 @@ from heapq import heappop, heappush
 from itertools import islice
 from math import inf
 from operator import add, mul, sub
+from sys import maxsize
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -34,6 +35,9 @@ from pipeflow.schedules.orders.rules import Rules
 # for one path, so the pass never has to take an action back. Ranks that hold stages of several paths may still wait for
 # each other in a circle. Then the rules lead to no order. The loop is one long function, because a search spends most
 # of its time in it, and each call in it would cost more.
+
+
+NONE = maxsize  # microbatches done of the operation before one that has none before it
 
 
 class ScoredOrder(NamedTuple):
@@ -159,18 +163,18 @@ class _State:
     def __init__(self, problem: Problem, rules: Rules) -> None:
         operations = range(len(problem.source))
         arrivals, self.users = arrival_times(problem)
-        self.done = [0 for _ in operations]
-        self.whole = [len(problem.places[operation // 3]) for operation in operations]
+        self.before = problem.before
+        self.done = [*(0 for _ in operations), NONE]  # the last: of an operation that has none before it
+        self.whole = [*(len(problem.places[operation // 3]) for operation in operations), NONE]
         self.sequences: list[Operations] = [[] for _ in problem.stages]
         self.deferred: list[deque[int]] = [deque() for _ in problem.stages]  # the W that can run
         memory = problem.memory
         self.kept = [0.0 for _ in problem.stages]
         self.unfinished = [0.0 for _ in problem.stages]  # of microbatches with forwards left here
         self.durations = problem.each(problem.durations)
-        saved, at_end = problem.each(memory.at_start), problem.each(memory.at_end)
-        self.changes = problem.each(
-            [*map(add, memory.at_start, memory.at_end)]
-        )  # what an operation adds to what is kept
+        sums = [*map(add, memory.at_start, memory.at_end)]
+        saved, most_added = problem.each(memory.at_start), problem.each([*map(max, memory.at_start, sums)])
+        self.changes = problem.each(sums)  # what an operation adds to what is kept
         self.begins: list[Sequence[float]] = problem.each([0.0 for _ in operations])  # to the unfinished: an F alone
         for stages in problem.of_paths:
             *own, last = (3 * stage for stage in stages)
@@ -191,7 +195,7 @@ class _State:
         ]
         self.gradients = [
             [
-                (operation, arrivals[operation], ages[operation], [room - more for more in at_end[operation]])
+                (operation, arrivals[operation], ages[operation], [room - more for more in most_added[operation]])
                 for operation in (3 * stage + 1 for stage in stages)
             ]
             for stages, room in zip(problem.stages, memory.room, strict=True)
@@ -204,7 +208,7 @@ class _State:
                     ages[3 * stage],
                     limits[stage],
                     [most - more for more in saved[3 * stage]],
-                    reach,
+                    *reach,
                 )
                 for stage, reach in zip(stages, _reaches(problem, stages, most), strict=True)
             ]
@@ -212,20 +216,29 @@ class _State:
         ]
 
 
-def _reaches(problem: Problem, stages: Sequence[int], most: float) -> list[float]:
-    """Per stage of a rank, how much the unfinished microbatches may keep where its F may still run.
+def _reaches(problem: Problem, stages: Sequence[int], most: float) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+    """Per stage of a rank, how much the unfinished microbatches may keep where its F may still run: at least; and by
+    how much more, for each F of the same microbatch that may come before or after this one, if it came before.
 
-    A microbatch that begins must find room for its later chunks, or a rank might fill up with some that never end.
-    With this rule the oldest microbatch can always go on: all others on its way are unfinished, and the last of them
-    left room for it: for the largest, if they differ.
+    A microbatch that begins must find room for its later chunks and slices, or a rank might fill up with some that
+    never end. With this rule the oldest microbatch can always go on: all others on its way are unfinished, none of them
+    is further, and the last of them left room for it: for the largest, if they differ.
     """
-    found: list[float] = []
-    for own in each_path(stages, problem.placement.num_stages):
-        saved = [
-            problem.memory.at_start[3 * stage] * max(problem.factors[stage] if problem.factors else (1,))
+    found: list[tuple[float, tuple[tuple[int, float], ...]]] = []
+    for own in each_path(stages, problem.stages_per_path):
+        saved = {
+            stage: problem.memory.at_start[3 * stage] * max(problem.factors[stage] if problem.factors else (1,))
             for stage in own
-        ]
-        found += [most - sum(saved[chunk:]) for chunk in range(len(own) - 1)] + [inf]
+        }
+        for stage in own[:-1]:
+            left = sum(more for other, more in saved.items() if other == stage or not problem.comes_first(other, stage))
+            others = (
+                (3 * other, more)
+                for other, more in saved.items()
+                if not problem.comes_first(other, stage) and not problem.comes_first(stage, other) and other != stage
+            )
+            found.append((most - left, tuple(others)))
+        found.append((inf, ()))
     return found
 
 
@@ -234,7 +247,7 @@ def list_schedule(problem: Problem, rules: Rules, stop: float = inf) -> ScoredOr
     `stop`, or when ranks wait for each other. One pass, about a microsecond an action.
     """
     run = _State(problem, rules)
-    durations, holds, changes, begins = run.durations, run.holds, run.changes, run.begins
+    durations, holds, changes, begins, before = run.durations, run.holds, run.changes, run.begins, run.before
     done, sequences, deferred, kept, unfinished = run.done, run.sequences, run.deferred, run.kept, run.unfinished
     begun, free, left, events = run.begun, run.free, run.left, run.events
     while events:
@@ -244,17 +257,19 @@ def list_schedule(problem: Problem, rules: Rules, stop: float = inf) -> ScoredOr
         picked, first, gradient, has, alive = -1, inf, inf, kept[rank], unfinished[rank]
         for operation, arrived, ages, rooms in run.gradients[rank]:
             microbatch = done[operation]
-            if microbatch < len(arrived) and has <= rooms[microbatch]:
+            if microbatch < len(arrived) and microbatch < done[before[operation]] and has <= rooms[microbatch]:
                 arrival = arrived[microbatch]
                 if arrival > now:
                     gradient = arrival if arrival < gradient else gradient
                 elif ages[microbatch] < first:
                     picked, first = operation, ages[microbatch]
         soonest = gradient
-        for operation, arrived, ages, cap, rooms, reach in run.activations[rank]:
+        for operation, arrived, ages, cap, rooms, reach, others in run.activations[rank]:
             microbatch = done[operation]
-            may = microbatch < len(arrived) and alive <= reach and microbatch - done[operation + 1] < cap
-            if may and has <= rooms[microbatch]:
+            may = microbatch < len(arrived) and microbatch - done[operation + 1] < cap and has <= rooms[microbatch]
+            if may and alive > reach:
+                may = alive <= reach + sum(more for other, more in others if done[other] > microbatch)
+            if may and microbatch < done[before[operation]]:
                 arrival = arrived[microbatch]
                 if arrival > now:
                     soonest = arrival if arrival < soonest else soonest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush, heapreplace
-from itertools import accumulate, chain
+from itertools import chain, product
 from math import floor, inf
 from operator import mul
 from typing import NamedTuple
@@ -30,17 +30,20 @@ def arcs(problem: Problem) -> Iterator[Arc]:
     k-th use of a value still follows its k-th production. So overtaking gains nothing, with one exception that is
     ignored here: it could let a rank begin later than necessary, which counts for `Timeline.span`.
 
-    Memory: let a rank begin F of its i-th stage for microbatch n before I of its j-th stage for microbatch m <= n has
-    ended. Let l be the smaller and h the larger one of i and j. Then at some time its first l stages keep the
-    activations of all of m..n, and each stage after them, up to the h-th, keeps one activation. If there is no room for
-    all these, F must wait. In the same way F must wait for W, while its stage keeps activations or deferred products of
-    m..n.
+    Memory: let a rank begin F of stage i for microbatch n before I of its stage j for microbatch m <= n has ended. Then
+    at some time its stages up to both i and j keep the activations of all of m..n, and each other stage up to one of
+    them keeps one activation. If there is no room for all these, F must wait. In the same way F must wait for W, while
+    its stage keeps activations or deferred products of m..n. (Stages up to i are i and those whose F always comes
+    first, and their I last: `Problem.comes_first`. Without slices these are all of lower number.)
 
     Microbatches that differ may come in any order, so of them only the waits for values hold.
     """
     for operation, source in enumerate(problem.source):
         if source >= 0:
             yield Arc(source, operation, 0, problem.delays[operation])
+    for operation, before in enumerate(problem.before):
+        if before >= 0:
+            yield Arc(before, operation, 0, 0.0)
     if problem.factors:
         return
     for operation in range(len(problem.source)):
@@ -48,12 +51,14 @@ def arcs(problem: Problem) -> Iterator[Arc]:
     memory = problem.memory
     for stages in problem.of_paths:
         room, microbatches = memory.room[problem.ranks[stages[0]]], len(problem.places[stages[0]])
-        kept = [0.0, *accumulate(memory.at_start[3 * stage] for stage in stages)]
-        for i, forward in enumerate(stages, 1):
-            for j, backward in enumerate(stages, 1):
-                low, high = kept[min(i, j)], kept[max(i, j)]
-                most = (room - (high - low)) / low if low else microbatches
-                yield Arc(3 * backward + 1, 3 * forward, floor(min(most, microbatches)), 0.0)
+        up_to = {
+            stage: {each for each in stages if each == stage or problem.comes_first(each, stage)} for stage in stages
+        }
+        for forward, backward in product(stages, repeat=2):
+            both, one = up_to[forward] & up_to[backward], up_to[forward] ^ up_to[backward]
+            low, once = (sum(memory.at_start[3 * each] for each in some) for some in (both, one))
+            most = (room - once) / low if low else microbatches
+            yield Arc(3 * backward + 1, 3 * forward, floor(min(most, microbatches)), 0.0)
         for stage in stages:
             saved, least = memory.at_start[3 * stage], min(memory.at_start[3 * stage], -memory.at_end[3 * stage + 2])
             most = (room - saved) / least + 1 if least else microbatches
@@ -87,19 +92,20 @@ def bounds(problem: Problem) -> Bounds:
     """
     stages = range(len(problem.ranks))  # an order in which the operations of one microbatch per path can run
     order = [3 * stage for stage in stages] + [3 * stage + half for stage in reversed(stages) for half in (1, 2)]
-    alone = len(problem.ranks) == problem.placement.num_stages  # one path
+    alone = len(problem.ranks) == problem.stages_per_path  # one path
     found = list(arcs(problem))
     times, passing = problem.each(problem.durations), _passing(problem)
     heads = _heads(problem, found, order, times, passing)
     makespan = problem.objective == "makespan"
     starts: list[float | None] = [0.0 if makespan else None] * len(problem.stages)
-    for stage, rank in enumerate(() if makespan or not alone else problem.ranks):
+    for stage in () if makespan or not alone else stages[:: problem.slices]:
+        rank = problem.ranks[stage]
         if problem.stages[rank][0] != stage or (problem.factors and stage):
             break
         starts[rank] = heads[3 * stage][0]
     tails = _tails(problem, found, order, times, passing, starts)
     least = max(problem.work)
-    if problem.factors and alone:
+    if problem.factors and alone and problem.slices == 1:
         passes = [sum(map(mul, problem.delays, each)) for each in zip(*passing, strict=True)]
         least = max(least, largest_microbatch(times, problem.num_microbatches - 1, passes))
     for own in problem.stages:

@@ -2,7 +2,8 @@
 
 A row is a sequence of operations: operation `3 * stage + half` is the next F (half 0), I (1) or W (2) of a stage. Every
 operation takes its microbatches in one order, so the sequence alone determines the row. A stage is here one of one
-path: of a placement of several different paths, stage s of the k-th one has the number k * num_stages + s.
+path: of a placement of several different paths, stage s of the k-th one has the number k * num_stages + s. If
+microbatches are cut, it is that of one slice, too: slice t of stage s has the number s * slices + t.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import groupby
 from math import floor, inf
 from statistics import fmean
 from typing import Literal, get_args
 
 from pipeflow.core.action import Action, Kind
-from pipeflow.core.cost import CostModel, require_cost_model
+from pipeflow.core.cost import CostModel, require_cost_model, require_ends, slice_lengths, slice_works
 from pipeflow.core.dataflow import DATAFLOW, Content, sources
 from pipeflow.core.errors import UsageError
 from pipeflow.core.factors import Row, require_factors
 from pipeflow.core.liveness import CHANGES, MemoryCap, cap_per_rank
 from pipeflow.core.placement import Placement, require_placement, require_positive
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.timeline import Timeline
+from pipeflow.core.timeline import Span, Timeline, changes_of_buffers
 
 Objective = Literal["makespan", "span"]
 HALVES = (Kind.F, Kind.I, Kind.W)
@@ -56,7 +57,8 @@ class MemoryUse:
 @dataclass(frozen=True, slots=True)
 class Problem:
     """The data of a search. Per operation, `durations` is its time, `source` the operation whose value it waits for (-1
-    for none), and `delays` the time of the transfer of that value. `stages` has per rank its stages in ascending order.
+    for none), and `delays` the time of the transfer of that value. `before` is the operation of the neighbouring slice
+    that comes first on its rank for each microbatch, -1 for none. `stages` has per rank its stages in ascending order.
     `objective` is what the search makes small. `order` is that in which all operations take the microbatches; an empty
     one is that of their numbers. `places` has per stage the places in this order of the microbatches that pass it, and
     `factors` those of these microbatches, if they differ.
@@ -69,11 +71,25 @@ class Problem:
     stages: tuple[tuple[int, ...], ...]  # per rank
     durations: tuple[float, ...]
     source: tuple[int, ...]
+    before: tuple[int, ...]
     delays: tuple[float, ...]
     memory: MemoryUse
     objective: Objective
     factors: tuple[Row, ...] = ()
     order: tuple[int, ...] = ()
+    slices: int = 1
+
+    @property
+    def stages_per_path(self) -> int:
+        """The number of stages of one path, each slice apart."""
+        return self.placement.num_stages * self.slices
+
+    def comes_first(self, stage: int, other: int) -> bool:
+        """Whether in any order, the F of a stage comes before that of another one of its rank and path for each
+        microbatch, and its I after that: it is of an earlier stage, or of an earlier slice, and not later in the other.
+        """
+        one, two = divmod(stage, self.slices), divmod(other, self.slices)
+        return one != two and one[0] <= two[0] and one[1] <= two[1]
 
     @property
     def work(self) -> tuple[float, ...]:
@@ -112,7 +128,7 @@ class Problem:
 
     def in_order(self, order: Sequence[int]) -> Problem:
         """The problem whose operations take the microbatches in this order, by their numbers."""
-        now, places = self.order or range(self.num_microbatches), _places(self.placement, order)
+        now, places = self.order or range(self.num_microbatches), _places(self.placement, order, self.slices)
         factors = []
         for before, after, row in zip(self.places, places, self.factors, strict=True):
             known = {now[place]: factor for place, factor in zip(before, row, strict=True)}
@@ -122,13 +138,13 @@ class Problem:
     @property
     def of_paths(self) -> list[list[int]]:
         """The stages of each rank, those of each path apart."""
-        return [own for stages in self.stages for own in each_path(stages, self.placement.num_stages)]
+        return [own for stages in self.stages for own in each_path(stages, self.stages_per_path)]
 
     @property
     def least(self) -> tuple[float, ...]:
         """Per rank, the room for one microbatch on all of its stages: on each for the largest, if they differ."""
         saved = _largest(self.memory.at_start[::3], self.factors)
-        return _least(self.stages, self.placement.num_stages, saved, self.memory.spare)
+        return _least(self.stages, self.stages_per_path, saved, self.memory.spare)
 
     def most_alive(self, stage: int) -> int:
         """The most activations of one stage for which its rank has room, if it keeps nothing else. If microbatches
@@ -146,29 +162,35 @@ def make_problem(
     memory_cap: MemoryCap | None = None,
     bytes_cap: MemoryCap | None = None,
     objective: Objective = "makespan",
+    slices: int = 1,
 ) -> Problem:
-    """Makes the problem of a search. Raises UsageError for a stage without a cost, and for an unknown objective. Also
-    raises it for two caps, and for a cap in bytes if the cost model has no bytes. Also raises it for a cap below one
-    microbatch on all stages of a rank, and for another number of factors.
+    """Makes the problem of a search, whose microbatches are cut into so many slices. Raises UsageError for a stage
+    without a cost, and for an unknown objective. Also raises it for two caps, and for a cap in bytes if the cost model
+    has no bytes. Also raises it for a cap below one microbatch on all stages of a rank, and for another number of
+    factors, or of ends of slices.
     """
     require_placement(placement)
     require_cost_model(cost)
-    require_positive(microbatches=microbatches)
+    require_positive(microbatches=microbatches, slices=slices)
     require_factors(cost.microbatch_factors, microbatches)
+    require_ends(cost.slice_ends, slices)
     if objective not in get_args(Objective):
         raise UsageError(f"objective must be {' or '.join(map(repr, get_args(Objective)))}, got {objective!r}")
-    many, paths = placement.num_stages, _different(placement, microbatches)
-    operations = [(kind, stage) for stage in range(many) for kind in HALVES]
-    makers = sources(HALVES, many)
-    source = [-1 if (maker := makers[operation]) is None else operations.index(maker) for operation in operations]
+    many, paths = placement.num_stages * slices, _different(placement, microbatches)
+    lengths, works = ((1.0,), (1.0,)) if slices == 1 else (slice_lengths(cost, slices), slice_works(cost, slices))
+    operations = [
+        (kind, stage, part) for stage in range(placement.num_stages) for part in range(slices) for kind in HALVES
+    ]
+    source, before = _precedences(operations, placement.num_stages, slices)
     delays = (
-        0.0 if maker < 0 else _delay(cost, path, maker // 3, user // 3)
+        0.0 if maker < 0 else _delay(cost, path, operations[maker][1], stage, lengths[part])
         for path in paths
-        for user, maker in enumerate(source)
+        for (_, stage, part), maker in zip(operations, source, strict=True)
     )
-    stages, places = _stages(paths, placement.num_ranks), _places(placement, range(microbatches))
+    on_ranks = [rank for path in paths for rank in path for _ in range(slices)]
+    stages, places = _stages(on_ranks, placement.num_ranks), _places(placement, range(microbatches), slices)
     factors = (
-        tuple(tuple(cost.factors[index % many][place] for place in own) for index, own in enumerate(places))
+        tuple(tuple(cost.factors[index % many // slices][place] for place in own) for index, own in enumerate(places))
         if cost.factors
         else ()
     )
@@ -176,15 +198,36 @@ def make_problem(
         placement,
         microbatches,
         places,
-        tuple(chain.from_iterable(paths)),
+        tuple(on_ranks),
         stages,
-        tuple(float(cost.duration(kind, stage)) for kind, stage in operations) * len(paths),
-        tuple(maker if maker < 0 else 3 * many * path + maker for path in range(len(paths)) for maker in source),
+        tuple(float(cost.duration(kind, stage)) * works[part] for kind, stage, part in operations) * len(paths),
+        *(
+            tuple(-1 if first < 0 else 3 * many * path + first for path in range(len(paths)) for first in each)
+            for each in (source, before)
+        ),
         tuple(delays),
-        _memory(placement, stages, cost, factors, memory_cap, bytes_cap),
+        _memory(placement, stages, cost, factors, memory_cap, bytes_cap, lengths),
         objective,
         factors,
+        slices=slices,
     )
+
+
+def _precedences(
+    operations: Sequence[tuple[Kind, int, int]], num_stages: int, slices: int
+) -> tuple[list[int], list[int]]:
+    """Per operation of one path, (kind, stage, slice), the operation whose value comes from another stage; and the one
+    of the neighbouring slice on its stage. -1 for none.
+    """
+    makers, numbers = sources(HALVES, num_stages), {operation: number for number, operation in enumerate(operations)}
+    found = [
+        -1 if (maker := makers[kind, stage]) is None else numbers[*maker, part] for kind, stage, part in operations
+    ]
+    neighbours = [
+        next((numbers.get((kind, stage, part + offset), -1) for _, offset in DATAFLOW[kind].across), -1)
+        for kind, stage, part in operations
+    ]
+    return found, neighbours
 
 
 def _different(placement: Placement, microbatches: int) -> dict[tuple[int, ...], int]:
@@ -192,19 +235,19 @@ def _different(placement: Placement, microbatches: int) -> dict[tuple[int, ...],
     return {path: number for number, path in enumerate(dict.fromkeys(placement.paths[:microbatches]))}
 
 
-def _places(placement: Placement, order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Per stage of each path, the places in the order of the microbatches that pass it."""
+def _places(placement: Placement, order: Sequence[int], slices: int) -> tuple[tuple[int, ...], ...]:
+    """Per stage and slice of each path, the places in the order of the microbatches that pass it."""
     paths, numbers = placement.paths, _different(placement, len(order))
     found: list[list[int]] = [[] for _ in numbers]
     for place, microbatch in enumerate(order):
         found[numbers[paths[microbatch % len(paths)]]].append(place)
-    return tuple(tuple(places) for places in found for _ in range(placement.num_stages))
+    return tuple(tuple(places) for places in found for _ in range(placement.num_stages * slices))
 
 
-def _stages(paths: Iterable[Sequence[int]], ranks: int) -> tuple[tuple[int, ...], ...]:
+def _stages(on_ranks: Iterable[int], ranks: int) -> tuple[tuple[int, ...], ...]:
     """Per rank, its stages of all paths. Raises UsageError for a rank without one."""
     found: list[list[int]] = [[] for _ in range(ranks)]
-    for stage, rank in enumerate(chain.from_iterable(paths)):
+    for stage, rank in enumerate(on_ranks):
         found[rank].append(stage)
     if [] in found:
         raise UsageError(f"no microbatch passes rank {found.index([])}: a search needs one for each path")
@@ -216,9 +259,14 @@ def _largest(amounts: Sequence[float], factors: Sequence[Row]) -> list[float]:
     return [amount * (max(factors[stage]) if factors else 1) for stage, amount in enumerate(amounts)]
 
 
-def _delay(cost: CostModel, path: Sequence[int], maker: int, user: int) -> float:
-    """The time between the ranks of two stages, the same or neighbours; a gradient is as large as its activation."""
-    return 0.0 if path[maker] == path[user] else float(cost.transfer(min(maker, user), path[maker], path[user]))
+def _delay(cost: CostModel, path: Sequence[int], maker: int, user: int, length: float) -> float:
+    """The time of a part of a microbatch of this `length` between the ranks of two stages, the same or neighbours. A
+    gradient is as large as its activation.
+    """
+    ranks = path[maker], path[user]
+    if ranks[0] == ranks[1]:
+        return 0.0
+    return float(cost.link(*ranks).latency + cost.holding(min(maker, user), *ranks) * length)
 
 
 def _memory(
@@ -228,18 +276,19 @@ def _memory(
     factors: Sequence[Row],
     memory_cap: MemoryCap | None,
     bytes_cap: MemoryCap | None,
+    lengths: Sequence[float],
 ) -> MemoryUse:
-    """In activations of one chunk, unless `bytes_cap` is given."""
+    """In activations of one chunk, unless `bytes_cap` is given. `lengths` has the share of each slice."""
     if bytes_cap is None:
         sizes: Mapping[Content, Sequence[float]] = {Content.SAVED: (1.0,) * placement.num_stages}
-        return _within("memory_cap", memory_cap, stages, sizes, placement.chunks_per_rank, factors)
+        return _within("memory_cap", memory_cap, stages, sizes, placement.chunks_per_rank, factors, lengths)
     if memory_cap is not None:
         raise UsageError("memory_cap counts activations and bytes_cap counts bytes: pass only one of them")
     if Content.SAVED not in cost.sizes:
         raise UsageError(
             "bytes_cap needs costs with saved_bytes, and deferred_bytes if weight-gradient halves hold any"
         )
-    return _within("bytes_cap", bytes_cap, stages, cost.sizes, None, factors)
+    return _within("bytes_cap", bytes_cap, stages, cost.sizes, None, factors, lengths)
 
 
 def _within(
@@ -249,21 +298,18 @@ def _within(
     sizes: Mapping[Content, Sequence[float]],
     unit: float | None,
     factors: Sequence[Row],
+    lengths: Sequence[float],
 ) -> MemoryUse:
-    """The memory of `sizes` per content and stage within `cap`, which counts in units of so many of them. Raises
-    UsageError for a cap that is too small for a microbatch with the largest factor of each stage, with the least that
-    is not.
+    """The memory of `sizes` per content and stage within `cap`, which counts in units of so many of them. A slice has
+    the part of its length. Raises UsageError for a cap that is too small for a microbatch with the largest factor of
+    each stage, with the least that is not.
     """
-    many = len(sizes[Content.SAVED])
-
-    def amount(contents: Sequence[Content], stage: int) -> float:
-        return float(sum(sizes[content][stage % many] for content in contents if content in sizes))
-
-    changes = [(CHANGES[kind], stage) for stage in range(sum(map(len, stages))) for kind in HALVES]
-    at_start = tuple(amount(change.from_start, stage) for change, stage in changes)
-    at_end = tuple(amount(change.from_end, stage) - amount(change.frees, stage) for change, stage in changes)
-    more = _largest(at_end[1::3], factors)
-    spare = tuple(max(0.0, *(more[stage] for stage in own)) for own in stages)
+    many = len(sizes[Content.SAVED]) * len(lengths)
+    operations = [(kind, stage % many) for stage in range(sum(map(len, stages))) for kind in HALVES]
+    changes = [_changes(kind, *divmod(stage, len(lengths)), sizes, lengths) for kind, stage in operations]
+    at_start, at_end = (tuple(each) for each in zip(*changes, strict=True))
+    begins, ends = (_largest(each[1::3], factors) for each in (at_start, at_end))
+    spare = tuple(max(begins[stage] for stage in own) + max(0.0, *(ends[stage] for stage in own)) for own in stages)
     share = unit or 1
     least = [need / share for need in _least(stages, many, _largest(at_start[::3], factors), spare)]
     caps = [inf] * len(stages) if cap is None else cap_per_rank(cap, least, name)
@@ -271,6 +317,22 @@ def _within(
         if not most * (1 + ROUNDING) >= need:
             raise UsageError(f"{name} {most:g} is too small: rank {rank} needs at least {need:g}, for one microbatch")
     return MemoryUse(at_start, at_end, tuple(most * share * (1 + ROUNDING) for most in caps), spare, unit)
+
+
+def _changes(
+    kind: Kind, stage: int, part: int, sizes: Mapping[Content, Sequence[float]], lengths: Sequence[float]
+) -> tuple[float, float]:
+    """What the action of a slice adds to what its rank keeps, when it starts and when it ends."""
+
+    def amount(contents: Sequence[Content]) -> float:
+        return float(sum(sizes[content][stage] for content in contents if content in sizes)) * lengths[part]
+
+    change = CHANGES[kind]
+    changes = [amount(change.from_start), amount(change.from_end) - amount(change.frees)]
+    if len(lengths) > 1:
+        for end, more in changes_of_buffers(Span(Action(kind, stage, 0, part), 0, 0, 1), sizes, 1.0, lengths):
+            changes[int(end)] += more
+    return changes[0], changes[1]
 
 
 def _least(
@@ -310,15 +372,15 @@ def with_hidden(problem: Problem, overlap: float) -> Problem:
 def to_schedule(name: str, problem: Problem, sequences: Sequence[Operations]) -> Schedule:
     """The schedule whose rows are `sequences`, one per rank."""
     order, places = problem.order or range(problem.num_microbatches), problem.places
-    many = problem.placement.num_stages
-    rows = (
-        tuple(
-            Action(HALVES[operation % 3], operation // 3 % many, order[places[operation // 3][index]])
-            for operation, index in numbered(sequence)
-        )
-        for sequence in sequences
-    )
-    return Schedule(name, problem.placement, problem.num_microbatches, tuple(rows))
+    slices, many = problem.slices, problem.stages_per_path
+
+    def action(operation: int, index: int) -> Action:
+        stage, part = divmod(operation // 3 % many, slices)
+        microbatch = order[places[operation // 3][index]]
+        return Action(HALVES[operation % 3], stage, microbatch, part if slices > 1 else None)
+
+    rows = (tuple(action(*each) for each in numbered(sequence)) for sequence in sequences)
+    return Schedule(name, problem.placement, problem.num_microbatches, tuple(rows), slices)
 
 
 def numbered(sequence: Operations) -> Iterator[tuple[int, int]]:
@@ -333,12 +395,13 @@ def to_sequences(schedule: Schedule) -> list[Operations]:
     """Per rank of a schedule, its sequence of operations. A full backward is split into its two halves, and
     microbatches lose their numbers. Actions that hold up no rank, such as reductions, are left out.
     """
-    paths, many = schedule.placement.paths, schedule.placement.num_stages
+    paths, slices = schedule.placement.paths, schedule.slices
+    many = schedule.placement.num_stages * slices
     numbers = _different(schedule.placement, schedule.num_microbatches)
     first = [3 * many * numbers[path] for path in paths[: schedule.num_microbatches]]
     return [
         [
-            first[action.microbatch % len(first)] + 3 * action.stage + half
+            first[action.microbatch % len(first)] + 3 * (action.stage * slices + (action.slice or 0)) + half
             for action in schedule.actions(rank)
             for half in PARTS[action.kind]
         ]

@@ -95,7 +95,8 @@ def improved(
     takes their pairs apart; where they may be better as they are, they are simulated too.
 
     Raises UsageError for fewer than one candidate, and for a `start` of another placement, of other microbatches, or
-    incomplete. Also raises it if ranks of several paths wait for each other in all orders that were tried.
+    incomplete. Also raises it if ranks of several paths, or with slices of several stages, wait for each other in all
+    orders that were tried.
     """
     if candidates is not None:
         require_positive(candidates=candidates)
@@ -117,8 +118,8 @@ def improved(
     within = [each for each in timed if keeps_within(problem, each[1])]
     if not within:
         raise UsageError(
-            "ranks with stages of several paths wait for each other in all orders that were tried: allow more memory, "
-            "or start from a schedule that keeps within it"
+            "ranks with stages of several paths, or with slices of several stages, wait for each other in all orders "
+            "that were tried: allow more memory, or start from a schedule that keeps within it"
         )
     schedule, timeline = min(
         within,
@@ -180,6 +181,11 @@ def _started(problem: Problem, schedule: Schedule) -> ScoredOrder | None:
     """The candidate that `schedule` is; None when it does not keep within the memory."""
     if schedule.placement != problem.placement or schedule.num_microbatches != problem.num_microbatches:
         raise UsageError(f"start {schedule.name!r} has another placement or other microbatches than the search")
+    if schedule.slices != problem.slices:
+        raise UsageError(
+            f"start {schedule.name!r} has slices={schedule.slices}, and the search has slices={problem.slices}: "
+            "give both the same number"
+        )
     sequences = to_sequences(schedule)
     whole = [
         [3 * stage + half for stage in stages for half in range(3) for _ in problem.places[stage]]
@@ -286,9 +292,11 @@ def _move_climb(problem: Problem, current: ScoredOrder, random: Random) -> Climb
 
 
 def fits(problem: Problem, rank: int, sequence: Operations) -> bool:
-    """Whether a rank's sequence keeps within its memory, and every F precedes its I and that its W."""
-    memory, room, factors = problem.memory, problem.memory.room[rank], problem.factors
-    kept, done = 0.0, [0] * len(problem.source)
+    """Whether a rank's sequence keeps within its memory, every F precedes its I and that its W, and slices come in
+    order.
+    """
+    memory, room, factors, before = problem.memory, problem.memory.room[rank], problem.factors, problem.before
+    kept, done = 0.0, [*[0] * len(problem.source), inf]  # the last: of an operation that has none before it
     for operation in sequence:
         begins, ends = memory.at_start[operation], memory.at_end[operation]
         if factors:
@@ -297,7 +305,8 @@ def fits(problem: Problem, rank: int, sequence: Operations) -> bool:
         done[operation] += 1
         most = kept + begins
         kept = most + ends
-        if max(most, kept) > room or (operation % 3 and done[operation] > done[operation - 1]):
+        early = (operation % 3 and done[operation] > done[operation - 1]) or done[operation] > done[before[operation]]
+        if early or max(most, kept) > room:
             return False
     return True
 

@@ -58,8 +58,9 @@ def search(fields: Mapping[str, str]) -> dict[str, Any]:
     placement, cost = made.placement, state.prices.cost_model(made.placement)
     if len(placement.paths) > 1:
         raise UsageError("a search takes placements in one direction: begin with a schedule like 1f1b or zb-v")
-    if placement.num_stages * made.num_microbatches > LARGEST_SEARCHED:
-        raise UsageError(f"a search takes up to {LARGEST_SEARCHED:,} stages times microbatches: use fewer microbatches")
+    if placement.num_stages * made.num_microbatches * made.slices > LARGEST_SEARCHED:
+        few = "use fewer microbatches" + " or slices" * (made.slices > 1)
+        raise UsageError(f"a search takes up to {LARGEST_SEARCHED:,} stages times microbatches: {few}")
     wrong = _wrong(state, made)
     found = searched(
         placement,
@@ -71,6 +72,7 @@ def search(fields: Mapping[str, str]) -> dict[str, Any]:
         budget=BUDGET,
         start=[] if wrong else [without_optimizer_step(made.without_reductions())],
         name=CUSTOM,
+        slices=made.slices,
     )
     best = state.request(name).completed(found.schedule)
     makespan = simulate(best, cost).makespan

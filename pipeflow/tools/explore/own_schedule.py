@@ -38,10 +38,10 @@ def par(state: State, made: Schedule, makespan: float | None) -> dict[str, Any]:
         return _none("no lower bound is known for pairs that overlap")
     if makespan is not None and made.is_forward_only:
         return _none("the lower bound is that of a step with backwards")
-    if made.placement.num_stages * made.num_microbatches > LARGEST:
-        return _none(f"the lower bound is computed up to {LARGEST:,} stages times microbatches")
+    if made.placement.num_stages * made.num_microbatches * made.slices > LARGEST:
+        return _none(f"the lower bound is computed up to {LARGEST:,} stages times microbatches (times their slices)")
     try:
-        least = _least(made.placement, made.num_microbatches, cost, *caps)
+        least = _least(made.placement, made.num_microbatches, cost, *caps, made.slices)
     except UsageError as error:
         return _none(f"there is no lower bound: {error}")
     text = f"no order of this placement can end before {unit.text(least)}"
@@ -65,9 +65,14 @@ def _none(why: str) -> dict[str, Any]:
 
 @lru_cache(64)
 def _least(
-    placement: Placement, microbatches: int, cost: CostModel, memory_cap: MemoryCap | None, bytes_cap: MemoryCap | None
+    placement: Placement,
+    microbatches: int,
+    cost: CostModel,
+    memory_cap: MemoryCap | None,
+    bytes_cap: MemoryCap | None,
+    slices: int,
 ) -> float:
-    return bounds(make_problem(placement, microbatches, cost, memory_cap, bytes_cap)).objective
+    return bounds(make_problem(placement, microbatches, cost, memory_cap, bytes_cap, slices=slices)).objective
 
 
 def custom(state: State) -> dict[str, Any]:
