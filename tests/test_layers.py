@@ -28,7 +28,7 @@ LAYERS: dict[str, set[str]] = {
     "draw": {"core", "analysis", "rich"},
     "explore": {"core", "analysis", "soundness", "orders", "schedules", "planning", "draw", "traces"},
     "traces": {"core", "analysis", "soundness", "schedules", "planning"},
-    "cli": {"pipeflow", "rich", "shtab", "calibration", "checking", "explore", "traces", *PLANS},
+    "cli": {"pipeflow", "rich", "shtab", "calibration", "checking", "explore", "parallel", "traces", *PLANS},
     "__main__": {"cli"},
     "torch_private": {"torch"},
     "parallel": {"core", "torch"},

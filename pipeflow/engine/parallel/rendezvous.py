@@ -151,14 +151,12 @@ class _Meeting:
 
     def _join(self, host: str, port: int) -> dist.Store:
         """The store of torchrun, or a store that rank 0 serves."""
-        patience = timedelta(seconds=self.timeout)
         serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        options: dict[str, Any] = {"is_master": serves, "wait_for_workers": False, "timeout": patience}
         try:
             if serves:
-                listening = _listen(host, self.seen, port)
-                options["master_listen_fd"] = listening.detach()
-            return dist.TCPStore(host, port, self.size, **options)
+                return serve(host, port, self.size, self.timeout)
+            patience = timedelta(seconds=self.timeout)
+            return dist.TCPStore(host, port, self.size, is_master=False, wait_for_workers=False, timeout=patience)
         except (OSError, RuntimeError) as error:
             if serves:
                 raise UsageError(f"rank 0 cannot serve a store at {host}:{port}: {error}") from None
@@ -224,6 +222,16 @@ def _has(store: dist.Store, keys: list[str], until: float) -> bool:
     except dist.DistStoreError:
         return False
     return True
+
+
+def serve(host: str, port: int, size: int, timeout: float = 300.0) -> dist.TCPStore:
+    """A store for `size` processes that this process serves at `host`, on any free port if `port` is 0. Its operations
+    wait for `timeout` seconds. Raises OSError or RuntimeError.
+    """
+    listening = _listen(host, resolve(host), port)
+    port, patience = listening.getsockname()[1], timedelta(seconds=timeout)
+    options: dict[str, Any] = {"master_listen_fd": listening.detach()}
+    return dist.TCPStore(host, port, size, is_master=True, wait_for_workers=False, timeout=patience, **options)
 
 
 def _listen(host: str, address: str, port: int) -> socket.socket:

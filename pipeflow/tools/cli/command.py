@@ -29,6 +29,7 @@ examples:
   pipeflow calibrate --output cluster.json
   pipeflow verify mine.csv
   pipeflow check plain parallel
+  pipeflow run --ranks 8 train.py
 """
 
 
@@ -109,6 +110,7 @@ MODULES = {
     "export": "schedules",
     "explain": "explain",
     "check": "check",
+    "run": "run",
     "explore": "explore",
     "completion": "names",
 }
