@@ -24,8 +24,8 @@ from benchmarks.report import Report
 from benchmarks.task import Contender
 from pipeflow.core.dataflow import Content
 from pipeflow.engine.parallel.context import current_context
-from pipeflow.engine.runtime.past import joined, tokens_before
 from pipeflow.engine.tensor.context_attention import ContextAttention
+from pipeflow.engine.tensor.past import tokens_before
 from pipeflow.models import GPTLMLoss, build_gpt_pipeline
 
 TOKENS, ATTENTION = 4096, 0.5
@@ -53,7 +53,7 @@ class SleepingSlice(nn.Module):
         ranks, start = self.over_context.group.size, tokens_before(self)
         if ranks > 1:
             heads = tokens[:, None]
-            tokens = self.over_context(heads, heads, heads, _last, partial(joined, self))[:, 0]
+            tokens = self.over_context(heads, heads, heads, _last)[:, 0]
         places = start / TOKENS, (start + ranks * tokens.shape[1]) / TOKENS
         share = (1 - ATTENTION) * (places[1] - places[0]) + ATTENTION * (places[1] ** 2 - places[0] ** 2)
         sleep: Any = Sleep.apply

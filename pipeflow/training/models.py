@@ -10,7 +10,6 @@ how it is trained.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,14 +22,15 @@ from pipeflow.core.placement import Placement
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.sharding import own_tokens
 from pipeflow.engine.runtime.gradients.weights import PipelineSharedModuleWrapper
-from pipeflow.engine.runtime.past import is_sliced, joined, tokens_before
+from pipeflow.engine.runtime.sharing import CONTEXT, SLICES
 from pipeflow.engine.tensor.block_attention import seen_keys
 from pipeflow.engine.tensor.context_attention import ContextAttention, context_group
-from pipeflow.engine.tensor.cross_entropy import VocabParallelCrossEntropy
+from pipeflow.engine.tensor.cross_entropy import VocabParallelCrossEntropy, shifted_labels
 from pipeflow.engine.tensor.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
 from pipeflow.engine.tensor.layer import LayerNorm, Membership, divide, feature_parts
 from pipeflow.engine.tensor.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelClassifier
-from pipeflow.engine.tensor.masked_attention import masked_attention
+from pipeflow.engine.tensor.masked_attention import masked_attention, plain_attention
+from pipeflow.engine.tensor.past import is_sliced, tokens_before
 from pipeflow.engine.tensor.random import Dropout, checkpoint, initialize_
 from pipeflow.engine.tensor.regions import scatter_to_sequence_region
 
@@ -45,10 +45,6 @@ __all__ = [
 ]
 
 Activation = Callable[[Tensor], Tensor]
-MASKED = (
-    "attention_mask is not possible with slices of a sequence. A causal model needs none for padding at the end: leave "
-    "it out, and give padding the label -100; for other masks, use a schedule with slices=1"
-)
 
 
 def causal(attention_mask: Tensor | None, length: int) -> Tensor | None:
@@ -94,9 +90,9 @@ class Attention(nn.Module):
         query, key, value = mixed.permute(3, 0, 2, 1, 4)
         mask = causal(attention_mask, query.shape[2])
         if mask is not None and self.over_context.group.size > 1:
-            raise UsageError("a GPT takes no attention mask over context ranks: leave it out, or launch with context=1")
+            raise CONTEXT.mask_error()
         if mask is not None and is_sliced(self):
-            raise UsageError(MASKED)
+            raise SLICES.mask_error()
         if mask is not None and (groups := self.output.grid) is not None and groups.grid.axes == 3:
             raise UsageError(
                 "a GPT takes no attention mask in tensor mode '3d', where attention has other samples than its stage: "
@@ -105,11 +101,9 @@ class Attention(nn.Module):
         with_dropout = self.training and self.dropout.p
         if mask is None:
             attend = self._with_dropout if with_dropout else masked_attention
-            seen = self.over_context(query, key, value, attend, partial(joined, self))
-        elif with_dropout:
-            seen = self._with_dropout(query, key, value, mask)
+            seen = self.over_context(query, key, value, attend)
         else:
-            seen = functional.scaled_dot_product_attention(query, key, value, mask)
+            seen = (self._with_dropout if with_dropout else plain_attention)(query, key, value, mask)
         output: Tensor = self.output(seen.transpose(1, 2).flatten(2))
         return output
 
@@ -266,7 +260,7 @@ class GPTLMLoss(nn.Module):
 
     def shifted(self, labels: Tensor) -> Tensor:
         """The label of each token, (batch, length): the next token; that of the last one does not count."""
-        return functional.pad(labels[:, 1:], (0, 1), value=self.loss.ignore_index)
+        return shifted_labels(labels, self.loss.ignore_index)
 
     @property
     def of_shifted(self) -> VocabParallelCrossEntropy:

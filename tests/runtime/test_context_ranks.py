@@ -86,7 +86,7 @@ MAKING: dict[str, tuple[Callable[[], Pipeline], str]] = {
         lambda: Pipeline.from_module(nn.Linear(2, 2), SCHEDULE, {"input": TOKENS}, criterion=GPTLMLoss()),
         r"and Linear is not known to do so: use a GPTStage, call share_tokens\(model\) before from_module",
     ),
-    "a loss": (lambda: made(criterion=mean), r"and mean is not known to do so: use GPTLMLoss\(\)"),
+    "a loss": (lambda: made(criterion=mean), r"and mean is not known to do so: pass criterion=GPTLMLoss\(\)"),
     "a loss module": (lambda: made(criterion=nn.CrossEntropyLoss()), "and CrossEntropyLoss is not known to do so"),
     "weigh": (lambda: made(weigh=len), "do not go together with weigh=: leave it out"),
     "overlap": (lambda: made(overlap=lambda forward, backward: None), "do not go together with overlap="),
@@ -115,7 +115,7 @@ BATCHES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a mask": (
         step(({"input_ids": TOKENS, "attention_mask": torch.ones(2, 8)}, TOKENS)),
-        "context ranks take no attention_mask with stages: leave it out of the batch",
+        "attention_mask is not possible with context ranks.* launch with context=1",
     ),
     "another entry": (
         step(({"input_ids": TOKENS, "hidden_states": TOKENS}, TOKENS)),

@@ -16,8 +16,8 @@ from pipeflow import CostModel, Divided, Kind, Pipeline, Schedule, UsageError, W
 from pipeflow.core.analysis.measured_step import measured_costs
 from pipeflow.core.slices import equal_slices
 from pipeflow.engine.parallel.context import current_context
-from pipeflow.engine.runtime.past import Slices, joined
 from pipeflow.engine.runtime.slicing import ends_of
+from pipeflow.engine.tensor.past import Slices, joined
 from pipeflow.schedules.orders.additions import with_recompute
 from pipeflow.testing import RankError, run_processes, run_threads
 from pipeflow.training.models import GPTLMLoss, build_gpt_pipeline, build_stage
@@ -332,7 +332,7 @@ def test_what_slices_would_share_wrongly_is_refused(how: str) -> None:
     if how == "offload":
         first, *others = schedule.actions(0)
         schedule = replace(schedule, rows=((first, first.as_kind(Kind.O), first.as_kind(Kind.L), *others),))
-    said = "modules of stage 0 are compiled" if how == "compiled" else "also optimizer steps, offload"
+    said = "modules of stage 0, a GPTStage, are compiled" if how == "compiled" else "with optimizer steps, offload"
     with pytest.raises(RankError, match=said):
         run_threads(step_compiled, 1, schedule, batch_of(2, 8), how == "compiled")
 
@@ -398,9 +398,15 @@ IDS, LABELS = batch_of(4, 8)
         ),
         (IDS, LABELS[:, :4], {}, GPTLMLoss(), "as many as the others"),
         (IDS, torch.ones(4), {}, GPTLMLoss(), "slices are cut along dim 1"),
-        (IDS, LABELS, {"tensor_shape": (2, 8, 16)}, GPTLMLoss(), "tensor_shape= needs whole microbatches"),
-        (IDS, LABELS, {"weigh": len}, GPTLMLoss(), "weigh= needs whole microbatches"),
-        (IDS, LABELS, {}, nn.CrossEntropyLoss(), "does not say which token each label belongs to"),
+        (IDS, LABELS, {"tensor_shape": (2, 8, 16)}, GPTLMLoss(), "slices do not go together with tensor_shape="),
+        (IDS, LABELS, {"weigh": len}, GPTLMLoss(), "slices do not go together with weigh="),
+        (
+            IDS,
+            LABELS,
+            {},
+            nn.CrossEntropyLoss(),
+            "slices need a loss that shifts labels",
+        ),
         (IDS, LABELS, {"cost": "ends"}, GPTLMLoss(), "slice_ends has 3 numbers"),
         ({"input_ids": IDS["input_ids"][:, :1]}, LABELS[:, :1], {}, GPTLMLoss(), "too few for 2 slices"),
     ],
@@ -416,7 +422,7 @@ def test_what_cannot_be_cut_is_one_error(inputs: Any, labels: Any, options: Any,
 
 def test_a_stage_must_say_that_it_computes_slices() -> None:
     schedule = make_schedule("1f1b", ranks=2, microbatches=2, slices=2)
-    with pytest.raises(RankError, match="a Linear, does not say that it computes a slice"):
+    with pytest.raises(RankError, match="slices need stages that exchange keys and values, and Linear is not known to"):
         run_threads(stepped_linear, 2, schedule)
 
 

@@ -17,7 +17,7 @@ from pipeflow import UsageError
 from pipeflow.engine.parallel.context import CONTEXT_ATTENTION, current_context
 from pipeflow.engine.parallel.sharding import own_tokens
 from pipeflow.engine.tensor.block_attention import _Seen
-from pipeflow.engine.tensor.context_attention import Attend, ContextAttention, Join
+from pipeflow.engine.tensor.context_attention import Attend, ContextAttention
 from pipeflow.engine.tensor.masked_attention import masked_attention
 from pipeflow.models import GPTBlock, GPTEmbedding
 from pipeflow.tensor import Dropout, checkpoint, manual_seed
@@ -288,7 +288,7 @@ def operations(length: int) -> float:
         pairs.append(queries * keys - queries * (queries - 1) / 2)
         return torch.zeros_like(query)
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, attend: Attend, join: Join) -> Tensor:
+    def forward(query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
         return whole_forward(query, key, value, counted)
 
     block.attention.over_context.forward = forward  # type: ignore[assignment, method-assign]
@@ -363,7 +363,7 @@ def test_positions_are_those_of_the_rank_s_own_tokens() -> None:
 
 
 def refuse_a_mask() -> None:
-    with pytest.raises(UsageError, match="a GPT takes no attention mask over context ranks"):
+    with pytest.raises(UsageError, match="attention_mask is not possible with context ranks"):
         GPTBlock(WIDTH, HEADS_OF_BLOCK)(torch.zeros(1, 4, WIDTH), torch.ones(1, 1, 1, 4, dtype=torch.bool))
 
 

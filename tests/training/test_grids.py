@@ -230,7 +230,7 @@ def in_slices() -> str:
 
 def test_slices_on_a_grid_are_refused() -> None:
     said = run_threads(in_slices, 4, **GRIDS["2d"])
-    assert all("a grid of tensor ranks needs whole microbatches: leave it out" in each for each in said)
+    assert all("slices do not go together with a grid of tensor ranks: leave it out" in each for each in said)
 
 
 def test_stages_that_are_not_known_to_compute_on_a_grid_are_refused() -> None:

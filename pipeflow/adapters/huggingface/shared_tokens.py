@@ -4,38 +4,25 @@ attention, and their loss. Must not contain: how keys pass from slice to slice o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pipeflow.adapters.libraries import transformers_library
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.runtime.past import is_sliced, joined
+from pipeflow.engine.runtime.sharing import CONTEXT
 from pipeflow.engine.tensor.context_attention import ContextAttention, context_group
-from pipeflow.engine.tensor.cross_entropy import CrossEntropy
+from pipeflow.engine.tensor.cross_entropy import CrossEntropy, shifted_labels
 from pipeflow.engine.tensor.masked_attention import masked_attention, plain_attention
+from pipeflow.engine.tensor.past import is_sliced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "pipeflow"
 FAMILIES = frozenset(
-    {
-        "cohere",
-        "gemma3_text",
-        "gpt2",
-        "granite",
-        "llama",
-        "mistral",
-        "olmo2",
-        "phi3",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-    }
+    {"cohere", "gemma3_text", "gpt2", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe"}
 )
 """The types of causal models whose tokens meet in attention alone, as tests have shown for each."""
 BIDIRECTIONAL = {"bert": "BertForMaskedLM", "modernbert": "ModernBertForMaskedLM"}
@@ -119,7 +106,7 @@ def mask(*arguments: Any, attention_mask: Tensor | None = None, **options: Any) 
         found: Tensor | None = whole(*arguments, attention_mask=attention_mask, **options)
         return found
     if attention_mask is not None:
-        raise UsageError("context ranks take no attention_mask: leave it out, or launch with context=1")
+        raise CONTEXT.mask_error()
     return None
 
 
@@ -170,15 +157,10 @@ def attention(
         if documents is not None and not causal:
             documents = documents.clamp(-1, 0)  # such models take packed documents for one
         hidden: dict[str, Any] = {"causal": causal, "window": sliding_window, "documents": documents}
-        seen = over_context(query, key, value, masked_attention, partial(joined, module), **hidden, **options)
+        seen = over_context(query, key, value, masked_attention, module, **hidden, **options)
     else:
         seen = plain_attention(query, key, value, attention_mask, **options)
     return seen.transpose(1, 2).contiguous(), None
-
-
-def shifted_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """The label of each token, (batch, length): the next token's; that of the last one does not count."""
-    return functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
 
 
 def own_labels(labels: Tensor) -> Tensor:
@@ -193,11 +175,10 @@ class _OfTokens(CrossEntropy):
         return super().forward(output.logits, labels)
 
 
-class CausalLMLoss(nn.Module):
-    """Mean cross-entropy of predicting each token from the tokens before it, in float32 at least. Takes the output of a
-    model of transformers, with `logits` (batch, length, vocabulary), and the input ids (batch, length) as labels, which
-    it shifts by one. Labels of -100 do not count.
-    """
+class _TokenLoss(nn.Module):
+    """The mean loss of tokens, to which `shifted` gives their labels."""
+
+    shifted: Callable[[Tensor], Tensor]
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,25 +188,20 @@ class CausalLMLoss(nn.Module):
         loss: Tensor = self.of_shifted(output, self.shifted(labels))
         return loss
 
-    def shifted(self, labels: Tensor) -> Tensor:
-        """The label of each token, (batch, length): the next token; that of the last one does not count."""
-        return shifted_labels(labels, self.of_shifted.ignore_index)
+
+class CausalLMLoss(_TokenLoss):
+    """Mean cross-entropy of predicting each token from the tokens before it, in float32 at least. Takes the output of a
+    model of transformers, with `logits` (batch, length, vocabulary), and the input ids (batch, length) as labels, which
+    it shifts by one. Labels of -100 do not count.
+    """
+
+    shifted = staticmethod(shifted_labels)
 
 
-class MaskedLMLoss(nn.Module):
+class MaskedLMLoss(_TokenLoss):
     """Mean cross-entropy of the tokens that have a label, in float32 at least. Takes the output of a model of
     transformers, with `logits` (batch, length, vocabulary), and the labels (batch, length), which belong to their own
     tokens. Labels of -100 do not count.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.of_shifted = _OfTokens()
-
-    def forward(self, output: Any, labels: Tensor) -> Tensor:
-        loss: Tensor = self.of_shifted(output, labels)
-        return loss
-
-    def shifted(self, labels: Tensor) -> Tensor:
-        """The label of each token, (batch, length), as they are."""
-        return own_labels(labels)
+    shifted = staticmethod(own_labels)

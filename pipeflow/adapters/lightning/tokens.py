@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from pipeflow.adapters.libraries import instead
 from pipeflow.core.errors import UsageError
+from pipeflow.engine.runtime.context_ranks import ALONE
 from pipeflow.engine.stages.criterion import loss_in
-
-_ALONE = "or launch with context=1"
 
 
 def require_divisible(method: str, batch: object) -> None:
@@ -22,12 +21,12 @@ def require_divisible(method: str, batch: object) -> None:
     if method != "training_step":
         raise UsageError(
             f"over context ranks, a LightningModule trains only, since each rank has the outputs of its own tokens: "
-            f"leave {method} out, as with limit_val_batches=0, {_ALONE}"
+            f"leave {method} out, as with limit_val_batches=0, {ALONE}"
         )
     if not isinstance(batch, dict) or "input_ids" not in batch:
         raise UsageError(
             "a step of a LightningModule does not say which tensors of its batch have tokens, so context ranks cannot "
-            f"divide them: use batches that are dicts with input_ids, position_ids and labels, {_ALONE}"
+            f"divide them: use batches that are dicts with input_ids, position_ids and labels, {ALONE}"
         )
 
 
@@ -43,7 +42,7 @@ def share_tokens_of(module: nn.Module) -> None:
         raise UsageError(
             f"context ranks need one model of transformers with a loss in a LightningModule, and {len(models)} of "
             f"{type(module).__name__} are known to share tokens: call share_tokens(model) in its "
-            f"constructor, {_ALONE}"
+            f"constructor, {ALONE}"
         )
     vars(module).update(shares_tokens=True, shifted=vars(models[0])["shifted"])
 
@@ -76,10 +75,10 @@ def require_own_loss(loss: Tensor, losses: list[Tensor | None], others: Mapping[
     if not any(loss is each for each in losses):
         raise UsageError(
             "over context ranks, whose labels are shifted before tokens are divided, training_step returns the loss of "
-            f"its model as it is, as in self.model(**batch).loss: return that, {_ALONE}"
+            f"its model as it is, as in self.model(**batch).loss: return that, {ALONE}"
         )
     if others:
         raise UsageError(
             "over context ranks, training_step returns and logs its loss alone, since each rank has the outputs of its "
-            f"own tokens: leave the rest out, {_ALONE}"
+            f"own tokens: leave the rest out, {ALONE}"
         )

@@ -16,9 +16,9 @@ from pipeflow.core.route import Routes, routes_among
 from pipeflow.core.schedule import Schedule
 from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.runtime import grid_samples
-from pipeflow.engine.runtime.context_ranks import require_stages
 from pipeflow.engine.runtime.program.compile import Options, digest_of, require_sound
 from pipeflow.engine.runtime.program.slots import Promise
+from pipeflow.engine.runtime.sharing import CONTEXT
 from pipeflow.engine.stages.stage import ModuleStage
 
 
@@ -102,7 +102,7 @@ def fitting_stages(
     if lazy := [name for name, parameter in chunks.named_parameters() if is_lazy(parameter)]:
         raise UsageError(f"{lazy[0]} has no shape yet: run the lazy layers of a stage once before making the Pipeline")
     if context.context_size > 1:
-        require_stages(chunks)
+        CONTEXT.require_stages(chunks)
     if context.layout.sample_parts > 1:
         grid_samples.require_stages(chunks, context.layout)
     return own

@@ -4,9 +4,9 @@ Must not contain: attention, which is the layers', and sums, in which a context 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +15,13 @@ from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.sharding import own_tokens
 from pipeflow.engine.runtime.microbatch import Batch
-from pipeflow.engine.runtime.original import root_of
-from pipeflow.engine.runtime.positions import DOCUMENTS, documents_of
+from pipeflow.engine.runtime.sharing import CONTEXT, DOCUMENTS, MASK
 from pipeflow.engine.stages.criterion import own_loss
 from pipeflow.engine.stages.entries import LABELS
 
 TOKENS = ("input_ids", "position_ids", "token_type_ids")  # the entries of a batch that have a number for each token
-MASK = "attention_mask"  # an entry that is 0 for each token of padding, of models that were cut
 SHIFTED = "shift_labels"  # an entry with the label of each token, from which a module computes its own loss
-ALONE = "or launch with context=1"
+ALONE = f"or {CONTEXT.whole}"
 
 
 class ContextTokens:
@@ -34,10 +32,9 @@ class ContextTokens:
 
     Args:
         context: the context of this rank, with several context ranks.
-        criterion: the loss. It has `shifted(labels)`, which gives each token its label, and `of_shifted`, the mean loss
-            of tokens with such labels, whose `weigh` counts the labels. Or it is `own_loss` of a module that has
-            `shifted` and takes such labels as `shift_labels`. None if the Pipeline has no loss.
-        refused: arguments of the Pipeline, by name, that do not fit context ranks; false where they are not given.
+        criterion: the loss, as `Sharing.require_loss` has it. Or it is `own_loss` of a module that has `shifted` and
+            takes such labels as `shift_labels`. None if the Pipeline has no loss.
+        refused: arguments of the Pipeline, as they are written, that do not fit context ranks; false if not given.
 
     Attributes:
         criterion: the loss of this rank's tokens.
@@ -52,21 +49,13 @@ class ContextTokens:
         criterion: Callable[..., Tensor] | None,
         refused: Mapping[str, object],
     ) -> None:
-        for name in (name for name, given in refused.items() if given):
-            raise UsageError(f"context ranks do not go together with {name}=: leave it out, {ALONE}")
+        CONTEXT.require_none(refused)
         self._rank, self._ranks = context.context_rank, context.context_size
         self.criterion = self.whole = criterion
         self._is_own = criterion is own_loss
-        if criterion is None or self._is_own:
-            return
-        loss: Any = criterion
-        if not (hasattr(loss, "shifted") and getattr(getattr(loss, "of_shifted", None), "weigh", None)):
-            raise UsageError(
-                "context ranks need a loss that shifts labels before tokens are divided, and "
-                f"{getattr(criterion, '__name__', type(criterion).__name__)} is not known to do so: use "
-                f"GPTLMLoss(), CausalLMLoss() or MaskedLMLoss(), {ALONE}"
-            )
-        self.criterion, self._shifted = loss.of_shifted, loss.shifted
+        if criterion is not None and not self._is_own:
+            CONTEXT.require_loss(criterion)
+            self.criterion = cast(Any, criterion).of_shifted
 
     def own(
         self, batch: Batch, module: nn.Module | None = None, cut: Callable[[int], Sequence[int]] | None = None
@@ -93,7 +82,7 @@ class ContextTokens:
         if module is not None and inputs.get(LABELS) is batch.labels:
             inputs.pop(LABELS, None)
         if MASK in inputs and module is None:
-            raise UsageError(f"context ranks take no {MASK} with stages: leave it out of the batch, {ALONE}")
+            raise CONTEXT.mask_error()
         if others := [name for name in inputs if name not in (*TOKENS, MASK)]:
             raise UsageError(f"it is not known how context ranks divide the entry {others[0]!r}: leave it out, {ALONE}")
         tokens = inputs["input_ids"]
@@ -102,20 +91,22 @@ class ContextTokens:
                 self._require_fits(name, entry, tokens)
         mask = inputs.pop(MASK, None)
         ends = (tokens.shape[1],) if cut is None else cut(tokens.shape[1])
-        parts: dict[str, Any] = {name: self._part(entry, ends) for name, entry in inputs.items()}
-        documents = None if module is None else documents_of(replace(batch, inputs=inputs), "context ranks", mask)
-        if documents is not None:
-            parts[DOCUMENTS] = documents
+        found = replace(batch, inputs=inputs)
+        found = found if module is None else CONTEXT.with_documents(found, mask)
+        parts = {name: each if name == DOCUMENTS else self._part(each, ends) for name, each in found.named.items()}
         if self.criterion is None or batch.labels is None:
             return replace(batch, inputs=parts, labels=None, whole=batch)
-        if not self._is_own:
-            return replace(batch, inputs=parts, labels=self._part(self._shifted(batch.labels), ends), whole=batch)
-        labels = self._part(_shifted_by(module, batch.labels), ends)
-        return replace(batch, inputs={**parts, LABELS: labels, SHIFTED: labels}, labels=labels, whole=batch)
+        loss: Any = module if self._is_own else self.whole
+        if not hasattr(loss, "shifted"):
+            CONTEXT.require_loss(own_loss)
+        labels = self._part(loss.shifted(batch.labels), ends)
+        if self._is_own:
+            parts |= {LABELS: labels, SHIFTED: labels}
+        return replace(batch, inputs=parts, labels=labels, whole=batch)
 
-    def _part(self, entry: Tensor, ends: Sequence[int]) -> Tensor:
+    def _part(self, entry: Any, ends: Sequence[int]) -> Tensor:
         """This rank's tokens of each slice."""
-        slices = entry.tensor_split(ends[:-1], dim=1)
+        slices: Sequence[Tensor] = entry.tensor_split(ends[:-1], dim=1)
         return torch.cat([own_tokens(part, self._rank, self._ranks, dim=1) for part in slices], 1)
 
     def _require_fits(self, name: str, entry: object, tokens: object) -> None:
@@ -129,28 +120,6 @@ class ContextTokens:
             raise UsageError(
                 f"sequences of {length} tokens have no {2 * self._ranks} equal parts for {self._ranks} context ranks: "
                 f"pad them to a multiple of {2 * self._ranks}, with labels of -100"
-            )
-
-
-def _shifted_by(module: nn.Module | None, labels: Any) -> Tensor:
-    """The label of each token, of which a module computes its own loss. Raises UsageError for one that takes none."""
-    shifted = getattr(module, "shifted", None)
-    if shifted is None:
-        raise UsageError(
-            "context ranks need a loss that shifts labels before tokens are divided, and the module's own loss is not "
-            f"known to do so: pass criterion=CausalLMLoss(), {ALONE}"
-        )
-    found: Tensor = shifted(labels)
-    return found
-
-
-def require_stages(chunks: Iterable[nn.Module]) -> None:
-    """Raises UsageError for a stage that does not say `shares_tokens`: it computes over context ranks."""
-    for root in map(root_of, chunks):
-        if not getattr(root, "shares_tokens", False):
-            raise UsageError(
-                f"context ranks need stages that exchange keys and values, and {type(root).__name__} is not known to "
-                f"do so: use a GPTStage, call share_tokens(model) before from_module, {ALONE}"
             )
 
 

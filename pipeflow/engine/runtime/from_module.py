@@ -20,9 +20,10 @@ from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.transport.agreement import all_gather_object
 from pipeflow.engine.parallel.transport.protocol import Unconnected
 from pipeflow.engine.runtime.arguments import require_ranks
-from pipeflow.engine.runtime.context_ranks import ContextTokens, require_stages
+from pipeflow.engine.runtime.context_ranks import ContextTokens
 from pipeflow.engine.runtime.gradients.weights import PipelineSharedModuleWrapper
 from pipeflow.engine.runtime.microbatch import Divided, as_batch
+from pipeflow.engine.runtime.sharing import CONTEXT
 from pipeflow.engine.stages.blocks import Blocks, Cuts
 from pipeflow.engine.stages.criterion import own_loss
 from pipeflow.engine.stages.module_state import counts_of
@@ -68,7 +69,7 @@ def stages_from(
     if max(context.context_size, schedule.placement.num_stages) > 1:
         _require_whole_layers(module)
     if context.context_size > 1:
-        require_stages([module])
+        CONTEXT.require_stages([module])
     if context.experts.size > 1 and not [*experts_in(module, context.experts.size)]:
         raise UsageError(
             f"{type(module).__name__} has no layer of experts with the parameters and the forward that transformers "

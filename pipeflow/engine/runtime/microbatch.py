@@ -88,6 +88,10 @@ def _is_whole(tree: object) -> bool:
     return isinstance(tree, Whole | Along | EntryParts)
 
 
+def _is_no_dict(tree: object) -> bool:
+    return not isinstance(tree, dict)
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One batch, which `split` divides into microbatches.
@@ -291,11 +295,10 @@ def as_batch(
     """
     if isinstance(batch, Divided):
         pairs = [read(each) for each in batch]
-        if batch.own:
-            inputs, labels = map(aligned, zip(*pairs, strict=True))
-            return Batch(inputs, labels, [1] * len(pairs), device, own=True)
-        inputs, labels = (joined(trees, _is_whole) for trees in zip(*pairs, strict=True))
-        return Batch(inputs, labels, list(map(_samples, pairs)), device)
+        is_leaf = _is_no_dict if batch.own else _is_whole
+        inputs, labels = (joined(trees, is_leaf) for trees in zip(*pairs, strict=True))
+        sizes = [1] * len(pairs) if batch.own else list(map(_samples, pairs))
+        return Batch(inputs, labels, sizes, device, own=batch.own)
     inputs, labels = read(batch)
     samples = _samples((inputs, labels))
     return Batch(inputs, labels, even_sizes(samples, microbatches), device)
@@ -429,13 +432,6 @@ class EntryParts:
     """In the place of an entry of a batch: what it is in each microbatch."""
 
     values: list[object]
-
-
-def aligned(entries: Sequence[Any]) -> object:
-    """Entries of all microbatches, as `EntryParts`: per name, if it is a dict of the same names; None if all are."""
-    if isinstance(entries[0], dict):
-        return {name: EntryParts([each[name] for each in entries]) for name in entries[0]}
-    return None if all(each is None for each in entries) else EntryParts(list(entries))
 
 
 def joined(trees: Sequence[object], is_leaf: Callable[[object], bool]) -> object:

@@ -20,7 +20,7 @@ from pipeflow.core.slices import attention_of_longer, equal_slices
 from pipeflow.engine.deferral.compile_backend import is_compiled
 from pipeflow.engine.runtime.microbatch import Along, Batch, EntryParts, Whole
 from pipeflow.engine.runtime.original import root_of
-from pipeflow.engine.runtime.positions import DOCUMENTS
+from pipeflow.engine.runtime.sharing import DOCUMENTS, SLICES
 from pipeflow.engine.runtime.stage import Stage
 from pipeflow.engine.torch_private.trees import tree_flatten, tree_unflatten
 
@@ -52,47 +52,44 @@ def ends_of(
     return tuple(ends)
 
 
-def sliced(
-    batch: Batch,
-    ends: Callable[[int, float], Sequence[int]],
-    criterion: Any,
-    documents: Tensor | EntryParts | None = None,
-    ranks: int = 1,
-) -> Batch:
+def sliced(batch: Batch, ends: Callable[[int, float], Sequence[int]], criterion: Any, ranks: int = 1) -> Batch:
     """The batch with each microbatch cut into slices. All tensors but those in Whole are cut along dim 1, labels after
-    the criterion has shifted them.
+    the criterion has shifted them. Each slice gets the documents of its whole microbatch.
 
     Args:
         batch: the batch.
         ends: the ends of the slices of a sequence, of so many tokens and so many times as long as the mean one. The
             mean is over all tokens of the batch, so it has the share of attention of the whole batch.
         criterion: the criterion of the Pipeline, whose `shifted` is applied to labels. None: they are shifted.
-        documents: an entry of which each slice gets that of its whole microbatch; None if there is none.
         ranks: among how many context ranks the tokens of each slice are divided. The batch has those of this one.
 
     Raises UsageError for tensors without tokens along dim 1, and for lengths that differ within a microbatch.
     """
     inputs, inputs_spec = tree_flatten(batch.inputs, _is_entry)
     labels, labels_spec = tree_flatten(batch.labels, _is_entry)
+    documents = batch.named.get(DOCUMENTS)
     columns = {id(leaf): batch.divided(leaf) for leaf in (*inputs, *labels) if _has_tokens(leaf)}
-    lengths = [ranks * _length(parts) for parts in zip(*columns.values(), strict=True)]
+    measured = [parts for key, parts in columns.items() if key != id(documents)]
+    lengths = [ranks * _length(parts) for parts in zip(*measured, strict=True)]
     tokens, squares = (sum(map(mul, batch.sizes, (length**power for length in lengths))) for power in (1, 2))
     cuts = [ends(length, length * tokens / max(squares, 1)) for length in lengths]
     places = [[end // ranks for end in cut] for cut in cuts]
 
     def cut(leaf: object, *, shift: bool) -> object:
-        if id(leaf) not in columns:
+        if (parts := columns.get(id(leaf))) is None:
             return leaf
-        column = columns[id(leaf)]
-        return EntryParts([*_cut([_shifted(criterion, part) for part in column] if shift else column, places)])
+        found = list[object]()
+        for part, ends in zip(parts, places, strict=True):
+            if leaf is documents or not isinstance(part, Tensor) or not part.dim():
+                found += [part] * len(ends)
+            else:
+                whole = criterion.shifted(part) if shift and criterion is not None else part
+                found += whole.tensor_split(ends[:-1], dim=1)
+        return EntryParts(found)
 
-    entries: Any = tree_unflatten([cut(leaf, shift=False) for leaf in inputs], inputs_spec)
-    if documents is not None:
-        column = zip(batch.divided(documents), cuts, strict=True)
-        entries = {**entries, DOCUMENTS: EntryParts([part for part, cut in column for _ in cut])}
     return replace(
         batch,
-        inputs=entries,
+        inputs=tree_unflatten([cut(leaf, shift=False) for leaf in inputs], inputs_spec),
         labels=tree_unflatten([cut(leaf, shift=True) for leaf in labels], labels_spec),
         sizes=[size for size, cut in zip(batch.sizes, cuts, strict=True) for _ in cut],
         cuts=cuts,
@@ -111,10 +108,6 @@ def _has_tokens(leaf: object) -> bool:
     return isinstance(leaf, EntryParts) or (isinstance(leaf, Tensor) and bool(leaf.dim()))
 
 
-def _shifted(criterion: Any, labels: object) -> object:
-    return criterion.shifted(labels) if criterion is not None and isinstance(labels, Tensor) else labels
-
-
 def _length(parts: Iterable[object]) -> int:
     """The number of tokens of a microbatch."""
     shapes = [tuple(part.shape) for part in parts if isinstance(part, Tensor) and part.dim()]
@@ -129,40 +122,21 @@ def _length(parts: Iterable[object]) -> int:
     return length
 
 
-def _cut(column: Iterable[object], cuts: Iterable[Sequence[int]]) -> Iterable[object]:
-    for part, ends in zip(column, cuts, strict=True):
-        for start, end in pairwise([0, *ends]):
-            yield part[:, start:end] if isinstance(part, Tensor) and part.dim() else part
-
-
 def require_sliceable(
-    schedule: Schedule, stages: Mapping[int, Stage], criterion: object, refused: Mapping[str, bool]
+    schedule: Schedule, stages: Mapping[int, Stage], criterion: object, refused: Mapping[str, object]
 ) -> None:
-    """Raises UsageError unless stages and criterion can compute slices, and no option of `refused` is set."""
-    able = f"schedule {schedule.name!r} has {schedule.slices} slices of each microbatch, but"
+    """Raises UsageError unless schedule, stages and criterion can compute slices, and for an argument of `refused` that
+    is given.
+    """
+    SLICES.require_stages(stage.module for stage in stages.values())
     for index, stage in stages.items():
         module = root_of(stage.module)
-        if not getattr(module, "shares_tokens", False):
-            raise UsageError(
-                f"{able} stage {index}, a {module._get_name()}, does not say that it computes a slice "
-                "with what earlier slices left: use stages of build_gpt_pipeline, or call share_tokens(model) "
-                "before from_module; or make the schedule with slices=1"
-            )
+        named = f"of stage {index}, a {module._get_name()},"
         if getattr(module, "sees_later_tokens", False):
-            raise UsageError(
-                f"{able} tokens of stage {index}, a {module._get_name()}, see later ones, which no earlier slice has: "
-                "make the schedule with slices=1"
-            )
+            raise UsageError(f"tokens {named} see later ones, which no earlier slice has: {SLICES.whole}")
         if any(map(is_compiled, module.modules())):
-            raise UsageError(f"{able} modules of stage {index} are compiled: pass them as they are, or use slices=1")
-    if criterion is not None and not hasattr(criterion, "shifted"):
-        raise UsageError(
-            f"{able} the criterion does not say which token each label belongs to: use GPTLMLoss() or CausalLMLoss(), "
-            "or make the schedule with slices=1"
-        )
-    if {Kind.S, Kind.O, Kind.L} & schedule.kinds or schedule.has_pairs or len(schedule.placement.paths) > 1:
-        raise UsageError(f"{able} also optimizer steps, offload, pairs or several paths: use a schedule without these")
-    if found := [name for name, given in refused.items() if given]:
-        raise UsageError(
-            f"{able} {found[0]} needs whole microbatches: leave it out, or make the schedule with slices=1"
-        )
+            raise UsageError(f"modules {named} are compiled: pass them as they are, or {SLICES.whole}")
+    if criterion is not None:
+        SLICES.require_loss(criterion)
+    others = {Kind.S, Kind.O, Kind.L} & schedule.kinds or schedule.has_pairs or len(schedule.placement.paths) > 1
+    SLICES.require_none({"optimizer steps, offload, pairs or several paths in the schedule": others, **refused})

@@ -17,9 +17,9 @@ from pipeflow.engine.deferral.module import defer_weight_gradients
 from pipeflow.engine.runtime.head import SlicedHead
 from pipeflow.engine.runtime.microbatch import Batch
 from pipeflow.engine.runtime.original import uncompiled
-from pipeflow.engine.runtime.past import Slices
 from pipeflow.engine.stages.module_state import ModuleState
 from pipeflow.engine.stages.stage import ModuleStage
+from pipeflow.engine.tensor.past import Slices
 from pipeflow.engine.torch_private.tensors import state_of
 
 

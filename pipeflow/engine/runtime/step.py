@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -27,7 +27,6 @@ from pipeflow.engine.runtime.grid_samples import GridSamples
 from pipeflow.engine.runtime.loss import Agreed, AgreementRow, StepCall, agree, told_alone
 from pipeflow.engine.runtime.microbatch import Batch, Divided, as_batch, as_pair, next_of
 from pipeflow.engine.runtime.original import Original, root_of
-from pipeflow.engine.runtime.positions import DOCUMENTS, documents_of
 from pipeflow.engine.runtime.program.compile import Compiled, Programs, RunMode
 from pipeflow.engine.runtime.program.operations import Awaited, Operation, run
 from pipeflow.engine.runtime.program.results import (
@@ -36,6 +35,7 @@ from pipeflow.engine.runtime.program.results import (
     require_forwards_first,
     require_whole_loss,
 )
+from pipeflow.engine.runtime.sharing import SLICES
 from pipeflow.engine.runtime.slicing import ends_of, require_sliceable, sliced
 from pipeflow.engine.runtime.trace import StepTrace
 from pipeflow.engine.runtime.weighing import Weigher, share_of
@@ -121,7 +121,7 @@ class Runner:
         self.confirmation = programs.confirmation
         self.tokens: ContextTokens | None = None
         if context.context_size > 1:
-            refused = {"weigh": weigh, "overlap": programs.options.overlap, "loss_over": loss_over == "batch"}
+            refused = {"weigh=": weigh, "overlap=": programs.options.overlap, "loss_over=": loss_over == "batch"}
             self.tokens = ContextTokens(context, criterion, refused)
             criterion = self.tokens.criterion
         self.samples = GridSamples(context) if context.layout.sample_parts > 1 else None
@@ -322,13 +322,10 @@ class Runner:
         }
         tokens = self.tokens
         require_sliceable(schedule, self.stages, self.criterion if tokens is None else tokens.whole, refused)
+        if tokens is None and self.original is not None:
+            batch = SLICES.with_documents(batch)
         find = partial(self._ends, schedule=schedule, cost=cost)
-        if tokens is None:
-            documents = None if self.original is None else documents_of(batch, "slices")
-            return sliced(batch, find, self.criterion, documents)
-        inputs: dict[str, Any] = {**batch.named}
-        documents = inputs.pop(DOCUMENTS, None)
-        return sliced(replace(batch, inputs=inputs), find, None, documents, self.context.context_size)
+        return sliced(batch, find, self.criterion if tokens is None else None, self.context.context_size)
 
     def _ends(self, tokens: int, times: float, schedule: Schedule, cost: CostModel | None) -> tuple[int, ...]:
         """Where a sequence is cut; context ranks divide each slice into equal parts."""

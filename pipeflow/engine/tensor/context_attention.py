@@ -10,7 +10,7 @@ from math import lcm
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import context_if_launched
@@ -19,6 +19,7 @@ from pipeflow.engine.parallel.transport.protocol import Alone, Group
 from pipeflow.engine.tensor.block_attention import HEADS, TOKENS, attention_by_blocks
 from pipeflow.engine.tensor.layer import TensorLayer
 from pipeflow.engine.tensor.masked_attention import HIDING, masked_attention
+from pipeflow.engine.tensor.past import joined
 from pipeflow.engine.tensor.regions import exchanged, gathered, start_all_to_all, sum_scattered
 from pipeflow.engine.torch_private.modes import FakeTensor
 
@@ -26,8 +27,6 @@ Attend = Callable[..., Tensor]
 """Attention of queries to keys and values, such as `masked_attention`. If it is causal, the last query sees all and
 each earlier one sees one less. Otherwise it takes `before`, the number of tokens before the first query.
 """
-Join = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
-"""Puts keys and values of a slice of a sequence behind those of earlier slices."""
 
 
 def context_group() -> Group:
@@ -71,7 +70,7 @@ class ContextAttention(TensorLayer):
         key: Tensor,
         value: Tensor,
         attend: Attend = masked_attention,
-        join: Join | None = None,
+        layer: nn.Module | None = None,
         **options: Any,
     ) -> Tensor:
         """The outputs of this rank's tokens, in their order.
@@ -80,26 +79,26 @@ class ContextAttention(TensorLayer):
             query, key, value: (batch, heads, length, head size) of this rank's tokens, parts i and 2 c - 1 - i.
             attend: computes the attention of one part's queries to the keys and values of all tokens up to its end, or
                 of all tokens if it is not causal.
-            join: in a slice, puts keys and values behind those of earlier slices. Tokens are those of the slice.
+            layer: what keeps keys and values of a slice for later ones, by `joined`; by default this module.
             options: arguments of `attend`, such as `scale`, and `causal` unless it is.
 
         Raises UsageError with "ring" for attention with dropout, a window or documents, and for another `attend` than
         `masked_attention`; with "all_to_all" for heads of queries that cannot be divided equally.
         """
         ranks, rank, causal = self.group.size, self.group.rank, options.get("causal", True)
-        join = join or _alone
+        layer = self if layer is None else layer
         self._require_fits(query, attend, options)
         if ranks == 1 or isinstance(query, FakeTensor):  # of a module that is planned: no rank sends anything
-            return attend(query, *join(key, value), **options)
+            return attend(query, *joined(layer, key, value), **options)
         if self.exchange == "all_to_all":
             return _attention_by_heads(
-                self.group, query, key, value, lambda own, *pair: attend(own, *join(*pair), **options)
+                self.group, query, key, value, lambda own, *pair: attend(own, *joined(layer, *pair), **options)
             )
         if self.exchange == "ring":
             scale = options.get("scale")
-            return attention_by_blocks(self.group, query, *join(key, value), causal=causal, scale=scale)
+            return attention_by_blocks(self.group, query, *joined(layer, key, value), causal=causal, scale=scale)
         pair = torch.stack([key, value])
-        keys, values = join(*exchanged(pair, self.group, _gathered_in_order, _sum_scattered_in_order))
+        keys, values = joined(layer, *exchanged(pair, self.group, _gathered_in_order, _sum_scattered_in_order))
         length, seen = query.shape[TOKENS] // 2, list[Tensor]()
         earlier = keys.shape[TOKENS] - 2 * ranks * length
         for part, own in zip((rank, 2 * ranks - 1 - rank), query.chunk(2, TOKENS), strict=True):
@@ -123,10 +122,6 @@ class ContextAttention(TensorLayer):
                 f'context_attention="all_to_all" divides heads over {ranks} context ranks, but there are {heads} on '
                 'each tensor rank: launch with context_attention="gather" or "ring"'
             )
-
-
-def _alone(key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    return key, value
 
 
 def _gathered_in_order(group: Group, pair: Tensor) -> Tensor:

@@ -24,6 +24,11 @@ from pipeflow.engine.torch_private.modes import FakeTensor
 Reduction = Literal["mean", "sum", "none"]
 
 
+def shifted_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """The label of each token, (batch, length): the next token's; that of the last one does not count."""
+    return functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
+
+
 class VocabParallelCrossEntropy(TensorLayer):
     """nn.CrossEntropyLoss of split logits, by `vocab_parallel_cross_entropy`.
 

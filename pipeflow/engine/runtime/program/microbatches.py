@@ -71,12 +71,9 @@ class Microbatch:
         """Calls the stage, for a slice of a microbatch in a region that knows what earlier slices left."""
         if self.slices == 1:
             return self.stage.call(*arguments, **keywords)
-        microbatch, number = divmod(self.index, self.slices)
-        with self.stage.slices.at(microbatch, number) as past:
-            output = self.stage.call(*arguments, **keywords)
-        if not self.training and number == self.slices - 1:
-            past.free()
-        return output
+        last = None if self.training else self.slices - 1
+        with self.stage.slices.at(*divmod(self.index, self.slices), last=last):
+            return self.stage.call(*arguments, **keywords)
 
     def arguments(self) -> tuple[object, ...]:
         """The stage's input: that of the batch, or what earlier stages sent, as leaves of a new graph."""
@@ -149,20 +146,17 @@ class Microbatch:
             gradients = [each.zeros() if isinstance(each, Unused) else each for each in gradients]
         self.stage.deferral.active = defers
         if self.edges:
-            self._run_slice(gradients) if self.slices > 1 else self._run(gradients)
+            if self.slices == 1:
+                self._run(gradients)
+            else:  # a layer may run its forward again
+                with self.stage.slices.at(*divmod(self.index, self.slices), last=0):
+                    self._run(gradients)
         leaves, self.leaves = iter(self.leaves), []
         for slot, gradient in zip(self.inputs, self.input_gradients, strict=True):
             gradient.tensors = []
             for wants, leaf in zip(slot.grads, leaves, strict=False):  # those of all inputs
                 if wants:
                     gradient.tensors.append(_gradient_of(leaf))
-
-    def _run_slice(self, gradients: list[Tensor]) -> None:
-        microbatch, number = divmod(self.index, self.slices)
-        with self.stage.slices.at(microbatch, number) as past:  # a layer may run its forward again
-            self._run(gradients)
-        if not number:
-            past.free()
 
     def _run(self, gradients: list[Tensor]) -> None:
         """torch.autograd.backward without its checks of the arguments, which take as long as a small backward:

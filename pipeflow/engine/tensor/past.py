@@ -16,9 +16,8 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from pipeflow.core.errors import UsageError
+from pipeflow.engine.tensor.block_attention import TOKENS
 from pipeflow.engine.torch_private.modes import FakeTensor
-
-TOKENS = -2  # the dimension of tokens in keys and values
 
 # Theory of operation
 #
@@ -78,34 +77,21 @@ class Past:
 
     Attributes:
         ends: the end of each slice, in tokens.
+        start, end: those of the slice that runs, in tokens.
     """
 
     ends: Sequence[int]
+    start: int = 0
+    end: int = 0
     _rows: dict[nn.Module, list[_Rows]] = field(default_factory=dict, init=False)
-    _start: int = field(default=0, init=False)  # of the slice that runs, in tokens
-    _end: int = field(default=0, init=False)
     _called: set[nn.Module] = field(default_factory=set, init=False)  # by the slice that runs
-
-    def begin(self, number: int) -> None:
-        """Call before slice `number` runs."""
-        self._start, self._end = self.ends[number - 1] if number else 0, self.ends[number]
-        self._called = set()
-
-    @property
-    def start(self) -> int:
-        """The first token of the slice that runs."""
-        return self._start
-
-    def free(self) -> None:
-        """Drops all keys and values."""
-        self._rows = {}
 
     def joined(self, layer: nn.Module, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The parts of the slice that runs, behind those of `layer` for earlier slices. Each slice may have a share of
         its tokens alone, those of a context rank.
         """
-        tokens, share = self._end - self._start, parts[0].shape[TOKENS]
-        start, total = (place * share // tokens for place in (self._start, self.ends[-1]))
+        tokens, share = self.end - self.start, parts[0].shape[TOKENS]
+        start, total = (place * share // tokens for place in (self.start, self.ends[-1]))
         if isinstance(parts[0], FakeTensor):  # a module is planned for the shapes of this slice
             return tuple(functional.pad(part, (0, 0, start, 0)) for part in parts)
         if layer in self._called:
@@ -138,14 +124,18 @@ class Slices:
             vars(each)[_PLACE] = self  # not in a variable of the thread: a GPU's backward runs on another one
 
     @contextmanager
-    def at(self, microbatch: int, number: int) -> Iterator[Past]:
-        """A region in which slice `number` of a microbatch runs."""
+    def at(self, microbatch: int, number: int, *, last: int | None = None) -> Iterator[None]:
+        """A region in which slice `number` of a microbatch runs; if it is the `last` one, its keys and values are
+        dropped at the end.
+        """
         self.current = past = self.pasts[microbatch]
-        past.begin(number)
+        past.start, past.end, past._called = past.ends[number - 1] if number else 0, past.ends[number], set()
         try:
-            yield past
+            yield
         finally:
             self.current = None
+        if number == last:
+            past._rows = {}
 
 
 _PLACE = "_pipeflow_slices"
