@@ -50,6 +50,7 @@ TIMED = {
     "regret": ("planning",),
     "mixtures": ("planning",),
     "replan": ("planning", "schedules"),
+    "adaptive": (*ENGINE, "schedules"),
     "layouts": ("planning", "tools"),
     "explore": ("tools", "draw"),
     "explain": ("tools", "schedules"),

@@ -36,7 +36,7 @@ LAYERS: dict[str, set[str]] = {
     "tensor": {"core", "parallel", "deferral", "torch"},
     "stages": {"core", "torch"},
     "pricing": {"core", "planning", "stages", "torch"},
-    "runtime": {"core", "analysis", "soundness", "parallel", "deferral", "stages", "tensor", "torch"},
+    "runtime": {"core", "analysis", "soundness", "orders", "parallel", "deferral", "stages", "tensor", "torch"},
     "optim": {"core", "parallel", "tensor", "runtime", "torch"},
     "checkpoint": {"core", "parallel", "tensor", "runtime", "optim", "torch", "safetensors", "numpy"},
     "training": {

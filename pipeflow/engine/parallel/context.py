@@ -37,6 +37,7 @@ class Context:
         device: the device on which this process computes.
         world: the transport that connects all ranks.
         context_attention: how attention over context ranks gets keys and values, one of `CONTEXT_ATTENTION`.
+        adaptive: whether Pipelines change the order of their steps when these take other times.
         transport: the transport that connects the ranks of this rank's pipeline.
         replicas: the transport that connects the ranks that have the same place in other replicas.
         holders: the transport that connects the ranks that hold the same weights, in all replicas and context ranks.
@@ -61,6 +62,7 @@ class Context:
     device: torch.device
     world: Transport
     context_attention: str = "gather"
+    adaptive: bool = False
     transport: Transport = field(init=False)
     replicas: Transport = field(init=False)
     holders: Transport = field(init=False)

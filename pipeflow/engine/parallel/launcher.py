@@ -58,6 +58,7 @@ def launch(
     timeout: float = 60.0,
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
+    adaptive: bool = False,
 ) -> Context:
     """Connects this process to the others and returns its context, which all of its threads see.
 
@@ -91,6 +92,8 @@ def launch(
             the one of its LOCAL_RANK, or the only visible one. A GPU becomes torch's current device. By default its own
             GPU if there is one, otherwise the CPU.
         group: a process group of torch.distributed. The world is then its ranks alone; other processes need not call.
+        adaptive: whether training steps get a better order when they begin to take other times, such as when a rank or
+            a link becomes slow. The guide to choosing a schedule says when this gains.
 
     This sets environment variables that gloo, CUDA, NCCL and torch read (docs/clusters.md lists them). On GPUs, call it
     before CUDA is used.
@@ -115,7 +118,7 @@ def launch(
         write_once(rank)
     elif not dist.is_initialized() and all(name in os.environ for name in _TORCHRUN):
         _initialize(rank, world_size, place, timeout, lambda *_: None)  # for torch's libraries; nothing here needs it
-    launched = Context(rank, layout, place, transport, context_attention)
+    launched = Context(rank, layout, place, transport, context_attention, adaptive)
     set_process_context(launched)
     return launched
 

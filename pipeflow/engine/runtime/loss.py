@@ -42,6 +42,7 @@ class AgreementRow(NamedTuple):
     buffers: float = 0.0  # 1 if this rank's buffers have changed since the replicas last shared theirs
     counted: float = 0.0  # norm of its gradients that it counts, if the step steps the optimizer
     elsewhere: float = 0.0  # norm of those that another rank counts
+    seconds: float = 0.0  # time of its step without the agreement
 
 
 class Agreed(NamedTuple):
@@ -242,6 +243,7 @@ class StepCall(NamedTuple):
     schedule: Schedule
     gradient_scale: float = 1.0
     batch: tuple[int, int] | None = None  # number of the replica, and samples of its batch
+    adapts: bool = False  # whether the order of later steps may follow from the time of this one
 
     @property
     def number(self) -> float:

@@ -24,6 +24,7 @@ from pipeflow.core.schedule import Schedule, require_schedule
 from pipeflow.engine.deferral.products import Deferral
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.transport.agreement import all_gather_object, told_alike
+from pipeflow.engine.runtime.adaptive import Adaptation
 from pipeflow.engine.runtime.arguments import arguments_of, compare, fitting_stages, promised, routed
 from pipeflow.engine.runtime.compiling import Compiling
 from pipeflow.engine.runtime.confirmation import Clipping
@@ -191,6 +192,8 @@ class Pipeline(nn.Module):
             }
             programs = Programs(schedule.placement, context, prepared, self.gradients, options)
             self.runner = Runner(programs, criterion, weigh, taken, autocast, loss_over)
+            if context.adaptive and context.pipeline_size > 1:
+                self.runner.adaptation = Adaptation(schedule, context)
             self.alarm.holders.add(self.runner)
             watch(self)
             self._log_deferrals()
@@ -200,6 +203,7 @@ class Pipeline(nn.Module):
         UsageError unless all ranks were given the same arguments.
         """
         arguments = arguments_of(self.schedule, options, head_slices)
+        arguments["launch(adaptive=)"] = self.context.adaptive
         everyone: list[Any] = all_gather_object(self.context.world, (arguments, takes))
         with told_alike(self.context.world):
             compare([arguments for arguments, _ in everyone])
@@ -460,7 +464,9 @@ def execute_pipeline(
         require_schedule(schedule)
     if not isfinite(gradient_scale):
         raise UsageError(f"gradient_scale must be a finite number, got {gradient_scale}")
-    schedule = model.schedule if schedule is None else schedule
+    adaptation = model.runner.adaptation if schedule is None and not forward_only else None
+    schedule = schedule or (model.schedule if adaptation is None else adaptation.schedule)
     call = StepCall(not forward_only, reduce, return_outputs, broadcast_loss, trace, schedule, gradient_scale)
+    call = call._replace(adapts=adaptation is not None)
     with model.alarm.raised_everywhere(call):
         return model.runner.step(data_iter, call, model.loss_scale)

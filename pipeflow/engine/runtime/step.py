@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from time import perf_counter
 from typing import Any, Literal, cast
 
 import torch
@@ -20,6 +21,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.engine.parallel.transport.agreement import finish
 from pipeflow.engine.parallel.transport.protocol import Exchange, Transport
+from pipeflow.engine.runtime.adaptive import Adaptation
 from pipeflow.engine.runtime.context_ranks import ContextTokens, require_no_outputs
 from pipeflow.engine.runtime.devices import outside, region_of
 from pipeflow.engine.runtime.gradients.step_end import ParameterChange
@@ -95,6 +97,7 @@ class Runner:
     Attributes:
         read: function that splits a batch of the iterator into inputs and labels.
         original: the module that was cut, if there is one.
+        adaptation: the order of training steps, if it may change.
         tokens: takes this rank's tokens out of batches, if there are context ranks.
         samples: takes this rank's samples out of batches, if a grid of tensor ranks divides them.
     """
@@ -133,6 +136,7 @@ class Runner:
         self.taken = taken  # names of the entries that stages of any rank take; None if they take all
         self.read: Callable[[object], tuple[object, object]] = as_pair
         self.original: Original | None = None
+        self.adaptation: Adaptation | None = None
         self._runs = False
         self._last_stage = programs.placement.num_stages - 1
         self._last_ranks = programs.placement.ranks_of(self._last_stage)
@@ -147,6 +151,8 @@ class Runner:
         self.gradients.forget()
         self._pace.forget()
         self.confirmation.forget()
+        if self.adaptation is not None:
+            self.adaptation.forget()
 
     def step(self, data_iter: Iterator[object], call: StepCall, loss_scale: float | Tensor) -> Output:
         """Runs one step; all ranks call it together. Raises UsageError if a step is already running, and the errors of
@@ -212,18 +218,22 @@ class Runner:
             self._load(compiled, batch, call, region)
             if call.training:
                 results.gradient_scale = loss_scale * call.gradient_scale * share_of(results, self.context)
-            measured = StepTrace(compiled.operations, self.transport) if call.trace else None
+            traces = call.trace or (call.adapts and self.adaptation is not None and self.adaptation.traces)
+            measured = StepTrace(compiled.operations, self.transport) if traces else None
+            begun = perf_counter()
             self._run(compiled, compiled.operations if measured is None else measured.operations, batch)
         self._pace.step()
         # merging may fail, so it must come before the agreement
         outputs = self._merged(results)
-        agreed = self._end(call, compiled, batch)
+        agreed = self._end(call, compiled, batch, perf_counter() - begun)
         timeline = None if measured is None else measured.timeline(compiled.schedule, batch.cuts)
         losses = results.means()
         self._unload(compiled)
+        if call.adapts and self.adaptation is not None and compiled.is_whole_step_of(call.schedule):
+            self.adaptation.saw(max(row.seconds for row in agreed.rows), timeline)
         if call.training and agreed.loss is not None:
             agreed.loss.backward = _Ran()  # type: ignore[method-assign]  # of this tensor alone
-        return Output(agreed.loss, outputs, timeline, losses, agreed.samples, agreed.weight)
+        return Output(agreed.loss, outputs, timeline if call.trace else None, losses, agreed.samples, agreed.weight)
 
     def _merged(self, results: Results) -> object:
         """The outputs of the batch, on the ranks that have the last stage, if they are kept."""
@@ -231,9 +241,9 @@ class Runner:
         is_part = self.samples is not None and results.keep_outputs and self._last_stage in self.stages
         return self.samples.whole(outputs) if self.samples is not None and is_part else outputs
 
-    def _end(self, call: StepCall, compiled: Compiled, batch: Batch) -> Agreed:
+    def _end(self, call: StepCall, compiled: Compiled, batch: Batch, seconds: float) -> Agreed:
         """Ends a step. If it has stepped the optimizer, the other ranks need not have ended it yet."""
-        told = self._told(call, compiled, batch)
+        told = self._told(call, compiled, batch)._replace(seconds=seconds)
         if compiled.ahead is None:
             return self._agree(told, call, compiled)
         alone = self.context.losses.size == len(self._last_ranks) == 1 and not (call.broadcast_loss or call.trace)

@@ -182,4 +182,4 @@ def _die_with_parent() -> None:
     _LIBC.prctl(DIES_WITH_PARENT, signal.SIGKILL)
 
 
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None

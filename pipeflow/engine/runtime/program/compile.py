@@ -122,6 +122,10 @@ class Compiled:
     alike: dict[int, int] = field(default_factory=dict)  # the first of the steps like a step, by its hash
     seen: dict[int, list[tuple[Metadata | None, Metadata | None]]] = field(default_factory=dict)  # in others, by wire
 
+    def is_whole_step_of(self, schedule: Schedule) -> bool:
+        """Whether it runs all microbatches of `schedule`."""
+        return self.mode.microbatches == schedule.num_microbatches and self.schedule == schedule
+
 
 class Programs:
     """The programs of one pipeline on this rank, by schedule and mode. Keeps the `KEPT` most recently used ones."""

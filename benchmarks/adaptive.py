@@ -1,0 +1,133 @@
+"""Orders that follow what steps cost: a rank becomes slow in mid-run. How much of the avoidable loss is back, after how
+many steps? What does a step cost in which nothing happens?
+
+4 processes whose stages sleep, in forwards and in both halves of backwards, so that cores are not what is measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import pipeflow
+from benchmarks.measure import alternate, paired, step_times
+from benchmarks.processes import run_ranks
+from benchmarks.replan import WIDTH, SleepStage
+from benchmarks.report import Report
+from benchmarks.task import Contender
+from pipeflow.engine.parallel.context import Context, current_context
+from pipeflow.engine.runtime.adaptive import GAIN
+
+RANKS, MICROBATCHES, SECONDS = 4, 12, 0.012  # of F, I and W each of a rank's share of the model
+BEFORE, AFTER = 8, 6  # steps before a rank changes, and after it
+WITHIN = 3  # steps after which the loss should be back
+KEPT, FORCE, BEST, ADAPTED = "kept", "in force", "best", "adapted"
+CASES = {  # the schedule of the script, and which rank is how slow, first and then
+    "1f1b; rank 3 becomes 1.5 x": ("1f1b", {}, {3: 1.5}),
+    "1f1b; rank 3 becomes 3 x": ("1f1b", {}, {3: 3.0}),
+    "1f1b; rank 0 is 3 x, then rank 2 is 1.5 x": ("1f1b", {0: 3.0}, {2: 1.5}),
+    "interleaved-1f1b; rank 3 becomes 2 x": ("interleaved-1f1b", {}, {3: 2.0}),
+    "zb-h1; rank 3 becomes 2 x": ("zb-h1", {}, {3: 2.0}),
+    "zb-h1; rank 0 is 2 x, then rank 3 is 2 x": ("zb-h1", {0: 2.0}, {3: 2.0}),
+}
+
+
+def run(rounds: int | None = None) -> Report:
+    rounds = rounds or 9
+    columns = ["", "kept ms", "in force ms", "best ms", "adapted ms", "avoidable", "back", "old steps"]
+    title = f"adaptive: {RANKS} ranks, {MICROBATCHES} microbatches, F = I = W = {1e3 * SECONDS:g} ms, {rounds} rounds"
+    report = Report("adaptive", title, columns, data={"cases": {}})
+    for case, (name, first, then) in CASES.items():
+        options = {"name": name, "slow": [[*each.items()] for each in (first, then)], "rounds": rounds}
+        _add(report, case, run_ranks("adaptive:measure", RANKS, options, deadline=300))
+    quiet = step_times([each["times"] for each in run_ranks("adaptive:quiet", RANKS, {"rounds": 5 * rounds}, 300)])
+    report.data["quiet"] = quiet
+    report.notes += [
+        f"a step in which nothing happens: {paired(quiet, ADAPTED, KEPT):.3f} x that without adaptive",
+        "kept: under the schedule of the script; in force: under the order that had been adapted to the times before; "
+        "best: under the order that a search finds for the new times; adapted: under the order after the change",
+        "avoidable: the part of a step in force that the best order saves; back: the part of it that is back, or that "
+        "of kept - best if less than 3 % was avoidable; old steps: those after the change until the last order",
+        f"targets: 60% back within {WITHIN} steps; 1.00 x",
+    ]
+    return report
+
+
+def _add(report: Report, case: str, results: list[Any]) -> None:
+    times = step_times([each["times"] for each in results])
+    kept, force, best, adapted = (statistics.median(times[name]) for name in (KEPT, FORCE, BEST, ADAPTED))
+    avoidable = 1 - best / force
+    worst = force if avoidable > GAIN else kept
+    back = f"{(worst - adapted) / (worst - best):.0%}" if 1 - best / worst > GAIN else "nothing to gain"
+    report.data["cases"][case] = {
+        "seconds": times,
+        **{name: results[0][name] for name in ("old", "steps", "simulated")},
+    }
+    shown = [f"{1e3 * each:.0f}" for each in (kept, force, best, adapted)]
+    report.rows.append([case, *shown, f"{avoidable:.1%}", back, str(results[0]["old"])])
+
+
+def measure(name: str, slow: list[list[tuple[int, float]]], rounds: int) -> dict[str, Any]:
+    """On every rank: steps before and after a change of some ranks, then the orders side by side."""
+    context, model, step = _made(name, adaptive=True)
+    adaptation = model.runner.adaptation
+    assert adaptation is not None
+    force, orders, steps = adaptation.schedule, list[pipeflow.Schedule](), list[float]()
+    for number, factors in ((BEFORE, dict(slow[0])), (AFTER, dict(slow[1]))):
+        for stage in model.chunks:
+            stage.seconds = SECONDS / len(model.chunks) * factors.get(context.pipeline_rank, 1.0)  # type: ignore[assignment]  # a SleepStage
+        force, orders = adaptation.schedule, []
+        for _ in range(number):
+            orders.append(adaptation.schedule)
+            begin = time.monotonic()
+            step()
+            steps.append(time.monotonic() - begin)
+    placement = model.schedule.placement
+    times = tuple(SECONDS / len(model.chunks) * dict(slow[1]).get(rank, 1.0) for rank in placement.paths[0])
+    cost = pipeflow.CostModel(times, times, times)
+    room = pipeflow.simulate(model.schedule, cost).peak_activations
+    start = [model.schedule, force]
+    best = pipeflow.search(placement, MICROBATCHES, cost, memory_cap=room, candidates=300, start=start).schedule
+    found = {KEPT: model.schedule, FORCE: force, BEST: best, ADAPTED: adaptation.schedule}
+    contenders = {each: Contender(each, partial(step, schedule), [model]) for each, schedule in found.items()}
+    return {
+        "times": alternate(contenders, rounds),
+        "old": sum(each != adaptation.schedule for each in orders),
+        "steps": steps,
+        "simulated": {each: pipeflow.simulate(schedule, cost).makespan for each, schedule in found.items()},
+    }
+
+
+def quiet(rounds: int) -> dict[str, Any]:
+    """On every rank: a schedule that is the best already, with and without adaptation."""
+    contenders = {}
+    for name, adaptive in ((KEPT, False), (ADAPTED, True)):
+        _, model, step = _made("zb-h1", adaptive=adaptive)
+        for _ in range(BEFORE):
+            step()
+        contenders[name] = Contender(name, step, [model])
+    return {"times": alternate(contenders, rounds)}
+
+
+def _made(name: str, *, adaptive: bool) -> tuple[Context, pipeflow.Pipeline, Callable[..., object]]:
+    """A Pipeline whose stages sleep, and a function that runs a step of it."""
+    context = current_context()
+    context.adaptive = adaptive
+    torch.manual_seed(0)
+    schedule = pipeflow.make_schedule(name, ranks=RANKS, microbatches=MICROBATCHES)
+    chunks = len(schedule.placement.stages_of(context.pipeline_rank))
+    stages = nn.ModuleList(SleepStage(SECONDS / chunks) for _ in range(chunks))
+    model = pipeflow.Pipeline(stages, schedule, criterion=functional.mse_loss, tensor_shape=(2, WIDTH))
+    batch = tuple(torch.randn(2, 2 * MICROBATCHES, WIDTH))
+
+    def step(schedule: pipeflow.Schedule | None = None) -> object:
+        return pipeflow.execute_pipeline(iter([batch]), model, schedule=schedule)
+
+    return context, model, step
