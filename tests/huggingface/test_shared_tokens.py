@@ -128,7 +128,6 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "scores that are capped": ("gemma2", {}, "it is not known whether tokens of Gemma2ForCausalLM"),
     "angles by length": ("llama", {"rope_parameters": DYNAMIC}, "rotary embeddings of the type 'dynamic'"),
-    "a balance loss": ("qwen3_moe", {"output_router_logits": True}, "set config.output_router_logits to False"),
 }
 
 

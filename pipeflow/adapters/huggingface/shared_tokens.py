@@ -70,11 +70,6 @@ def share_tokens(model: PreTrainedModel) -> PreTrainedModel:
             f"{type(model).__name__} has rotary embeddings of the type {found[0]!r}, whose angles depend on the "
             f"largest position of a forward, and a part of a sequence has another one: {alone}"
         )
-    if getattr(config, "output_router_logits", False):
-        raise UsageError(
-            f"{type(model).__name__} has a loss that balances its experts over all tokens, which a part of a sequence "
-            f"does not have: set config.output_router_logits to False, or {alone}"
-        )
     library: Any = transformers_library()
     library.AttentionInterface.register(NAME, attention)
     library.AttentionMaskInterface.register(NAME, mask)

@@ -58,7 +58,12 @@ class ContextTokens:
             self.criterion = cast(Any, criterion).of_shifted
 
     def own(
-        self, batch: Batch, module: nn.Module | None = None, cut: Callable[[int], Sequence[int]] | None = None
+        self,
+        batch: Batch,
+        module: nn.Module | None = None,
+        cut: Callable[[int], Sequence[int]] | None = None,
+        *,
+        balances: bool = False,
     ) -> Batch:
         """The part of `batch` that has this rank's tokens. Raises UsageError for a batch that cannot be divided.
 
@@ -67,13 +72,14 @@ class ContextTokens:
             module: the module that was cut, which may count positions and compute its loss itself; None if none was.
             cut: where a sequence of so many tokens is cut into slices, each of which is divided like a sequence; None:
                 sequences are whole.
+            balances: whether the module computes a balance loss of its tokens, which a mask would leave out.
         """
         if batch.is_divided:
             raise UsageError(f"context ranks need a batch that is not divided: pass the whole batch, {ALONE}")
         entries: Any = batch.inputs
         inner = entries.get(LABELS) if isinstance(entries, dict) else None
         if isinstance(inner, dict) and module is not None:  # the module is a step, which gets a batch as one entry
-            found = self.own(replace(batch, inputs=inner, labels=inner.get(LABELS)), module).inputs
+            found = self.own(replace(batch, inputs=inner, labels=inner.get(LABELS)), module, balances=balances).inputs
             labels = None if batch.labels is None else found
             return replace(batch, inputs={**entries, LABELS: found}, labels=labels, whole=batch)
         if not isinstance(batch.inputs, dict) or "input_ids" not in batch.inputs:
@@ -83,6 +89,8 @@ class ContextTokens:
             inputs.pop(LABELS, None)
         if MASK in inputs and module is None:
             raise CONTEXT.mask_error()
+        if MASK in inputs and balances:
+            raise UsageError(f"context ranks take no {MASK} with a balance loss of experts: leave out either, {ALONE}")
         if others := [name for name in inputs if name not in (*TOKENS, MASK)]:
             raise UsageError(f"it is not known how context ranks divide the entry {others[0]!r}: leave it out, {ALONE}")
         tokens = inputs["input_ids"]

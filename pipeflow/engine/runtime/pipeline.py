@@ -6,6 +6,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from math import isfinite
 from pathlib import Path
 from types import CodeType, FrameType
@@ -44,6 +45,7 @@ from pipeflow.engine.runtime.step import LossOver, Output, Runner
 from pipeflow.engine.stages.blocks import Blocks, Cuts
 from pipeflow.engine.stages.criterion import own_loss
 from pipeflow.engine.stages.plan import CutPlan
+from pipeflow.engine.tensor.balance import balance_losses
 from pipeflow.engine.tensor.rules import DEFAULT_RULES, Rule
 from pipeflow.engine.tensor.stepping import watch
 
@@ -52,6 +54,10 @@ KEEPS = (
     "%s, which a custom autograd.Function calls, keeps a tensor in its attribute %r. If the Function's backward reads "
     "it, gradients are wrong, since forwards of other microbatches replace it before: compare the gradients with the "
     "module's own, or train with one microbatch"
+)
+BALANCES = (
+    "%s has a balance loss of a form that is not known, so each replica computes it from its own tokens, and it is not "
+    "that of one process. Set config.output_router_logits to False to train without it"
 )
 
 
@@ -282,7 +288,8 @@ class Pipeline(nn.Module):
         """
         require_schedule(schedule)
         context = current_context()
-        with context.alarm.raised_everywhere():
+        balances = balance_losses(module) if isinstance(module, nn.Module) else nullcontext([])
+        with context.alarm.raised_everywhere(), balances as forms:
             context.alarm.expect_slow()
             names = frozenset(module.state_dict()) if isinstance(module, nn.Module) else frozenset()
             chunks, plan, planner = stages_from(
@@ -296,8 +303,15 @@ class Pipeline(nn.Module):
                 rules=rules,
                 has_criterion=criterion is not None,
             )
+            if graph and any(forms) and context.copies.size > 1:
+                raise UsageError(
+                    "graph=True does not go together with a balance loss over replicas: leave it out, or set "
+                    "config.output_router_logits to False"
+                )
         if plan.trace.keepers and schedule.num_microbatches > 1 and context.rank == 0:
             LOG.warning(KEEPS, *plan.trace.keepers[0])
+        if not all(forms) and context.copies.size > 1 and context.rank == 0:
+            LOG.warning(BALANCES, type(module).__name__)
         if criterion is None and plan.trace.loss is not None:
             criterion = own_loss
         made = cls(
@@ -317,6 +331,7 @@ class Pipeline(nn.Module):
         )
         made.cut, made.runner.read, made.names_in_module = plan, planner.entries.of, names
         made.runner.original = Original(module, made.chunks, tells=context.rank == 0)
+        made.runner.balances = bool(forms)
         return made
 
     def train(self, mode: bool = True) -> Self:

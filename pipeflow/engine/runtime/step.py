@@ -19,7 +19,7 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.engine.parallel.transport.agreement import finish
+from pipeflow.engine.parallel.transport.agreement import all_gather, finish, told_alike
 from pipeflow.engine.parallel.transport.protocol import Exchange, Transport
 from pipeflow.engine.runtime.adaptive import Adaptation
 from pipeflow.engine.runtime.context_ranks import ContextTokens, require_no_outputs
@@ -41,7 +41,8 @@ from pipeflow.engine.runtime.sharing import SLICES
 from pipeflow.engine.runtime.slicing import ends_of, require_sliceable, sliced
 from pipeflow.engine.runtime.trace import StepTrace
 from pipeflow.engine.runtime.weighing import Weigher, share_of
-from pipeflow.engine.stages.criterion import explained
+from pipeflow.engine.stages.criterion import explained, own_loss
+from pipeflow.engine.tensor.balance import balanced_over
 
 LossOver = Literal["microbatches", "batch"]
 
@@ -100,6 +101,7 @@ class Runner:
         adaptation: the order of training steps, if it may change.
         tokens: takes this rank's tokens out of batches, if there are context ranks.
         samples: takes this rank's samples out of batches, if a grid of tensor ranks divides them.
+        balances: whether the last stage computes a balance loss of experts, which counts the tokens of all replicas.
     """
 
     def __init__(
@@ -124,7 +126,8 @@ class Runner:
         self.confirmation = programs.confirmation
         self.tokens: ContextTokens | None = None
         if context.context_size > 1:
-            refused = {"weigh=": weigh, "overlap=": programs.options.overlap, "loss_over=": loss_over == "batch"}
+            weighs = weigh is not None and criterion is not own_loss
+            refused = {"weigh=": weighs, "overlap=": programs.options.overlap, "loss_over=": loss_over == "batch"}
             self.tokens = ContextTokens(context, criterion, refused)
             criterion = self.tokens.criterion
         self.samples = GridSamples(context) if context.layout.sample_parts > 1 else None
@@ -137,6 +140,7 @@ class Runner:
         self.read: Callable[[object], tuple[object, object]] = as_pair
         self.original: Original | None = None
         self.adaptation: Adaptation | None = None
+        self.balances = False
         self._runs = False
         self._last_stage = programs.placement.num_stages - 1
         self._last_ranks = programs.placement.ranks_of(self._last_stage)
@@ -216,6 +220,7 @@ class Runner:
         self.programs.fit(compiled, batch, region)
         with torch.inference_mode(mode=False), torch.set_grad_enabled(call.training), outside(region):
             self._load(compiled, batch, call, region)
+            self._require_meeting(batch)
             if call.training:
                 results.gradient_scale = loss_scale * call.gradient_scale * share_of(results, self.context)
             traces = call.trace or (call.adapts and self.adaptation is not None and self.adaptation.traces)
@@ -305,7 +310,7 @@ class Runner:
             first = next(iter(self.stages.values()))
             module = None if self.original is None else root_of(first.module)
             cut = partial(self._ends, times=1.0, schedule=schedule, cost=cost) if schedule.slices > 1 else None
-            batch = self.tokens.own(batch, module, cut)
+            batch = self.tokens.own(batch, module, cut, balances=self.balances)
         if self.samples is not None:
             batch = self.samples.own(batch, training=call.training)
         microbatches, paths = len(batch.sizes), len(schedule.placement.paths)
@@ -328,6 +333,7 @@ class Runner:
             "tensor_shape=": options.promise is not None,
             "graph=True": options.graph,
             "weigh=": self.weigh is not None and not hasattr(self.criterion, "weigh"),
+            "a balance loss (config.output_router_logits)": self.balances,
             'loss_over="batch"': self.loss_over == "batch",
         }
         tokens = self.tokens
@@ -386,6 +392,25 @@ class Runner:
                 if own is not None:
                     last = self.stages[self._last_stage]
                     self._weigher.load(results, batch, own, weigh, last, training=call.training)
+
+    def _require_meeting(self, batch: Batch) -> None:
+        """Prepares forwards that wait for other replicas, whose experts or tokens they need. Raises UsageError on all
+        ranks unless replicas have as many microbatches.
+        """
+        context, balances = self.context, self.balances and self.context.copies.size > 1
+        if not (context.experts.size > 1 or balances):
+            return
+        counts = [int(count) for [count] in all_gather(context.replicas, [float(len(batch.sizes))])]
+        with told_alike(context.replicas):
+            if len(set(counts)) > 1:
+                raise UsageError(
+                    f"replicas have {', '.join(map(str, counts))} microbatches, but the forwards of one wait for those "
+                    "of others, which share its experts or its balance loss: give each replica at least one sample "
+                    "for each microbatch of the schedule, as with DataLoader(..., drop_last=True)"
+                )
+        if balances and self._last_stage in self.stages:
+            last = self.stages[self._last_stage]
+            last.call = balanced_over(context.copies)(last.call)
 
     def _unload(self, compiled: Compiled) -> None:
         """Frees the batch and everything made from it."""
