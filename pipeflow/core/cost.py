@@ -19,6 +19,7 @@ from pipeflow.core.dataflow import DATAFLOW, KEPT, LASTING, MAKERS, ON_HOST, SEV
 from pipeflow.core.errors import UsageError, numbers_of, require_type
 from pipeflow.core.factors import Factors, Row, each_factor, factors_of, table_of
 from pipeflow.core.files import parse
+from pipeflow.core.pairing import Pairing
 from pipeflow.core.placement import Placement
 from pipeflow.core.route import Route, routes_among
 from pipeflow.core.schedule import Schedule
@@ -136,6 +137,9 @@ ARGUMENTS: dict[str, CostField] = {
     "overlap": CostField(
         "share of a pair's shorter half that the longer half hides, from 0 to 1", unit="share", read=_number
     ),
+    "exchange": CostField(
+        "share of forwards and backwards in which experts exchange tokens, which pairs hide, from 0 to 1", unit="share"
+    ),
     "reduce": CostField("time to sum a rank's weight gradients over the replicas", Kind.R, absent="no reductions"),
     "optimizer": CostField("time of the optimizer's step of a rank's weights (S)", Kind.S, absent="no such steps"),
     "recompute": CostField("time to compute a forward again (C)", Kind.C, absent="that of a forward"),
@@ -199,14 +203,14 @@ def without_use(even: Collection[str], schedules: Sequence[Schedule]) -> Iterato
             users = set()
         if users and not users & kinds:
             yield name, listed([f"{DATAFLOW[kind].name}s" for kind in Kind if kind in users], "or")
-        if name == "overlap" and not any(schedule.has_pairs for schedule in schedules):
+        if name in ("overlap", "exchange") and not any(schedule.has_pairs for schedule in schedules):
             yield name, "pairs of a forward and a backward"
 
 
 LARGEST = 1e100  # largest cost: the sum over any number of actions stays finite
 SMALLEST = 1e-100  # smallest cost that is not 0: the quotient of two costs stays finite
 REQUIRED = ("forward", "backward_input", "backward_weight")
-PER_STAGE = (*NAMED.values(), "activation_bytes")
+PER_STAGE = (*NAMED.values(), "activation_bytes", "exchange")
 
 TimesByKind = Mapping[Kind, Sequence[float]]
 """Per kind of action, its time on each stage."""
@@ -227,16 +231,16 @@ class CostModel:
         latency, bandwidth: of a transfer between two ranks, the latter in bytes per unit of time. Default: no time.
         activation_bytes: per stage, the bytes of its output. Empty: a transfer takes its latency alone.
         links: the `Link` of each ordered pair of ranks (from, to) that differs from `latency` and `bandwidth`.
-        overlap: the share of a pair's shorter action that the longer action hides. With 0 a pair takes the sum of both.
+        overlap, exchange: the share of a pair's shorter action that the longer one hides; and per stage, the share of a
+            forward and of a backward in which tokens pass between expert ranks, which pairs hide. Empty: none.
         saved_bytes: per stage, the bytes that a forward keeps for its backward. Empty: memory is in activations.
         deferred_bytes: per stage, the bytes that a backward keeps between its two halves. Empty: they are not counted.
-        reduce, optimizer: per stage, the time to reduce its weight gradients over the ranks that hold it, and that of
-            the optimizer's step. Empty: no time.
+        reduce, optimizer, unshard: per stage, the time to reduce its weight gradients over the ranks that hold it, that
+            of the optimizer's step, and that to gather weights which fully_shard divides. Empty: no time.
         recompute: per stage, the time to compute a forward again. Empty: that of the forward.
         offload, copy_groups: per stage, the time to copy to the host what a forward saved, or back; and the ranks that
             share a link to their host, which carries one copy at a time each way. Empty: no time; none share one.
         input_bytes: per stage, the bytes that a forward keeps if it is computed again. Empty: not counted.
-        unshard: per stage, the time to gather its weights, which fully_shard divides over the replicas. Empty: no time.
         times, kept_bytes: per kind of action, or content, that has no argument here, the time or bytes kept per stage.
         route_bytes: per route (from stage, to stage), the bytes that are sent on it.
         microbatch_factors: per microbatch, its times and bytes relative to those above: a list for all stages, or one
@@ -245,8 +249,7 @@ class CostModel:
             ends, in tokens. Empty: all slices cost the same.
         late: by how much single actions, such as "0F3", take longer than others of their kind and stage.
         unit: "s" if times are in seconds, so that drawings choose a readable unit; "" if it is not known.
-        durations, sizes, factors: per kind of action, the times; per content, all kept bytes above; and the factors of
-            microbatches: each per stage.
+        durations, sizes, factors: of each stage, times by kind of action, bytes by content, factors by microbatch.
 
     Raises UsageError for tuples of different lengths, impossible routes or units, and numbers that are negative, not
     finite, or outside `SMALLEST` to `LARGEST`.
@@ -277,6 +280,7 @@ class CostModel:
     late: Mapping[str, float] = field(default_factory=dict, hash=False)
     attention: float = 0.0
     slice_ends: tuple[float, ...] = ()
+    exchange: tuple[float, ...] = ()
     durations: Mapping[Kind, tuple[float, ...]] = field(init=False, repr=False, compare=False)
     sizes: Mapping[Content, tuple[float, ...]] = field(init=False, repr=False, compare=False)
     factors: tuple[Row, ...] = field(init=False, repr=False, compare=False)
@@ -307,6 +311,9 @@ class CostModel:
         _require_groups(self.copy_groups)
         if not 0 <= self.overlap <= 1:
             raise UsageError(f"overlap is a share of the shorter half, from 0 to 1, got {self.overlap}")
+        for stage, share in enumerate(self.exchange):
+            if share > 1:
+                raise UsageError(f"exchange is a share of the times of a stage, from 0 to 1, got {share} of {stage=}")
         object.__setattr__(self, "factors", table_of(self.microbatch_factors, stages))
         object.__setattr__(self, "durations", self._durations())
         sizes = {
@@ -366,6 +373,7 @@ class CostModel:
         offload: float = 0,
         input_bytes: float = 0,
         unshard: float = 0,
+        exchange: float = 0,
     ) -> CostModel:
         """The costs of a model whose stages are all equal.
 
@@ -378,7 +386,7 @@ class CostModel:
             transfer: the latency of a transfer between two ranks.
             saved_bytes: the bytes that a forward keeps for its backward. 0: memory is counted in activations.
             deferred_bytes: the part of `saved_bytes` that the weight-gradient half still needs.
-            overlap: as in `CostModel`.
+            overlap, exchange: as in `CostModel`.
             reduce, optimizer, recompute, offload, unshard: as in `CostModel`, for a rank's whole share. 0: as if empty.
             input_bytes: the part of `saved_bytes` that a forward keeps if it is computed again later.
         """
@@ -436,8 +444,8 @@ class CostModel:
 
     def pair(self, forward: int, backward: Kind, stage: int) -> float:
         """The time of a pair: a forward on stage `forward`, overlapped with a `backward` (B or I) on `stage`."""
-        one, other = self.duration(Kind.F, forward), self.duration(backward, stage)
-        return one + other - self.overlap * min(one, other)
+        pair = Action(Kind.F, forward, 0), Action(backward, stage, 0)
+        return pairing_of(self).time(pair, *(self.duration(action.kind, action.stage) for action in pair))
 
     def link(self, sender: int | None = None, receiver: int | None = None) -> Link:
         """The link from rank `sender` to rank `receiver`; without ranks, the default link."""
@@ -456,6 +464,11 @@ class CostModel:
     def transfer(self, stage: int, sender: int | None = None, receiver: int | None = None) -> float:
         """The time to move the activation of `stage`, or its gradient, between two ranks over a link that is free."""
         return self.link(sender, receiver).latency + self.holding(stage, sender, receiver)
+
+
+def pairing_of(cost: CostModel) -> Pairing:
+    """What the two actions of a pair hide of each other."""
+    return Pairing.of(cost.overlap, cost.exchange, (cost.durations[Kind.I], cost.durations[Kind.W]))
 
 
 def slice_lengths(cost: CostModel, slices: int) -> tuple[float, ...]:
@@ -512,6 +525,7 @@ def even_costs(placement: Placement, numbers: Mapping[str, float]) -> CostModel:
         {content: sizes for content, sizes in per_stage.items() if isinstance(content, Content)},
         latency=given["transfer"],
         overlap=given["overlap"],
+        exchange=(given["exchange"],) * stages if given["exchange"] else (),
     )
 
 

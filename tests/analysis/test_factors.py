@@ -35,6 +35,8 @@ def test_a_pair_is_one_of_two_microbatches() -> None:
     pairs = Schedule.from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1")
     cost = CostModel((1,), (1,), (1,), overlap=0.5, microbatch_factors=(4, 3))
     assert [span.end for span in simulate(pairs, cost)] == pytest.approx([4, 4 + 9.5 * 3 / 11, 13.5, 19.5])
+    exchanged = replace(cost, overlap=0, exchange=(0.25,))
+    assert [span.end for span in simulate(pairs, exchanged)] == pytest.approx([4, 4 + 8.25 * 3 / 11, 12.25, 18.25])
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -9,7 +9,7 @@ import pytest
 from pipeflow.core.action import Kind
 from pipeflow.core.analysis.idle_time import causes
 from pipeflow.core.analysis.order import dependency_graph
-from pipeflow.core.analysis.simulation import simulate
+from pipeflow.core.analysis.simulation import simulate, simulate_shared
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError
@@ -110,6 +110,23 @@ def test_without_costs_every_pass_takes_1_and_transfers_nothing() -> None:
 def test_the_rows_of_a_timeline_are_those_of_the_schedule() -> None:
     schedule = Schedule.from_csv("0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2", Placement.linear(1))
     assert [str(span.action) for span in simulate(schedule)] == ["0F0", "0F1", "0F2", "0B0", "0B1", "0B2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "makespans"),
+    [("interleaved-1f1b", (133, 164, 213)), ("zb-v", (125, 155, 206)), ("dualpipe-v", (110.5, 122, 161.5))],
+)
+def test_pairs_hide_the_exchange_of_experts(name: str, makespans: tuple[float, ...]) -> None:
+    """8 ranks and 32 microbatches, with F = 1 and B = 2 of computations, and exchanges that are a share of all."""
+    options = {"chunks": 2} if name == "interleaved-1f1b" else {}
+    schedule = make_schedule(name, ranks=8, microbatches=32, **options)
+    for share, makespan in zip((0.20, 0.35, 0.50), makespans, strict=True):
+        times = 1 / (1 - share), 2 / (1 - share) - 1, 1
+        cost = CostModel.even(schedule.placement, *times, exchange=share)
+        assert simulate(schedule, cost).makespan == pytest.approx(makespan, abs=0.3)
+        apart = simulate(schedule.without_pairs(), cost)
+        assert apart.rows == simulate(schedule.without_pairs(), CostModel.even(schedule.placement, *times)).rows
+        assert simulate_shared(schedule, cost, 16).makespan == pytest.approx(simulate(schedule, cost).makespan)
 
 
 @pytest.mark.parametrize("stages", [1, 3])

@@ -44,9 +44,29 @@ def test_a_pair_hides_a_part_of_its_shorter_half() -> None:
 
 
 @pytest.mark.parametrize(
+    ("shares", "overlap", "times"),
+    [
+        ((0.25, 0.25), 0, [5.25, 4.25]),  # computations: 3 + 2.25, and 3 + 1.25; I has the whole exchange of B
+        ((0.25, 0.25), 1, [4, 4]),  # the longer action alone
+        ((0.75, 0.75), 0, [5.25, 5]),  # exchanges: 3 + 2.25, and 3 + 2
+        ((1, 0), 0, [4, 4]),  # the forward computes nothing
+        ((0, 0), 0, [7, 6]),
+    ],
+)
+def test_a_pair_hides_exchanges_behind_computations(
+    shares: tuple[float, ...], overlap: float, times: list[float]
+) -> None:
+    cost = CostModel((4, 4), (2, 2), (1, 1), overlap=overlap, exchange=shares)
+    assert [cost.pair(0, Kind.B, 1), cost.pair(0, Kind.I, 1)] == times
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"forward": (1.0,)},
+        {"exchange": (0.5,)},
+        {"exchange": (0.5, 1.1)},
+        {"exchange": (0.5, -0.1)},
         {"backward_input": ()},
         {"backward_weight": (1.0, 1.0, 1.0)},
         {"activation_bytes": (1.0,)},

@@ -76,6 +76,39 @@ def test_copies_of_a_stage() -> None:
     run(run_threads, ExpertWork("qwen3_moe", "dualpipe", samples=(8, 9), microbatches=4, steps=3))
 
 
+def turns_taken(work: ExpertWork, whole: Any) -> tuple[Trained, list[int]]:
+    """What a rank has in the end, and which half of a pair computed before each exchange of tokens."""
+    turns, taken = current_context().turns, list[int]()
+    pass_on = turns.pass_on
+
+    def recorded() -> None:
+        taken.extend([turns._turn] * (turns._running == 2))
+        pass_on()
+
+    turns.pass_on = recorded  # type: ignore[method-assign]
+    return train(work, whole), taken
+
+
+@pytest.mark.slow
+@pytest.mark.some(1)
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_the_halves_of_pairs_run_in_turns(kind: str, recomputed: bool) -> None:
+    """All ranks exchange in one order, in which each backward (0) is followed by a forward (1)."""
+    work = ExpertWork(kind, "dualpipe-v", samples=(4, 5), microbatches=4, steps=1, layers=4, recomputed=recomputed)
+    results = run_threads(turns_taken, 4, work, work.model(), data=2, experts=2)
+    require_trained([trained for trained, _ in results], expected(work), experts=2)
+    taken = [its for _, its in results]
+    assert [len(its) > 8 for its in taken] == [True] * 4
+    assert taken[:2] == taken[2:]  # of the two ranks of each place in the pipeline
+    assert all(its[0::2].count(1) == its[1::2].count(0) == 0 for its in taken) is not recomputed
+
+
+@pytest.mark.exhaustive
+def test_pairs_in_turns_over_gloo() -> None:
+    run(run_processes, ExpertWork("mixtral", "dualpipe-v", samples=(4, 5), microbatches=4, steps=2, layers=4))
+
+
 @pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("computed_by", ["eager", "batched_mm"])

@@ -282,6 +282,7 @@ def test_never_worse_than_a_start_within_the_cap(name: str, cap: float) -> None:
     seed=st.integers(0, 99),
     even=st.booleans(),
     overlap=st.sampled_from([0.0, 0.0, 1.0]),
+    exchange=st.sampled_from([0.0, 0.0, 0.4, 0.9]),
     occupied=st.booleans(),
     room=st.floats(1, 2.5),
     in_bytes=st.sampled_from([None, False, True]),
@@ -294,6 +295,7 @@ def test_never_worse_than_any_named_schedule_within_the_cap(
     seed: int,
     even: bool,
     overlap: float,
+    exchange: float,
     occupied: bool,
     room: float,
     in_bytes: bool | None,
@@ -317,7 +319,7 @@ def test_never_worse_than_any_named_schedule_within_the_cap(
     }[kind]
     stages = placement.num_stages
     cost = CostModel.even(placement) if even else random_cost(stages, seed)
-    cost = replace(with_bytes(cost, seed), overlap=overlap)
+    cost = replace(with_bytes(cost, seed), overlap=overlap, exchange=(exchange,) * stages)
     if occupied:
         cost = replace(cost, bandwidth=2.0, activation_bytes=(1.0,) * stages)
     caps: dict[str, Any] = {}
@@ -341,10 +343,11 @@ def test_never_worse_than_any_named_schedule_within_the_cap(
             assert found.lower_bound <= value(found.timeline, objective) <= least_time, name
 
 
-def test_a_bound_holds_for_pairs_that_overlap() -> None:
-    cost = CostModel.even(VEE, overlap=1)
+@pytest.mark.parametrize("hidden", [{"overlap": 1}, {"exchange": 0.4}])
+def test_a_bound_holds_for_pairs_that_overlap(hidden: dict[str, float]) -> None:
+    cost = CostModel.even(VEE, **hidden)
     found = search(VEE, 16, cost, budget=0)
-    alone = search(VEE, 16, replace(cost, overlap=0), budget=0)
+    alone = search(VEE, 16, replace(cost, overlap=0, exchange=()), budget=0)
     assert found.timeline.makespan < alone.lower_bound
     assert found.lower_bound < found.timeline.makespan
 

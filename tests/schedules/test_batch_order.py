@@ -45,7 +45,7 @@ def test_groups_of_like_cost_hold_every_sample_once(seed: int) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_rerun_takes_as_long_as_a_simulation(name: str) -> None:
     schedule = make_near(name, ranks=4, microbatches=6)
-    cost = replace(CostModel.even(schedule.placement, 0.7, 1.3, 0.4, transfer=0.2), overlap=0.5)
+    cost = replace(CostModel.even(schedule.placement, 0.7, 1.3, 0.4, transfer=0.2, exchange=0.3), overlap=0.5)
     if not name.startswith("dualpipe"):  # whose pairs send two values at once, so that one waits for the link
         cost = replace(cost, activation_bytes=(0.005,) * schedule.placement.num_stages, bandwidth=1.0)
     rerun, draw = Rerun(schedule, cost), Random(1)

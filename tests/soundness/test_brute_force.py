@@ -113,6 +113,7 @@ def random_cost(draw: random.Random, placement: Placement) -> CostModel:
         saved_bytes=numbers(9),
         deferred_bytes=numbers(4),
         reduce=numbers(9),
+        exchange=tuple(draw.randint(0, 4) / 4 for _ in range(placement.num_stages)) if draw.random() < 0.5 else (),
     )
 
 
@@ -152,8 +153,18 @@ class Slow:
         return self.schedule.rows[place[0]][place[1]]
 
     def duration(self, place: tuple[int, int]) -> float:
-        alone = [self.alone(action) for action in actions_of(self.entry(place))]
-        return sum(alone) - (self.cost.overlap * min(alone) if len(alone) == 2 else 0)
+        actions = actions_of(self.entry(place))
+        if len(actions) == 1:
+            return self.alone(actions[0])
+        whole = [self.alone(action) for action in actions]
+        exchanged = [self.exchanged(action) for action in actions]
+        computed = [one - other for one, other in zip(whole, exchanged, strict=True)]
+        return max(sum(computed) - self.cost.overlap * min(computed), sum(exchanged), *whole)
+
+    def exchanged(self, action: Action) -> float:
+        share = self.cost.exchange[action.stage] if self.cost.exchange else 0
+        whole = self.alone(replace(action, kind=Kind.F if action.kind is Kind.F else Kind.B))
+        return min(share * whole, self.alone(action))
 
     def alone(self, action: Action) -> float:
         forward, inputs, weights = (

@@ -19,10 +19,11 @@ from typing import NamedTuple, final
 
 from pipeflow.core.action import Action, Entry, Kind, actions_of
 from pipeflow.core.analysis.order import Order, Stuck, Turn
-from pipeflow.core.cost import CostModel, require_cost_model, require_ends, slice_lengths, slice_works
+from pipeflow.core.cost import CostModel, pairing_of, require_cost_model, require_ends, slice_lengths, slice_works
 from pipeflow.core.dataflow import COPIES, DATAFLOW, SEVERAL, End, Stream
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.factors import require_factors
+from pipeflow.core.pairing import Pairing
 from pipeflow.core.route import Route, routes_among
 from pipeflow.core.schedule import Schedule, require_schedule
 from pipeflow.core.timeline import Row, Span, Timeline
@@ -76,7 +77,7 @@ def run(schedule: Schedule, cost: CostModel, processors: float = inf) -> tuple[t
     order = Order(schedule, routes_among(schedule.placement.num_stages, cost.route_bytes))
     moved = transfers(schedule, cost, order)
     there = [inf] * len(moved)
-    clock: Iterable[Ran] = unlimited(order, there, cost.durations, cost.overlap, _varied(schedule, cost))
+    clock: Iterable[Ran] = unlimited(order, there, cost.durations, pairing_of(cost), _varied(schedule, cost))
     if processors < inf or (cost.copy_groups and schedule.streams & COPIES) or _waits_for_joint(schedule):
         clock = SharedClock(schedule, cost, processors, order, there, moved)
     return loop(clock, there, moved, len(schedule.rows)), order
@@ -205,7 +206,7 @@ def _behind(schedule: Schedule, positions: Mapping[int, int], time: float, cost:
     ]
     stages, last = {action.stage for turn in turns for action in turn.actions}, len(cost.forward) - 1
     durations = {kind: {stage: times[min(stage, last)] for stage in stages} for kind, times in cost.durations.items()}
-    clock = unlimited(turns, [], durations, cost.overlap, joint=False, begin=time)
+    clock = unlimited(turns, [], durations, pairing_of(cost), joint=False, begin=time)
     return loop(clock, [], [], len(schedule.rows))
 
 
@@ -266,7 +267,7 @@ def unlimited(
     turns: Iterable[Turn],
     there: list[float],
     durations: Durations,
-    overlap: float,
+    pairing: Pairing,
     varied: Mapping[Part, Durations] = {},
     *,
     joint: bool = True,
@@ -294,9 +295,9 @@ def unlimited(
         if len(actions) > 1:
             other = actions[1]
             its = varied.get((other.microbatch, other.slice), usual)
-            whole, first = paired(durations[kind][action.stage], its[other.kind][other.stage], overlap)
-            end = free[rank] = start + whole
-            yield turn, start, end, start + first
+            times = durations[kind][action.stage], its[other.kind][other.stage]
+            end = free[rank] = start + pairing.time(actions, *times)
+            yield turn, start, end, start + (end - start) * _part_of_first(*times)
         elif kind not in _BESIDE:
             end = free[rank] = start + durations[kind][action.stage]
             yield turn, start, end, end
@@ -330,12 +331,9 @@ def _together(
             yield turn, start, end, end
 
 
-def paired(one: float, other: float, overlap: float) -> tuple[float, float]:
-    """The time of a pair whose actions take these times alone, and the part of it that the span of its forward gets: in
-    proportion to the time that it takes alone.
-    """
-    whole = one + other - overlap * min(one, other)
-    return whole, whole * one / (one + other) if one + other else 0.0
+def _part_of_first(one: float, other: float) -> float:
+    """The part of a pair that the span of its forward gets: in proportion to the times that its actions take alone."""
+    return one / (one + other) if one + other else 0.0
 
 
 def transfers(schedule: Schedule, cost: CostModel, order: Order) -> list[Transfer]:
@@ -406,6 +404,7 @@ class SharedClock:
         moved: Sequence[Transfer],
     ) -> None:
         self._placement, self._cost, self._processors = schedule.placement, cost, processors
+        self._pairing = pairing_of(cost)
         self._varied = _varied(schedule, cost)
         self._turns: list[deque[Turn]] = [deque() for _ in schedule.rows]
         for turn in turns:
@@ -494,22 +493,18 @@ class SharedClock:
                     self._start(part.turn)
 
     def _start(self, turn: Turn) -> None:
-        seconds, *others = self._times(turn)
-        for other in others:
-            seconds, _ = paired(seconds, other, self._cost.overlap)
+        times = self._times(turn)
+        seconds = times[0] if len(times) == 1 else self._pairing.time(turn.actions, *times)
         self._busy.add(self._lane(turn.rank, _stream_of(turn)))
         self._number += 1
         heappush(self._running, _Task(self._had + seconds, self._number, turn, self._now))
 
     def _ended(self, task: _Task) -> Ran:
-        """A pair is divided in proportion to the times that its actions take alone."""
         turn, start = task.turn, task.start
         self._busy.remove(self._lane(turn.rank, _stream_of(turn)))
         if len(turn.actions) == 1:
             return turn, start, self._now, self._now
-        first, second = self._times(turn)
-        share = first / (first + second) if first + second else 0.0
-        return turn, start, self._now, start + (self._now - start) * share
+        return turn, start, self._now, start + (self._now - start) * _part_of_first(*self._times(turn))
 
     def _times(self, turn: Turn) -> list[float]:
         """The time that each action of a turn takes alone."""

@@ -21,6 +21,7 @@ from pipeflow.engine.parallel.failure import Alarm
 from pipeflow.engine.parallel.grid import GridGroups
 from pipeflow.engine.parallel.layout import WorldLayout
 from pipeflow.engine.parallel.transport.protocol import Group, Subset, Transport
+from pipeflow.engine.parallel.turns import Turns
 
 CONTEXT_ATTENTION = ("gather", "ring", "all_to_all")
 """How attention over context ranks gets keys and values: of all ranks at once, or of one rank at a time."""
@@ -51,6 +52,7 @@ class Context:
         copies: the same ranks as `holders`, as a group, replica by replica.
         experts: the group of replicas among which the experts of a layer are divided.
         expert_copies: those of `copies` that hold the same experts, as a group.
+        turns: the turns of the two halves of a pair that runs.
         alarm: reports a failure on one rank to all ranks.
         world_size: number of ranks in the world.
         pipeline_rank, tensor_rank, data_rank, context_rank: indices of this rank along the dimensions of the layout.
@@ -75,6 +77,7 @@ class Context:
     copies: Group = field(init=False)
     experts: Group = field(init=False)
     expert_copies: Group = field(init=False)
+    turns: Turns = field(init=False, default_factory=Turns)
     alarm: Alarm = field(init=False)
     world_size: int = field(init=False)
     pipeline_rank: int = field(init=False)

@@ -39,7 +39,7 @@ from pipeflow.engine.runtime.loss import StepCall
 from pipeflow.engine.runtime.original import Original, add_hooks, cut_chunks, name_in_module
 from pipeflow.engine.runtime.program.compile import Options, Programs
 from pipeflow.engine.runtime.program.graphs import require_recordable
-from pipeflow.engine.runtime.program.pairs import Overlap
+from pipeflow.engine.runtime.program.pairs import InTurns, Overlap
 from pipeflow.engine.runtime.stage import Names, Stage, names_taken, union
 from pipeflow.engine.runtime.step import LossOver, Output, Runner
 from pipeflow.engine.stages.blocks import Blocks, Cuts
@@ -94,8 +94,8 @@ class Pipeline(nn.Module):
             microbatches, concatenated along dim 0, and all labels. So it may be any function, such as a contrastive
             loss. The last stage must run all forwards first, as in "gpipe" and "looped-bfs", without replicas.
         stages: indices of the stages that `chunks` were built for, to check them against the schedule's placement.
-        overlap: `overlap(forward, backward)` runs a pair of the schedule. It must call both functions once, in any
-            order, on any thread or stream, and return when both are done. By default the forward runs first.
+        overlap: `overlap(forward, backward)` runs a pair: it calls both once, in any order, on any thread or stream,
+            and returns when both are done. By default the forward runs first; with expert ranks, both run in turns.
         autocast: dtype of a torch.autocast in which stages and criterion run, by default that of one around
             `execute_pipeline`. Backwards run outside of it.
         gradient_dtype: dtype in which gradients of narrower parameters are added up over microbatches and ranks.
@@ -186,6 +186,8 @@ class Pipeline(nn.Module):
             if graph:
                 batchwise = loss_over == "batch"
                 require_recordable(context, self.chunks, overlaps=overlap is not None, over_batch=batchwise)
+            if overlap is None and context.experts.size > 1:
+                overlap = InTurns(context)
             options = Options(promise, overlap, cost, routed(self.chunks, routes, schedule, promise), graph)
             taken = self._agree(options, head_slices, names_taken(modules, options.routes))
             self.gradients = Gradients(self, self._owners(modules), schedule.placement, context, gradient_dtype)

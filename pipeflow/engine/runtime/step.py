@@ -31,6 +31,7 @@ from pipeflow.engine.runtime.microbatch import Batch, Divided, as_batch, as_pair
 from pipeflow.engine.runtime.original import Original, root_of
 from pipeflow.engine.runtime.program.compile import Compiled, Programs, RunMode
 from pipeflow.engine.runtime.program.operations import Awaited, Operation, run
+from pipeflow.engine.runtime.program.pairs import InTurns
 from pipeflow.engine.runtime.program.results import (
     Results,
     merged_outputs,
@@ -126,8 +127,10 @@ class Runner:
         self.confirmation = programs.confirmation
         self.tokens: ContextTokens | None = None
         if context.context_size > 1:
+            given = programs.options.overlap
+            overlaps = given is not None and not isinstance(given, InTurns)
             weighs = weigh is not None and criterion is not own_loss
-            refused = {"weigh=": weighs, "overlap=": programs.options.overlap, "loss_over=": loss_over == "batch"}
+            refused = {"weigh=": weighs, "overlap=": overlaps, "loss_over=": loss_over == "batch"}
             self.tokens = ContextTokens(context, criterion, refused)
             criterion = self.tokens.criterion
         self.samples = GridSamples(context) if context.layout.sample_parts > 1 else None

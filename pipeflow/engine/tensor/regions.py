@@ -203,23 +203,37 @@ def exchanged(input: Tensor, group: Group, there: Exchange, back: Exchange) -> T
     return output
 
 
-def all_to_all(input: Tensor, group: Group, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+def _nothing() -> None:
+    pass
+
+
+def all_to_all(
+    input: Tensor,
+    group: Group,
+    send_counts: Sequence[int],
+    receive_counts: Sequence[int],
+    meanwhile: Callable[[], None] = _nothing,
+) -> Tensor:
     """Exchanges rows, along the first dimension: `send_counts[i]` of the input's rows, in order, go to rank i of the
     group, and `receive_counts[i]` of the output's rows come from it. Gradients go back the same way. Each rank's
-    `receive_counts` must be what the others send to it.
+    `receive_counts` must be what the others send to it. `meanwhile` is called while rows are on the way.
 
     Raises UsageError for counts that are not one per rank, and for `send_counts` that do not add up to all rows.
     """
     return exchanged(
         input,
         group,
-        partial(_all_to_all, send_counts=send_counts, receive_counts=receive_counts),
-        partial(_all_to_all, send_counts=receive_counts, receive_counts=send_counts),
+        partial(_all_to_all, counts=(send_counts, receive_counts), meanwhile=meanwhile),
+        partial(_all_to_all, counts=(receive_counts, send_counts), meanwhile=meanwhile),
     )
 
 
-def _all_to_all(group: Group, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
-    return start_all_to_all(group, rows, send_counts, receive_counts)()
+def _all_to_all(
+    group: Group, rows: Tensor, counts: tuple[Sequence[int], Sequence[int]], meanwhile: Callable[[], None]
+) -> Tensor:
+    finish = start_all_to_all(group, rows, *counts)
+    meanwhile()
+    return finish()
 
 
 def _require_sequence(input: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from pipeflow.core.action import Action
 from pipeflow.core.analysis.order import Order
 from pipeflow.core.analysis.simulation import require_costs, simulate, transfers
-from pipeflow.core.cost import CostModel, slice_lengths, slice_works
+from pipeflow.core.cost import CostModel, pairing_of, slice_lengths, slice_works
 from pipeflow.core.errors import UsageError
 from pipeflow.core.factors import Factors, put_in_order, table_of
 from pipeflow.core.liveness import ACTIVATIONS, MemoryCap, cap_per_rank
@@ -293,14 +293,13 @@ Step = tuple[
     int,
     float,
     int,
-    tuple[tuple[float, int], ...],
+    tuple[tuple[float, int, tuple[Action, ...]], ...],
     tuple[int, ...],
     tuple[tuple[int, int, float, float], ...],
 ]
 """An entry of a row: its rank; the time of its action at factor 1, and the place of its factor; the same of the other
-action of a pair; the values that it waits for from other ranks; and those that other ranks wait for, each with the
-place of its factor, its latency and its time on the link. Factors are in one row, stage by stage. Plain tuples of
-numbers, which the garbage collector need not walk through.
+action of a pair, with both actions; the values that it waits for from other ranks; and those that other ranks wait
+for, each with the place of its factor, its latency and its time on the link. Factors are in one row, stage by stage.
 """
 
 
@@ -312,7 +311,7 @@ class Rerun:
 
     def __init__(self, schedule: Schedule, cost: CostModel) -> None:
         require_costs(schedule, cost)
-        self.schedule, self._overlap = schedule, cost.overlap
+        self.schedule, self._pairing = schedule, pairing_of(cost)
         order = Order(schedule)
         moved = transfers(schedule, cost, order)
         passes = [move.link[0] != move.link[1] for move in moved]
@@ -338,7 +337,7 @@ class Rerun:
                 rank,
                 time(actions[0]),
                 place(actions[0]),
-                tuple((time(action), place(action)) for action in actions[1:]),
+                tuple((time(action), place(action), actions) for action in actions[1:]),
                 tuple(value for value in needs if passes[value]),
                 tuple(
                     (value, makers[value // many] * many + value % many, moved[value].latency, moved[value].held)
@@ -363,8 +362,8 @@ class Rerun:
                 if there[value] > end:
                     end = there[value]
             took = time * factors[place]
-            for other, its in others:
-                took += other * factors[its] - self._overlap * min(took, other * factors[its])
+            for other, its, pair in others:
+                took = self._pairing.time(pair, took, other * factors[its])
             free[rank] = end = end + took
             for value, its, latency, held in makes:
                 there[value] = end + held * factors[its] + latency

@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from pipeflow.core.analysis.simulation import simulate
-from pipeflow.core.cost import CostModel
+from pipeflow.core.cost import CostModel, pairing_of
 from pipeflow.core.distributions import install
 from pipeflow.core.errors import UsageError
 from pipeflow.schedules.orders.list_scheduling import run_times
@@ -35,7 +35,7 @@ def proved(problem: Problem, cost: CostModel, found: Found, *, deadline: float, 
     """`found`, improved by the solver until it is proved best or `deadline` has passed, a time of `perf_counter`."""
     cp_model, objective = require_solver(), problem.objective
     begun = to_sequences(found.schedule)
-    is_beyond = bool(problem.factors or (cost.overlap and found.schedule.has_pairs))
+    is_beyond = bool(problem.factors or (pairing_of(cost).hides and found.schedule.has_pairs))
     if is_beyond or found.gap < 1e-9 or not all(fits(problem, rank, each) for rank, each in enumerate(begun)):
         return found
     scale = _scale(problem)

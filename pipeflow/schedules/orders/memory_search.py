@@ -12,7 +12,7 @@ from random import Random
 from time import perf_counter
 
 from pipeflow.core.analysis.simulation import simulate
-from pipeflow.core.cost import SMALLEST, CostModel
+from pipeflow.core.cost import SMALLEST, CostModel, pairing_of
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement, require_positive
 from pipeflow.core.schedule import Schedule
@@ -210,8 +210,8 @@ class Best:
     def __post_init__(self) -> None:
         problem = self.storage.problem
         self.bound = self._hidden = bounds(problem).objective
-        if self.cost.overlap:
-            self._hidden = bounds(with_hidden(problem, self.cost.overlap)).objective
+        if pairing_of(self.cost).hides:
+            self._hidden = bounds(with_hidden(problem, self.cost)).objective
 
     @property
     def objective(self) -> float:

@@ -361,11 +361,17 @@ def amounts(problem: Problem, timeline: Timeline) -> tuple[float, ...]:
     return timeline.peak_bytes if unit is None else tuple(peak * unit for peak in timeline.peak_activations)
 
 
-def with_hidden(problem: Problem, overlap: float) -> Problem:
-    """`problem` for schedules with pairs: every forward hides as much of its time as a pair can hide of it. So a bound
-    of this problem holds for them, too: a pair takes no less time than this forward and then its backward.
+def with_hidden(problem: Problem, cost: CostModel) -> Problem:
+    """`problem` for schedules with pairs: no exchange takes time, and every forward hides as much of its computation as
+    a pair can hide of it. So a bound of this problem holds for them, too: a pair takes no less time than this forward
+    and then its backward.
     """
-    durations = (time * (1 - overlap) if index % 3 == 0 else time for index, time in enumerate(problem.durations))
+    durations = list[float]()
+    for stage in range(problem.placement.num_stages):
+        forward, first, second = problem.durations[3 * stage : 3 * stage + 3]
+        share = cost.exchange[stage] if cost.exchange else 0.0
+        left = max(0.0, first - share * (first + second))
+        durations += forward * (1 - share) * (1 - cost.overlap), left, (first + second) * (1 - share) - left
     return replace(problem, durations=tuple(durations))
 
 

@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from pipeflow.core.analysis.simulation import simulate
-from pipeflow.core.cost import CostModel
+from pipeflow.core.cost import CostModel, pairing_of
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import require_positive
 from pipeflow.core.schedule import Schedule
@@ -126,8 +126,8 @@ def improved(
         key=lambda each: (measured(each[1], problem.objective), each[1].makespan + each[1].span),
     )
     bound = proved.objective
-    if cost.overlap and schedule.has_pairs:
-        bound = bounds(with_hidden(problem, cost.overlap)).objective
+    if pairing_of(cost).hides and schedule.has_pairs:
+        bound = bounds(with_hidden(problem, cost)).objective
     return Found(schedule, timeline, min(bound, measured(timeline, problem.objective)), problem.objective)
 
 
@@ -171,7 +171,7 @@ def _may_gain(problem: Problem, cost: CostModel, schedule: Schedule) -> bool:
     is so if halves keep more memory, if pairs hide time, or if links are occupied, which the search does not count. It
     is so, too, if microbatches differ, since one may overtake another in the schedule.
     """
-    pairs = bool(cost.overlap) and schedule.has_pairs
+    pairs = pairing_of(cost).hides and schedule.has_pairs
     return (
         pairs or bool(problem.factors) or bool(cost.activation_bytes or cost.route_bytes) or any(problem.memory.spare)
     )

@@ -116,12 +116,18 @@ RANGES = {  # of the sliders of options: least, most, step
     "memory_cap": (0.5, 16, 0.5),
     "waves": (1, 4, 1),
 }
-MOST = {"latency": 2, "overlap": 1, "reduce": 8}  # of the sliders of costs that are no bytes; of the others 4
+MOST = {
+    "latency": 2,
+    "overlap": 1,
+    "exchange": 1,
+    "reduce": 8,
+}  # of the sliders of costs that are no bytes; of the others 4
 COST_LABELS = {
     "forward": "forward (F)",
     "backward_input": "input half (I)",
     "backward_weight": "weight half (W)",
     "overlap": "pair overlap",
+    "exchange": "expert exchange",
     "reduce": "reduction",
     "optimizer": "optimizer (S)",
 }

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from pipeflow.core.action import Kind
-from pipeflow.core.cost import CostModel
+from pipeflow.core.cost import CostModel, pairing_of
 from pipeflow.core.errors import UsageError, Violation
 from pipeflow.core.liveness import MemoryCap
 from pipeflow.core.placement import Placement
@@ -34,7 +34,7 @@ def par(state: State, made: Schedule, makespan: float | None) -> dict[str, Any]:
     """
     cost, unit = state.prices.cost_model(made.placement), state.unit
     caps = (None, None) if saving(made) else (state.options.get("memory_cap"), state.options.get("bytes_cap"))
-    if cost.overlap and made.has_pairs:
+    if pairing_of(cost).hides and made.has_pairs:
         return _none("no lower bound is known for pairs that overlap")
     if makespan is not None and made.is_forward_only:
         return _none("the lower bound is that of a step with backwards")

@@ -1,10 +1,11 @@
-"""Pairs: a forward and a backward that a function of the user runs overlapped. Without such a function, pairs are taken
-apart before a schedule runs, and nothing here is used.
+"""Pairs: a forward and a backward that run overlapped: by a function of the user, or in turns if there are expert ranks.
+Otherwise, pairs are taken apart before a schedule runs, and nothing here is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from threading import Thread, current_thread
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 
 from pipeflow.core.action import Action
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.parallel.context import in_this_context
+from pipeflow.engine.parallel.context import Context, in_this_context
 from pipeflow.engine.parallel.failure import ActionError
 from pipeflow.engine.runtime.stage import Stage
 from pipeflow.engine.torch_private.modes import TorchDispatchMode
@@ -46,6 +47,28 @@ class Half:
 
 Overlap = Callable[[Half, Half], None]
 """Runs a pair: calls its forward and its backward, each once, and returns when both are done."""
+
+
+class InTurns:
+    """The overlap of pairs whose layers exchange tokens between the expert ranks of `context`: one half computes while
+    the tokens of the other are on the way. Its backward begins, because it exchanges tokens first and computes last.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._turns, self._device = context.turns, context.device
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pipeflow backward")  # it starts with the first pair
+
+    def __call__(self, forward: Half, backward: Half) -> None:
+        """On a GPU, both halves compute on one stream, in the order of their turns; exchanges have a stream of their
+        own. So memory that one half frees is used by the other afterwards only.
+        """
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+
+        def first() -> None:
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                backward()
+
+        self._turns.both(first, forward, self._thread.submit)
 
 
 class Draws(TorchDispatchMode):
@@ -88,6 +111,7 @@ class Both:
             error = UsageError(
                 "a backward recomputed its forward and drew from torch's own generator while a forward ran on "
                 "another thread, so its dropout masks may differ: call pipeflow.tensor.manual_seed(seed) and use "
-                "pipeflow.tensor.Dropout inside pipeflow.tensor.checkpoint, or run both halves on one thread"
+                "pipeflow.tensor.Dropout inside pipeflow.tensor.checkpoint, run both halves on one thread, or use "
+                "schedule.without_pairs()"
             )
             raise ActionError(backward.action) from error

@@ -1,0 +1,66 @@
+"""Turns: of the two halves of a pair, one computes at a time, and passes its turn on while an exchange with other ranks
+is under way. Must not contain: what halves compute and exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Condition
+
+
+class Turns:
+    """The turns of a rank. Outside of a pair there are none, and `pass_on` does nothing.
+
+    Two calls run on a thread each. Only one of them runs at any time: the other waits until it passes the turn on or
+    ends. So who runs when depends on the calls alone, not on how long anything takes: ranks whose calls pass turns on
+    at the same places start all their collectives in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._turn = 0  # whose turn it is
+        self._running = 0  # how many of the two calls have not ended
+        self._errors: list[BaseException] = []
+
+    def both(self, first: Callable[[], object], second: Callable[[], object], aside: Callable[..., object]) -> None:
+        """Runs two calls in turns. The first has the first turn and runs on the thread to which `aside` hands a
+        function; the second runs on this one. If one of them fails, the other ends when it gets its next turn. Raises
+        the first error of the two.
+        """
+        self._turn, self._running, self._errors = 0, 2, []
+        aside(lambda: self._run(0, first))
+        self._run(1, second)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running)
+        if self._errors:
+            raise self._errors[0]
+
+    def pass_on(self) -> None:
+        """Lets the other call run, if there is one, until it passes the turn on or ends."""
+        if self._running < 2:
+            return
+        mine = self._turn
+        with self._changed:
+            self._turn = 1 - mine
+            self._changed.notify_all()
+            self._wait(mine)
+
+    def _wait(self, mine: int) -> None:
+        self._changed.wait_for(lambda: self._turn == mine)
+        if self._errors:
+            raise _OtherFailedError
+
+    def _run(self, mine: int, call: Callable[[], object]) -> None:
+        try:
+            with self._changed:
+                self._wait(mine)
+            call()
+        except BaseException as error:  # raised by `both`
+            self._errors.append(error)
+        with self._changed:
+            self._turn, self._running = 1 - mine, self._running - 1
+            self._changed.notify_all()
+
+
+class _OtherFailedError(Exception):
+    """Ends a call whose partner has failed."""
