@@ -1,4 +1,4 @@
-"""Pairs: a forward and a backward that run overlapped: by a function of the user, or in turns if there are expert ranks.
+"""Pairs: a forward and a backward that run overlapped: by a function of the user, or in turns with expert ranks.
 Otherwise, pairs are taken apart before a schedule runs, and nothing here is used.
 """
 
