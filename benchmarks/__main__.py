@@ -20,6 +20,7 @@ TIMED = {
     "links": (*ENGINE, "tools"),
     "lengths": ENGINE,
     "slices": (*ENGINE, "training"),
+    "experts": ENGINE,
     "one_rank": ENGINE,
     "one_gpu": ENGINE,
     "halves": ENGINE,
