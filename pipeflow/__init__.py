@@ -8,6 +8,7 @@ fast.
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection
 from importlib import import_module
 from pathlib import Path
 
@@ -48,7 +49,14 @@ def _drawn_as_planned(schedule: Schedule) -> str | None:
         return None
 
 
+def _of_survivors(schedule: Schedule, replicas: int, dead: Collection[int]) -> Schedule:
+    from pipeflow.schedules.replicas import of_survivors
+
+    return of_survivors(schedule, replicas, dead)
+
+
 Timeline.drawing, Schedule.drawing = staticmethod(_drawn), staticmethod(_drawn_as_planned)
+Schedule.of_survivors = staticmethod(_of_survivors)
 
 
 def __getattr__(name: str) -> object:

@@ -57,6 +57,7 @@ class Failure:
         trace: traceback on the rank that failed, as text.
         number: index of the collective call in which it failed. None: the failure was outside of these calls.
         usage: whether it is a UsageError.
+        left: whether the rank that is gone has said goodbye, as at the end of its script.
     """
 
     rank: int
@@ -68,6 +69,7 @@ class Failure:
     trace: str = ""
     number: int | None = None
     usage: bool = False
+    left: bool = False
 
     def following(self, rank: int, reason: str) -> Failure:
         """This failure as a consequence of what `rank` did wrong."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 from pipeflow.core.action import Action, Entry, Kind, Pair, actions_of
 from pipeflow.core.dataflow import DATAFLOW, SEVERAL, Stream
@@ -26,6 +27,7 @@ class Schedule(Shown):
         num_microbatches: number of microbatches per step.
         rows: per rank, its actions and pairs in order.
         slices: into how many slices of its sequence each microbatch is cut. 1: microbatches are whole.
+        of_survivors: makes the schedule of the ranks that are left of a number of replicas without some ranks.
 
     Raises ScheduleError unless there is one row per rank of the placement.
     """
@@ -35,6 +37,7 @@ class Schedule(Shown):
     num_microbatches: int
     rows: tuple[tuple[Entry, ...], ...]
     slices: int = 1
+    of_survivors: ClassVar[Callable[[Schedule, int, Collection[int]], Schedule] | None] = None
 
     def __post_init__(self) -> None:
         require_positive(num_microbatches=self.num_microbatches, slices=self.slices)

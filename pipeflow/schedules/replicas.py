@@ -4,10 +4,12 @@ how orders vary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from math import inf
 
 from pipeflow.core.action import Action, Entry, Kind, Pair
+from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel, require_cost_model
 from pipeflow.core.errors import UsageError, numbers_of
 from pipeflow.core.placement import Placement, require_positive
@@ -15,6 +17,8 @@ from pipeflow.core.schedule import Schedule, require_schedule, require_unsliced
 from pipeflow.schedules.order_search import search
 from pipeflow.schedules.orders.problem import HALVES
 from pipeflow.schedules.orders.search import Found
+
+_TRIED = 20  # orders, while all ranks that are left wait
 
 
 def replicated(schedule: Schedule, replicas: int) -> Schedule:
@@ -106,6 +110,20 @@ def without_ranks(
         candidates=candidates,
         name=f"{schedule.name} without {_shown(gone)}" if gone else schedule.name,
     )
+
+
+def of_survivors(schedule: Schedule, replicas: int, dead: Collection[int]) -> Schedule:
+    """The schedule of the ranks that are left of `replicas` that each run `schedule`, when the ranks `dead` have
+    failed: the same on all ranks, and found within a second. A rank keeps no more activations than before, if there is
+    such an order. Raises UsageError as `without_ranks` does.
+    """
+    whole = replicated(schedule, replicas)
+    kept = simulate(schedule).peak_activations * replicas
+    caps = [max(1.0, cap) for rank, cap in enumerate(kept) if rank not in dead]
+    try:
+        return without_ranks(whole, dead, memory_cap=caps, candidates=_TRIED, budget=inf).schedule
+    except UsageError:  # also if ranks would wait for each other under these caps
+        return without_ranks(whole, dead, candidates=_TRIED, budget=inf).schedule
 
 
 def _shown(ranks: set[int]) -> str:

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from pipeflow.engine.parallel.transport.local import Hub, LocalTransport
-from pipeflow.testing.ranks import RankError, run_processes, run_threads
+from pipeflow.testing.ranks import RankError, die, run_processes, run_threads
 
-__all__ = ["Hub", "LocalTransport", "RankError", "run_processes", "run_threads"]
+__all__ = ["Hub", "LocalTransport", "RankError", "die", "run_processes", "run_threads"]

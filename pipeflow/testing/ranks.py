@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from pipeflow.core.errors import Failure, UsageError
-from pipeflow.engine.parallel.context import Context, set_context
+from pipeflow.engine.parallel.context import Context, current_context, set_context
 from pipeflow.engine.parallel.launcher import launch
 from pipeflow.engine.parallel.layout import WorldLayout
 from pipeflow.engine.parallel.transport.local import Hub, LocalTransport
@@ -36,6 +36,18 @@ from pipeflow.engine.torch_private.tensors import keep_device_guard
 PRELOADED = ["pipeflow.testing", "pipeflow.engine.runtime.pipeline", "torch._dynamo"]  # torch._dynamo: for optimizers
 _GRACE = 15.0  # seconds for a process to end
 _ON_THE_CALLERS_THREAD = ("cpu", "meta")  # devices whose backwards run there
+
+
+class Killed(BaseException):
+    """Ends the thread of a rank that counts as one whose process was killed."""
+
+
+def die() -> None:
+    """Kills this rank: its process, or its thread, which then raises `Killed`."""
+    if isinstance(transport := current_context().whole, LocalTransport):
+        transport.die()
+        raise Killed
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class RankError(Exception):
@@ -56,6 +68,7 @@ def run_threads(
     experts: int = 1,
     tensor_mode: str = "1d",
     tensor_depth: int = 1,
+    elastic: bool = False,
 ) -> list[Any]:
     """Calls `function(*arguments)` on every rank, with ranks as threads of this process over a LocalTransport. Returns
     the list of results by rank.
@@ -72,12 +85,13 @@ def run_threads(
         context: number of context ranks; 1 on a GPU. The pipeline has the remaining ranks.
         context_attention, tensor_mode, tensor_depth: as in `launch`.
         experts: number of expert ranks, which divides `data`; 1 on a GPU.
+        elastic: as in `launch`. The result of a rank that calls `die` is None.
 
     Raises RankError if a rank raised an error, or did not finish within the deadline, and UsageError for tensor,
     context or expert ranks on a GPU.
     """
     keep_device_guard()  # a fake tensor's would end with its thread in torch 2.11 for GPUs where there are none
-    hub, place = Hub(ranks), torch.device(device)
+    hub, place = Hub(ranks, elastic=elastic), torch.device(device)
     layout = _layout(ranks, tensor, data, context, experts, tensor_mode, tensor_depth)
     if tensor * context * experts > 1 and place.type not in _ON_THE_CALLERS_THREAD:
         kind = "tensor" if tensor > 1 else "context" if context > 1 else "expert"
@@ -92,12 +106,14 @@ def run_threads(
 
     def run(rank: int) -> None:
         transport = LocalTransport(hub, rank, device=place, timeout=timeout)
-        contexts[rank] = own = Context(rank, layout, place, transport, context_attention)
+        contexts[rank] = own = Context(rank, layout, place, transport, context_attention, elastic)
         set_context(own)
         if place.type == "cuda":
             torch.cuda.set_stream(torch.cuda.Stream(place))
         try:
             results[rank] = function(*arguments)
+        except Killed:
+            pass
         except BaseException as error:
             errors[rank] = traceback.format_exc()
             transport.report(Failure(rank, f"its thread ended: {error!r}"))
@@ -141,13 +157,14 @@ def run_processes(
     experts: int = 1,
     tensor_mode: str = "1d",
     tensor_depth: int = 1,
+    elastic: bool = False,
 ) -> list[Any]:
     """Calls `function(*arguments)` on every rank, with ranks as processes that have called `launch`. Returns the list
     of results by rank.
 
     Args:
-        function, ranks, arguments, tensor, data, context, context_attention, experts, tensor_mode, tensor_depth: as in
-            `run_threads`; function, arguments and results must be picklable.
+        function, ranks, arguments, tensor, data, context, context_attention, experts, tensor_mode, tensor_depth,
+            elastic: as in `run_threads`; function, arguments and results must be picklable.
         deadline: seconds after which ranks that still run are ended.
         timeout: as in `launch`, in seconds.
         may_die: ranks that may be killed by the test; their result is then None.
@@ -163,7 +180,7 @@ def run_processes(
         processes: list[BaseProcess] = []
         for rank in range(ranks):
             here, there = start.Pipe(duplex=False)
-            place = (rank, layout, context_attention, port, timeout, str(Path(folder, f"{rank}.stack")))
+            place = (rank, layout, context_attention, port, timeout, str(Path(folder, f"{rank}.stack")), elastic)
             process = start.Process(target=_run_rank, args=(there, together, place, function, arguments), daemon=True)
             process.start()
             there.close()
@@ -182,11 +199,11 @@ def run_processes(
 def _run_rank(
     connection: Connection,
     together: Any,
-    place: tuple[int, WorldLayout, str, int, float, str],
+    place: tuple[int, WorldLayout, str, int, float, str, bool],
     function: Callable[..., Any],
     arguments: tuple[object, ...],
 ) -> None:
-    rank, layout, attention, port, timeout, stack = place
+    rank, layout, attention, port, timeout, stack, elastic = place
     faulthandler.register(signal.SIGUSR1, file=Path(stack).open("w", encoding="utf-8"), all_threads=True)  # noqa: SIM115  # open until the end
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(layout.world_size), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -201,6 +218,7 @@ def _run_rank(
             experts=layout.experts,
             tensor_mode=layout.tensor_mode,
             tensor_depth=layout.depth,
+            elastic=elastic,
             timeout=timeout,
         )
         _send(connection, (True, function(*arguments)))

@@ -4,7 +4,7 @@ default process group; other packages store their state per rank here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -37,8 +37,14 @@ class Context:
             ranks.
         device: the device on which this process computes.
         world: the transport that connects all ranks.
+        whole: the one that connected all ranks at the launch.
         context_attention: how attention over context ranks gets keys and values, one of `CONTEXT_ATTENTION`.
         adaptive: whether Pipelines change the order of their steps when these take other times.
+        elastic: whether the ranks that are left go on when others die. Then they form one pipeline, in which several
+            ranks hold each stage: `rank`, `layout`, all transports and groups are those of that pipeline. `data_rank`
+            and `data_size` stay those of the batches that a rank reads.
+        launched: the layout at the launch.
+        living: the ranks at the launch that are left, by their rank now.
         transport: the transport that connects the ranks of this rank's pipeline.
         replicas: the transport that connects the ranks that have the same place in other replicas.
         holders: the transport that connects the ranks that hold the same weights, in all replicas and context ranks.
@@ -50,6 +56,7 @@ class Context:
         depth: the group of ranks that hold the same weights and other samples of the same batches, as in mode "2.5d".
         data: the same ranks as `replicas`, as a group.
         copies: the same ranks as `holders`, as a group, replica by replica.
+        peers: the ranks that hold the same stages: the `copies`, or those of them that are left.
         experts: the group of replicas among which the experts of a layer are divided.
         expert_copies: those of `copies` that hold the same experts, as a group.
         turns: the turns of the two halves of a pair that runs.
@@ -65,6 +72,10 @@ class Context:
     world: Transport
     context_attention: str = "gather"
     adaptive: bool = False
+    elastic: bool = False
+    whole: Transport = field(init=False)
+    launched: WorldLayout = field(init=False)
+    living: tuple[int, ...] = field(init=False)
     transport: Transport = field(init=False)
     replicas: Transport = field(init=False)
     holders: Transport = field(init=False)
@@ -75,6 +86,7 @@ class Context:
     depth: Group = field(init=False)
     data: Group = field(init=False)
     copies: Group = field(init=False)
+    peers: Group = field(init=False)
     experts: Group = field(init=False)
     expert_copies: Group = field(init=False)
     turns: Turns = field(init=False, default_factory=Turns)
@@ -90,6 +102,54 @@ class Context:
     context_size: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.whole, self.launched, self.living = self.world, self.layout, tuple(range(self.world.size))
+        self._find_place()
+        self.peers = self.copies
+        self.alarm = Alarm(self.world)
+        if self.elastic:
+            self.alarm.survive = self.survive
+
+    def survive(self, living: tuple[int, ...]) -> None:
+        """Makes this the context of one pipeline of the ranks `living`, as they were at the launch. Raises UsageError
+        if none of them holds some stages, or reads the batches of a replica.
+        """
+        places = [self.launched.place(rank) for rank in living]
+        if lost := set(range(self.launched.pipeline)) - {place.pipeline for place in places}:
+            raise UsageError(
+                f"no rank is left that holds the stages of pipeline rank {min(lost)}: start again from the newest "
+                f"checkpoint, on {len(living)} ranks or more"
+            )
+        if lost := set(range(self.launched.data)) - {place.data for place in places}:
+            raise UsageError(
+                f"no rank is left of replica {min(lost)}, so nobody reads its batches: start again from the newest "
+                "checkpoint"
+            )
+        own = self.living[self.rank]
+        self.living, self.rank, self.layout = living, living.index(own), WorldLayout(pipeline=len(living))
+        self.world = Subset(self.whole, living)
+        self._find_place()
+        self.data_rank, self.data_size = places[self.rank].data, self.launched.data
+        self.peers = self.world.group(self.holding([places[self.rank].pipeline]))
+
+    def holding(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """The pipeline ranks that hold what these pipeline ranks held at the launch: themselves, unless some died."""
+        if len(self.living) == self.launched.world_size:
+            return tuple(ranks)
+        held = set(ranks)
+        return tuple(now for now, rank in enumerate(self.living) if self.launched.place(rank).pipeline in held)
+
+    @property
+    def readers(self) -> list[int]:
+        """A rank of each replica, its first, which has read the replica's batch."""
+        replicas = [self.launched.place(rank).data for rank in self.living]
+        return [replicas.index(replica) for replica in range(self.launched.data)]
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether ranks have died, so that one pipeline computes the batches of all replicas."""
+        return len(self.living) < self.launched.world_size
+
+    def _find_place(self) -> None:
         layout = self.layout
         self.data_rank, self.pipeline_rank, self.tensor_rank, self.context_rank, _ = layout.place(self.rank)
         self.data_size, self.pipeline_size, self.tensor_size = layout.data, layout.pipeline, layout.tensor
@@ -112,7 +172,6 @@ class Context:
         self.copies = group(layout.copy_ranks(self.rank))
         self.experts = group(layout.expert_ranks(self.rank))
         self.expert_copies = group(layout.expert_copy_ranks(self.rank))
-        self.alarm = Alarm(self.world)
 
     @property
     def has_part(self) -> bool:
@@ -143,7 +202,7 @@ class Context:
 
     def close(self) -> None:
         """Closes the connections of this rank; `launch` may then be called again. Each rank closes its own."""
-        self.world.close()
+        self.whole.close()
         _SCOPES.drop(self)
 
 

@@ -12,13 +12,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
-from weakref import WeakSet
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet, WeakValueDictionary
 
 from pipeflow.core.action import Action
 from pipeflow.core.errors import Failure, PipeflowError, PipelineError, UsageError, error_of
-from pipeflow.engine.parallel.transport.protocol import LinkError, Transport
+from pipeflow.engine.parallel.transport.agreement import all_gather_object
+from pipeflow.engine.parallel.transport.protocol import LinkError, Subset, Transport
 
+T = TypeVar("T")
 _SLOWER = 10.0  # factor of the timeout
 
 
@@ -37,6 +39,13 @@ class ChannelHolder(Protocol):
         """Drops the channels, because they are broken."""
 
 
+class Member(Protocol):
+    """An object that all ranks made together, and that goes on without ranks that have died."""
+
+    def join(self) -> None:
+        """Prepares to go on with the ranks of the context; all of them call it together. It may be called again."""
+
+
 class Alarm:
     """Reports failures between the ranks of a world; there is one per world.
 
@@ -45,6 +54,9 @@ class Alarm:
 
     Attributes:
         holders: objects that are asked to drop the transport's channels before these are closed.
+        members: objects that go on without ranks that have died, by the order in which all ranks made them.
+        survive: of an elastic world, changes the context to that of these ranks of the transport, those that are left.
+            Raises UsageError if they cannot go on. None in another world.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -52,13 +64,68 @@ class Alarm:
         self._transport = transport
         self._dead: Failure | None = None
         self._number = 0  # of the call that all ranks make together
+        self.members: WeakValueDictionary[int, Member] = WeakValueDictionary()
+        self.survive: Callable[[tuple[int, ...]], None] | None = None
+        self._living = transport.living  # as the context and the members know it
+        self.ahead: list[int] = []  # of the ranks that are left, when some died: those in the latest call
+        self._ended: object = None  # what all ranks told each other in the last call, if it can be ended with that
+        self._told: object = None  # the same of this call, by a rank that has ended it
+
+    def run(self, call: object, run: Callable[[], tuple[T, object]], end: Callable[[Any], T]) -> T:
+        """Runs a call that all ranks make together, as inside `raised_everywhere`. If a rank of an elastic world dies,
+        the ranks that are left run it again.
+
+        `run()` returns the result and what all ranks told each other at its end, a plain value. Some ranks may have
+        ended the call when a rank dies, so the others end it with `end(told)`, where they would have.
+        """
+        is_again = False
+        while True:
+            try:
+                with self.raised_everywhere(call, is_again=is_again):
+                    result, told = run() if self._told is None else (end(self._told), self._told)
+            except PipelineError as error:
+                if self.survive is None or self._dead is not None or error.failure.died is None or error.failure.left:
+                    raise
+                is_again = True
+            else:
+                self._ended = told
+                return result
+
+    def add(self, member: Member) -> None:
+        """Adds a member, at the end of the call in which all ranks made it."""
+        self.members[self._number] = member
+
+    def _join(self) -> None:
+        """Goes on with the ranks that are left. Those that are in an earlier call than others get what these told each
+        other at its end.
+        """
+        living = self._transport.living
+        if living == self._living:
+            return
+        self.expect_slow()
+        assert self.survive is not None
+        try:
+            self.survive(living)
+        except UsageError as error:
+            died = next(rank for rank in self._living if rank not in living)
+            self._dead = Failure(died, str(error), died=died)
+            raise PipelineError(self._dead) from None
+        mine = (self._number, self._ended, sorted(self.members))
+        everyone: list[Any] = all_gather_object(Subset(self._transport, living), mine)
+        latest = max(number for number, *_ in everyone)
+        self.ahead = [rank for rank, (number, *_) in enumerate(everyone) if number == latest]
+        if latest > self._number:
+            self._told = everyone[self.ahead[0]][1]
+        for number in sorted(set(everyone[0][2]).intersection(*(numbers for *_, numbers in everyone))):
+            self.members[number].join()
+        self._living = living
 
     @contextmanager
-    def raised_everywhere(self, call: object = "") -> Iterator[None]:
+    def raised_everywhere(self, call: object = "", *, is_again: bool = False) -> Iterator[None]:
         """Wraps a call that all ranks make together: an error in it on any rank is raised on every rank.
 
         `call`, as a string, describes this rank's call. It appears in the error if ranks make different calls, as in a
-        `RankPlace`.
+        `RankPlace`. `is_again` says that it is the last call once more.
 
         On the rank where the error happened, pipeflow's own errors and interruptions are raised unchanged; any other
         error becomes the cause of a PipelineError. All other ranks raise that PipelineError, which is a UsageError as
@@ -70,18 +137,21 @@ class Alarm:
         transport, place = self._transport, self._transport.place
         outside = place.patience, place.call
         place.patience, place.call = transport.timeout, ""
-        self._number += 1
+        self._number += not is_again
+        self._told = None
         try:
             transport.reopen()
             transport.enter(self._number)
             place.call = call  # after its number, since ranks compare calls of the same number
+            self._join()
             yield
+            self._ended = None
         except BaseException as error:
             cause = error.__cause__ if isinstance(error, ActionError) else error
             first = transport.report(error if isinstance(error, LinkError) else self._locate(error))
             for holder in self.holders:
                 holder.forget()
-            if first.died is not None:
+            if first.died is not None and (self.survive is None or first.left):
                 self._dead = first
             is_usage = isinstance(error, ActionError) and isinstance(cause, UsageError)
             is_explained = is_usage and first.rank == transport.rank and _reason(cause or error) != first.reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import secrets
 import socket
@@ -40,6 +41,7 @@ from pipeflow.engine.parallel.transport.local import Hub, LocalTransport
 from pipeflow.engine.parallel.transport.protocol import Transport
 from pipeflow.engine.torch_private.distributed import default_group, has_cpu, set_timeout
 
+LOG = logging.getLogger("pipeflow")
 T = TypeVar("T")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SHORT = 256  # bytes of what the ranks tell each other here
@@ -55,6 +57,8 @@ def launch(
     experts: int = 1,
     tensor_mode: str = "1d",
     tensor_depth: int = 1,
+    data: int | None = None,
+    elastic: bool = False,
     timeout: float = 60.0,
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
@@ -85,6 +89,9 @@ def launch(
             In "2d" (arXiv 2104.05343) a square of ranks, and in "3d" (arXiv 2105.14450) a cube, divide weights and
             activations. "2.5d" (arXiv 2105.14500) has `tensor_depth` squares with the same weights.
         tensor_depth: number of squares in "2.5d"; `tensor` is r x r x `tensor_depth` then.
+        data: number of replicas, to check that as many processes were started; by default as many as fit.
+        elastic: whether the job goes on without ranks that die, if their stages are on other replicas. The ranks that
+            are left run the step again, with the same batches, as one pipeline.
         timeout: seconds to wait for all ranks to launch, and later for another rank that makes the same call. The limit
             is ten times as long if that rank may have to compile first. There is no limit for a rank between calls, for
             example during a long upload, as long as its process answers. On GPUs it must be longer than a step.
@@ -99,8 +106,9 @@ def launch(
     before CUDA is used.
 
     Raises UsageError if the world size or the tensor mode does not fit, if `context_attention` is another name, if the
-    device does not exist or is not supported, and if CUDA_DEVICE_MAX_CONNECTIONS is less than 32. No process group
-    exists then. Raises PipelineError if not all ranks launch in time; the error names the missing ranks.
+    device does not exist or is not supported, and if CUDA_DEVICE_MAX_CONNECTIONS is less than 32. Also raises it for an
+    elastic world that could not go on. No process group exists then. Raises PipelineError if not all ranks launch in
+    time; the error names the missing ranks.
     """
     if context_attention not in CONTEXT_ATTENTION:
         raise UsageError(
@@ -109,18 +117,47 @@ def launch(
     rank, world_size = _rank_and_size(group)
     grid: dict[str, Any] = {"tensor_mode": tensor_mode, "tensor_depth": tensor_depth}
     layout = WorldLayout.of(world_size, pipeline, tensor, context, experts, **grid)
+    if data not in (None, layout.data):
+        raise UsageError(
+            f"{world_size} processes are {layout.data} replicas, not {data}: start {world_size // layout.data * data} "
+            f"processes"
+        )
+    if elastic:
+        _require_elastic(layout, rank)
     if world_size > 1:
         prepare(device)
     place = own_device(device)
     transport: Transport = LocalTransport(Hub(1), 0, device=place, timeout=timeout)
     if world_size > 1:
-        transport = _join(rank, world_size, place, timeout, group)
+        transport = _join(rank, world_size, place, timeout, group, elastic=elastic)
         write_once(rank)
     elif not dist.is_initialized() and all(name in os.environ for name in _TORCHRUN):
         _initialize(rank, world_size, place, timeout, lambda *_: None)  # for torch's libraries; nothing here needs it
-    launched = Context(rank, layout, place, transport, context_attention, adaptive)
+    launched = Context(rank, layout, place, transport, context_attention, adaptive, elastic)
     set_process_context(launched)
     return launched
+
+
+def _require_elastic(layout: WorldLayout, rank: int) -> None:
+    """Raises UsageError if the ranks that are left could not go on in this layout. Rank 0 warns of a starter that ends
+    them.
+    """
+    for name in ("tensor", "context", "experts", "depth"):
+        if (size := getattr(layout, name)) > 1:
+            raise UsageError(
+                f"elastic=True goes on with pipeline and data ranks alone, and {name} is {size}: launch with {name}=1, "
+                "or without elastic=True"
+            )
+    if layout.data == 1:
+        raise UsageError(
+            "elastic=True needs replicas, and there is one: if a rank died, nobody would have its stages, and the job "
+            "would start again from a checkpoint; launch with data=2 or more, or without elastic=True"
+        )
+    if rank == 0 and "TORCHELASTIC_RUN_ID" in os.environ:
+        LOG.warning(
+            "torchrun ends all processes when one of them dies, so elastic=True has no effect: start processes in "
+            "another way, such as srun --no-kill --kill-on-bad-exit=0"
+        )
 
 
 def _rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -131,22 +168,35 @@ def _rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 
 def _join(
-    rank: int, world_size: int, device: torch.device, timeout: float, among: dist.ProcessGroup | None
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    timeout: float,
+    among: dist.ProcessGroup | None,
+    *,
+    elastic: bool,
 ) -> DistributedTransport:
-    """Connects to the other processes; rank 0 runs the coordinator, to which all ranks connect."""
+    """Connects to the other processes; rank 0 runs the coordinator, to which all ranks connect. In an elastic world
+    each rank has one, in case that all before it die.
+    """
     coordinators: list[Coordinator] = []
 
-    def tell(address: str, group: dist.ProcessGroup | None) -> tuple[bytes, str, int]:
-        secret, port = secrets.token_bytes(32), 0
-        if rank == 0:
-            coordinators.append(Coordinator(address_towards(address), world_size, secret, grace_of(timeout)))
+    def tell(address: str, group: dist.ProcessGroup | None) -> tuple[bytes, str, list[tuple[str, int]]]:
+        own, port, grace = address_towards(address), 0, grace_of(timeout)
+        if rank == 0 or elastic:
+            coordinators.append(Coordinator(own, world_size, secrets.token_bytes(32), grace, elastic=elastic))
             port = coordinators[0].port
-        told, address, port = _gathered([secret.hex(), address, port], world_size, group)[0]
-        return bytes.fromhex(told), address, port
+        secret = coordinators[0].secret.hex() if rank == 0 else ""
+        everyone = _gathered([secret, own if rank else address, port], world_size, group)
+        for each in coordinators:
+            each.secret = bytes.fromhex(everyone[0][0])
+        address = everyone[0][1]
+        return bytes.fromhex(everyone[0][0]), address, [(where, at) for _, where, at in everyone if at]
 
-    secret, address, port = _initialize(rank, world_size, device, timeout, tell, among)
+    secret, address, hosts = _initialize(rank, world_size, device, timeout, tell, among)
     try:
-        monitor = Monitor(address, port, rank=rank, size=world_size, secret=secret, timeout=timeout)
+        first, *others = hosts
+        monitor = Monitor(*first, rank=rank, size=world_size, secret=secret, timeout=timeout, others=others)
     except OSError:
         raise PipelineError(gone(HOST)) from None
     leave = coordinators[0].close if coordinators else lambda: None

@@ -59,19 +59,19 @@ class Agreed(NamedTuple):
     rows: Sequence[AgreementRow] = ()
 
 
-def agree(
+def prepare(
     told: AgreementRow, results: Results, context: Context, last: Sequence[int], *, microbatches: int, everywhere: bool
-) -> Agreed:
-    """Ends a step: no rank goes on before all have reached it.
+) -> tuple[AgreementRow, Callable[[Sequence[AgreementRow]], Agreed]]:
+    """What this rank tells the others at the end of a step, and what follows from the rows of all ranks.
 
     The loss is known on the ranks that have the last stage, which are `last` in the pipeline, or on all ranks if
     `everywhere`. `microbatches` is their number in the schedule. On a CPU the loss is part of the agreement. Another
     device may still be computing it: the host waits for the other hosts only, and the loss follows from device to
-    device.
+    device; unless the world is elastic, since a rank may die on the way.
 
-    Raises UsageError on all ranks if they did different things, or if nothing in the batch counts.
+    Raises UsageError if nothing in the batch counts.
     """
-    on_host = is_host(context.device)
+    on_host, layout = is_host(context.device) or context.elastic, context.layout
     passes_on = everywhere or context.losses.size > 1 or (len(last) > 1 and not on_host)
     loss = None
     if results.weights.parts and context.losses.size == 1:
@@ -85,18 +85,28 @@ def agree(
     if loss is not None and passes_on:
         value = loss.item() if on_host else math.nan
         told = told._replace(dtype=_DTYPES.index(loss.dtype), weight=results.weights.whole, loss=value)
+    own, weight, is_known = loss, results.weights.whole, everywhere or bool(results.weights.parts) or loss is not None
+
+    def conclude(rows: Sequence[AgreementRow]) -> Agreed:
+        found = own, weight
+        if any(row.dtype >= 0 for row in rows):
+            losses = _told_losses(rows) if on_host else _sent_losses(rows, results, context, microbatches)
+            found = _mean(rows, losses, layout, context.device) if is_known else (None, 0.0)
+        samples = sum(row.samples for row in rows[:: len(rows) // layout.data])
+        change, buffers = max(row.change for row in rows), any(row.buffers for row in rows)
+        return Agreed(found[0], ParameterChange(int(change)), int(samples), found[1], buffers, rows)
+
+    return told, conclude
+
+
+def agree(told: AgreementRow, conclude: Callable[[Sequence[AgreementRow]], Agreed], context: Context) -> Agreed:
+    """Ends a step: no rank goes on before all have reached it. Raises UsageError on all ranks if they did different
+    things.
+    """
     rows = [AgreementRow(*row) for row in all_gather(context.world, told)]
     with told_alike(context.world):
         require_alike(rows, context)
-    weight = results.weights.whole
-    if any(row.dtype >= 0 for row in rows):
-        losses = _told_losses(rows) if on_host else _sent_losses(rows, results, context, microbatches)
-        loss, weight = (
-            _mean(rows, losses, context) if everywhere or results.weights.parts or loss is not None else (None, 0.0)
-        )
-    samples = sum(row.samples for row in rows[:: len(rows) // context.data_size])
-    buffers = any(row.buffers for row in rows)
-    return Agreed(loss, ParameterChange(int(max(row.change for row in rows))), int(samples), weight, buffers, rows)
+    return conclude(rows)
 
 
 def told_alone(told: AgreementRow, results: Results) -> Agreed:
@@ -220,16 +230,18 @@ def _models(layout: WorldLayout) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(layout.model_ranks(rank) for rank in range(layout.world_size)))
 
 
-def _mean(rows: Sequence[AgreementRow], losses: Mapping[int, Tensor], context: Context) -> tuple[Tensor, float]:
+def _mean(
+    rows: Sequence[AgreementRow], losses: Mapping[int, Tensor], layout: WorldLayout, device: torch.device
+) -> tuple[Tensor, float]:
     """The mean of the `losses` by rank, each counted by its weight, and their weight. A copy of the model counts once:
     it has the loss of its replica's batch, or of the tokens or samples that a part of the replica's ranks have.
     """
-    tellers = [rank for ranks in _models(context.layout) for rank in [each for each in ranks if each in losses][:1]]
+    tellers = [rank for ranks in _models(layout) for rank in [each for each in ranks if each in losses][:1]]
     weights = [rows[rank].weight for rank in tellers]
     if len(tellers) == 1:
-        return losses[tellers[0]].to(context.device), weights[0]
+        return losses[tellers[0]].to(device), weights[0]
     total = torch.stack([losses[rank] * weight for rank, weight in zip(tellers, weights, strict=True)]).sum()
-    return (total / sum(weights)).to(context.device), sum(weights)
+    return (total / sum(weights)).to(device), sum(weights)
 
 
 class StepCall(NamedTuple):

@@ -107,6 +107,7 @@ class Batch:
         cuts: the ends of the slices of each microbatch, in tokens; each slice has a part and a size of its own. Empty:
             microbatches are whole.
         repeats: number of parts of a grid of ranks that each compute all of it.
+        read: the indices of the microbatches that this rank's replica has read, if it joins those of all replicas.
     """
 
     inputs: object
@@ -118,6 +119,7 @@ class Batch:
     whole: Batch | None = None
     cuts: Sequence[Sequence[int]] = ()
     repeats: int = 1
+    read: Sequence[int] | None = None
     _cut: dict[int, tuple[object, Sequence[object]]] = field(default_factory=dict, init=False)  # what is split, by id
 
     @property

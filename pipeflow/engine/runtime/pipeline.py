@@ -31,6 +31,7 @@ from pipeflow.engine.runtime.compiling import Compiling
 from pipeflow.engine.runtime.confirmation import Clipping
 from pipeflow.engine.runtime.context_ranks import ALONE
 from pipeflow.engine.runtime.devices import place
+from pipeflow.engine.runtime.elastic import Tables, elastic_step, require_elastic
 from pipeflow.engine.runtime.from_module import priced, stages_from
 from pipeflow.engine.runtime.gradients.step_end import Gradients
 from pipeflow.engine.runtime.grid_samples import require_known, tile_shape
@@ -161,7 +162,8 @@ class Pipeline(nn.Module):
         super().__init__()
         self.context = context = current_context()
         self.chunks = chunks if isinstance(chunks, nn.ModuleList) else nn.ModuleList([chunks])
-        self.schedule = schedule
+        self.schedule = self.launched = schedule
+        self.tables = Tables(context)
         self.alarm = context.alarm
         self.autocast = autocast
         self.loss_scale: float | Tensor = 1.0
@@ -183,6 +185,10 @@ class Pipeline(nn.Module):
             place(self, context.device)
             modules = dict(zip(own, self.chunks, strict=True))
             promise = promised(tile_shape(tensor_shape, context.layout), tensor_dtype)
+            if context.elastic:
+                require_elastic(
+                    schedule, {"graph=True": graph, 'loss_over="batch"': whole, "overlap=": overlap is not None}
+                )
             if graph:
                 batchwise = loss_over == "batch"
                 require_recordable(context, self.chunks, overlaps=overlap is not None, over_batch=batchwise)
@@ -203,8 +209,14 @@ class Pipeline(nn.Module):
             if context.adaptive and context.pipeline_size > 1:
                 self.runner.adaptation = Adaptation(schedule, context)
             self.alarm.holders.add(self.runner)
+            self.alarm.add(self)
             watch(self)
             self._log_deferrals()
+
+    def join(self) -> None:
+        """Goes on with the ranks that are left, when others have died; all of them call it together."""
+        self.schedule = self.tables.of(self.launched)
+        self.runner.join(self.schedule.placement)
 
     def _agree(self, options: Options, head_slices: int | None, takes: Names) -> Names:
         """The names of the batch's entries that at least one rank takes; `takes` are those of this rank. Raises
@@ -481,9 +493,13 @@ def execute_pipeline(
         require_schedule(schedule)
     if not isfinite(gradient_scale):
         raise UsageError(f"gradient_scale must be a finite number, got {gradient_scale}")
-    adaptation = model.runner.adaptation if schedule is None and not forward_only else None
-    schedule = schedule or (model.schedule if adaptation is None else adaptation.schedule)
+    adapts = schedule is None and not (forward_only or model.context.is_joined)
+    adaptation = model.runner.adaptation if adapts else None
+    schedule = schedule or (model.launched if adaptation is None else adaptation.schedule)
     call = StepCall(not forward_only, reduce, return_outputs, broadcast_loss, trace, schedule, gradient_scale)
     call = call._replace(adapts=adaptation is not None)
+    if model.context.elastic:
+        output: Output = elastic_step(model, data_iter, call)
+        return output
     with model.alarm.raised_everywhere(call):
         return model.runner.step(data_iter, call, model.loss_scale)

@@ -17,6 +17,7 @@ from torch import Tensor
 from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.engine.parallel.transport.agreement import all_gather, finish, told_alike
@@ -24,9 +25,10 @@ from pipeflow.engine.parallel.transport.protocol import Exchange, Transport
 from pipeflow.engine.runtime.adaptive import Adaptation
 from pipeflow.engine.runtime.context_ranks import ContextTokens, require_no_outputs
 from pipeflow.engine.runtime.devices import outside, region_of
+from pipeflow.engine.runtime.elastic import of_all_replicas
 from pipeflow.engine.runtime.gradients.step_end import ParameterChange
 from pipeflow.engine.runtime.grid_samples import GridSamples
-from pipeflow.engine.runtime.loss import Agreed, AgreementRow, StepCall, agree, told_alone
+from pipeflow.engine.runtime.loss import Agreed, AgreementRow, StepCall, agree, prepare, told_alone
 from pipeflow.engine.runtime.microbatch import Batch, Divided, as_batch, as_pair, next_of
 from pipeflow.engine.runtime.original import Original, root_of
 from pipeflow.engine.runtime.program.compile import Compiled, Programs, RunMode
@@ -145,8 +147,19 @@ class Runner:
         self.adaptation: Adaptation | None = None
         self.balances = False
         self._runs = False
+        self.rows: Sequence[AgreementRow] = ()  # what all ranks told each other at the end of the last step
+        self.end: Callable[[Sequence[AgreementRow]], Output] | None = None  # ends the last step with these
         self._last_stage = programs.placement.num_stages - 1
         self._last_ranks = programs.placement.ranks_of(self._last_stage)
+
+    def join(self, placement: Placement) -> None:
+        """Goes on under this placement, with the ranks of the context; all of them call it together."""
+        self.transport, self._last_ranks = self.context.transport, placement.ranks_of(self._last_stage)
+        self._weigher = Weigher(self.context, over_batch=False)
+        self._pace = Pace(self.context.world)
+        self.programs.join(placement)
+        self.confirmation = self.programs.confirmation
+        self.gradients.join(placement)
 
     def forget(self) -> None:
         """Drops compiled programs and work under way, because they hold channels of the transport; and what a step that
@@ -232,16 +245,14 @@ class Runner:
             self._run(compiled, compiled.operations if measured is None else measured.operations, batch)
         self._pace.step()
         # merging may fail, so it must come before the agreement
-        outputs = self._merged(results)
-        agreed = self._end(call, compiled, batch, perf_counter() - begun)
+        outputs, losses = self._merged(results), results.means()
+        agreed = self._end(call, compiled, batch, perf_counter() - begun, partial(_output, call, outputs, losses))
         timeline = None if measured is None else measured.timeline(compiled.schedule, batch.cuts)
-        losses = results.means()
         self._unload(compiled)
         if call.adapts and self.adaptation is not None and compiled.is_whole_step_of(call.schedule):
             self.adaptation.saw(max(row.seconds for row in agreed.rows), timeline)
-        if call.training and agreed.loss is not None:
-            agreed.loss.backward = _Ran()  # type: ignore[method-assign]  # of this tensor alone
-        return Output(agreed.loss, outputs, timeline if call.trace else None, losses, agreed.samples, agreed.weight)
+        self.rows, self.end = agreed.rows, None
+        return _output(call, outputs, losses, agreed, timeline if call.trace else None)
 
     def _merged(self, results: Results) -> object:
         """The outputs of the batch, on the ranks that have the last stage, if they are kept."""
@@ -249,16 +260,20 @@ class Runner:
         is_part = self.samples is not None and results.keep_outputs and self._last_stage in self.stages
         return self.samples.whole(outputs) if self.samples is not None and is_part else outputs
 
-    def _end(self, call: StepCall, compiled: Compiled, batch: Batch, seconds: float) -> Agreed:
-        """Ends a step. If it has stepped the optimizer, the other ranks need not have ended it yet."""
+    def _end(
+        self, call: StepCall, compiled: Compiled, batch: Batch, seconds: float, made: Callable[[Agreed], Output]
+    ) -> Agreed:
+        """Ends a step. If it has stepped the optimizer, the other ranks need not have ended it yet. `made` is the
+        result of the step, once the ranks agree.
+        """
         told = self._told(call, compiled, batch)._replace(seconds=seconds)
         if compiled.ahead is None:
-            return self._agree(told, call, compiled)
+            return self._agree(told, call, compiled, made)
         alone = self.context.losses.size == len(self._last_ranks) == 1 and not (call.broadcast_loss or call.trace)
         taken = self.confirmation.take(told, alone=alone)
         if taken is self.confirmation.pending:
             return told_alone(told, compiled.results)
-        agreed = self._agree(taken.told, call, compiled)
+        agreed = self._agree(taken.told, call, compiled, made)
         self.confirmation.judge(agreed.rows)
         return agreed
 
@@ -274,9 +289,11 @@ class Runner:
             buffers=call.training and gradients.buffers.are_changed,
         )
 
-    def _agree(self, told: AgreementRow, call: StepCall, compiled: Compiled) -> Agreed:
+    def _agree(
+        self, told: AgreementRow, call: StepCall, compiled: Compiled, made: Callable[[Agreed], Output]
+    ) -> Agreed:
         """The agreement of all ranks at the end of a step, after which gradients and buffers are as all ranks need."""
-        agreed = agree(
+        told, conclude = prepare(
             told,
             compiled.results,
             self.context,
@@ -284,6 +301,8 @@ class Runner:
             microbatches=compiled.schedule.num_microbatches * compiled.schedule.slices,
             everywhere=call.broadcast_loss,
         )
+        self.end = lambda rows: made(conclude(rows))
+        agreed = agree(told, conclude, self.context)
         self.renew(agreed.change, buffers=agreed.buffers, reduce=call.reduce)
         return agreed
 
@@ -292,7 +311,7 @@ class Runner:
         whether buffers were changed on any rank.
         """
         if buffers:
-            self.gradients.buffers.share(self.context.copies)
+            self.gradients.buffers.share(self.context.peers)
         if change:
             self.gradients.renew(change, reduce=reduce)
             for stage in self.stages.values():
@@ -305,7 +324,8 @@ class Runner:
             given.require_fits(schedule)
         if self.loss_over == "batch" and call.training:
             require_forwards_first(schedule, given)
-        batch = as_batch(given, schedule.num_microbatches, self.transport.device, self.read)
+        replicas = self.context.data_size if self.context.is_joined else 1
+        batch = as_batch(given, schedule.num_microbatches // replicas, self.transport.device, self.read)
         if self.taken is not None:
             batch.require_taken(self.taken)
         if self.tokens is not None:
@@ -316,6 +336,8 @@ class Runner:
             batch = self.tokens.own(batch, module, cut, balances=self.balances)
         if self.samples is not None:
             batch = self.samples.own(batch, training=call.training)
+        if self.context.elastic:
+            batch = of_all_replicas(batch, given, self.context)
         microbatches, paths = len(batch.sizes), len(schedule.placement.paths)
         if schedule.slices > 1:
             batch = self._sliced(batch, schedule, cost)
@@ -385,6 +407,7 @@ class Runner:
         if self._last_stage in self.stages:
             results = compiled.results
             results.keep_outputs, results.sizes = call.return_outputs, batch.sizes if batch.has_along else []
+            results.wanted = batch.read
             if call.training or batch.labels is not None:
                 own, weigh = cast(Any, self.criterion), self.weigh
                 if own is not None and batch.cuts and self.tokens is None:
@@ -421,6 +444,14 @@ class Runner:
         compiled.given[:] = [()] * len(compiled.given)
         for stage in self.stages.values():
             stage.unload()
+
+
+def _output(
+    call: StepCall, outputs: object, losses: Mapping[int, Tensor], agreed: Agreed, timeline: Timeline | None = None
+) -> Output:
+    if call.training and agreed.loss is not None:
+        agreed.loss.backward = _Ran()  # type: ignore[method-assign]  # of this tensor alone
+    return Output(agreed.loss, outputs, timeline, losses, agreed.samples, agreed.weight)
 
 
 class Pace:

@@ -37,11 +37,17 @@ def grad_norm(model: Pipeline, norm_type: float = 2.0) -> Tensor:
 
 def _grad_norm(model: Pipeline, norm_type: float, factors: Mapping[nn.Parameter, Tensor]) -> Tensor:
     """Like `grad_norm`, with gradients multiplied by `factors`."""
-    with model.alarm.raised_everywhere():
+
+    def gather() -> tuple[Tensor, object]:
         if not norm_type > 0:
             raise UsageError(f"norm_type must be positive, such as 2.0 or math.inf, got {norm_type}")
         norms = all_gather_tensor(model.context.world, norms_of(model, norm_type, factors))
-    return whole_norm(norms, norm_type) / model.loss_scale
+        return norms, norms.tolist() if model.context.elastic else None
+
+    def told(norms: list[list[float]]) -> Tensor:
+        return torch.tensor(norms, dtype=torch.float64, device=model.context.device)
+
+    return whole_norm(model.alarm.run("", gather, told), norm_type) / model.loss_scale
 
 
 def clip_grad_norm_(model: Pipeline, max_norm: float, norm_type: float = 2.0) -> Tensor:

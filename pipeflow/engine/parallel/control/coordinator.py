@@ -73,15 +73,18 @@ class Coordinator:
         size: number of ranks.
         secret: key of the job; connections that do not know it are rejected.
         grace: seconds within which a live rank answers.
+        elastic: whether the ranks that are left open channels when others have died.
 
     Attributes:
         port: the port on which it listens.
+        secret: the key of the job.
     """
 
-    def __init__(self, address: str, size: int, secret: bytes, grace: float) -> None:
+    def __init__(self, address: str, size: int, secret: bytes, grace: float, *, elastic: bool = False) -> None:
         self._size = size
-        self._secret = secret
+        self.secret = secret
         self._grace = grace
+        self._elastic = elastic
         self._socket = socket.create_server((address, 0))
         self.port: int = self._socket.getsockname()[1]
         self._loop = asyncio.new_event_loop()
@@ -89,11 +92,13 @@ class Coordinator:
         self._strangers = 0
         self._writers: dict[int, StreamWriter] = {}
         self._gone: dict[int, Failure] = {}
+        self._without: set[int] = set()  # those of them without which the last generation was opened
         self._tasks: set[asyncio.Task[None]] = set()
         self._values: dict[str, str] = {}
         self._wanted: defaultdict[str, list[tuple[int, Message]]] = defaultdict(list)  # by key, who asked for it
         self._arrived: defaultdict[int, set[int]] = defaultdict(set)  # by generation
         self._generation = 0  # the last that all ranks have opened
+        self._succeeds = False  # another coordinator, whose rank has died
         self._failures: dict[int, Failure] = {}  # by generation, the first
         self._blames: dict[tuple[int, int], Failure] = {}  # by generation and by the rank that gave up
         # by number, what ranks have answered, and whether all have
@@ -168,8 +173,8 @@ class Coordinator:
         finally:
             self._strangers -= 1
         rank = int(greeting["rank"])
-        proof = wire.prove(self._secret, challenge, rank)
-        if not hmac.compare_digest(proof, str(greeting["proof"])) or rank in self._writers:
+        proof = wire.prove(self.secret, challenge, rank)
+        if not hmac.compare_digest(proof, str(greeting["proof"])) or rank in self._writers or rank in self._gone:
             raise ValueError("no rank of this job")
         unpacker.longest = wire.LONGEST
         self._writers[rank] = writer
@@ -198,6 +203,8 @@ class Coordinator:
                 self._answer(rank, message)
             case "bye":
                 self._let_go(rank, left(rank))
+            case "succeed":
+                self._succeed(message)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(coroutine)
@@ -230,15 +237,42 @@ class Coordinator:
     def _open(self, rank: int, generation: int) -> None:
         """Lets all ranks go on when the last has opened the generation; if a rank cannot, reports a failure."""
         self._arrived[generation].add(rank)
-        if generation in self._failures:
+        if self._succeeds and generation <= self._generation:  # some ranks have opened it, and it has failed there
+            self._settle(generation, next(reversed(self._gone.values())), rank)
+        elif generation in self._failures:
             self._settle(generation, self._failures[generation], rank)
-        elif self._gone:
-            self._settle(generation, next(iter(self._gone.values())))
-        elif len(self._arrived[generation]) == self._size:
+        else:
+            self._open_if_all(generation)
+
+    def _open_if_all(self, generation: int) -> None:
+        """Opens the generation if all ranks have arrived, in an elastic world those that have not died. Reports a
+        failure if one of them cannot.
+        """
+        elastic = self._elastic and generation > 0
+        living = set(range(self._size)) - {rank for rank, it in self._gone.items() if elastic and not it.left}
+        if missed := next((self._gone[rank] for rank in living if rank in self._gone), None):
+            self._settle(generation, missed)
+        elif self._arrived[generation] >= living:
             del self._arrived[generation]
-            self._generation = generation
+            self._generation, self._without = generation, set(self._gone)
             self._values.clear()
-            self._broadcast({"op": "opened", "generation": generation})
+            self._broadcast({"op": "opened", "generation": generation, "living": sorted(living)})
+
+    def _succeed(self, message: Message) -> None:
+        """A rank comes here from a coordinator that has died, and tells what it knows."""
+        if not self._succeeds:
+            self._succeeds = True
+            self._spawn(self._count())
+        self._gone |= {rank: gone(rank) for rank in message["gone"] if rank not in self._gone}
+        self._generation = max(self._generation, message["opened"])
+        for generation in [*self._arrived]:
+            self._open_if_all(generation)
+
+    async def _count(self) -> None:
+        """Ranks that have not come here within the grace have died, too."""
+        await asyncio.sleep(self._grace)
+        for rank in set(range(self._size)) - {*self._writers, *self._gone}:
+            self._lose(rank)
 
     def _lose(self, rank: int) -> None:
         """A rank that hangs up without a goodbye has died; that fails the current generation."""
@@ -250,8 +284,8 @@ class Coordinator:
     def _let_go(self, rank: int, blame: Failure) -> None:
         """Ends everything that cannot go on without `rank`."""
         self._gone[rank] = blame
-        for generation in self._arrived:
-            self._settle(generation, blame)
+        for generation in [*self._arrived]:
+            self._open_if_all(generation)
         for number in self._rounds:
             self._check(number)
 
@@ -285,7 +319,7 @@ class Coordinator:
         will report soon.
         """
         generation, peer, waited = message["generation"], message["peer"], message["waited"]
-        blame = self._blames.get((generation, by)) or self._gone.get(peer)
+        blame = self._blames.get((generation, by)) or self._missed().get(peer)
         if blame is None and generation not in self._failures:
             statuses = await self._ask_everybody(self._grace)
             blames = [status for status in statuses.values() if isinstance(status, Failure)]
@@ -342,7 +376,12 @@ class Coordinator:
         with suppress(TimeoutError):
             await asyncio.wait_for(complete.wait(), seconds)
         del self._rounds[number]
-        return {rank: self._gone.get(rank) or answers.get(rank) or silent(rank) for rank in range(self._size)}
+        ranks = sorted(set(range(self._size)) - self._without)
+        return {rank: self._gone.get(rank) or answers.get(rank) or silent(rank) for rank in ranks}
+
+    def _missed(self) -> dict[int, Failure]:
+        """The ranks of this generation that are gone."""
+        return {rank: blame for rank, blame in self._gone.items() if rank not in self._without}
 
     def _answer(self, rank: int, message: Message) -> None:
         if message["round"] in self._rounds:

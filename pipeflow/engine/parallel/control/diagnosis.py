@@ -90,7 +90,9 @@ def gone(rank: int) -> Failure:
 
 def left(rank: int) -> Failure:
     """The blame for a rank that has said goodbye while others still need it."""
-    return Failure(rank, "it has left, as its script ended or it closed its context; restart the job", died=rank)
+    return Failure(
+        rank, "it has left, as its script ended or it closed its context; restart the job", died=rank, left=True
+    )
 
 
 def diagnose(by: int, seconds: float, statuses: Mapping[int, Status | Failure]) -> Failure | None:

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
@@ -28,6 +28,7 @@ from pipeflow.engine.parallel.transport.protocol import LinkError
 
 T = TypeVar("T")
 HOST = 0  # the rank whose process has the coordinator
+_TRIES, _PAUSE = 3, 0.05  # to connect to a coordinator that takes over, and seconds between
 _ANSWERED = 3  # times the grace: the coordinator may first ask all ranks, which takes up to one
 
 
@@ -37,10 +38,13 @@ def grace_of(timeout: float) -> float:
 
 
 class Monitor:
-    """Connects to the coordinator at (`address`, `port`) as rank `rank`. Raises OSError if this does not succeed in
-    time.
+    """Connects to the coordinator at (`address`, `port`) as rank `rank`. If its process dies, connects to the next of
+    `others`, the addresses and ports of the coordinators of ranks from 1 on. Raises OSError if the first does not
+    answer in time.
 
     Attributes:
+        host: the rank whose process has the coordinator.
+        living: the ranks with which the last generation was opened.
         waiting: the ranks for which this rank waits now: one of them has to do something first. Set by the code that
             waits, which increases `waits` first; empty if it does not wait.
         place: where this rank is.
@@ -52,7 +56,18 @@ class Monitor:
         rescue: frees this rank if its call goes on after a failure.
     """
 
-    def __init__(self, address: str, port: int, *, rank: int, size: int, secret: bytes, timeout: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        *,
+        rank: int,
+        size: int,
+        secret: bytes,
+        timeout: float,
+        others: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        self.host = HOST
         self.waiting: tuple[int, ...] = ()
         self.waits = 0
         self.place = RankPlace()
@@ -61,7 +76,7 @@ class Monitor:
         self.meets: Callable[[str], None] = lambda _: None
         self.rescue = Rescue(rank, min(grace_of(timeout), LONGEST))
         self._rank = rank
-        self._others = tuple(other for other in range(size) if other != rank)
+        self.living = tuple(range(size))
         self._timeout = timeout
         self.generation = 0
         self._reopens = False  # waits for all others, after a failure
@@ -75,21 +90,54 @@ class Monitor:
         self._leaving = False
         self._ended = threading.Event()
         self._sending = threading.Lock()
-        self._unpacker = wire.Unpacker()
-        self._socket = self._join(address, port, secret)
-        self._readable = select.poll()  # unlike select, it works with over a thousand open files
-        self._readable.register(self._socket, select.POLLIN)
+        self._hosts, self._secret = [(address, port), *others], secret
+        self._opening: int | None = None  # the generation that this rank waits for
+        self._join(HOST)
         forget_in_children(self.sockets)
         self._thread = threading.Thread(target=self._watch, name=f"pipeflow monitor of rank {rank}", daemon=True)
         self._thread.start()
 
-    def _join(self, address: str, port: int, secret: bytes) -> socket.socket:
-        connection = socket.create_connection((address, port), self._timeout)
+    def _join(self, host: int) -> None:
+        """Connects to the coordinator of a rank."""
+        self._unpacker = wire.Unpacker()
+        connection = socket.create_connection(self._hosts[host], self._timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         challenge = self._receive_one(connection)["challenge"]
-        connection.sendall(wire.pack({"rank": self._rank, "proof": wire.prove(secret, challenge, self._rank)}))
+        connection.sendall(wire.pack({"rank": self._rank, "proof": wire.prove(self._secret, challenge, self._rank)}))
         self._receive_one(connection)
-        return connection
+        with self._sending:
+            self.host, self._socket = host, connection
+        self._readable = select.poll()  # unlike select, it works with over a thousand open files
+        self._readable.register(self._socket, select.POLLIN)
+
+    def _joins_next(self) -> bool:
+        """The coordinator's process is gone: connects to the next one whose process is not. Returns False if there is
+        none, or if it does not take this rank.
+        """
+        died, opening = self.host, self._opening
+        if opening is None:
+            self._tell(self.generation, gone(died))
+        lost = {*range(len(self._hosts))} - {*self.living} | {died}
+        for host in range(died + 1, len(self._hosts)):
+            if host in lost:
+                continue
+            for _ in range(_TRIES):
+                try:
+                    self._join(host)
+                except ConnectionRefusedError:  # its process is gone, too
+                    lost.add(host)
+                    break
+                except OSError:  # it may be about to end
+                    time.sleep(_PAUSE)
+                else:
+                    opened = self.generation - (opening is not None)
+                    self._send({"op": "succeed", "gone": sorted(lost), "opened": opened})
+                    if (again := self._opening) is not None:
+                        self._send({"op": "open", "generation": again})
+                    return True
+            else:
+                return False
+        return False
 
     def _receive_one(self, connection: socket.socket) -> Message:
         while data := connection.recv(1 << 16):
@@ -103,13 +151,13 @@ class Monitor:
 
     def open(self, generation: int) -> None:
         """Waits until all ranks have opened this generation. Raises LinkError if one cannot."""
-        self.generation, self.expired = generation, False
+        self._opening, self.generation, self.expired = generation, generation, False
         self._send({"op": "open", "generation": generation})
         self._reopens = generation > 0
         try:
             self._wait_until(lambda: self._opened >= generation, asks=True)
         finally:
-            self._reopens = False
+            self._reopens, self._opening = False, None
 
     def set(self, key: str, value: bytes) -> None:
         """Stores a value for all ranks, until the next generation."""
@@ -161,7 +209,7 @@ class Monitor:
             )
         if generation not in self._verdicts:  # the coordinator ended before it answered, or hangs
             if isinstance(failure, LinkError):  # if other ranks are gone, too, nobody knows
-                failure = in_wait(self._host or silent(HOST), failure.story(self._rank, self._timeout))
+                failure = in_wait(self._host or silent(self.host), failure.story(self._rank, self._timeout))
             self._tell(generation, failure)
         return self._verdicts[generation]
 
@@ -190,7 +238,7 @@ class Monitor:
 
     def _wait_until(self, ready: Callable[[], bool], ranks: tuple[int, ...] = (), *, asks: bool = False) -> None:
         self.waits += 1
-        self.waiting = ranks or self._others
+        self.waiting = ranks or tuple(other for other in self.living if other != self._rank)
         try:
             self._sleep_until(ready, asks=asks)
         finally:
@@ -206,7 +254,8 @@ class Monitor:
         with self._changed:
             self._changed.wait_for(ends)
         if not ready():
-            raise LinkError(self._others[0], "opening channels", expired=self.expired)
+            other = next((each for each in self.living if each != self._rank), self._rank)
+            raise LinkError(other, "opening channels", expired=self.expired)
 
     def _send(self, message: Message, *, owed: bool = False) -> None:
         if owed and self._owed_since is None:
@@ -221,7 +270,7 @@ class Monitor:
             now = time.monotonic()
             if self._owed_since is not None and now - self._owed_since > 2 * grace_of(self._timeout):
                 self._owed_since = None
-                self._tell(self.generation, silent(HOST))
+                self._tell(self.generation, silent(self.host))
             is_in_call = self.place.patience is not None
             (self.rescue.look if is_in_call else self.rescue.over)()
             if not (self.waiting or is_in_call) or self.waits != watched:
@@ -247,8 +296,10 @@ class Monitor:
         except (OSError, ValueError):
             data = b""
         if not data and self._host is None and not self._leaving:
-            self._end(gone(HOST))
-            self._tell(self.generation, gone(HOST))
+            if self._joins_next():
+                return True
+            self._end(gone(self.host))
+            self._tell(self.generation, gone(self.host))
         return not self._leaving or bool(data)
 
     def _complain(self, number: int, seconds: float) -> None:
@@ -282,11 +333,12 @@ class Monitor:
                     self.meets(message["key"])
             case "opened":
                 with self._changed:
-                    self._opened = message["generation"]
+                    self._opening = None
+                    self._opened, self.living = message["generation"], tuple(message["living"])
                     self._values.clear()
                     self._changed.notify_all()
             case "closing":
-                self._end(left(HOST))
+                self._end(left(self.host))
                 with suppress(OSError):
                     self._socket.shutdown(socket.SHUT_WR)
 

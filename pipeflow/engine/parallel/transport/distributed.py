@@ -99,6 +99,7 @@ class DistributedTransport:
 
     def __post_init__(self) -> None:
         self.place = self.monitor.place
+        self.living = tuple(range(self.size))
         self._generation = -1  # of the channels that were opened last
         self._channels: Channels | None = None
         self._is_closed = False
@@ -112,7 +113,7 @@ class DistributedTransport:
         try:
             self._channels = Channels(self.monitor, self.address, rank=self.rank, size=self.size, device=self.device)
         except RuntimeError as error:
-            raise LinkError((self.rank + 1) % self.size, "opening channels", why=str(error)) from None
+            raise LinkError(self._next(), "opening channels", why=str(error)) from None
         if self.monitor.must_break(self._generation):  # while they were made
             self._channels.break_all()
 
@@ -163,8 +164,12 @@ class DistributedTransport:
     def channels(self) -> Channels:
         """The open channels. Raises LinkError if there are none, after a failure."""
         if self._channels is None or self._channels.is_broken:
-            raise LinkError((self.rank + 1) % self.size)
+            raise LinkError(self._next())
         return self._channels
+
+    def _next(self) -> int:
+        """The next living rank."""
+        return self.living[(self.living.index(self.rank) + 1) % len(self.living)]
 
     def group(self, ranks: Sequence[int], *, on_host: bool = False) -> Group:
         channels = self.channels if on_host else None
@@ -186,7 +191,8 @@ class DistributedTransport:
         if self._channels is None and not is_late:
             self._generation += 1
             self._open()
-            if self._generation:
+            self.living = self.monitor.living
+            if self._generation and len(self.living) == self.size:  # torch's groups do not go on without a rank
                 self._require_torch_groups()
 
     def open_first(self) -> None:

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from pipeflow.core.errors import Failure
-from pipeflow.engine.parallel.control.diagnosis import AGAIN, RankPlace, Status, diagnose, in_wait, left, mismatch
+from pipeflow.engine.parallel.control.diagnosis import (
+    AGAIN,
+    RankPlace,
+    Status,
+    diagnose,
+    gone,
+    in_wait,
+    left,
+    mismatch,
+)
 from pipeflow.engine.parallel.transport.protocol import (
     Alone,
     Channel,
@@ -60,10 +69,15 @@ class Hub:
 
     Args:
         size: number of ranks.
+        elastic: whether the ranks that are left open channels when others have died.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, elastic: bool = False) -> None:
         self.size = size
+        self.elastic = elastic
+        self.died: set[int] = set()
+        self.arrived: defaultdict[int, set[int]] = defaultdict(set)  # by generation, in an elastic world
+        self.opened: dict[int, tuple[int, ...]] = {}  # by generation, the ranks that have opened it together
         self.changed = Condition()
         # by generation, source, destination and tag: transfers that only the sender, or the receiver, has started
         self.channels: dict[tuple[int, int, int, Tag], tuple[deque[_Transfer], deque[_Transfer]]]
@@ -99,6 +113,26 @@ class Hub:
         if not done():
             raise LinkError(self._closed(generation, ranks)[0])
 
+    def open(self, by: LocalTransport, generation: int) -> tuple[int, ...]:
+        """Waits, as rank `by`, until all ranks that have not died open the generation; returns them. Raises LinkError
+        for one that has left.
+        """
+        with self.changed:
+            self.arrived[generation].add(by.rank)
+            self.changed.notify_all()
+
+            def done() -> bool:
+                living = set(range(self.size)) - self.died
+                if self.arrived[generation] >= living:
+                    self.opened.setdefault(generation, tuple(sorted(living)))
+                return generation in self.opened or bool(self.gone & living)
+
+            self.changed.wait_for(done, by.timeout)
+            if generation not in self.opened:
+                missed = set(range(self.size)) - self.died - self.arrived[generation]
+                raise LinkError(min(missed | self.gone - self.died), "opening channels", expired=True)
+            return self.opened[generation]
+
     def require_open(self, generation: int, ranks: tuple[int, ...]) -> None:
         """Raises LinkError if a rank of `ranks` has closed its channels."""
         for rank in self._closed(generation, ranks):
@@ -112,6 +146,7 @@ class Hub:
         return {
             rank: left(rank) if rank in self.gone else place.status(self._awaited_by(rank))
             for rank, place in enumerate(self.places)
+            if rank not in self.died
         }
 
     def _awaited_by(self, rank: int) -> tuple[int, ...]:
@@ -308,6 +343,7 @@ class LocalTransport:
         self.timeout = timeout
         self.hub = hub
         self.generation = 0  # counts the reopenings
+        self.living = tuple(range(hub.size))
         self.place = hub.places[rank]
         self._connected: set[Channel] = set()
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -376,13 +412,23 @@ class LocalTransport:
             elif failure.number is not None and (found := mismatch(failure.number, self.hub.statuses())):
                 failure = failure.following(found.rank, found.reason)
             first = self.hub.failures.setdefault(self.generation, failure)
-            self.hub.closed.add((self.generation, self.rank))
-            for key in [key for key in self.hub.channels if key[0] == self.generation and self.rank in key[1:3]]:
-                del self.hub.channels[key]
-            for each in [each for each in self.hub.collectives if each[0] == self.generation and self.rank in each[1]]:
-                del self.hub.collectives[each]
-            self.hub.changed.notify_all()
+            self._break()
         return first
+
+    def _break(self) -> None:
+        self.hub.closed.add((self.generation, self.rank))
+        for key in [key for key in self.hub.channels if key[0] == self.generation and self.rank in key[1:3]]:
+            del self.hub.channels[key]
+        for each in [each for each in self.hub.collectives if each[0] == self.generation and self.rank in each[1]]:
+            del self.hub.collectives[each]
+        self.hub.changed.notify_all()
+
+    def die(self) -> None:
+        """Makes this rank one whose process is gone, for tests. Its thread must end without another call."""
+        with self.hub.changed:
+            self.hub.died.add(self.rank)
+            self.hub.failures.setdefault(self.generation, gone(self.rank))
+            self._break()
 
     def enter(self, number: int) -> None:
         """Records the number and the time. No channel of an earlier call can break, because a rank has handed over all
@@ -394,6 +440,8 @@ class LocalTransport:
         if (self.generation, self.rank) in self.hub.closed:
             self.generation += 1
             self._connected.clear()
+            if self.hub.elastic:
+                self.living = self.hub.open(self, self.generation)
 
     def close(self) -> None:
         """Tells the others that this rank leaves; the channels are freed with the hub."""

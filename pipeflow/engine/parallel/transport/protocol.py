@@ -275,6 +275,7 @@ class Transport(Protocol):
     device: torch.device
     timeout: float  # seconds
     place: RankPlace  # of this rank, as the others see it
+    living: tuple[int, ...]  # the ranks with which channels were opened last: all, unless the world is elastic
 
     def connect(self, channels: Iterable[Channel]) -> None:
         """Connects those of `channels` that are not connected yet; this rank is an end of each. Returns when they are.
@@ -338,6 +339,7 @@ class Subset:
         self.device: torch.device = whole.device
         self.timeout = whole.timeout
         self.place = whole.place
+        self.living = tuple(range(len(ranks)))
         self.report, self.enter, self.reopen = whole.report, whole.enter, whole.reopen  # they concern all ranks
         self._whole = whole
         self._ranks = tuple(ranks)

@@ -31,7 +31,7 @@ from pipeflow.engine.runtime.devices import named_tensors
 from pipeflow.engine.runtime.gradients.comparison import Description, TensorProperties, compare
 from pipeflow.engine.runtime.gradients.fully_sharded import forget_step, fully_sharded_in
 from pipeflow.engine.runtime.gradients.sums import Orders, Sums, widen_gradient
-from pipeflow.engine.runtime.gradients.weights import Owners, Watch, Weight, tie, weights_of
+from pipeflow.engine.runtime.gradients.weights import Owners, Tie, Watch, Weight, tie, weights_of
 from pipeflow.engine.torch_private.tensors import foreach_copy_
 
 
@@ -133,14 +133,14 @@ class Buffers:
                 )
 
     @torch.no_grad()
-    def share(self, group: Group) -> None:
-        """Copies the buffers of the group's rank 0 to every rank, all of one dtype at once. Raises LinkError."""
+    def share(self, group: Group, source: int = 0) -> None:
+        """Copies the buffers of the group's rank `source` to all, all of one dtype at once. Raises LinkError."""
         alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
         for _, layer, name in self._places:
             if (buffer := layer._buffers[name]) is not None and not buffer.is_meta:
                 alike[buffer.dtype, buffer.device].append(buffer)
         for each in alike.values():
-            share_row(each, each, group, 0)
+            share_row(each, each, group, source)
         self.see()
 
     def _now(self) -> list[tuple[int, int]]:
@@ -203,7 +203,7 @@ class Gradients:
     def weights(self) -> list[Weight]:
         """The weights of this rank, also those that were replaced since the last step."""
         changed = self._watch.notices()
-        return weights_of(self._model, self._stages, tie(self._model), self._placement) if changed else self._weights
+        return weights_of(self._model, self._stages, self._tied(), self._placement) if changed else self._weights
 
     def counted(self) -> set[nn.Parameter]:
         """The parameters whose gradients this rank counts in a norm; other parts, and copies, another rank counts."""
@@ -244,6 +244,20 @@ class Gradients:
         if self._unmade:
             self._agree()
 
+    def join(self, placement: Placement) -> None:
+        """Goes on with the ranks of the context, which hold equal weights, under this placement; all of them call it
+        together.
+        """
+        context, self._placement = self._context, placement
+        self.owners = Owners(context.copies, context.expert_copies)
+        self._weights = self._survey()
+        self._compare(values=False)
+        self.connect()
+        self._adopt()
+        peers = context.holding([context.launched.place(context.living[context.rank]).pipeline])
+        first = next((place for place, rank in enumerate(peers) if rank in context.alarm.ahead), 0)
+        self.buffers.share(context.peers, first)
+
     def begin(self, orders: Orders) -> None:
         """Call before the first backward of a step, in which ranks reduce their stages in `orders`."""
         self.change, self._new = ParameterChange.NONE, None
@@ -274,7 +288,7 @@ class Gradients:
         context.tensor.connect()
         context.connect_grid()
         context.context.connect()
-        context.copies.connect()
+        context.peers.connect()
         context.experts.connect()
         context.expert_copies.connect()
 
@@ -312,7 +326,7 @@ class Gradients:
             self._new.forget()
 
     def _survey(self) -> list[Weight]:
-        self._ties = tie(self._model)
+        self._ties = self._tied()
         weights = weights_of(self._model, self._stages, self._ties, self._placement)
         for weight in weights:
             if weight.is_sharded and self._context.copies.size > self._context.data_size:
@@ -329,6 +343,9 @@ class Gradients:
             if self._dtype is not None and not weight.is_sharded:
                 widen_gradient(weight.parameter, self._dtype)
         return weights
+
+    def _tied(self) -> list[Tie]:
+        return [(self._context.holding(ranks), copies) for ranks, copies in tie(self._model)]
 
     def _require_none_sharded_since(self, weights: list[Weight]) -> None:
         """Raises UsageError if fully_shard was applied after the ranks last compared their parameters."""
@@ -351,8 +368,9 @@ class Gradients:
         self._sums = Sums(self._weights, self._context, self.owners)
         trained = {weight.parameter for weight in self._weights if weight.parameter.requires_grad}
         self._watch = Watch(self._model, self._sums.summed if self._dtype is None else trained)
-        self._copied_buffers = {stage: Buffers(self._stages[stage]) for stage in self._copied}
-        self.buffers = Buffers(self._model if self._context.copies.size > 1 else nn.Module())
+        copied = [] if self._context.is_joined else self._copied
+        self._copied_buffers = {stage: Buffers(self._stages[stage]) for stage in copied}
+        self.buffers = Buffers(self._model if self._context.peers.size > 1 else nn.Module())
         self.change, self._new = ParameterChange.NONE, None
 
     @property

@@ -149,6 +149,11 @@ class Programs:
         self._kept: list[Compiled] = []  # the most recently used one first
         self._sizes: list[int] = []  # samples of each microbatch of the last step
 
+    def join(self, placement: Placement) -> None:
+        """Goes on under this placement, with the ranks of the context."""
+        self.placement, self.confirmation = placement, Confirmation(self.context)
+        self.clear()
+
     def clear(self) -> None:
         """Drops all programs, because they hold channels of the transport."""
         self._kept.clear()

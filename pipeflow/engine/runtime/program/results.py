@@ -5,7 +5,7 @@ the backwards of a batch start, and the outputs themselves.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -66,6 +66,7 @@ class Results:
         self.gradient_scale: float | Tensor = 1.0  # factor of the loss's gradient
         self.keep_outputs: bool | Callable[[Any], object] = False
         self.sizes: list[int] = []  # of the microbatches, if outputs must have them along dim 0
+        self.wanted: Sequence[int] | None = None  # the microbatches whose outputs are returned; None for all
         self.losses: list[Tensor | None] = [None] * self.microbatches
         self.zeros: dict[int, list[Tensor]] = {}  # gradients of the outputs of microbatches without weight
         self.outputs: list[object] = [None] * self.microbatches
@@ -283,4 +284,6 @@ def merged_outputs(results: Results, transport: Transport, placement: Placement)
     if (slices := results.slices) > 1:
         firsts = range(0, results.microbatches, slices)
         return merge([merge(results.outputs[first : first + slices], dim=1) for first in firsts])
+    if results.wanted is not None:
+        return merge([results.outputs[microbatch] for microbatch in results.wanted]) if results.wanted else None
     return merge(results.outputs, sizes=results.sizes)
