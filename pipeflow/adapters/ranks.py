@@ -53,7 +53,14 @@ def launched(
 
 
 def require_whole_activations(context: Context) -> None:
-    """Raises UsageError in a tensor mode that divides activations between layers, which scripts do not expect."""
+    """Raises UsageError in a tensor mode that divides activations between layers, which scripts do not expect, and in
+    an elastic world, where they would go on as if no rank had died.
+    """
+    if context.elastic:
+        raise UsageError(
+            "scripts of other libraries do not go on without ranks that die: launch without elastic=True, or use "
+            "execute_pipeline or pipeflow's Trainer"
+        )
     if context.layout.sample_parts > 1:
         raise UsageError(
             f"the job was launched in tensor mode {context.layout.tensor_mode!r}, and this needs mode '1d': launch "

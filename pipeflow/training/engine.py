@@ -239,8 +239,9 @@ class Engine:
                 "an Engine steps the optimizer itself, but the Pipeline has a PipelinedOptimizer: call "
                 "execute_pipeline in a loop of your own, or make a Pipeline without one"
             )
+        context = self.model.context
         with self._batch() as is_last:
-            output = run(reduce=is_last, gradient_scale=1 / self.gradient_accumulation)
+            output = run(reduce=is_last or context.elastic, gradient_scale=1 / self.gradient_accumulation)
         self._outputs.append(output)
         return output
 

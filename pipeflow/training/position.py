@@ -128,7 +128,7 @@ class Position:
             own = to_bytes("the loader's state_dict()", loader.state_dict()).hex()  # type: ignore[attr-defined]  # it has one
             with self._context.alarm.raised_everywhere():
                 everyone: list[Any] = all_gather_object(self._context.world, own)
-            place: Any = everyone[:: self._context.world_size // self._context.data_size]  # one per replica
+            place: Any = [everyone[rank] for rank in self._context.readers]
         else:
             place = self._place
         return {

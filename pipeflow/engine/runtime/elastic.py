@@ -140,6 +140,8 @@ def elastic_step(model: Any, data_iter: Iterator[object], call: StepCall) -> Any
     def run() -> tuple[Any, object]:
         if not call.reduce:
             raise UsageError("reduce=False leaves gradients on one replica, which may die: launch without elastic=True")
+        if call.return_outputs:
+            _require_outputs(model.context, runner.last_ranks)
         runner.end = None
         given = retried.begin()
         output = runner.step(given, call._replace(schedule=model.tables.of(call.schedule)), model.loss_scale)
@@ -151,6 +153,17 @@ def elastic_step(model: Any, data_iter: Iterator[object], call: StepCall) -> Any
         return runner.end([AgreementRow(*row) for row in told])
 
     return model.alarm.run(call, run, end)
+
+
+def _require_outputs(context: Context, holders: tuple[int, ...]) -> None:
+    """Raises UsageError if a replica has no rank left that has its outputs."""
+    if not context.is_joined:
+        return
+    if lost := set(range(context.data_size)) - {context.launched.place(context.living[rank]).data for rank in holders}:
+        raise UsageError(
+            f"no rank is left of replica {min(lost)} that has the last stage, to return the replica's outputs: compute "
+            "what you need of them in the criterion, or call without return_outputs"
+        )
 
 
 def of_all_replicas(batch: Batch, given: object, context: Context) -> Batch:

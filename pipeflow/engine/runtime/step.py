@@ -150,11 +150,11 @@ class Runner:
         self.rows: Sequence[AgreementRow] = ()  # what all ranks told each other at the end of the last step
         self.end: Callable[[Sequence[AgreementRow]], Output] | None = None  # ends the last step with these
         self._last_stage = programs.placement.num_stages - 1
-        self._last_ranks = programs.placement.ranks_of(self._last_stage)
+        self.last_ranks = programs.placement.ranks_of(self._last_stage)
 
     def join(self, placement: Placement) -> None:
         """Goes on under this placement, with the ranks of the context; all of them call it together."""
-        self.transport, self._last_ranks = self.context.transport, placement.ranks_of(self._last_stage)
+        self.transport, self.last_ranks = self.context.transport, placement.ranks_of(self._last_stage)
         self._weigher = Weigher(self.context, over_batch=False)
         self._pace = Pace(self.context.world)
         self.programs.join(placement)
@@ -269,7 +269,7 @@ class Runner:
         told = self._told(call, compiled, batch)._replace(seconds=seconds)
         if compiled.ahead is None:
             return self._agree(told, call, compiled, made)
-        alone = self.context.losses.size == len(self._last_ranks) == 1 and not (call.broadcast_loss or call.trace)
+        alone = self.context.losses.size == len(self.last_ranks) == 1 and not (call.broadcast_loss or call.trace)
         taken = self.confirmation.take(told, alone=alone)
         if taken is self.confirmation.pending:
             return told_alone(told, compiled.results)
@@ -297,7 +297,7 @@ class Runner:
             told,
             compiled.results,
             self.context,
-            self._last_ranks,
+            self.last_ranks,
             microbatches=compiled.schedule.num_microbatches * compiled.schedule.slices,
             everywhere=call.broadcast_loss,
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
@@ -401,9 +401,10 @@ class AccuracyHook(Hook):
         context = trainer.engine.model.context
         with context.alarm.raised_everywhere():
             rows = all_gather(context.world, [self._right])
-        size = len(rows) // context.data_size
-        replicas = [rows[first : first + size] for first in range(0, len(rows), size)]
-        right = sum(max(count for [count] in replica) for replica in replicas)
+        replicas = defaultdict[int, list[float]](list)
+        for rank, [count] in zip(context.living, rows, strict=True):
+            replicas[context.launched.place(rank).data].append(count)
+        right = sum(map(max, replicas.values()))
         trainer.metrics["test"]["accuracy"] = right / self._samples if self._samples else math.nan
 
 

@@ -47,6 +47,11 @@ class Zero(Wrapper):
         if isinstance(optimizer, Wrapper):
             raise UsageError("Zero must be the inner wrapper: MasterWeights(model, Zero(model, optimizer))")
         super().__init__(model, optimizer)
+        if model.context.elastic:
+            raise UsageError(
+                "Zero keeps the optimizer's states of each weight on one replica, and elastic=True would lose those of "
+                "a rank that dies: use the optimizer without Zero, or launch without elastic=True"
+            )
         if any(map(is_distributed, self.parameters)):
             raise UsageError("fully_shard already distributes the optimizer's states: use the optimizer without Zero")
         self.owners, groups = model.gradients.divide(self.parameters), model.gradients.owners

@@ -335,6 +335,11 @@ class Gradients:
                     f"fully_shard splits {weight.name!r} over replicas alone, so {others} would not sum its gradient: "
                     "use pipeflow.Zero, or launch with context=1 and tensor_depth=1"
                 )
+            if weight.is_sharded and self._context.elastic:
+                raise UsageError(
+                    f"fully_shard splits {weight.name!r} over replicas, and elastic=True would lose the part of a rank "
+                    "that dies: leave fully_shard out, or launch without elastic=True"
+                )
             if weight.is_sharded and weight.is_expert:
                 raise UsageError(
                     f"fully_shard splits {weight.name!r} over replicas, each of which has other experts: leave the "
