@@ -144,7 +144,8 @@ def elastic_step(model: Any, data_iter: Iterator[object], call: StepCall) -> Any
             _require_outputs(model.context, runner.last_ranks)
         runner.end = None
         given = retried.begin()
-        output = runner.step(given, call._replace(schedule=model.tables.of(call.schedule)), model.loss_scale)
+        schedule, adapts = model.tables.of(call.schedule), call.adapts and not model.context.is_joined
+        output = runner.step(given, call._replace(schedule=schedule, adapts=adapts), model.loss_scale)
         retried.ran()
         return output, [*map(tuple, runner.rows)]
 
