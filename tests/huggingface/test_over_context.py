@@ -283,7 +283,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "another loss": (
         own_loss_of_another_kind,
-        r"the module's own loss is not known .* pass criterion=CausalLMLoss\(\)",
+        r"the module's own loss is not known .* pass criterion=GPTLMLoss\(\), CausalLMLoss\(\)",
     ),
     "outputs": (outputs, "outputs cannot be returned over context ranks"),
     "a script's loss": (without_labels, "cannot divide the labels of a loss that a script computes"),

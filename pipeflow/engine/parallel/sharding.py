@@ -22,11 +22,22 @@ def real_rows(size: int, rows: int, rank: int) -> int:
 
 
 def own_tokens(tensor: Tensor, rank: int, ranks: int, dim: int) -> Tensor:
-    """The tokens of context rank `rank` out of `ranks`: parts `rank` and 2 ranks - 1 - `rank` of 2 ranks equal parts of
-    `tensor` along `dim`. Under a causal mask these pairs have equally many scores.
+    """The tokens of context rank `rank` out of `ranks`, along `dim`: its `token_parts`. Under a causal mask these have
+    equally many scores on each rank.
     """
     parts = tensor.chunk(2 * ranks, dim)
-    return torch.cat([parts[rank], parts[2 * ranks - 1 - rank]], dim)
+    return torch.cat([parts[part] for part in token_parts(rank, ranks)], dim)
+
+
+def token_parts(rank: int, ranks: int) -> tuple[int, int]:
+    """The two of 2 `ranks` equal parts of a sequence that context rank `rank` holds."""
+    return rank, 2 * ranks - 1 - rank
+
+
+def all_tokens(own: Sequence[Tensor], dim: int) -> Tensor:
+    """The tokens of a sequence along `dim`, from those of each context rank."""
+    first, second = zip(*(each.chunk(2, dim) for each in own), strict=True)
+    return torch.cat([*first, *reversed(second)], dim)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from pipeflow.engine.runtime.sharing import CONTEXT, DOCUMENTS, MASK
 from pipeflow.engine.stages.criterion import own_loss
 from pipeflow.engine.stages.entries import LABELS
 
-TOKENS = ("input_ids", "position_ids", "token_type_ids")  # the entries of a batch that have a number for each token
+PER_TOKEN = ("input_ids", "position_ids", "token_type_ids")  # the entries of a batch that have a number for each token
 SHIFTED = "shift_labels"  # an entry with the label of each token, from which a module computes its own loss
 ALONE = f"or {CONTEXT.whole}"
 
@@ -91,7 +91,7 @@ class ContextTokens:
             raise CONTEXT.mask_error()
         if MASK in inputs and balances:
             raise UsageError(f"context ranks take no {MASK} with a balance loss of experts: leave out either, {ALONE}")
-        if others := [name for name in inputs if name not in (*TOKENS, MASK)]:
+        if others := [name for name in inputs if name not in (*PER_TOKEN, MASK)]:
             raise UsageError(f"it is not known how context ranks divide the entry {others[0]!r}: leave it out, {ALONE}")
         tokens = inputs["input_ids"]
         for name, entry in {**inputs, LABELS: batch.labels}.items():

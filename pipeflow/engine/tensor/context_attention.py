@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import context_if_launched
-from pipeflow.engine.parallel.sharding import own_tokens
+from pipeflow.engine.parallel.sharding import all_tokens, own_tokens, token_parts
 from pipeflow.engine.parallel.transport.protocol import Alone, Group
 from pipeflow.engine.tensor.block_attention import HEADS, TOKENS, attention_by_blocks
 from pipeflow.engine.tensor.layer import TensorLayer
@@ -101,7 +101,7 @@ class ContextAttention(TensorLayer):
         keys, values = joined(layer, *exchanged(pair, self.group, _gathered_in_order, _sum_scattered_in_order))
         length, seen = query.shape[TOKENS] // 2, list[Tensor]()
         earlier = keys.shape[TOKENS] - 2 * ranks * length
-        for part, own in zip((rank, 2 * ranks - 1 - rank), query.chunk(2, TOKENS), strict=True):
+        for part, own in zip(token_parts(rank, ranks), query.chunk(2, TOKENS), strict=True):
             if causal:
                 end = earlier + (part + 1) * length
                 seen.append(attend(own, keys.narrow(TOKENS, 0, end), values.narrow(TOKENS, 0, end), **options))
@@ -126,18 +126,12 @@ class ContextAttention(TensorLayer):
 
 def _gathered_in_order(group: Group, pair: Tensor) -> Tensor:
     """The keys and values of all ranks, in the order of the sequence."""
-    return _in_order(gathered(group, pair[None], 0))
+    return all_tokens(gathered(group, pair[None], 0).unbind(), TOKENS)
 
 
 def _sum_scattered_in_order(group: Group, whole: Tensor) -> Tensor:
     """This rank's tokens of the sum over the ranks."""
     return sum_scattered(group, _by_rank(group, whole), 0)[0]
-
-
-def _in_order(parts: Tensor) -> Tensor:
-    """The tokens of all ranks, which lie along the first dimension, in the order of the sequence."""
-    first, second = parts.chunk(2, TOKENS)
-    return torch.cat([*first, *second.flip(0)], TOKENS)
 
 
 def _by_rank(group: Group, whole: Tensor) -> Tensor:
@@ -158,7 +152,7 @@ def _attention_by_heads(group: Group, query: Tensor, key: Tensor, value: Tensor,
 def _heads_of_all(group: Group, tokens: Tensor) -> Tensor:
     """All tokens of this rank's heads, in the order of the sequence, from all heads of this rank's tokens."""
     parts = tokens.unflatten(HEADS, (group.size, -1)).movedim(HEADS, 0)
-    return _in_order(_swapped(group, parts))
+    return all_tokens(_swapped(group, parts).unbind(), TOKENS)
 
 
 def _tokens_of_all(group: Group, heads: Tensor) -> Tensor:
