@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeflow.engine.tensor.past import tokens_before
+from pipeflow.engine.deferral.past import tokens_before
 
 
 class Sleep(torch.autograd.Function):

@@ -23,9 +23,9 @@ from benchmarks.processes import run_ranks
 from benchmarks.report import Report
 from benchmarks.task import Contender
 from pipeflow.core.dataflow import Content
+from pipeflow.engine.deferral.past import tokens_before
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.tensor.context_attention import ContextAttention
-from pipeflow.engine.tensor.past import tokens_before
 from pipeflow.models import GPTLMLoss, build_gpt_pipeline
 
 TOKENS, ATTENTION = 4096, 0.5

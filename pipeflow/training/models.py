@@ -19,6 +19,7 @@ from torch.nn import functional
 from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import partition_uniform
 from pipeflow.core.placement import Placement
+from pipeflow.engine.deferral.past import is_sliced, tokens_before
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.sharding import own_tokens
 from pipeflow.engine.runtime.gradients.weights import PipelineSharedModuleWrapper
@@ -30,7 +31,6 @@ from pipeflow.engine.tensor.embedding import HiddenParallelEmbedding, VocabParal
 from pipeflow.engine.tensor.layer import LayerNorm, Membership, divide, feature_parts
 from pipeflow.engine.tensor.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelClassifier
 from pipeflow.engine.tensor.masked_attention import masked_attention, plain_attention
-from pipeflow.engine.tensor.past import is_sliced, tokens_before
 from pipeflow.engine.tensor.random import Dropout, checkpoint, initialize_
 from pipeflow.engine.tensor.regions import scatter_to_sequence_region
 

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from pipeflow import CostModel, Divided, Kind, Pipeline, Schedule, UsageError, Whole, execute_pipeline, make_schedule
 from pipeflow.core.analysis.measured_step import measured_costs
 from pipeflow.core.slices import equal_slices
+from pipeflow.engine.deferral.past import Slices, joined
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.runtime.slicing import ends_of
-from pipeflow.engine.tensor.past import Slices, joined
 from pipeflow.schedules.orders.additions import with_recompute
 from pipeflow.testing import RankError, run_processes, run_threads
 from pipeflow.training.models import GPTLMLoss, build_gpt_pipeline, build_stage

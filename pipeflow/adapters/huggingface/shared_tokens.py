@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from pipeflow.adapters.libraries import transformers_library
 from pipeflow.core.errors import UsageError
+from pipeflow.engine.deferral.past import is_sliced
 from pipeflow.engine.runtime.sharing import CONTEXT
 from pipeflow.engine.tensor.context_attention import ContextAttention, context_group
 from pipeflow.engine.tensor.cross_entropy import CrossEntropy, shifted_labels
 from pipeflow.engine.tensor.masked_attention import masked_attention, plain_attention
-from pipeflow.engine.tensor.past import is_sliced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,3 +1,3 @@
-"""Deferred weight gradients: the layers that defer them, and the products to compute later. Knows neither schedules nor
-ranks.
+"""What layers leave for later: the layers that defer weight gradients, the products to compute then, and the keys that
+slices of a sequence leave for later slices. Knows neither schedules nor ranks.
 """

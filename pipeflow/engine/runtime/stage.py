@@ -14,12 +14,12 @@ from torch import nn
 
 from pipeflow.core.route import Routes, sources_of
 from pipeflow.engine.deferral.module import defer_weight_gradients
+from pipeflow.engine.deferral.past import Slices
 from pipeflow.engine.runtime.head import SlicedHead
 from pipeflow.engine.runtime.microbatch import Batch
 from pipeflow.engine.runtime.original import uncompiled
 from pipeflow.engine.stages.module_state import ModuleState
 from pipeflow.engine.stages.stage import ModuleStage
-from pipeflow.engine.tensor.past import Slices
 from pipeflow.engine.torch_private.tensors import state_of
 
 

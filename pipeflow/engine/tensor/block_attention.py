@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pipeflow.core.errors import UsageError
+from pipeflow.engine.deferral.past import TOKENS
 from pipeflow.engine.parallel.transport.protocol import Group, Work
 from pipeflow.engine.torch_private.autograd import is_any_autocast_enabled, is_under_functorch
 from pipeflow.engine.torch_private.tensors import CPU_FLASH, CPU_FLASH_BACKWARD
 
-HEADS, TOKENS = 1, -2  # the dimensions in (batch, heads, tokens, head size)
+HEADS = 1  # the dimension in (batch, heads, tokens, head size)
 
 
 class Attended(NamedTuple):

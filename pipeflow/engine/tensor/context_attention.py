@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
+from pipeflow.engine.deferral.past import TOKENS, joined
 from pipeflow.engine.parallel.context import context_if_launched
 from pipeflow.engine.parallel.sharding import all_tokens, own_tokens, token_parts
 from pipeflow.engine.parallel.transport.protocol import Alone, Group
-from pipeflow.engine.tensor.block_attention import HEADS, TOKENS, attention_by_blocks
+from pipeflow.engine.tensor.block_attention import HEADS, attention_by_blocks
 from pipeflow.engine.tensor.layer import TensorLayer
 from pipeflow.engine.tensor.masked_attention import HIDING, masked_attention
-from pipeflow.engine.tensor.past import joined
 from pipeflow.engine.tensor.regions import exchanged, gathered, start_all_to_all, sum_scattered
 from pipeflow.engine.torch_private.modes import FakeTensor
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
+from pipeflow.engine.deferral.past import TOKENS
 from pipeflow.engine.parallel.transport.protocol import Alone
-from pipeflow.engine.tensor.block_attention import HEADS, TOKENS, attention_by_blocks, has_block_kernel, seen_keys
+from pipeflow.engine.tensor.block_attention import HEADS, attention_by_blocks, has_block_kernel, seen_keys
 from pipeflow.engine.torch_private.autograd import is_under_functorch
 from pipeflow.engine.torch_private.modes import FakeTensor, disable_current_modes
 from pipeflow.engine.torch_private.tensors import storage_key

@@ -16,8 +16,9 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.tensor.block_attention import TOKENS
 from pipeflow.engine.torch_private.modes import FakeTensor
+
+TOKENS = -2  # the dimension of tokens in (batch, heads, tokens, head size)
 
 # Theory of operation
 #
