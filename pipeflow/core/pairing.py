@@ -25,6 +25,11 @@ class Pairing(NamedTuple):
         """Whether a pair may take less time than its two actions alone."""
         return bool(self.overlap or self.shares)
 
+    @property
+    def least(self) -> float:
+        """A part of the times of its two actions alone that every pair takes, or more."""
+        return 0.5 if self.shares else 1 - self.overlap / 2
+
     @classmethod
     def of(cls, overlap: float, exchange: Sequence[float], halves: Sequence[Sequence[float]]) -> Pairing:
         """`exchange` is the share of a forward and of a whole backward, per stage; `halves` are the times of both

@@ -5,7 +5,7 @@ in which order they are tried, and which are kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
@@ -36,7 +36,7 @@ from pipeflow.planning.device_map import map_devices
 from pipeflow.planning.layout import Layout, Wanted
 from pipeflow.planning.layout_cells import Cell
 from pipeflow.planning.physical import Physical, physical_costs
-from pipeflow.planning.rank_memory import ALLOCATOR, RankPeaks, peaks, state_bytes
+from pipeflow.planning.rank_memory import ALLOCATOR, RankPeaks, kept_by_stages, peaks, state_bytes
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.shares import sequence_of
 from pipeflow.planning.transformer import GPT
@@ -166,7 +166,7 @@ class LayoutTrial(Choice):
         microbatch of a stage.
         """
         if self.family.saves or self.family.slices > 1:
-            return self._fullest(_of_one(self.physical.cost, self.family.placement))
+            return self._fullest(_of_one(self.physical.cost.sizes[Content.SAVED], self.family.placement))
         ranks, many = self.cell.pipeline, self.cell.microbatches
         odd = many % len(self.family.placement.paths)  # two directions keep other amounts for odd numbers
         return self._peak_bytes(min(many, 2 * ranks + odd))
@@ -184,12 +184,13 @@ class LayoutTrial(Choice):
     def _fullest(self, kept: Iterable[float]) -> float:
         return max(*self.step, *(state + (1 + ALLOCATOR) * most for state, most in zip(self.state, kept, strict=True)))
 
-    def simulated(self) -> tuple[float, Callable[[], float]]:
+    def simulated(self, within: float = inf) -> tuple[float, Callable[[], float]]:
         """Simulates one step and returns its seconds, and a function for the bytes of the fullest device: infinite if
-        no order within the room is found, or its stages would be gathered too often.
+        no order within the room is found, or its stages would be gathered too often. Raises LateError for a step that
+        takes longer than `within` seconds, where a rank shows it before the end.
         """
         try:
-            timeline = self._timeline(self.cell.microbatches)
+            timeline = self._timeline(self.cell.microbatches, within - self.physical.after)
         except (NoOrderError, UsageError):
             return inf, lambda: inf
         return timeline.makespan + self.physical.after, lambda: self._fullest(timeline.peak_bytes)
@@ -209,8 +210,8 @@ class LayoutTrial(Choice):
             return None
         return one + (many - few) / ranks * (other - one) + self.physical.after
 
-    def _timeline(self, microbatches: int) -> Timeline:
-        return self.physical.timeline(self.family.make(microbatches).with_reductions())
+    def _timeline(self, microbatches: int, within: float = inf) -> Timeline:
+        return self.physical.timeline(self.family.make(microbatches).with_reductions(), within=within)
 
 
 def families(names: tuple[str, ...], ranks: int, layers: int, slices: int = 1) -> Iterator[Family]:
@@ -254,9 +255,9 @@ def trials(wanted: Wanted, cell: Cell, limit: float = inf) -> Iterator[tuple[flo
     yield from filter(None, (priced(wanted, choice, limit) for _, choice in choices(wanted, cell)))
 
 
-def choices(wanted: Wanted, cell: Cell, *, only: Kept | None = None) -> Iterator[tuple[float, Choice]]:
+def choices(wanted: Wanted, cell: Cell, *, only: Collection[Kept] | None = None) -> Iterator[tuple[float, Choice]]:
     """All layouts of a cell, each with a lower bound on its step time, in seconds, from its computations alone. With
-    `only`, those of one family.
+    `only`, those of these families.
     """
     for family in families_of(wanted, cell, only):
         for cut, whole, split in _bounds(wanted, cell, family.placement, family.slices):
@@ -278,14 +279,14 @@ def _slices(wanted: Wanted, cell: Cell) -> Iterator[int]:
         yield from (slices for slices in SLICES if slices > 1 and tokens >= slices * SLICE)
 
 
-def families_of(wanted: Wanted, cell: Cell, only: Kept | None = None) -> Iterator[Family]:
-    """The families that are tried in a cell, or the one that is `only`."""
-    many = [slices for slices in _slices(wanted, cell) if only is None or slices == only[2]]
+def families_of(wanted: Wanted, cell: Cell, only: Collection[Kept] | None = None) -> Iterator[Family]:
+    """The families that are tried in a cell, or those of them that are `only`."""
+    many = [each for each in _slices(wanted, cell) if only is None or any(each == slices for _, _, slices in only)]
     names, ranks, layers = wanted.schedules, cell.pipeline, wanted.model.layers
     for family in (family for slices in many for family in _families(names, ranks, layers, slices)):
         saves = wanted.kinds != "none" and "cost" in options_of(family.name)
         is_short = family.actions(cell.microbatches) <= (SAVING_ACTIONS if saves else ACTIONS)
-        if is_short and only in (None, family.kept):
+        if is_short and (only is None or family.kept in only):
             yield family
 
 
@@ -362,10 +363,10 @@ def _costs_of(wanted: Wanted, cell: Cell, placement: Placement, limit: float, cu
     )
     if max(*state, *step) > limit:
         return None
-    physical = physical_costs(model, placement, setup, wanted.cluster, cut=cut, slices=slices)
-    of_one = zip(state, _of_one(physical.cost, placement), strict=True)
+    of_one = zip(state, _of_one(kept_by_stages(model, setup, cut), placement), strict=True)
     if max(held + (1 + ALLOCATOR) * kept for held, kept in of_one) > limit:
         return None
+    physical = physical_costs(model, placement, setup, wanted.cluster, cut=cut, slices=slices)
     least = (least_of_slices(physical.cost, placement, cell.microbatches, slices, split) for split in (False, True))
     return _Costs(physical, state, step, *least)
 
@@ -381,11 +382,13 @@ def least_of_slices(cost: CostModel, placement: Placement, microbatches: int, sl
     return least_makespan(cost, placement, microbatches * slices, split=split)
 
 
-def _of_one(cost: CostModel, placement: Placement) -> list[float]:
-    """Per rank, the bytes that one microbatch takes. Each rank keeps at least these before its first backward."""
+def _of_one(saved: Sequence[float], placement: Placement) -> list[float]:
+    """Per rank, the bytes that one microbatch takes, from those per stage. Each rank keeps at least these before its
+    first backward.
+    """
     kept = [0.0] * placement.num_ranks
     for stage, rank in enumerate(placement.paths[0]):
-        kept[rank] += cost.sizes[Content.SAVED][stage]
+        kept[rank] += saved[stage]
     return kept
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import gc
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any
 
+from pipeflow.core.analysis.in_time import LateError
 from pipeflow.core.errors import ScheduleError, UsageError, require_type
 from pipeflow.core.soundness.verification import verify
 from pipeflow.core.text import bytes_text
@@ -24,6 +25,7 @@ from pipeflow.planning.layout import Layout, Wanted
 from pipeflow.planning.layout_cells import Cell, heavier, leanest_cells, lighter, lightest_cells
 from pipeflow.planning.layout_ties import TIE, Timed, plainest, plainness, ranking
 from pipeflow.planning.layout_trials import (
+    ROUNDING,
     Choice,
     Kept,
     LayoutTrial,
@@ -33,6 +35,7 @@ from pipeflow.planning.layout_trials import (
     priced,
     trials,
 )
+from pipeflow.planning.rank_memory import ALLOCATOR, kept_of_model
 from pipeflow.planning.step_plan import Plan, StepParts
 
 # Theory of operation
@@ -41,14 +44,15 @@ from pipeflow.planning.step_plan import Plan, StepParts
 # search: a heap has nodes by a lower bound on their step time, and the node with the lowest bound is opened first.
 #
 # 1. A `Cell` (sizes, microbatches, what saves memory) has the average time that its ranks compute as its bound.
-#    If even its share of the weights does not fit, all its families go to the next rung at once.
+#    If even its share of the weights and of one microbatch does not fit, all its families go to the next rung at once.
 #    Opened, it becomes a `Choice` per schedule and cut, with the bound of the computations of its busiest rank.
 # 2. A `Choice` gets its costs, and so a sharper bound: it becomes a `LayoutTrial`. Most choices never get them, since
 #    a faster layout of the same sizes is known before.
 # 3. A `LayoutTrial` is checked for memory with few microbatches. If its step is long, it is estimated from two short
 #    steps. Both are cheap, and it goes back into the heap with the higher bound.
 #    A trial that does not fit brings those of its family on the next rung (`layout_cells`).
-# 4. A trial that was checked is simulated. Its time is exact, and it enters its group.
+# 4. A trial that was checked is simulated, as long as its step may still be short enough to be listed. Its time is
+#    exact, and it enters its group.
 #
 # The search ends when the lowest bound exceeds the time of the last layout that would be listed. All bounds are proved
 # but the estimate, which TRUST corrects. What is listed is the fastest, not the plainest of those that are about as
@@ -224,31 +228,31 @@ class _Search:
             self._report(bound)
             go_on(bound)
 
-    def _open(self, cell: Cell, only: Kept | None, bound: float) -> None:
+    def _open(self, cell: Cell, only: Collection[Kept] | None, bound: float) -> None:
         if _least(self._wanted, cell) > self._limit:
-            for family in families_of(self._wanted, cell, only):
-                self._climb(bound, cell, family.kept)
+            self._climb(bound, cell, [family.kept for family in families_of(self._wanted, cell, only)])
             return
         for least, choice in choices(self._wanted, cell, only=only):
             self._push(max(bound, least), partial(self._price, choice))
 
     def _price(self, choice: Choice, bound: float) -> None:
-        if not self._is_needed(bound, choice):
+        if bound > self._longest(choice):
             return
         if (found := priced(self._wanted, choice, self._limit)) is None:
-            self._climb(bound, choice.cell, choice.family.kept)
+            self._climb(bound, choice.cell, [choice.family.kept])
         else:
             least, trial = found
             self._push(max(bound, least), partial(self._check, trial))
 
-    def _climb(self, bound: float, cell: Cell, kept: Kept) -> None:
-        """A layout of a family does not fit: tries what saves more memory, if nothing that saves less fits."""
-        if (cell, kept) in self._misfits:
-            return
-        self._misfits.add((cell, kept))
-        for other in heavier(self._wanted, cell):
-            if all((each, kept) in self._misfits for each in lighter(self._wanted, other)):
-                self._push(max(bound, least_seconds(self._wanted, other)), partial(self._open, other, kept))
+    def _climb(self, bound: float, cell: Cell, families: Iterable[Kept]) -> None:
+        """Layouts of these families do not fit: tries what saves more memory, if nothing that saves less fits."""
+        fresh = [kept for kept in dict.fromkeys(families) if (cell, kept) not in self._misfits]
+        self._misfits.update((cell, kept) for kept in fresh)
+        for other in heavier(self._wanted, cell) if fresh else ():
+            below = list(lighter(self._wanted, other))
+            ready = [kept for kept in fresh if all((each, kept) in self._misfits for each in below)]
+            if ready:
+                self._push(max(bound, least_seconds(self._wanted, other)), partial(self._open, other, ready))
 
     def _report(self, bound: float) -> None:
         """Tells how far the bound of what is tried has come, from the first one to the one that ends the search."""
@@ -273,36 +277,42 @@ class _Search:
         return (1 + TIE) * min((seconds for seconds, _ in self.tied), default=math.inf)
 
     def _check(self, trial: LayoutTrial, bound: float) -> None:
-        if not self._is_needed(bound, trial):
+        if bound > self._longest(trial):
             return
         if trial.least_bytes() > self._limit:
-            self._climb(bound, trial.cell, trial.family.kept)
+            self._climb(bound, trial.cell, [trial.family.kept])
         else:
             estimate = trial.estimated_seconds()
             known = bound if estimate is None else max(bound, TRUST * estimate)
             self._push(known, partial(self._simulate, trial))
 
     def _simulate(self, trial: LayoutTrial, bound: float) -> None:
-        if not self._is_needed(bound, trial):
+        longest = self._longest(trial)
+        if bound > longest:
             return
         self.simulated += 1
-        seconds, needed = trial.simulated()
-        if seconds < math.inf and (seconds > self._below or not self._is_needed(seconds, trial)):
+        try:
+            seconds, needed = trial.simulated(longest)
+        except LateError:
+            return
+        if longest < seconds < math.inf:
             return  # without its memory: what needs less is no faster
         if needed() > self._limit:
-            self._climb(bound, trial.cell, trial.family.kept)
+            self._climb(bound, trial.cell, [trial.family.kept])
             return
         key, timed = self._key(trial), (seconds, trial.layout)
         self.groups[key] = ranking([timed, self.groups.get(key, timed)])[0]
         self.tied.append(timed)
         self.tied = [each for each in self.tied if each[0] <= self._tie]
 
-    def _is_needed(self, bound: float, choice: Choice) -> bool:
-        """Whether a layout may be the best of its sizes, or the plainest of the ties."""
-        best = self.groups.get(self._key(choice))
-        if best is None or bound <= best[0]:
-            return True
-        return bound <= self._tie and plainness(choice.layout) < plainness(plainest(self.tied)[1])
+    def _longest(self, choice: Choice) -> float:
+        """The longest step with which a layout may be the best of its sizes, or the plainest of the ties."""
+        best, highest = self.groups.get(self._key(choice)), self._highest()
+        if best is None:
+            return highest
+        if best[0] < self._tie and plainness(choice.layout) < plainness(plainest(self.tied)[1]):
+            return self._tie
+        return min(best[0], highest)
 
     def _key(self, choice: Choice) -> tuple[object, ...]:
         cell, are_given = choice.cell, self._wanted.tensor is not None and self._wanted.pipeline is not None
@@ -376,18 +386,20 @@ def _undivided(wanted: Wanted) -> str:
 
 
 def _least(wanted: Wanted, cell: Cell) -> float:
-    """A lower bound on the bytes of the fullest device of a cell: its share of the weights, gradients and optimizer."""
+    """A lower bound on the bytes of the fullest device of a cell: its share of the weights, gradients and optimizer,
+    and of what one microbatch keeps, with what the backward of its lightest layer needs.
+    """
     setup, precision = cell.setup, cell.setup.precision
-    weight, gradient = (
-        of / (setup.shards if setup.zero > least else 1)
-        for of, least in ((precision.weight, 2), (precision.gradient, 1))
-    )
+    weight = precision.weight / (setup.shards if setup.zero == 3 else 1)
+    gradient = precision.gradient / (setup.shards if setup.zero > 1 and cell.pipeline == 1 else 1)
     model, states = wanted.model, (1 - setup.offload_optimizer) * (precision.master + precision.moments)
     routed = routed_layers(model.kinds + model.further_kinds) * model.expert_parameters(1, 1)
     others = (model.parameters - routed) / (setup.tensor * cell.pipeline)
     own = routed / (setup.expert * setup.expert_split * cell.pipeline)
     divided = others * states / setup.shards + own * states / setup.expert_shards
-    return (others + own) * (weight + gradient) + divided
+    kept, backward = kept_of_model(model, setup)
+    used = (others + own) * (weight + gradient) + divided + kept / cell.pipeline + backward
+    return (1 - ROUNDING) * (1 + ALLOCATOR) * used
 
 
 def _advice(wanted: Wanted) -> str:

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from pipeflow.core.action import Kind
-from pipeflow.core.analysis.simulation import simulate, simulate_shared
+from pipeflow.core.analysis.simulation import simulate_shared
 from pipeflow.core.cost import CostModel, Link, costs_of
 from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
@@ -99,16 +99,14 @@ class Physical:
     processors: float | None = None
     sharding: tuple[float, ...] = ()
 
-    def timeline(self, schedule: Schedule, cost: CostModel | None = None) -> Timeline:
+    def timeline(self, schedule: Schedule, cost: CostModel | None = None, within: float = math.inf) -> Timeline:
         """The simulated timeline of `schedule` under these costs, or under `cost`. Stages that are divided are gathered
-        as `gathering` says.
+        as `gathering` says. Raises LateError as `simulate_shared`.
         """
         cost = self.cost if cost is None else cost
         if cost.unshard:
             schedule = gathering(schedule)
-        if self.processors is None:
-            return simulate(schedule, cost)
-        return simulate_shared(schedule, cost, self.processors)
+        return simulate_shared(schedule, cost, self.processors or math.inf, within)
 
     @property
     def after(self) -> float:

@@ -18,10 +18,10 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.engines import engine_named
-from pipeflow.planning.kept import gradient_bytes, layer_kept, recomputed_bytes
+from pipeflow.planning.kept import gradient_bytes, layer_kept, recomputed_bytes, saved_bytes
 from pipeflow.planning.layer_kinds import LayerKind
 from pipeflow.planning.setup import Setup
-from pipeflow.planning.shares import Parameters, Share, parameters_of, passed_bytes, shares_of, tokens_of
+from pipeflow.planning.shares import Parameters, Share, for_shares, parameters_of, passed_bytes, shares_of, tokens_of
 from pipeflow.planning.transformer import GPT
 from pipeflow.planning.work import learned_parameters
 from pipeflow.schedules.orders.additions import WHOLE
@@ -225,6 +225,22 @@ def held_by(
 def _in_layer(model: Transformer, setup: Setup) -> tuple[int, int, int]:
     """Bytes that the backward of a layer recomputes, those of gradients in it, and those per token that it keeps."""
     return recomputed_bytes(model, setup), gradient_bytes(model, setup), layer_kept(model, setup)
+
+
+def kept_by_stages(model: Transformer, setup: Setup, parts: Sequence[Part]) -> list[float]:
+    """Per stage, the bytes that it keeps of a microbatch for its backward. `parts` are the layers of all stages."""
+    return for_shares(model, parts, lambda share: tokens_of(model, setup) * saved_bytes(model, setup, share))
+
+
+def kept_of_model(model: Transformer, setup: Setup) -> tuple[float, int]:
+    """The bytes that all stages together keep of a microbatch, or less, and those that the backward of the lightest
+    layer needs besides. Where layers of a kind differ, as the number of layers of a stage says, none is counted.
+    """
+    if setup.checkpoint_layers is not None or setup.offload_layers:
+        return 0.0, 0
+    whole = Share(model.kinds, first=True, last=True)
+    in_layers = (_in_layer(kind, its) for _, kind, its in whole.kinds(model, setup))
+    return tokens_of(model, setup) * saved_bytes(model, setup, whole), min(again + made for again, made, _ in in_layers)
 
 
 def _pair(model: Transformer, layers: Sequence[LayerKind], setup: Setup) -> tuple[Parameters, Parameters]:

@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import NamedTuple, final
 
 from pipeflow.core.action import Action, Entry, Kind, actions_of
+from pipeflow.core.analysis.in_time import BESIDE, in_time, work_of
 from pipeflow.core.analysis.order import Order, Stuck, Turn
 from pipeflow.core.cost import CostModel, pairing_of, require_cost_model, require_ends, slice_lengths, slice_works
 from pipeflow.core.dataflow import COPIES, DATAFLOW, SEVERAL, End, Stream
@@ -57,29 +58,34 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
     return simulate_shared(schedule, CostModel.even(schedule.placement) if cost is None else cost, inf)
 
 
-def simulate_shared(schedule: Schedule, cost: CostModel, processors: float) -> Timeline:
+def simulate_shared(schedule: Schedule, cost: CostModel, processors: float, within: float = inf) -> Timeline:
     """The timeline of `schedule` under `cost` on ranks that share `processors`, such as processes on the cores of one
     machine. Whatever runs at the same time gets the same share of them, and never more than one processor. The times of
     `cost` are those of a rank that has a processor alone; transfers need none. All else is as in `simulate`.
 
-    Raises ScheduleError and UsageError as `simulate` does.
+    Raises ScheduleError and UsageError as `simulate` does, and LateError as soon as it is known that the computations
+    take longer than `within`.
     """
     require_costs(schedule, cost)
-    rows, order = run(schedule, cost, processors)
+    rows, order = run(schedule, cost, processors, within)
     require_end(schedule, order)
     return Timeline.of(schedule, rows, cost)
 
 
-def run(schedule: Schedule, cost: CostModel, processors: float = inf) -> tuple[tuple[Row, ...], Order]:
+def run(
+    schedule: Schedule, cost: CostModel, processors: float = inf, within: float = inf
+) -> tuple[tuple[Row, ...], Order]:
     """Per rank its spans in the order of their starts, as far as `schedule` runs; and its order, which says where ranks
-    are stuck. Raises ScheduleError as `Order` does.
+    are stuck. Raises ScheduleError as `Order` does, and LateError as `in_time`.
     """
     order = Order(schedule, routes_among(schedule.placement.num_stages, cost.route_bytes))
     moved = transfers(schedule, cost, order)
-    there = [inf] * len(moved)
-    clock: Iterable[Ran] = unlimited(order, there, cost.durations, pairing_of(cost), _varied(schedule, cost))
+    there, varied, pairing = [inf] * len(moved), _varied(schedule, cost), pairing_of(cost)
+    clock: Iterable[Ran] = unlimited(order, there, cost.durations, pairing, varied)
     if processors < inf or (cost.copy_groups and schedule.streams & COPIES) or _waits_for_joint(schedule):
         clock = SharedClock(schedule, cost, processors, order, there, moved)
+    if within < inf:
+        clock = in_time(clock, work_of(schedule, cost.durations, varied, pairing), within)
     return loop(clock, there, moved, len(schedule.rows)), order
 
 
@@ -298,20 +304,17 @@ def unlimited(
             times = durations[kind][action.stage], its[other.kind][other.stage]
             end = free[rank] = start + pairing.time(actions, *times)
             yield turn, start, end, start + (end - start) * _part_of_first(*times)
-        elif kind not in _BESIDE:
+        elif kind not in BESIDE:
             end = free[rank] = start + durations[kind][action.stage]
             yield turn, start, end, end
         elif joint and DATAFLOW[kind].joint:
             reached[kind, action.stage].append((start, turn))
         else:
-            lane = rank, _BESIDE[kind]
+            lane = rank, BESIDE[kind]
             start = max(start, beside[lane])
             end = beside[lane] = start + durations[kind][action.stage]
             yield turn, start, end, end
     yield from _together(reached, durations, beside)
-
-
-_BESIDE = {kind: flow.stream for kind, flow in DATAFLOW.items() if flow.stream is not Stream.COMPUTE}
 
 
 def _together(
