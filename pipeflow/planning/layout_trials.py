@@ -41,11 +41,13 @@ from pipeflow.planning.setup import Setup
 from pipeflow.planning.shares import sequence_of
 from pipeflow.planning.transformer import GPT
 from pipeflow.schedules import make_schedule, options_of
+from pipeflow.schedules.orders.additions import gathering
 from pipeflow.schedules.orders.memory_search import NoOrderError
 
 CHUNKS = (2, 3, 4, 5, 6, 7, 8, 10, 12)  # stages per rank that are tried
 ENDS = (0, 2)  # layers that the parts before and after them are worth, where stages are to be equal
 ACTIONS = 2_000_000  # of one schedule at most; larger ones are not tried
+REMEMBERED = 50_000  # actions of a schedule that is kept for its next simulation
 SAVING_ACTIONS = 12_000  # of one that is searched for with kinds that save memory
 ROUNDING = 1e-8  # by which the bytes of an order may exceed what a search was given
 ENOUGH = 8  # microbatches with which every schedule that ever splits backwards does so
@@ -97,7 +99,14 @@ class Family:
 
     def make(self, microbatches: int) -> Schedule:
         """Makes the schedule of this family with so many microbatches."""
-        return _made(self.name, self.placement.num_ranks, microbatches, self.options)
+        return make_schedule(self.name, ranks=self.placement.num_ranks, microbatches=microbatches, **dict(self.options))
+
+    def step(self, microbatches: int, gathers: bool) -> Schedule:
+        """The same schedule with reductions, and with gathers of its stages if it `gathers`. Raises UsageError as
+        `gathering`.
+        """
+        step = _step if self.actions(microbatches) <= REMEMBERED else _step.__wrapped__
+        return step(self, microbatches, gathers)
 
     def actions(self, microbatches: int) -> int:
         """An upper bound of the number of actions."""
@@ -108,14 +117,16 @@ class Family:
         return _peaks(self.name, self.placement.num_ranks, microbatches, self.options)
 
 
-@lru_cache(maxsize=8)
-def _made(name: str, ranks: int, microbatches: int, options: tuple[tuple[str, Any], ...]) -> Schedule:
-    return make_schedule(name, ranks=ranks, microbatches=microbatches, **dict(options))
+@lru_cache(maxsize=64)
+def _step(family: Family, microbatches: int, gathers: bool) -> Schedule:
+    """As `Family.step`: a search simulates a schedule under the costs of many sizes and cuts."""
+    made = family.make(microbatches).with_reductions()
+    return gathering(made) if gathers else made
 
 
 @lru_cache(maxsize=2048)
 def _peaks(name: str, ranks: int, microbatches: int, options: tuple[tuple[str, Any], ...]) -> tuple[RankPeaks, ...]:
-    return peaks(_made(name, ranks, microbatches, options))
+    return peaks(make_schedule(name, ranks=ranks, microbatches=microbatches, **dict(options)))
 
 
 @lru_cache(maxsize=4096)
@@ -211,7 +222,8 @@ class LayoutTrial(Choice):
         return one + (many - few) / ranks * (other - one) + self.physical.after
 
     def _timeline(self, microbatches: int, within: float = inf) -> Timeline:
-        return self.physical.timeline(self.family.make(microbatches).with_reductions(), within=within)
+        step = self.family.step(microbatches, gathers=bool(self.physical.cost.unshard))
+        return self.physical.timeline(step, within=within)
 
 
 def families(names: tuple[str, ...], ranks: int, layers: int, slices: int = 1) -> Iterator[Family]:

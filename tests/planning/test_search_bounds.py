@@ -9,7 +9,7 @@ import pytest
 
 from pipeflow import GPT, Cluster, Setup, UsageError
 from pipeflow.core.analysis.in_time import LateError
-from pipeflow.planning import layouts
+from pipeflow.planning import layout_trials, layouts
 from pipeflow.planning.cuts import profile
 from pipeflow.planning.layout import Wanted
 from pipeflow.planning.layout_cells import cells, lightest_cells
@@ -18,11 +18,13 @@ from pipeflow.planning.layout_trials import (
     _of_one,
     _of_one_replica,
     choices,
+    families,
     least_seconds,
     priced,
 )
 from pipeflow.planning.layouts import _least, find_layouts
 from pipeflow.planning.rank_memory import kept_by_stages
+from pipeflow.schedules.orders.additions import gathering
 
 MODEL = GPT(6, 512, 4, 512, 8192)
 MIXTURE = replace(MODEL, experts=4, experts_per_token=2, expert_layers=2, dense_ffn=4096, mtp=1)
@@ -91,6 +93,17 @@ def test_simulations_that_stop_when_a_step_is_late_find_the_same(task: str, monk
     assert find_layouts(TASKS[task], top=2) == found
     assert late
     assert min(late) > 0
+
+
+def test_schedules_are_kept_for_other_costs_unless_they_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    [family] = families(("1f1b",), 2, 4)
+    kept, gathered = (family.step(6, gathers) for gathers in (False, True))
+    assert family.step(6, gathers=False) is kept
+    assert kept == family.make(6).with_reductions()
+    assert gathered == gathering(kept) != kept
+    monkeypatch.setattr(layout_trials, "REMEMBERED", family.actions(6) - 1)
+    assert family.step(6, gathers=False) is not kept
+    assert family.step(6, gathers=False) == kept
 
 
 def test_without_replicas_computations_are_nearly_all_of_the_bound() -> None:
