@@ -29,7 +29,7 @@ from pipeflow.planning.rank_memory import Held, RankPlan, held_by, rank_plan, st
 from pipeflow.planning.rates import KINDS
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.sharding import require_pipeline
-from pipeflow.planning.shares import sequence_of, shares_of, stage_layers
+from pipeflow.planning.shares import sequence_of, shares_of, slice_parts, stage_layers
 from pipeflow.planning.step_plan import Plan, StepParts, StepPlan
 from pipeflow.planning.transformer import GPT, ViT
 
@@ -110,20 +110,24 @@ def plan(
 
 
 def require_sliceable(model: Transformer, setup: Setup, slices: int) -> None:
-    """Raises UsageError unless sequences of `model` can be computed in so many slices."""
+    """Raises UsageError unless sequences of `model` can be computed in so many slices. In a ring of context ranks, the
+    keys of earlier slices go around again, which no plan counts.
+    """
     if slices == 1:
         return
     if not isinstance(model, GPT):
         raise UsageError(f"slices={slices} need a causal model, and {type(model).__name__} is none: use slices=1")
     if model.pattern is not None:
         raise UsageError(f"slices={slices} are planned for models without a pattern of layers: use slices=1")
-    if setup.context > 1:
-        raise UsageError(f"no plan has slices over context ranks yet: plan slices={slices} with context=1, or slices=1")
-    if setup.zero > 1:
-        zero = f"no plan has slices with ZeRO-{setup.zero} yet"
-        raise UsageError(f"{zero}: plan slices={slices} with zero=1, or slices=1")
+    if setup.context > 1 and setup.context_kind == "ring":
+        raise UsageError(
+            f"no plan has slices={slices} in a ring of context ranks: use context_kind 'gather' or 'all-to-all', or "
+            "slices=1"
+        )
+    if setup.context > 1 and setup.zero > 1:
+        raise UsageError(f"slices={slices} run under fully_shard without context ranks alone: use zero=1 or context=1")
     tokens = sequence_of(model, setup)
-    if tokens < slices * (setup.tensor if setup.sequence_parallel else 1):
+    if tokens < slices * slice_parts(setup):
         raise UsageError(f"slices={slices} are too many for a sequence of {tokens} tokens: use fewer")
 
 

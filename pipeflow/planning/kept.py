@@ -155,6 +155,7 @@ def _layer_bytes(model: Transformer, setup: Setup) -> int:
     linears = min(normed_inputs(setup), parts)
     norms = KeptPerToken(parts * whole, linears * _inputs(model, setup)).bytes(setup.precision)
     values = layer_values(model, setup).bytes(setup.precision)
+    values += setup.precision.weight * gathered_keys(model, setup)
     return norms + parts * model.dropout * whole + values + _score_bytes(model, setup) + _eager_bytes(model, setup)
 
 
@@ -212,6 +213,14 @@ def key_values(model: Transformer, setup: Setup) -> int:
     return 2 * max(model.key_width // setup.tensor, model.head_width)
 
 
+def gathered_keys(model: Transformer, setup: Setup) -> int:
+    """Numbers per token of this rank in keys and values of other context ranks, which a layer keeps if it gathers them
+    before attention.
+    """
+    is_gathered = setup.context_kind == "gather" and model.mixer == "attention"
+    return (setup.context - 1) * key_values(model, setup) if is_gathered else 0
+
+
 def with_slice_buffers(cost: CostModel, model: Transformer, setup: Setup, shares: Sequence[Share]) -> CostModel:
     """The costs of stages that compute slices of microbatches, with the bytes of buffers for keys and values, and for
     their gradients. These have all tokens of a sequence, also where layers are computed again or offloaded. What a
@@ -222,7 +231,7 @@ def with_slice_buffers(cost: CostModel, model: Transformer, setup: Setup, shares
         return sum(layers * number(kind, its) for layers, kind, its in share.kinds(model, setup))
 
     width = tokens_of(model, setup) * setup.precision.weight
-    keys = tuple(width * values(share, key_values) for share in shares)
+    keys = tuple(width * values(share, _all_keys) for share in shares)
     saved = (width * values(share, _kept_keys) for share in shares)
     return replace(
         cost,
@@ -231,11 +240,16 @@ def with_slice_buffers(cost: CostModel, model: Transformer, setup: Setup, shares
     )
 
 
+def _all_keys(model: Transformer, setup: Setup) -> int:
+    """The keys and values of a layer per token of this rank, with those that it gathers."""
+    return key_values(model, setup) + gathered_keys(model, setup)
+
+
 def _kept_keys(model: Transformer, setup: Setup) -> int:
-    """Those of `key_values` that a layer keeps for its backward."""
+    """Those of them that a layer keeps for its backward."""
     if setup.offload_layers or setup.checkpoint == "full" or "mla_up_proj" in recomputed_modules(model, setup):
         return 0
-    return key_values(model, setup) // (2 if setup.checkpoint == "op" else 1)
+    return key_values(model, setup) // 2 if setup.checkpoint == "op" else _all_keys(model, setup)
 
 
 def _keeps_input(setup: Setup, target: str) -> bool:
@@ -302,7 +316,9 @@ def freed_bytes(model: Transformer, setup: Setup) -> int:
         # a fused kernel keeps what the linears beside it need; scores are `checkpoint`'s
         "core_attn": KeptPerToken(0),
         "layernorm": KeptPerToken(0, norms * whole_values(model, setup)),
-        "mla_up_proj": KeptPerToken(model.heads // setup.tensor * (2 * model.head_width + model.value_width)),
+        "mla_up_proj": KeptPerToken(
+            model.heads // setup.tensor * (2 * model.head_width + model.value_width) + gathered_keys(model, setup)
+        ),
         "mlp": _mlp_values(model, 1, setup),
         "moe": KeptPerToken(routed.plain + shared.plain, routed.inputs + shared.inputs),
         "moe_act": KeptPerToken(0, active),

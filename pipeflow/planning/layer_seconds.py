@@ -214,7 +214,8 @@ def _context(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, layer: 
     In a ring, keys and values of one rank after the other arrive while attention computes with those before (arXiv
     2310.01889); what takes longer than that computation is not hidden. With "all-to-all", each rank sends its tokens'
     heads to the ranks of these heads, and gets the output back (arXiv 2309.14509). Ranks exchange the heads of scans in
-    this way, whatever attention does (`MambaContextParallel` of Megatron-LM).
+    this way, whatever attention does (`MambaContextParallel` of Megatron-LM). With "gather", each rank gets the keys
+    and values of all of them before attention, and sums their gradients after it (arXiv 2407.21783, section 3.3.2).
     """
     ranks, tensor = setup.context, setup.tensor
     if ranks == 1 or "context" in rates.free or not model.mixer:
@@ -232,6 +233,9 @@ def _context(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, layer: 
         both = rates.exchange(mesh.context_group, sent, sent).seconds
         return both, both
     sent = tokens * width * key_heads * pair
+    if setup.context_kind == "gather":
+        both = rates.gather(mesh.context_group, ranks * sent)
+        return both, both
     passed = rates.pass_on(mesh.context_group, sent)
     again = rates.pass_on(mesh.context_group, RING_AGAIN * sent)
     forward, backward = layer.scores / ranks, layer.scores_backward / ranks

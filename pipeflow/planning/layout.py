@@ -113,8 +113,8 @@ class Wanted:
         schedules: names to try; by default SEARCHED, and with `kinds` also "zb-auto".
         kinds: what may save memory in orders that are searched for: "offload", "recompute", "both" or "none".
         slices: into how many slices of a sequence microbatches are cut. Then the layouts with several pipeline ranks
-            have a schedule that cuts them, no context ranks, and at most ZeRO-1. None: in such layouts of causal
-            models, those of SLICES are tried in which a slice has SLICE tokens.
+            have a schedule that cuts them, no ring of context ranks, and no ZeRO-3 over context ranks. None: in such
+            layouts of causal models, those of SLICES are tried in which a slice has SLICE tokens.
 
     Raises UsageError for sizes below 1, more pipeline ranks than layers, no schedule or an unknown one, an unknown
     `checkpoint`, `zero` or `kinds`, offloads of a device without `host_bandwidth`, and more devices than there are.
@@ -150,7 +150,8 @@ class Wanted:
         given = {name: size for name, size in optional.items() if size is not None}
         slices = 1 if self.slices is None else self.slices
         require_positive(devices=self.devices, batch=self.batch, slices=slices, **given)
-        require_sliceable(self.model, replace(self.setup, context=self.context or 1, zero=self.zero or 0), slices)
+        ways: dict[str, Any] = {"zero": self.zero or 0, "context_kind": self.context_kind or "gather"}
+        require_sliceable(self.model, replace(self.setup, context=self.context or 1, **ways), slices)
         if self.pipeline is not None and self.pipeline > self.model.layers:
             raise UsageError(
                 f"{self.model.layers} layers cannot fill {self.pipeline} pipeline ranks: "

@@ -172,8 +172,9 @@ def _context_kinds(wanted: Wanted, sizes: Sizes) -> list[ContextKind]:
     """The ways to attend to the tokens of other context ranks: with "all-to-all", these share the heads."""
     if wanted.context_kind is not None:
         return [wanted.context_kind]
-    shares_heads = sizes.context > 1 and wanted.model.heads // sizes.tensor % sizes.context == 0
-    return ["ring", "all-to-all"] if shares_heads else ["ring"]
+    shares_heads: list[ContextKind] = ["all-to-all"]
+    shares_heads *= wanted.model.heads // sizes.tensor % sizes.context == 0
+    return ["ring", *shares_heads, "gather"] if sizes.context > 1 else ["ring"]
 
 
 def _begun(wanted: Wanted, cell: Cell) -> list[Rung]:

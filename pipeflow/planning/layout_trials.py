@@ -277,11 +277,12 @@ def choices(wanted: Wanted, cell: Cell, *, only: Collection[Kept] | None = None)
 
 
 def _slices(wanted: Wanted, cell: Cell) -> Iterator[int]:
-    """Into how many slices the layouts of a cell cut each microbatch: into none where there are context ranks or ZeRO-2
-    and more.
+    """Into how many slices the layouts of a cell cut each microbatch: into none in a ring of context ranks, and with
+    ZeRO-3 over context ranks.
     """
     setup, model = cell.setup, wanted.model
-    can_cut = cell.pipeline > 1 and setup.context == 1 and setup.zero < 2
+    shares_tokens = setup.context > 1 and (setup.context_kind == "ring" or setup.zero > 1)
+    can_cut = cell.pipeline > 1 and not shares_tokens
     if cell.pipeline == 1 or wanted.slices is None:
         yield 1
     elif can_cut or wanted.slices == 1:

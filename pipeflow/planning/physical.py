@@ -43,6 +43,7 @@ from pipeflow.planning.shares import (
     passed_bytes,
     sequence_of,
     shares_of,
+    slice_parts,
     stage_layers,
     tokens_of,
 )
@@ -161,17 +162,18 @@ def _in_slices(
     costs: Callable[..., Physical], setup: Setup, sequence: int, free: frozenset[str], slices: int
 ) -> Physical:
     """The costs of microbatches of so many slices. All but attention is that of sequences that are as many times
-    shorter, since small products are less efficient, and more of them are started.
+    shorter, since small products are less efficient, and more of them are started. So are exchanges of tensor and
+    context ranks, and of layers that are divided. What comes once per step is that of whole sequences.
     """
-    parts = setup.tensor if setup.sequence_parallel else 1
+    parts = slice_parts(setup)
     short = replace(setup, sequence=max(1, sequence // slices // parts) * parts)
     part = costs(setup=short, free=free | {"attention"})
     whole, without = (costs(setup=setup, free=each) for each in (free, free | {"attention"}))
     kinds = "forward", "backward_input", "backward_weight"
 
     def times(kind: str) -> tuple[float, ...]:
-        rows = zip(*(getattr(each.cost, kind) for each in (part, whole, without)), strict=True)
-        return tuple(slices * own + all_ - others for own, all_, others in rows)
+        rows = (getattr(each.cost, kind) for each in (part, whole, without))
+        return _in_all(slices, *rows)
 
     found: dict[str, Any] = {kind: times(kind) for kind in kinds}
     others = sum(sum(getattr(without.cost, kind)) for kind in kinds)
@@ -179,8 +181,14 @@ def _in_slices(
     return replace(
         whole,
         cost=replace(whole.cost, attention=attention / total if total else 0.0, **found),
-        communication=tuple(slices * each for each in part.communication),
+        communication=_in_all(slices, part.communication, whole.communication, without.communication),
+        sharding=_in_all(slices, part.sharding, whole.sharding, without.sharding),
     )
+
+
+def _in_all(slices: int, part: Sequence[float], whole: Sequence[float], without: Sequence[float]) -> tuple[float, ...]:
+    """Per stage, the seconds of all slices without attention, and those that attention adds to a whole microbatch."""
+    return tuple(slices * own + all_ - others for own, all_, others in zip(part, whole, without, strict=True))
 
 
 def _slowest(costs: Sequence[Physical], mapped: DeviceMap, placement: Placement) -> Physical:

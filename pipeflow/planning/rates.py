@@ -210,6 +210,12 @@ class Rates:
         waiting = 0.0 if self.cluster.device.runs_ahead else known.sync * (group.ranks - 1)
         return waiting + self.all_reduce(group, count, known.link, known.network)
 
+    def gather(self, group: RankGroup, count: float) -> float:
+        """Seconds in which each rank of a group gets `count` bytes, an equal part from each of them; or in which it
+        gets its part of their sum.
+        """
+        return self._collective(group, count, self.efficiency.link, self.efficiency.network, rounds=1).seconds
+
     def exchange(self, group: RankGroup, count: float, across: float) -> Exchange:
         """The times of an all-to-all in which each rank of a group sends `count` bytes, an equal part to each of them.
         Of `across` bytes, the parts for other nodes go over the network: `count`, or less if a node forwards one copy

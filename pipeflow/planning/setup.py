@@ -20,7 +20,7 @@ from pipeflow.planning.blocks import near_divisors
 from pipeflow.planning.engines import ENGINES, engine_named
 
 Checkpoint = Literal["none", "full", "selective", "op"]
-ContextKind = Literal["ring", "all-to-all"]
+ContextKind = Literal["ring", "all-to-all", "gather"]
 Dispatcher = Literal["all-to-all", "deepep", "hybridep"]
 FEW_BITS = ("fp8", "fp4")  # precisions of products whose operands are scaled and rounded first
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -145,7 +145,8 @@ class Setup:
         keep_scores: attention writes its scores to memory, as without scaled_dot_product_attention.
         attention: its kernel: unfused stores scores; FlashAttention 1 to 3, or cuDNN as 3; the device's unless given.
         context: number of context ranks, which share the tokens of each sequence; each has all weights of its stage.
-        context_kind: in a ring, keys and values go around behind attention; all-to-all: a rank has heads of all tokens.
+        context_kind: in a ring, keys and values go around behind attention; all-to-all: a rank has heads of all tokens;
+            gather: it gets keys and values of all tokens before attention, and keeps them.
         expert: expert ranks, which share the experts of a layer; they are devices of a stage (arXiv 2504.14960).
         expert_tensor: devices that share each expert; as many as `tensor` unless given.
         imbalance: tokens of the fullest expert rank, as a multiple of the mean (arXiv 2408.15664, table 2).

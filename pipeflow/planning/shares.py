@@ -159,6 +159,13 @@ def sequence_of(model: Transformer, setup: Setup) -> int:
     return sequence
 
 
+def slice_parts(setup: Setup) -> int:
+    """The number of equal parts that each slice of a sequence has: two on each context rank, for sequence parallelism
+    as many as there are tensor ranks.
+    """
+    return (2 * setup.context if setup.context > 1 else 1) * (setup.tensor if setup.sequence_parallel else 1)
+
+
 def tokens_of(model: Transformer, setup: Setup) -> int:
     """Tokens of a microbatch on one device: its context ranks share them. Raises UsageError as `sequence_of`."""
     return setup.microbatch_size * sequence_of(model, setup) // setup.context

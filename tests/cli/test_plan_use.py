@@ -165,7 +165,7 @@ def test_the_lines_of_a_script_with_context_ranks_run() -> None:
     found = planned("1f1b", 2, model=TIED, context=2, zero=1, precision="bf16-mixed", checkpoint="full")
     written = script(found, {})
     launched, *lines = written.text.splitlines()
-    assert launched == "context = pipeflow.launch(pipeline=2, context=2)"
+    assert launched == 'context = pipeflow.launch(pipeline=2, context=2, context_attention="gather")'
     assert not any("recomputation comes from your module" in note for note in written.notes)
 
     def train() -> tuple[float, int]:

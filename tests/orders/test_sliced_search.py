@@ -170,19 +170,46 @@ def test_every_candidate_is_sound_within_the_cap_and_above_the_bound(
         assert all(peak <= cap + 1e-6 for peak, cap in zip(peaks, caps, strict=True))
 
 
+@pytest.mark.parametrize("factors", [(), (2.0,)])
+def test_the_bound_counts_that_slices_of_a_microbatch_follow_each_other(factors: tuple[float, ...]) -> None:
+    """One microbatch goes down and up the ranks: 4 slices and 3 more forwards, then as many backwards."""
+    cost = replace(CostModel.even(LINEAR), microbatch_factors=factors)
+    found = search(LINEAR, 1, cost, candidates=50, slices=4)
+    assert found.lower_bound == pytest.approx((7 + 7 + 4) / 4 * sum(factors or (1.0,)))
+    assert found.gap < 1e-9
+
+
+def test_under_a_cap_the_bound_lets_a_slice_of_a_later_stage_go_before_one_of_an_earlier_stage() -> None:
+    """On rank 1 a long backward keeps the second slice waiting while a slice of a new microbatch passes both stages."""
+    placement, cap = Placement.vee(2), [9, 1.25]
+    cost = CostModel((1, 0.1, 5, 0.1), (1, 0.1, 0.1, 5), (0, 0, 0, 0))
+    found = search(placement, 2, cost, memory_cap=cap, candidates=120, slices=2)
+    bound = bounds(make_problem(placement, 2, cost, cap, slices=2)).objective
+    assert 0.98 * found.timeline.makespan < bound <= found.timeline.makespan * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-1f1b", "zb-v"])
 def test_sequences_run_as_simulated(name: str) -> None:
+    """Slices of unlike length and times; no value waits for a link. Or microbatches differ, too."""
     schedule = make_schedule(name, ranks=3, microbatches=4, slices=3)
-    cost = with_factors(sliced_cost(schedule.placement.num_stages, 3, 1), 4, 1)
-    cost = replace(cost, activation_bytes=(1.0,) * schedule.placement.num_stages, bandwidth=50.0)
-    problem = make_problem(schedule.placement, 4, replace(cost, microbatch_factors=()), slices=3)
+    stages = schedule.placement.num_stages
+    cost, differs = sliced_cost(stages, 3, 1), name == "zb-v"
+    sent: dict[str, Any] = {"activation_bytes": (1.0,) * stages, "bandwidth": 50.0}
+    cost = with_factors(cost, 4, 1) if differs else replace(cost, **sent)
+    problem = make_problem(schedule.placement, 4, cost, slices=3)
     sequences = to_sequences(schedule)
-    halves = to_schedule("halves", problem, sequences)
-    alike = simulate(halves, replace(cost, microbatch_factors=(), activation_bytes=()))
-    bare = make_problem(schedule.placement, 4, replace(cost, microbatch_factors=(), activation_bytes=()), slices=3)
-    times = run_times(bare, sequences)
+    times = run_times(problem, sequences)
     assert times is not None
-    assert [[span.start for span in row] for row in alike.rows] == [pytest.approx(row) for row in times.starts]
+    timeline = simulate(to_schedule("halves", problem, sequences), cost)
+    for row, starts in zip(timeline.rows, times.starts, strict=True):
+        assert [span.start for span in row] == pytest.approx(starts)
+
+
+def test_a_span_is_counted_from_the_start_of_each_rank() -> None:
+    found = search(LINEAR, 8, CostModel.even(LINEAR), objective="span", candidates=300, slices=2)
+    assert (found.timeline.span, found.gap) == (pytest.approx(24), 0)
+    starts = bounds(make_problem(LINEAR, 8, CostModel.even(LINEAR), objective="span", slices=2)).starts
+    assert starts == [0, 0.5, 1, 1.5]  # each rank begins after one slice of each rank before it
 
 
 @pytest.mark.parametrize("cap", [{}, {"memory_cap": 1.5}, {"memory_cap": 2}, {"bytes_cap": 24.0}])

@@ -137,13 +137,14 @@ def test_context_and_expert_ranks_are_tried_where_there_is_use_for_them() -> Non
         find_layouts(replace(task, expert=3))
 
 
-def test_both_ways_to_attend_to_other_context_ranks_are_tried_where_heads_divide() -> None:
+def test_all_ways_to_attend_to_other_context_ranks_are_tried_where_heads_divide() -> None:
     long = replace(wanted(devices=8, batch=8), model=replace(MODEL, positions=16384))
     kinds = {(cell.setup.tensor, cell.setup.context): set[str]() for cell in cells(long)}
     for cell in cells(long):
         kinds[cell.setup.tensor, cell.setup.context].add(cell.setup.context_kind)
-    assert (kinds[1, 1], kinds[1, 4], kinds[2, 2]) == ({"ring"}, {"ring", "all-to-all"}, {"ring", "all-to-all"})
-    assert kinds[2, 4] == kinds[4, 2] == {"ring"}  # a rank has less than four heads
+    every = {"ring", "all-to-all", "gather"}
+    assert (kinds[1, 1], kinds[1, 4], kinds[2, 2]) == ({"ring"}, every, every)
+    assert kinds[2, 4] == kinds[4, 2] == {"ring", "gather"}  # a rank has less than four heads
     fixed = replace(long, context_kind="all-to-all", context=2)
     assert {cell.setup.context_kind for cell in cells(fixed)} == {"all-to-all"}
     assert {cell.setup.tensor for cell in cells(fixed)} == {1, 2}

@@ -9,6 +9,7 @@ import pytest
 
 from pipeflow import GPT, Placement, Setup, UsageError, make_schedule, plan
 from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.kept import layer_kept, recomputed_bytes
 from pipeflow.planning.layer_seconds import expert_exchange, layer_exchanges, met
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import physical_costs, rates_of, stage_costs
@@ -185,12 +186,33 @@ def test_an_all_to_all_of_heads_is_not_hidden() -> None:
     assert found.backward == found.forward
 
 
+def test_a_gather_of_keys_is_not_hidden_and_keeps_those_of_all_ranks() -> None:
+    """Key and value of 4 heads of 64, 1024 tokens a rank: a ring of four passes on three quarters of all of them."""
+    kinds: list[dict[str, Any]] = [{"context_kind": kind} for kind in ("gather", "ring", "all-to-all")]
+    setup, *others = (Setup(context=4, **each) for each in kinds)
+    found = layer_exchanges(
+        DENSE, setup, Mesh.of(setup, 1, 8), rates(setup), rates(setup).seconds(layer_work(DENSE, setup))
+    )
+    known, passed = rates(setup).efficiency, 3 * 1024 * 2 * 4 * 128
+    start = known.collective / 2 + 3 * H100.link_latency
+    assert found.forward == found.backward == pytest.approx(start + passed / (450e9 * known.link))
+    more = 2.0 * 3 * 2 * 4 * 64  # bytes a token of this rank
+    for each in others:
+        assert layer_kept(DENSE, setup) - layer_kept(DENSE, each) == more
+        full = [recomputed_bytes(DENSE, replace(one, checkpoint="full")) for one in (setup, each)]
+        assert full[0] - full[1] == 1024 * more
+    assert layer_kept(DENSE, replace(setup, checkpoint="full")) == layer_kept(
+        DENSE, replace(others[0], checkpoint="full")
+    )
+    assert layer_kept(DENSE, replace(setup, context=1)) == layer_kept(DENSE, replace(others[0], context=1))
+
+
 @pytest.mark.parametrize(
     ("setup", "message"),
     [
         ({"expert": 3, "data": 4}, "3 expert ranks of 1 devices do not divide the 4 devices of a stage"),
         ({"imbalance": 2.0}, "imbalance must be between 1 and the number of expert ranks, 1; got 2.0"),
-        ({"context_kind": "rings"}, "context_kind must be one of ring, all-to-all; got 'rings'"),
+        ({"context_kind": "rings"}, "context_kind must be one of ring, all-to-all, gather; got 'rings'"),
         ({"context": 3}, "a sequence of 4096 tokens does not divide into 3 parts"),
         ({"context": 32, "context_kind": "all-to-all"}, "context=32 ranks do not divide the 16 heads of a tensor rank"),
         ({"expert": 32, "data": 32}, "expert=32 does not divide 16 experts: the nearest that works is 16"),

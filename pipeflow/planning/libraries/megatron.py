@@ -138,7 +138,7 @@ def _recomputation(setup: Setup) -> Iterator[str]:
 def _ranks_in_stages(setup: Setup) -> Iterator[str]:
     """The flags for context and expert ranks."""
     if setup.context > 1:
-        kind = {"ring": "p2p", "all-to-all": "a2a"}[setup.context_kind]
+        kind = {"ring": "p2p", "all-to-all": "a2a", "gather": "all_gather"}[setup.context_kind]
         yield f"--context-parallel-size {setup.context}"
         yield f"--cp-comm-type {kind}"
     if setup.expert > 1:

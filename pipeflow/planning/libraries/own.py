@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import partition_uniform
+from pipeflow.planning.estimate import plan
 from pipeflow.planning.libraries.library import LibraryOptions
-from pipeflow.planning.setup import FEW_BITS
+from pipeflow.planning.setup import FEW_BITS, ContextKind
 from pipeflow.planning.step_plan import Plan
 from pipeflow.planning.transformer import GPT
 from pipeflow.schedules import SCHEDULES
@@ -48,6 +51,8 @@ def _lines(found: Plan, options: Mapping[str, Any]) -> Iterator[str]:
     setup, precision = found.setup, found.setup.precision
     sizes = [f"{name}={size}" for name in ("context", "tensor") if (size := getattr(setup, name)) > 1]
     sizes += [f"experts={setup.expert}"] * (setup.expert > 1)
+    if setup.context > 1:
+        sizes.append(f'context_attention="{_context_kind(found).replace("-", "_")}"')
     yield _call("context = pipeflow.launch", [f"pipeline={len(found.ranks)}", *sizes])
     yield _schedule(found, options)
     if setup.replicas > 1:
@@ -63,6 +68,34 @@ def _lines(found: Plan, options: Mapping[str, Any]) -> Iterator[str]:
     if precision.master:
         scaler = ", scaler=pipeflow.LossScaler()" if precision.products == "fp16" else ""
         yield f"optimizer = pipeflow.MasterWeights(model, optimizer{scaler})"
+
+
+def _context_kind(found: Plan) -> ContextKind:
+    """How attention sees the tokens of other context ranks: as planned, but in a ring on CPUs alone. pipeflow's ring
+    has no kernel on other devices, which no plan counts. There it is the kind that takes the least time by plan, of
+    those that fit if one does.
+    """
+    setup, cluster = found.setup, found.cluster
+    if setup.context_kind != "ring" or (cluster is not None and not cluster.device.runs_ahead):
+        return setup.context_kind
+    if cluster is None:
+        return "gather"
+    plans, cut = list[Plan](), list(found.cut)
+    for kind in ("gather", "all-to-all"):
+        with suppress(UsageError):  # ranks that cannot share the heads
+            its: Any = {"context_kind": kind}
+            factors = found.cost.microbatch_factors
+            plans.append(
+                plan(
+                    found.model,
+                    found.schedule,
+                    replace(setup, **its),
+                    cluster=cluster,
+                    cut=cut,
+                    microbatch_factors=factors,
+                )
+            )
+    return min(plans, key=lambda each: (not each.fits, each.step_seconds or 0.0)).setup.context_kind
 
 
 def _dtype(found: Plan) -> str:
@@ -163,10 +196,12 @@ def _notes(found: Plan) -> Iterator[str]:
     if setup.lora_rank:
         yield "adapters come from your module, such as with peft"
     if setup.context > 1:
-        yield (
-            "a batch is whole on each context rank; keys and values are gathered before attention, which hides none of "
-            "that"
-        )
+        yield "a batch is whole on each context rank"
+        if (kind := _context_kind(found)) != setup.context_kind:
+            yield (
+                "pipeflow's ring has no kernel on GPUs, so these lines exchange keys and values without hiding that: "
+                f"--context-kind {kind} plans it"
+            )
     if setup.expert > 1:
         yield "tokens go to their experts by one all-to-all, which nothing hides; layers are those of transformers"
     if _is_own(found):
