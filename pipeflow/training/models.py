@@ -25,13 +25,13 @@ from pipeflow.engine.parallel.sharding import own_tokens
 from pipeflow.engine.runtime.gradients.weights import PipelineSharedModuleWrapper
 from pipeflow.engine.runtime.sharing import CONTEXT, SLICES
 from pipeflow.engine.tensor.block_attention import seen_keys
-from pipeflow.engine.tensor.context_attention import ContextAttention, context_group
+from pipeflow.engine.tensor.context_attention import Attend, ContextAttention, context_group
 from pipeflow.engine.tensor.cross_entropy import VocabParallelCrossEntropy, shifted_labels
 from pipeflow.engine.tensor.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
 from pipeflow.engine.tensor.layer import LayerNorm, Membership, divide, feature_parts
 from pipeflow.engine.tensor.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelClassifier
 from pipeflow.engine.tensor.masked_attention import masked_attention, plain_attention
-from pipeflow.engine.tensor.random import Dropout, checkpoint, initialize_
+from pipeflow.engine.tensor.random import Dropout, Factors, checkpoint, initialize_
 from pipeflow.engine.tensor.regions import scatter_to_sequence_region
 
 __all__ = [
@@ -67,7 +67,7 @@ class Attention(nn.Module):
     heads x 3 x head size rows), so that each tensor rank has whole heads.
 
     Without dropout it uses torch's scaled_dot_product_attention. With dropout scores are computed here, because that
-    function cannot draw from the rank's own random generator. Context ranks each have their tokens, and no mask.
+    function cannot draw from the rank's own random generator. Context ranks have no mask, and the dropout of one rank.
     """
 
     def __init__(
@@ -100,19 +100,24 @@ class Attention(nn.Module):
             )
         with_dropout = self.training and self.dropout.p
         if mask is None:
-            attend = self._with_dropout if with_dropout else masked_attention
+            attend: Attend = masked_attention
+            if with_dropout:
+                factors = self.dropout.of_scores(query, tokens_before(self.over_context), self.over_context.group)
+                attend = partial(self._with_dropout, factors=factors)
             seen = self.over_context(query, key, value, attend)
         else:
             seen = (self._with_dropout if with_dropout else plain_attention)(query, key, value, mask)
         output: Tensor = self.output(seen.transpose(1, 2).flatten(2))
         return output
 
-    def _with_dropout(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def _with_dropout(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, factors: Factors | None = None
+    ) -> Tensor:
         scores = query @ key.transpose(-1, -2) / self.head_size**0.5
         mask = seen_keys(query, key.shape[2]) if mask is None else mask
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-        kept: Tensor = self.dropout(scores.softmax(-1))
-        return kept @ value
+        scores = scores.softmax(-1)
+        return (self.dropout(scores) if factors is None else scores * factors(query, key)) @ value
 
 
 class GPTBlock(nn.Module):
@@ -156,7 +161,7 @@ class GPTBlock(nn.Module):
         self.norm_2 = LayerNorm(hidden_size, eps=layer_norm_epsilon, **options)
         self.wide = ColumnParallelLinear(hidden_size, mlp_ratio * hidden_size, **options)
         self.output = RowParallelLinear(mlp_ratio * hidden_size, hidden_size, **options)
-        self.dropout = Dropout(dropout, parallel_input=sequence_parallel)
+        self.dropout = Dropout(dropout, parallel_input=sequence_parallel, tokens=None if sequence_parallel else 1)
         self.activation = activation
         self.checkpoint = checkpoint
 
@@ -200,7 +205,7 @@ class GPTEmbedding(nn.Module):
             vocab_size, hidden_size, dtype=dtype, sequence_parallel=sequence_parallel
         )
         self.position_embeddings = HiddenParallelEmbedding(max_position_embeddings, hidden_size, dtype=dtype)
-        self.dropout = Dropout(dropout, parallel_input=sequence_parallel)
+        self.dropout = Dropout(dropout, parallel_input=sequence_parallel, tokens=None if sequence_parallel else 1)
         self.sequence_parallel = sequence_parallel
         self._context = Membership(context_group())
 

@@ -21,6 +21,7 @@ from pipeflow import (
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.sharding import splits_of
 from pipeflow.models import GPTLMLoss, build_gpt_pipeline, build_stage
+from pipeflow.tensor import manual_seed
 from tests.training.hybrid import Trained, gradient_of, part_of
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 13, 16, 4, 4, 16  # no tensor size divides the vocabulary
@@ -42,6 +43,7 @@ class Gpt:
     gives_positions: bool = False
     context_attention: str = "gather"
     slices: int = 1
+    dropout: float = 0.0
     max_norm: float = 0.05
 
     @property
@@ -53,7 +55,8 @@ class Gpt:
     @property
     def options(self) -> dict[str, Any]:
         sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "vocab_size": VOCABULARY}
-        return {**sizes, "max_position_embeddings": LENGTH, "dtype": torch.float64, "seed": 3}
+        rates = dict.fromkeys(("embed_drop_rate", "attn_drop_rate", "drop_rate"), self.dropout)
+        return {**sizes, **rates, "max_position_embeddings": LENGTH, "dtype": torch.float64, "seed": 3}
 
     def batch(self, replica: int, step: int) -> tuple[dict[str, Tensor], Tensor]:
         """Tokens and labels. The first sample's labels count at its end alone, and those of other replicas mostly not:
@@ -132,6 +135,8 @@ def pipeline_of(work: Gpt) -> Pipeline:
         **work.options,
     )
     livened(chunks)
+    if work.dropout:
+        manual_seed(4)
     return Pipeline(chunks, schedule, criterion=GPTLMLoss())
 
 

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from pipeflow import execute_pipeline
@@ -78,6 +79,35 @@ def test_one_stage_with_keys_of_one_rank_at_a_time_or_of_some_heads(how: str) ->
 def test_slices(how: str) -> None:
     """Each of three slices, of 4, 8 and 4 tokens, is divided over both ranks."""
     run(run_threads, Gpt("zb-v", 2, slices=3, context_attention=how), 2)
+
+
+DROPPING: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "recomputed": {"checkpoint": True, "zero": True, "samples": (3, 5)},
+    "slices": {"name": "zb-v", "pipeline": 2, "slices": 2},
+}
+
+
+@pytest.mark.parametrize("how", ["gather", "all_to_all"])
+@pytest.mark.parametrize("kind", DROPPING)
+def test_dropout_is_that_of_one_context_rank(kind: str, how: str) -> None:
+    """Of embeddings, attention, and the outputs of both, with the same microbatches: masks are those of sequences."""
+    work = Gpt(dropout=0.3, context_attention=how, **DROPPING[kind])
+    sizes: dict[str, Any] = {"data": len(work.samples)}
+    alone = run_threads(train, work.pipeline * len(work.samples), work, **sizes)
+    over = run_threads(train, 2 * work.pipeline * len(work.samples), work, context=2, **sizes, context_attention=how)
+    plain = run_threads(train, work.pipeline * len(work.samples), replace(work, dropout=0.0), **sizes)
+    assert losses_of(alone) == pytest.approx(losses_of(over), rel=TOLERANCE)
+    assert losses_of(alone) != pytest.approx(losses_of(plain), rel=0.01)
+    gradients = {name: each for rank in alone for name, (_, each) in rank.gradients.items()}
+    assert len(gradients) > 40
+    for rank in over:
+        for name, (_, each) in rank.gradients.items():
+            numpy.testing.assert_allclose(each, gradients[name], rtol=0, atol=TOLERANCE, err_msg=name)
+
+
+def losses_of(ranks: list[Trained]) -> list[float]:
+    return [loss for rank in ranks for loss in rank.losses if loss is not None][:3]
 
 
 @pytest.mark.slow

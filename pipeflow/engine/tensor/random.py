@@ -21,7 +21,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import context_if_launched, keep, keeping, kept
-from pipeflow.engine.parallel.sharding import Split
+from pipeflow.engine.parallel.sharding import Split, own_tokens
 from pipeflow.engine.parallel.transport.protocol import Group
 from pipeflow.engine.tensor.layer import TensorLayer, whole_shape
 from pipeflow.engine.torch_private.autograd import backward_id
@@ -34,8 +34,8 @@ class RandomTracker:
     Args:
         seed: seed, the same on every rank; replicas and pipeline ranks draw different numbers from it.
         device: device of the generators, which must be that of the activations.
-        place: this rank's (replica, pipeline, tensor) indices. Each context rank counts as one more replica, as do the
-            tensor ranks of a grid with other samples.
+        place: this rank's (replica, pipeline, tensor) indices. Context ranks have one place, since they draw the
+            numbers of all of them. Each tensor rank of a grid with other samples counts as one more replica.
 
     Attributes:
         shared: generator that draws the same numbers on all tensor ranks with the same samples.
@@ -89,7 +89,8 @@ def manual_seed(seed: int) -> RandomTracker:
     """
     tracker = RandomTracker(seed)
     if (context := context_if_launched()) is not None:
-        place = (context.losses.rank, context.pipeline_rank, context.tensor_rank)
+        replica = context.losses.rank // context.context_size
+        place = (replica, context.pipeline_rank, context.tensor_rank)
         tracker = RandomTracker(seed, device=context.device, place=place)
     set_tracker(tracker)
     return tracker
@@ -125,17 +126,23 @@ def _generator(device: torch.device | str, *what: object) -> Generator:
     return Generator(device).manual_seed(_seed_of(*what))
 
 
+Factors = Callable[[Tensor, Tensor], Tensor]
+"""The factors of dropout for the scores of some queries and all keys up to the last of them."""
+
+
 class Dropout(TensorLayer):
     """nn.Dropout with a mask that is the same on every tensor rank, or with its own mask on each.
 
     Masks are drawn from the current RandomTracker. Without a tracker, a group of one rank draws from torch's default
-    generator.
+    generator. Context ranks draw the numbers of all of them, and each takes those of its tokens. With `tokens`, these
+    are the numbers of whole sequences, so masks are those of one context rank.
 
     Args:
         p, inplace: as in nn.Dropout.
         parallel_input: True if each rank has its part of the input (of the heads, the hidden dimension or the
             sequence), which gets its own mask. False if the input, and so the mask, is the same on every rank. A rank
             of a grid has a part in any case; only a mask of one number per sample is that of all ranks with the sample.
+        tokens: the dimension of the tokens that context ranks share. None: the input has no such dimension.
         group: the tensor ranks; by default the tensor group of the context, or a group of one without a launch.
 
     Raises UsageError in training without `manual_seed` if there are several tensor or context ranks. Also raises it if
@@ -148,13 +155,14 @@ class Dropout(TensorLayer):
         inplace: bool = False,
         *,
         parallel_input: bool = False,
+        tokens: int | None = None,
         group: Group | None = None,
     ) -> None:
         super().__init__()
         self.join(group)
         if not 0 <= p <= 1:
             raise UsageError(f"{self._get_name()} needs a probability from 0 to 1, got p={p}")
-        self.p, self.inplace, self.parallel_input = p, inplace, parallel_input
+        self.p, self.inplace, self.parallel_input, self.tokens = p, inplace, parallel_input, tokens
 
     @property
     def compiles(self) -> bool:
@@ -164,25 +172,59 @@ class Dropout(TensorLayer):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return input
+        context = context_if_launched()
+        ranks = 1 if context is None else context.context_size
+        if current_tracker() is None and self.group.size == ranks == 1:
+            return functional.dropout(input, self.p, inplace=self.inplace)
+        if context is None or ranks == 1:
+            factors = self.factors(torch.empty_like(input, requires_grad=False))
+        elif self.tokens is None:
+            factors = self.factors(input.new_empty(ranks, *input.shape))[context.context_rank].clone()
+        else:
+            shape = [*input.shape]
+            shape[self.tokens] *= ranks
+            factors = own_tokens(self.factors(input.new_empty(shape)), context.context_rank, ranks, self.tokens)
+        return input.mul_(factors) if self.inplace else input * factors
+
+    def of_scores(self, own: Tensor, before: int, group: Group) -> Factors | None:
+        """The mask of attention's scores over context ranks: drawn for all tokens of a sequence, as one process does.
+        None for one context rank, which draws it in a forward.
+
+        Args:
+            own: (batch, heads, length, head size): the queries of this rank.
+            before: the tokens of earlier slices, which are keys, too.
+            group: the context ranks.
+        """
+        if group.size == 1:
+            return None
+        (batch, heads, tokens, _), ranks = own.shape, group.size
+        whole = self.factors(own.new_empty(batch, heads, ranks * tokens, before + ranks * tokens))
+
+        def factors(query: Tensor, key: Tensor) -> Tensor:
+            last, some = key.shape[2] - before, query.shape[1]  # the last query sees all keys
+            first = group.rank * some if some < heads else 0
+            return whole[:, first : first + some, last - query.shape[2] : last, : key.shape[2]].clone()
+
+        return factors
+
+    def factors(self, whole: Tensor) -> Tensor:
+        """Draws the mask of `whole`, an empty tensor, into it: 0, or 1 / (1 - p) for what stays. Raises UsageError as
+        the forward does.
+        """
         tracker = current_tracker()
         if tracker is None:
-            if self.group.size > 1 or ((context := context_if_launched()) and context.context_size > 1):
-                raise UsageError(
-                    "dropout over several tensor or context ranks needs pipeflow.tensor.manual_seed(seed) first"
-                )
-            return functional.dropout(input, self.p, inplace=self.inplace)
+            raise UsageError(
+                "dropout over several tensor or context ranks needs pipeflow.tensor.manual_seed(seed) first"
+            )
         if backward_id() != -1 and not tracker.is_replay:  # inside a backward
             raise UsageError(
                 f"{self._get_name()} was recomputed in a backward with another mask than the first: use "
                 "pipeflow.tensor.checkpoint, which replays its masks, instead of torch.utils.checkpoint"
             )
         kept = 1 - self.p
-        noise = torch.empty_like(input, requires_grad=False)
-        is_part = self.parallel_input or (self.grid is not None and input.shape[-1] > 1)  # 1: a number for each sample
-        noise.bernoulli_(kept, generator=tracker.own if is_part else tracker.shared)
-        if kept:
-            noise.div_(kept)
-        return input.mul_(noise) if self.inplace else input * noise
+        is_part = self.parallel_input or (self.grid is not None and whole.shape[-1] > 1)  # 1: a number for each sample
+        whole.bernoulli_(kept, generator=tracker.own if is_part else tracker.shared)
+        return whole.div_(kept) if kept else whole
 
     @classmethod
     def from_native_module(cls, module: nn.Dropout, group: Group | None = None, **options: Any) -> Self:
