@@ -102,7 +102,7 @@ class Attention(nn.Module):
         if mask is None:
             attend: Attend = masked_attention
             if with_dropout:
-                factors = self.dropout.of_scores(query, tokens_before(self.over_context), self.over_context.group)
+                factors = self.dropout.of_scores(query, tokens_before(self), self.over_context.group)
                 attend = partial(self._with_dropout, factors=factors)
             seen = self.over_context(query, key, value, attend)
         else:
@@ -115,9 +115,9 @@ class Attention(nn.Module):
     ) -> Tensor:
         scores = query @ key.transpose(-1, -2) / self.head_size**0.5
         mask = seen_keys(query, key.shape[2]) if mask is None else mask
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-        scores = scores.softmax(-1)
-        return (self.dropout(scores) if factors is None else scores * factors(query, key)) @ value
+        scores = (scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask).softmax(-1)
+        kept: Tensor = self.dropout(scores) if factors is None else scores * factors(query, key)
+        return kept @ value
 
 
 class GPTBlock(nn.Module):

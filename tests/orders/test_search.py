@@ -206,9 +206,8 @@ def test_every_candidate_is_sound_within_the_cap_and_above_the_bound(
     cost = with_factors(cost, many, seed) if differ else cost
     largest = largest_factor(cost)
     caps = [each * largest + draw.random() * room for each in least_caps(placement, cost, in_bytes=in_bytes)]
-    problem_ = make_problem(
-        placement, many, cost, **{"bytes_cap" if in_bytes else "memory_cap": caps}, objective=objective
-    )
+    capped: dict[str, Any] = {"bytes_cap" if in_bytes else "memory_cap": caps}
+    problem_ = make_problem(placement, many, cost, **capped, objective=objective)
     bound = bounds(problem_)
     builder = Builder.of(problem_, bound)
     grid = list(plain_rules(builder.alike, builder.heads))

@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from math import prod
 from typing import Any, Self
 
@@ -198,12 +199,15 @@ class Dropout(TensorLayer):
         if group.size == 1:
             return None
         (batch, heads, tokens, _), ranks = own.shape, group.size
-        whole = self.factors(own.new_empty(batch, heads, ranks * tokens, before + ranks * tokens))
+
+        @cache
+        def whole() -> Tensor:
+            return self.factors(own.new_empty(batch, heads, ranks * tokens, before + ranks * tokens))
 
         def factors(query: Tensor, key: Tensor) -> Tensor:
             last, some = key.shape[2] - before, query.shape[1]  # the last query sees all keys
             first = group.rank * some if some < heads else 0
-            return whole[:, first : first + some, last - query.shape[2] : last, : key.shape[2]].clone()
+            return whole()[:, first : first + some, last - query.shape[2] : last, : key.shape[2]].clone()
 
         return factors
 

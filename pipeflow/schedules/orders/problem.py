@@ -189,11 +189,8 @@ def make_problem(
     )
     on_ranks = [rank for path in paths for rank in path for _ in range(slices)]
     stages, places = _stages(on_ranks, placement.num_ranks), _places(placement, range(microbatches), slices)
-    factors = (
-        tuple(tuple(cost.factors[index % many // slices][place] for place in own) for index, own in enumerate(places))
-        if cost.factors
-        else ()
-    )
+    table = [row for row in cost.factors for _ in range(slices)]
+    factors = tuple(tuple(table[index % many][place] for place in own) for index, own in enumerate(places) if table)
     return Problem(
         placement,
         microbatches,
@@ -201,16 +198,19 @@ def make_problem(
         tuple(on_ranks),
         stages,
         tuple(float(cost.duration(kind, stage)) * works[part] for kind, stage, part in operations) * len(paths),
-        *(
-            tuple(-1 if first < 0 else 3 * many * path + first for path in range(len(paths)) for first in each)
-            for each in (source, before)
-        ),
+        _on_each_path(source, len(paths)),
+        _on_each_path(before, len(paths)),
         tuple(delays),
         _memory(placement, stages, cost, factors, memory_cap, bytes_cap, lengths),
         objective,
         factors,
         slices=slices,
     )
+
+
+def _on_each_path(of_one: Sequence[int], paths: int) -> tuple[int, ...]:
+    """The operations of all paths from those of one; -1 stays."""
+    return tuple(-1 if each < 0 else len(of_one) * path + each for path in range(paths) for each in of_one)
 
 
 def _precedences(

@@ -19,7 +19,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.schedules.orders.list_scheduling import Builder, RunTimes, ScoredOrder, run_times
+from pipeflow.schedules.orders.list_scheduling import NONE, Builder, RunTimes, ScoredOrder, run_times
 from pipeflow.schedules.orders.lower_bounds import bounds
 from pipeflow.schedules.orders.problem import (
     Objective,
@@ -296,7 +296,7 @@ def fits(problem: Problem, rank: int, sequence: Operations) -> bool:
     order.
     """
     memory, room, factors, before = problem.memory, problem.memory.room[rank], problem.factors, problem.before
-    kept, done = 0.0, [*[0] * len(problem.source), inf]  # the last: of an operation that has none before it
+    kept, done = 0.0, [*(0 for _ in problem.source), NONE]  # the last: of an operation that has none before it
     for operation in sequence:
         begins, ends = memory.at_start[operation], memory.at_end[operation]
         if factors:
