@@ -145,8 +145,7 @@ class Setup:
         keep_scores: attention writes its scores to memory, as without scaled_dot_product_attention.
         attention: its kernel: unfused stores scores; FlashAttention 1 to 3, or cuDNN as 3; the device's unless given.
         context: number of context ranks, which share the tokens of each sequence; each has all weights of its stage.
-        context_kind: in a ring, keys and values go around behind attention; all-to-all: a rank has heads of all tokens;
-            gather: it gets keys and values of all tokens before attention, and keeps them.
+        context_kind: ring: keys and values go around; all-to-all: a rank has heads of all tokens; gather: all keys.
         expert: expert ranks, which share the experts of a layer; they are devices of a stage (arXiv 2504.14960).
         expert_tensor: devices that share each expert; as many as `tensor` unless given.
         imbalance: tokens of the fullest expert rank, as a multiple of the mean (arXiv 2408.15664, table 2).
