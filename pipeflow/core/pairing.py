@@ -49,6 +49,16 @@ class Pairing(NamedTuple):
         """The time in which a pair exchanges tokens, whose actions take the times `one` and `other` alone."""
         return self.share(pair[0]) * one + self.share(pair[1]) * other if self.shares else 0.0
 
+    def exposed(self, actions: Sequence[Action], times: Sequence[float], taken: float) -> float:
+        """The time in which a rank computes nothing while it runs an action, or a pair. Its actions take `times` alone,
+        and together the time `taken`.
+        """
+        if not self.shares:
+            return 0.0
+        computes = [time * (1 - self.share(action)) for action, time in zip(actions, times, strict=True)]
+        hidden = self.overlap * min(computes) if len(computes) > 1 else 0.0
+        return max(0.0, taken - sum(computes) + hidden)
+
     def time(self, pair: Sequence[Action], one: float, other: float) -> float:
         """The time of a pair whose actions take the times `one` and `other` alone. A rank computes for one action at a
         time, but for what `overlap` hides, and its link moves the tokens of one at a time. So a pair takes the longest

@@ -36,6 +36,7 @@ class Span:
         rank: the rank that runs it.
         start, end: when it starts and ends.
         partner: the other action of its pair; None outside a pair.
+        exchange: the part of its time in which the rank computes nothing, because it waits for tokens of experts.
     """
 
     action: Action
@@ -43,6 +44,7 @@ class Span:
     start: float
     end: float
     partner: Action | None = None
+    exchange: float = 0.0
 
     @property
     def stream(self) -> Stream:
@@ -338,8 +340,9 @@ def _highest(curve: Curve) -> float:
 
 
 def _cells(span: Span) -> list[str | float]:
-    partner = [] if span.partner is None else [str(span.partner)]
-    return [str(span.action), span.start, span.end, *partner]
+    partner = "" if span.partner is None else str(span.partner)
+    more = [partner, span.exchange] if span.exchange else [partner] if partner else []
+    return [str(span.action), span.start, span.end, *more]
 
 
 def _rows(value: object, placement: Placement) -> tuple[Row, ...]:
@@ -363,15 +366,18 @@ def _row(cells: object, rank: int, placement: Placement) -> Row:
 
 
 def _span(cell: object, rank: int, placement: Placement) -> Span:
-    if not isinstance(cell, list) or len(cell) not in (3, 4):
+    if not isinstance(cell, list) or len(cell) not in (3, 4, 5):
         raise UsageError(f'{cell!r} is not a span: write it like ["0F0", 0.0, 1.0]')
-    action, *partner = (Action.parse(str(text)) for text in (cell[0], *cell[3:]))
+    action, *partner = (Action.parse(str(text)) for text in (cell[0], *filter(None, cell[3:4])))
+    exchange = _number(cell[4], "the exchange") if len(cell) > 4 else 0.0
     start, end = (_number(time, "a time") for time in cell[1:3])  # negative where a rank starts before rank 0
     if action.stage not in placement.stages_of(rank):
         raise UsageError(f"{action} cannot run here: the rank holds {_stages(placement.stages_of(rank))}")
     if end < start:
         raise UsageError(f"{action} ends at {end}, before its start at {start}")
-    return Span(action, rank, start, end, *partner)
+    if not 0 <= exchange <= (end - start) * (1 + 1e-9):
+        raise UsageError(f"{action} takes {end - start}, so its exchange cannot be {exchange}")
+    return Span(action, rank, start, end, partner[0] if partner else None, exchange)
 
 
 def _stages(stages: tuple[int, ...]) -> str:

@@ -218,7 +218,8 @@ def _entries(timeline: Timeline, chunks: int, *, critical_path: bool) -> Iterato
 
 def _said(span: Span, unit: Unit) -> str:
     overlapped = f", overlapped with {span.partner}" if span.partner else ""
-    return f"{span.action} on rank {span.rank}, {unit.text(span.start)} to {unit.text(span.end)}{overlapped}"
+    waits = f", of which {unit.text(span.exchange)} for tokens of experts" if span.exchange else ""
+    return f"{span.action} on rank {span.rank}, {unit.text(span.start)} to {unit.text(span.end)}{waits}{overlapped}"
 
 
 def _wrapped(parts: list[str], width: float) -> list[str]:

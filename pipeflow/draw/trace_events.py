@@ -107,6 +107,8 @@ def _described(span: Span, chunk: int) -> Event:
         arguments["slice"] = action.slice
     if span.partner is not None:
         arguments["overlapped with"] = str(span.partner)
+    if span.exchange:
+        arguments["of which for tokens of experts"] = span.exchange
     return {"name": str(action), "cat": "action", "cname": hue(action.kind).chrome, "args": arguments}
 
 

@@ -28,6 +28,13 @@ def test_pairs_come_back() -> None:
     assert Timeline.from_json(paired.to_json()) == paired
 
 
+def test_exchanges_come_back() -> None:
+    cost = CostModel((1, 1), (1, 1), (1, 1), exchange=(0.5, 0))
+    timeline = simulate(Schedule.from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1"), cost)
+    assert Timeline.from_json(timeline.to_json()) == timeline
+    assert [span.exchange for span in timeline] == pytest.approx([0.5, 1 / 6, 1 / 3, 1, 0, 0, 0, 0])
+
+
 def test_an_empty_timeline_comes_back() -> None:
     empty = Timeline("empty", simulate(make_schedule("gpipe", ranks=2, microbatches=1)).placement, ((), ()))
     assert Timeline.from_json(empty.to_json()) == empty
@@ -45,6 +52,8 @@ def test_a_span_is_a_line_that_people_can_read() -> None:
         ({"rows": [[]]}, "rows: there are 1 for a placement on 2 ranks"),
         ({"rows": [[], 3]}, "rank 1: 3 is not a list"),
         ({"rows": [[["0F0", 0]], []]}, "rank 0, span 0: ['0F0', 0] is not a span"),
+        ({"rows": [[["0F0", 0, 1, "", 1.1]], []]}, "rank 0, span 0: 0F0 takes 1.0, so its exchange cannot be 1.1"),
+        ({"rows": [[["0F0", 0, 1, "", -0.1]], []]}, "rank 0, span 0: 0F0 takes 1.0, so its exchange cannot be -0.1"),
         ({"rows": [[["0F0", 0, 1], ["0Z0", 1, 2]], []]}, "rank 0, span 1: '0Z0' is not an action"),
         ({"rows": [[], [["0F0", 0, 1]]]}, "rank 1, span 0: 0F0 cannot run here: the rank holds stage 1"),
         ({"rows": [[["9F0", 0, 1]], []]}, "rank 0, span 0: 9F0 cannot run here"),

@@ -42,6 +42,11 @@ def paired() -> Timeline:
     return simulate(schedule, CostModel.even(schedule.placement, overlap=0.5))
 
 
+def exchanging() -> Timeline:
+    """One rank whose layers of experts exchange tokens."""
+    return simulate(Schedule.from_csv("0F0,0I0,0W0"), CostModel((1,), (1,), (1,), exchange=(0.25,)))
+
+
 def measured() -> Timeline:
     """In seconds, with gaps and uneven times."""
     plan = planned("1f1b", 4, 6)

@@ -12,7 +12,17 @@ from pipeflow.core.dataflow import Stream, makes, needs
 from pipeflow.core.errors import UsageError
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import perfetto
-from tests.draw.samples import HOSTILE, SAMPLES, measured, paired, planned, reducing, with_bytes, with_transfers
+from tests.draw.samples import (
+    HOSTILE,
+    SAMPLES,
+    exchanging,
+    measured,
+    paired,
+    planned,
+    reducing,
+    with_bytes,
+    with_transfers,
+)
 
 Event = dict[str, Any]
 SMALL = {name: timeline for name, timeline in SAMPLES.items() if name != "dense"}
@@ -123,6 +133,14 @@ def test_slices_say_what_they_are() -> None:
     event = next(event for event in found if event["name"] == "3B1")
     assert event["args"] == {"kind": "backward", "stage": 3, "chunk": 1, "microbatch": 1, "rank": 1}
     assert next(event for event in events(paired()) if event["name"] == "0F2")["args"]["overlapped with"] == "0B0"
+
+
+def test_slices_say_how_long_they_wait_for_experts() -> None:
+    name = "of which for tokens of experts"
+    timeline = exchanging()
+    told = {event["name"]: event["args"].get(name) for event in of_phase(events(timeline), "X")}
+    assert told == {str(span.action): span.exchange or None for span in timeline}
+    assert (told["0F0"], told["0W0"]) == (0.25, None)
 
 
 def test_kinds_have_colours_of_their_own() -> None:

@@ -20,6 +20,7 @@ from pipeflow.draw.lane_times import lanes as drawn_lanes
 from tests.draw.samples import (
     SAMPLES,
     empty,
+    exchanging,
     measured,
     paired,
     planned,
@@ -155,6 +156,11 @@ def test_a_block_says_what_it_is() -> None:
     titles = [title.text for title in drawn(measured(), unit="ms", factor=1000).iter(NAMESPACE + "title")]
     span = measured().rows[2][1]
     assert f"2F1 on rank 2, {span.start * 1000:.4g} ms to {span.end * 1000:.4g} ms" in titles
+
+
+def test_a_block_says_how_long_it_waits_for_experts() -> None:
+    titles = [title.text for title in drawn(exchanging()).iter(NAMESPACE + "title")]
+    assert "0F0 on rank 0, 0 to 1, of which 0.25 for tokens of experts" in titles
 
 
 def test_a_pair_has_a_frame_around_both() -> None:

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipeflow import UsageError
+from pipeflow import Pipeline, UsageError, execute_pipeline, make_schedule, measured_costs
+from pipeflow.core.action import Kind
+from pipeflow.core.timeline import Timeline
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.sharding import expert_splits_of, splits_of
 from pipeflow.engine.parallel.transport.protocol import Unconnected
@@ -23,6 +25,49 @@ from pipeflow.testing import RankError, run_threads
 from tests.huggingface.over_experts import FAMILIES, ExpertWork
 
 EXPERTS, WIDTH, CHOSEN, RANKS = 4, 16, 2, 2
+
+
+class OneLayer(nn.Module):
+    """Experts that scale tokens, of the form that is divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts, self.has_gate, self.has_bias, self.is_transposed = RANKS, False, False, False
+        self.scale = nn.Parameter(torch.arange(1.0, RANKS + 1)[:, None])
+
+    def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        return tokens * self.scale[indices[:, 0]] * weights
+
+
+class OneStage(nn.Module):
+    """A stage with such experts, whose tokens choose them in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = OneLayer()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        output: Tensor = self.experts(tokens, torch.arange(len(tokens))[:, None] % RANKS, torch.ones(len(tokens), 1))
+        return output
+
+
+def traced() -> Timeline:
+    stage = OneStage()
+    divide_experts(stage)
+    schedule = make_schedule("1f1b", ranks=1, microbatches=2)
+    pipeline = Pipeline(stage, schedule, criterion=nn.functional.mse_loss)
+    batch = torch.ones(8, 3, requires_grad=True), torch.ones(8, 3)
+    timeline = execute_pipeline(iter([batch]), pipeline, trace=True).timeline
+    assert timeline is not None
+    return timeline
+
+
+def test_a_trace_says_how_long_a_rank_waits_for_tokens() -> None:
+    for timeline in run_threads(traced, RANKS, data=RANKS, experts=RANKS):
+        spans = {str(span.action): span for span in timeline if span.action.kind is not Kind.R}
+        assert list(spans) == ["0F0", "0B0", "0F1", "0B1"]
+        assert all(0 < span.exchange < span.end - span.start for span in spans.values())
+        assert 0 < measured_costs(timeline).exchange[0] < 1
 
 
 def layer_of(kind: str, computed_by: str) -> nn.Module:

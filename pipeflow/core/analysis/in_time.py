@@ -30,7 +30,7 @@ def in_time(clock: Iterable[Ran], left: list[float], within: float) -> Iterator[
     """
     latest = within * (1 + ROUNDING)
     for ran in clock:
-        (rank, actions, _, _), start, end, _ = ran
+        (rank, actions, *_), start, end, *_ = ran
         if actions[0].kind not in BESIDE:
             if start + left[rank] > latest:
                 raise LateError

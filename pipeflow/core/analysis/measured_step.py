@@ -56,6 +56,7 @@ def _is_beside(span: Span) -> bool:
 
 
 ALIKE = 1.15  # up to how many times as long as another time is alike
+_PASSES = (Kind.F, Kind.B, Kind.I, Kind.W)
 COPIED = (Kind.O, Kind.L)
 """The kinds of action whose time is that of a copy between a device and its host."""
 
@@ -69,7 +70,8 @@ def measured_costs(timeline: Timeline, *, late_apart: bool = False, by_microbatc
     waits least, so its time is the cost of the reduction.
 
     If microbatches are cut, times are those of all slices of a microbatch together. `CostModel.slice_ends` says where
-    they end, and `attention` is the share with which they take the times they took.
+    they end, and `attention` is the share with which they take the times they took. `CostModel.exchange` has the waits
+    for tokens of experts outside of pairs, so trace a step of `schedule.without_pairs()`.
 
     Args:
         timeline: the timeline.
@@ -146,9 +148,22 @@ def measured_costs(timeline: Timeline, *, late_apart: bool = False, by_microbatc
         found[Kind.O] = tuple(map(copy, stages))
     usual, links = engine.latencies()
     others: dict[str, Any] = {"late": extras(), "microbatch_factors": factors, "unit": timeline.unit}
+    others["exchange"] = _exchange(timeline)
     if ends:
         others |= {"slice_ends": ends, "attention": attention_of_slices(_slice_works(timeline), ends)}
     return costs_of(found, latency=usual, links=links, **others)
+
+
+def _exchange(timeline: Timeline) -> tuple[float, ...]:
+    """Per stage, the share of its forwards and backwards outside of pairs in which its rank waited for tokens of
+    experts; empty if none did.
+    """
+    took, waited = ([0.0] * timeline.placement.num_stages for _ in range(2))
+    for span in (span for span in timeline if span.action.kind in _PASSES and span.partner is None):
+        took[span.action.stage] += span.end - span.start
+        waited[span.action.stage] += span.exchange
+    shares = tuple(part / whole if whole else 0.0 for part, whole in zip(waited, took, strict=True))
+    return shares if any(shares) else ()
 
 
 def _slice_ends(timeline: Timeline) -> tuple[float, ...]:

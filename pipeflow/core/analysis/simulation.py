@@ -225,8 +225,10 @@ def _places(spans: Row, row: tuple[Entry, ...]) -> Iterator[int]:
     return (found[span.action].popleft() for span in spans)
 
 
-Ran = tuple[Turn, float, float, float]
-"""A turn, its start and its end, and the end of its first action, which differs from the end only for pairs."""
+Ran = tuple[Turn, float, float, float, float]
+"""A turn, its start and its end, and the end of its first action, which differs from the end only for pairs; and the
+time in which its rank waits for tokens of experts.
+"""
 
 Durations = Mapping[Kind, Sequence[float] | Mapping[int, float]]
 """The time of an action per kind and stage."""
@@ -253,12 +255,14 @@ def loop(clock: Iterable[Ran], there: list[float], transfers: Sequence[Transfer]
     """
     left: defaultdict[tuple[int, int], float] = defaultdict(float)  # per link, when its last value has left
     spans: list[list[Span]] = [[] for _ in range(ranks)]
-    for (rank, actions, _, makes), start, end, middle in clock:
+    for (rank, actions, _, makes), start, end, middle, waits in clock:
         if len(actions) == 1:
-            spans[rank].append(Span(actions[0], rank, start, end))
+            spans[rank].append(Span(actions[0], rank, start, end, None, waits))
         else:
             forward, backward = actions
-            spans[rank] += Span(forward, rank, start, middle, backward), Span(backward, rank, middle, end, forward)
+            first = waits * (middle - start) / (end - start) if waits else 0.0
+            spans[rank].append(Span(forward, rank, start, middle, backward, first))
+            spans[rank].append(Span(backward, rank, middle, end, forward, waits - first))
         for value in makes:
             link, held, latency = transfers[value]
             if held:
@@ -302,18 +306,20 @@ def unlimited(
             other = actions[1]
             its = varied.get((other.microbatch, other.slice), usual)
             times = durations[kind][action.stage], its[other.kind][other.stage]
-            end = free[rank] = start + pairing.time(actions, *times)
-            yield turn, start, end, start + (end - start) * _part_of_first(*times)
+            took = pairing.time(actions, *times)
+            end = free[rank] = start + took
+            yield turn, start, end, start + took * _part_of_first(*times), pairing.exposed(actions, times, took)
         elif kind not in BESIDE:
-            end = free[rank] = start + durations[kind][action.stage]
-            yield turn, start, end, end
+            took = durations[kind][action.stage]
+            end = free[rank] = start + took
+            yield turn, start, end, end, pairing.exposed(actions, (took,), took) if pairing.shares else 0.0
         elif joint and DATAFLOW[kind].joint:
             reached[kind, action.stage].append((start, turn))
         else:
             lane = rank, BESIDE[kind]
             start = max(start, beside[lane])
             end = beside[lane] = start + durations[kind][action.stage]
-            yield turn, start, end, end
+            yield turn, start, end, end, 0.0
     yield from _together(reached, durations, beside)
 
 
@@ -331,7 +337,7 @@ def _together(
         start = max(max(time, free[turn.rank, stream]) for time, turn in parts)
         for _, turn in parts:
             end = free[turn.rank, stream] = start + durations[kind][stage]
-            yield turn, start, end, end
+            yield turn, start, end, end, 0.0
 
 
 def _part_of_first(one: float, other: float) -> float:
@@ -496,8 +502,7 @@ class SharedClock:
                     self._start(part.turn)
 
     def _start(self, turn: Turn) -> None:
-        times = self._times(turn)
-        seconds = times[0] if len(times) == 1 else self._pairing.time(turn.actions, *times)
+        seconds = self._alone(turn)
         self._busy.add(self._lane(turn.rank, _stream_of(turn)))
         self._number += 1
         heappush(self._running, _Task(self._had + seconds, self._number, turn, self._now))
@@ -505,9 +510,16 @@ class SharedClock:
     def _ended(self, task: _Task) -> Ran:
         turn, start = task.turn, task.start
         self._busy.remove(self._lane(turn.rank, _stream_of(turn)))
-        if len(turn.actions) == 1:
-            return turn, start, self._now, self._now
-        return turn, start, self._now, start + (self._now - start) * _part_of_first(*self._times(turn))
+        times, alone, took = self._times(turn), self._alone(turn), self._now - start
+        waits = self._pairing.exposed(turn.actions, times, alone) * (took / alone if alone else 1)
+        if len(times) == 1:
+            return turn, start, self._now, self._now, waits
+        return turn, start, self._now, start + took * _part_of_first(*times), waits
+
+    def _alone(self, turn: Turn) -> float:
+        """The time that a turn takes with a processor of its own."""
+        times = self._times(turn)
+        return times[0] if len(times) == 1 else self._pairing.time(turn.actions, *times)
 
     def _times(self, turn: Turn) -> list[float]:
         """The time that each action of a turn takes alone."""

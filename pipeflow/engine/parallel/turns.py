@@ -6,6 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import Condition
+from time import perf_counter
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Turns:
@@ -14,9 +18,13 @@ class Turns:
     Two calls run on a thread each. Only one of them runs at any time: the other waits until it passes the turn on or
     ends. So who runs when depends on the calls alone, not on how long anything takes: ranks whose calls pass turns on
     at the same places start all their collectives in the same order.
+
+    Attributes:
+        waited: seconds that this rank's calls have waited for exchanges, besides which nothing was computed.
     """
 
     def __init__(self) -> None:
+        self.waited = 0.0
         self._changed = Condition()
         self._turn = 0  # whose turn it is
         self._running = 0  # how many of the two calls have not ended
@@ -34,6 +42,14 @@ class Turns:
             self._changed.wait_for(lambda: not self._running)
         if self._errors:
             raise self._errors[0]
+
+    def finish(self, exchange: Callable[[], T]) -> T:
+        """The result of an exchange that is under way. `exchange` waits for it, after the other call had its turn."""
+        self.pass_on()
+        start = perf_counter()
+        result = exchange()
+        self.waited += perf_counter() - start
+        return result
 
     def pass_on(self) -> None:
         """Lets the other call run, if there is one, until it passes the turn on or ends."""

@@ -240,7 +240,7 @@ class Runner:
             if call.training:
                 results.gradient_scale = loss_scale * call.gradient_scale * share_of(results, self.context)
             traces = call.trace or (call.adapts and self.adaptation is not None and self.adaptation.traces)
-            measured = StepTrace(compiled.operations, self.transport) if traces else None
+            measured = StepTrace(compiled.operations, self.transport, self.context.turns) if traces else None
             begun = perf_counter()
             self._run(compiled, compiled.operations if measured is None else measured.operations, batch)
         self._pace.step()

@@ -21,6 +21,7 @@ from pipeflow.core.slices import shares_of
 from pipeflow.core.timeline import Span, Timeline
 from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_object
 from pipeflow.engine.parallel.transport.protocol import Transport, Work
+from pipeflow.engine.parallel.turns import Turns
 from pipeflow.engine.runtime.program.operations import Beside, Doing, Operation
 
 Moment = float | torch.cuda.Event
@@ -41,16 +42,18 @@ class Timed:
     after the call.
     """
 
-    def __init__(self, operation: Operation, device: torch.device) -> None:
-        self.operation = operation
+    def __init__(self, operation: Operation, device: torch.device, turns: Turns) -> None:
+        self.operation, self.turns = operation, turns
+        self.waited = 0.0  # seconds in which the host waited for tokens of experts
         self.device, self.on_gpu = device, device.type == "cuda"
         self.start: Moment = 0.0
         self.end: Moment = 0.0
         self.thread: Thread | None = None
 
     def __call__(self) -> None:
-        self.start = _now(self.on_gpu)
+        self.start, waited = _now(self.on_gpu), self.turns.waited
         self.operation.call()
+        self.waited = self.turns.waited - waited
         if isinstance(self.operation.by, Beside):
             self.thread = Thread(target=self._wait, args=(self.operation.by.works,), daemon=True)
             self.thread.start()
@@ -69,15 +72,15 @@ class Timed:
 
 
 class StepTrace:
-    """The measurement of one step on one rank; all ranks make theirs together."""
+    """The measurement of one step on one rank; all ranks make theirs together. `turns` are those of this rank."""
 
-    def __init__(self, operations: list[Operation], transport: Transport) -> None:
+    def __init__(self, operations: list[Operation], transport: Transport, turns: Turns) -> None:
         on_gpu = transport.device.type == "cuda"
         self.transport = transport
         self.operations, self.timed = list[Operation](), list[Timed]()
         for operation in operations:
             if operation.doing in (Doing.COMPUTE, Doing.BEGIN):
-                self.timed.append(timed := Timed(operation, transport.device))
+                self.timed.append(timed := Timed(operation, transport.device, turns))
                 operation = operation._replace(call=timed)
             self.operations.append(operation)
         if on_gpu:
@@ -127,17 +130,20 @@ class StepTrace:
                 yield Span(action, self.transport.rank, start, free[stream])
 
     def _spans(self) -> Iterator[Span]:
-        """One for each computation. The halves of a pair cannot be told apart, so each gets half of the time."""
+        """One for each computation. The halves of a pair cannot be told apart, so each gets half of the time. On a GPU,
+        nobody knows how long it waits for tokens of experts.
+        """
         rank = self.transport.rank
         for one in self.timed:
             start, end = self._since(one.start), self._since(one.end)
+            waited = 0.0 if one.on_gpu else one.waited
             match one.operation:
                 case Operation(by=Pair(forward, backward)):
                     middle = (start + end) / 2
-                    yield Span(forward, rank, start, middle, backward)
-                    yield Span(backward, rank, middle, end, forward)
+                    yield Span(forward, rank, start, middle, backward, waited / 2)
+                    yield Span(backward, rank, middle, end, forward, waited / 2)
                 case Operation(doing=Doing.COMPUTE, what=Action() as action):
-                    yield Span(action, rank, start, end)
+                    yield Span(action, rank, start, end, None, waited)
 
     def _since(self, moment: Moment) -> float:
         if isinstance(moment, float):

@@ -103,7 +103,7 @@ def _divided(kind: type[nn.Module]) -> type[nn.Module]:
         group = self._experts_members.group
         context = context_if_launched()
         turns = Turns() if context is None else context.turns
-        sent = Exchange(indices, self._experts_whole, group, turns.pass_on)
+        sent = Exchange(indices, self._experts_whole, group, turns)
         mine = _scaled(sent.there(tokens.reshape(-1, tokens.shape[-1])), group.size)
         if len(mine):
             ones = torch.ones(len(mine), 1, dtype=weights.dtype, device=weights.device)
@@ -124,7 +124,7 @@ class Exchange:
         indices: the experts of each token of this rank, [tokens, k].
         experts: number of experts of all ranks.
         group: the expert ranks.
-        meanwhile: called while tokens are on the way, in forwards and backwards.
+        turns: those of this rank, one of which is passed on while tokens are on the way, there and back.
 
     Attributes:
         experts: for each row that this rank gets, the index of its expert among this rank's, [rows].
@@ -132,8 +132,8 @@ class Exchange:
     Raises UsageError for an index of no expert.
     """
 
-    def __init__(self, indices: Tensor, experts: int, group: Group, meanwhile: Callable[[], None]) -> None:
-        self._group, self._k, self._meanwhile = group, indices.shape[-1], meanwhile
+    def __init__(self, indices: Tensor, experts: int, group: Group, turns: Turns) -> None:
+        self._group, self._k, self._turns = group, indices.shape[-1], turns
         chosen = indices.reshape(-1)
         require_indices(chosen, experts, "the indices of experts")
         self._order = chosen.argsort(stable=True)  # of pairs of a token and an expert, by expert, and so by rank
@@ -147,11 +147,11 @@ class Exchange:
     def there(self, tokens: Tensor) -> Tensor:
         """Sends each token, [tokens, width], to the ranks of its experts. Returns the rows that this rank gets."""
         rows = tokens[self._order.div(self._k, rounding_mode="floor")]
-        return all_to_all(rows, self._group, self._send, self._receive, self._meanwhile)
+        return all_to_all(rows, self._group, self._send, self._receive, self._turns.finish)
 
     def back(self, outputs: Tensor) -> Tensor:
         """Sends the output of each row back. Returns those of this rank's tokens, [tokens, k, width]."""
-        sorted_by_expert = all_to_all(outputs, self._group, self._receive, self._send, self._meanwhile)
+        sorted_by_expert = all_to_all(outputs, self._group, self._receive, self._send, self._turns.finish)
         return sorted_by_expert[self._order.argsort()].view(len(self._order) // self._k, self._k, outputs.shape[-1])
 
 

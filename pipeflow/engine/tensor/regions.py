@@ -203,8 +203,8 @@ def exchanged(input: Tensor, group: Group, there: Exchange, back: Exchange) -> T
     return output
 
 
-def _nothing() -> None:
-    pass
+def _waited(finish: Finish) -> Tensor:
+    return finish()
 
 
 def all_to_all(
@@ -212,28 +212,26 @@ def all_to_all(
     group: Group,
     send_counts: Sequence[int],
     receive_counts: Sequence[int],
-    meanwhile: Callable[[], None] = _nothing,
+    wait: Callable[[Finish], Tensor] = _waited,
 ) -> Tensor:
     """Exchanges rows, along the first dimension: `send_counts[i]` of the input's rows, in order, go to rank i of the
     group, and `receive_counts[i]` of the output's rows come from it. Gradients go back the same way. Each rank's
-    `receive_counts` must be what the others send to it. `meanwhile` is called while rows are on the way.
+    `receive_counts` must be what the others send to it. `wait` gets the function that waits for the rows.
 
     Raises UsageError for counts that are not one per rank, and for `send_counts` that do not add up to all rows.
     """
     return exchanged(
         input,
         group,
-        partial(_all_to_all, counts=(send_counts, receive_counts), meanwhile=meanwhile),
-        partial(_all_to_all, counts=(receive_counts, send_counts), meanwhile=meanwhile),
+        partial(_all_to_all, counts=(send_counts, receive_counts), wait=wait),
+        partial(_all_to_all, counts=(receive_counts, send_counts), wait=wait),
     )
 
 
 def _all_to_all(
-    group: Group, rows: Tensor, counts: tuple[Sequence[int], Sequence[int]], meanwhile: Callable[[], None]
+    group: Group, rows: Tensor, counts: tuple[Sequence[int], Sequence[int]], wait: Callable[[Finish], Tensor]
 ) -> Tensor:
-    finish = start_all_to_all(group, rows, *counts)
-    meanwhile()
-    return finish()
+    return wait(start_all_to_all(group, rows, *counts))
 
 
 def _require_sequence(input: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from functools import reduce
 from typing import Any
 
@@ -78,7 +79,7 @@ _WRITERS: dict[type, Callable[[Any], list[Any]]] = {
     torch.dtype: lambda value: ["dtype", str(value)],
     Action: lambda value: ["Action", str(value)],
     Placement: lambda value: ["Placement", _written(value.paths)],
-    Span: lambda value: ["Span", *map(_written, (value.action, value.rank, value.start, value.end, value.partner))],
+    Span: lambda value: ["Span", *(_written(getattr(value, each.name)) for each in fields(Span))],
 }
 
 
