@@ -17,9 +17,9 @@ from torch.nn import functional
 
 import pipeflow
 from benchmarks.measure import alternate, paired, step_times
-from benchmarks.models import Sleep
 from benchmarks.processes import run_ranks
 from benchmarks.report import Report
+from benchmarks.sleeping_halves import SleepingHalves
 from benchmarks.task import Contender
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.transport.protocol import Group, Work
@@ -64,34 +64,31 @@ class Arrival:
 
 
 class SleepingExperts(nn.Module):
-    """A layer of experts, of the form that is divided over ranks."""
+    """A layer of experts, of the form that is divided over ranks. Its time is that of a module of its stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, computing: nn.Module) -> None:
         super().__init__()
+        self._computing = [computing]  # whose weights are none of the experts'
         self.num_experts, self.has_gate, self.has_bias, self.is_transposed = EXPERTS, False, False, False
         self.scale = nn.Parameter(torch.ones(EXPERTS, WIDTH))
 
     def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        return _slept(tokens * self.scale[indices[:, 0]] * weights)
-
-
-class ExpertStage(nn.Module):
-    """A layer of attention and one of experts, which compute for equally long."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.experts = nn.Parameter(torch.ones(WIDTH)), SleepingExperts()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        indices = torch.arange(len(tokens))[:, None] % EXPERTS
-        output: Tensor = self.experts(_slept(tokens * self.scale), indices, torch.ones(len(tokens), 1))
+        output: Tensor = self._computing[0](tokens * self.scale[indices[:, 0]] * weights)
         return output
 
 
-def _slept(tokens: Tensor) -> Tensor:
-    seconds = FORWARD / 4  # of 2 stages with 2 layers
-    output: Tensor = Sleep.apply(tokens, seconds, 2 * seconds)  # type: ignore[no-untyped-call]  # as torch has it
-    return output
+class ExpertStage(nn.Module):
+    """A layer of attention and one of experts, which compute for equally long, in halves of backwards, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.computing = (SleepingHalves(WIDTH, FORWARD / 4) for _ in range(2))  # of 2 stages a rank
+        self.experts = SleepingExperts(self.computing)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        indices = torch.arange(len(tokens))[:, None] % EXPERTS
+        output: Tensor = self.experts(self.attention(tokens), indices, torch.ones(len(tokens), 1))
+        return output
 
 
 def run(rounds: int | None = None) -> Report:

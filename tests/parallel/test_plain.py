@@ -63,7 +63,7 @@ VALUES: list[object] = [
     deque([1, 2], maxlen=5),
     [Registered((1, 2))],
     FORWARD,
-    [Span(FORWARD, 1, 0.1, 0.2), Span(FORWARD, 1, 0.1, 0.3, Action(Kind.B, 0, 0))],
+    [Span(FORWARD, 1, 0.1, 0.2), Span(FORWARD, 1, 0.1, 0.3, Action(Kind.B, 0, 0), 0.05)],
     Placement.bidirectional(2),
 ]
 
