@@ -13,6 +13,7 @@ from pipeflow.core.cost import CostModel, Link, read_costs
 from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Span, Timeline
 from pipeflow.schedules import make_schedule
 
@@ -58,6 +59,15 @@ def test_a_pair_hides_exchanges_behind_computations(
 ) -> None:
     cost = CostModel((4, 4), (2, 2), (1, 1), overlap=overlap, exchange=shares)
     assert [cost.pair(0, Kind.B, 1), cost.pair(0, Kind.I, 1)] == times
+
+
+@pytest.mark.parametrize(("overlap", "exposed"), [(0, 0.5), (1, 1)])
+def test_what_is_left_of_exchanges(overlap: float, exposed: float) -> None:
+    """Computations take 0.5 and 1, of which an overlap hides 0.5; the pair takes as long as its backward, 2."""
+    cost = CostModel((1,), (1,), (1,), overlap=overlap, exchange=(0.5,))
+    [_, forward, backward, _] = simulate(Schedule.from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1"), cost)
+    assert backward.end - forward.start == 2
+    assert forward.exchange + backward.exchange == pytest.approx(exposed)
 
 
 @pytest.mark.parametrize(
