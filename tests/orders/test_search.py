@@ -342,7 +342,7 @@ def test_never_worse_than_any_named_schedule_within_the_cap(
             assert found.lower_bound <= value(found.timeline, objective) <= least_time, name
 
 
-@pytest.mark.parametrize("hidden", [{"overlap": 1}, {"exchange": 0.4}])
+@pytest.mark.parametrize("hidden", [{"overlap": 1}, {"exchange": 0.4}, {"exchange": 0.5, "forward": 3}])
 def test_a_bound_holds_for_pairs_that_overlap(hidden: dict[str, float]) -> None:
     cost = CostModel.even(VEE, **hidden)
     found = search(VEE, 16, cost, budget=0)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from pipeflow.engine.parallel.turns import Turns
 
@@ -62,3 +63,28 @@ def test_a_call_goes_on_alone_after_the_other() -> None:
 )
 def test_a_failure_ends_the_other_at_its_next_turn(fails: tuple[int, int], told: list[str]) -> None:
     assert ran([0] * 3, [0] * 3, fails=fails) == told
+
+
+def test_each_call_has_random_numbers_of_its_own() -> None:
+    """The first sets the generator back, as a recomputation does, while the second draws."""
+    turns, drawn, generator = Turns(), list[float](), torch.Generator().manual_seed(1)
+    expected = torch.rand(3, generator=torch.Generator().manual_seed(1)).tolist()
+
+    def recompute() -> None:
+        before = generator.get_state()
+        generator.manual_seed(7)
+        first = torch.rand(1, generator=generator).item()
+        turns.pass_on()
+        second = torch.rand(1, generator=generator).item()
+        assert [first, second] == torch.rand(2, generator=torch.Generator().manual_seed(7)).tolist()
+        turns.pass_on()
+        generator.set_state(before)
+
+    def draw() -> None:
+        for _ in range(2):
+            drawn.append(torch.rand(1, generator=generator).item())
+            turns.pass_on()
+
+    with ThreadPoolExecutor(1) as thread:
+        turns.both(recompute, draw, thread.submit, [generator])
+    assert [*drawn, torch.rand(1, generator=generator).item()] == expected

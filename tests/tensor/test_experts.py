@@ -21,7 +21,7 @@ from pipeflow.engine.parallel.sharding import expert_splits_of, splits_of
 from pipeflow.engine.parallel.transport.protocol import Unconnected
 from pipeflow.engine.tensor.layer import cut
 from pipeflow.tensor import divide_experts, shard
-from pipeflow.testing import RankError, run_threads
+from pipeflow.testing import RankError, run_processes, run_threads
 from tests.huggingface.over_experts import FAMILIES, ExpertWork
 
 EXPERTS, WIDTH, CHOSEN, RANKS = 4, 16, 2, 2
@@ -42,11 +42,21 @@ class OneLayer(nn.Module):
 class OneStage(nn.Module):
     """A stage with such experts, whose tokens choose them in turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.experts = OneLayer()
+        self.experts, self.dropout = OneLayer(), dropout
 
     def forward(self, tokens: Tensor) -> Tensor:
+        if not self.dropout:
+            return self.computed(tokens)
+        dropped = nn.functional.dropout(tokens, self.dropout)
+        return nn.functional.dropout(checkpoint(self.recomputed, dropped, use_reentrant=False), self.dropout)
+
+    def recomputed(self, tokens: Tensor) -> Tensor:
+        dropped = nn.functional.dropout(torch.tanh(tokens), self.dropout)
+        return nn.functional.dropout(self.computed(dropped), self.dropout) ** 2
+
+    def computed(self, tokens: Tensor) -> Tensor:
         output: Tensor = self.experts(tokens, torch.arange(len(tokens))[:, None] % RANKS, torch.ones(len(tokens), 1))
         return output
 
@@ -92,6 +102,26 @@ def input_of(rank: int, experts: int, *, idle: bool) -> tuple[Tensor, Tensor, Te
     rows = torch.randn(2, tokens, WIDTH, dtype=torch.float64, generator=generator)
     weights = torch.rand(tokens, CHOSEN, dtype=torch.float64, generator=generator)
     return rows[0].requires_grad_(), scores.topk(CHOSEN).indices, weights.requires_grad_(), rows[1]
+
+
+def dropped(pairs: bool) -> list[Any]:
+    """The gradients of a step with dropout in blocks that are computed again."""
+    schedule = make_schedule("dualpipe-v", ranks=2, microbatches=6)
+    stages = nn.ModuleList([OneStage(0.3) for _ in range(2)])
+    divide_experts(stages)
+    pipeline = Pipeline(stages, schedule, criterion=nn.functional.mse_loss)
+    torch.manual_seed(current_context().data_rank)
+    batch = torch.rand(24, 3).requires_grad_(), torch.rand(24, 3)
+    torch.manual_seed(current_context().rank)
+    execute_pipeline(iter([batch]), pipeline, schedule=schedule if pairs else schedule.without_pairs())
+    return [parameter.grad.tolist() for parameter in pipeline.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.slow
+def test_pairs_in_turns_drop_what_forwards_and_backwards_drop_one_after_the_other() -> None:
+    together, apart = (run_processes(dropped, 4, pairs, data=2, experts=2) for pairs in (True, False))
+    assert together == apart
+    assert [len(gradients) for gradients in together] == [2] * 4
 
 
 def computed(layer: nn.Module, rank: int, *, idle: bool, recomputed: bool = False) -> tuple[Tensor, ...]:

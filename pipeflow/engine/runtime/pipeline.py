@@ -192,9 +192,8 @@ class Pipeline(nn.Module):
             if graph:
                 batchwise = loss_over == "batch"
                 require_recordable(context, self.chunks, overlaps=overlap is not None, over_batch=batchwise)
-            if overlap is None and context.experts.size > 1:
-                overlap = InTurns(context)
-            options = Options(promise, overlap, cost, routed(self.chunks, routes, schedule, promise), graph)
+            runs = InTurns(context) if overlap is None and context.experts.size > 1 else overlap
+            options = Options(promise, runs, cost, routed(self.chunks, routes, schedule, promise), graph)
             taken = self._agree(options, head_slices, names_taken(modules, options.routes))
             self.gradients = Gradients(self, self._owners(modules), schedule.placement, context, gradient_dtype)
             watched = None if overlap is None else context.device

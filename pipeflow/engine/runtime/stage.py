@@ -94,7 +94,7 @@ class WatchedCall:
     def __init__(self, call: Callable[..., Any], device: torch.device) -> None:
         self.draws = False
         self._call = call
-        self._generator = _generator_of(device)
+        self._generator = generator_of(device)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         if self.draws:
@@ -105,7 +105,8 @@ class WatchedCall:
         return output
 
 
-def _generator_of(device: torch.device) -> torch.Generator:
+def generator_of(device: torch.device) -> torch.Generator:
+    """The generator from which computations on a device draw by default."""
     if device.type != "cuda":
         return torch.default_generator
     torch.cuda.init()

@@ -17,7 +17,7 @@ from pipeflow.core.action import Action
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import Context, in_this_context
 from pipeflow.engine.parallel.failure import ActionError
-from pipeflow.engine.runtime.stage import Stage
+from pipeflow.engine.runtime.stage import Stage, generator_of
 from pipeflow.engine.torch_private.modes import TorchDispatchMode
 
 
@@ -68,7 +68,8 @@ class InTurns:
             with nullcontext() if stream is None else torch.cuda.stream(stream):
                 backward()
 
-        self._turns.both(first, forward, self._thread.submit)
+        generators = dict.fromkeys([torch.default_generator, generator_of(self._device)])
+        self._turns.both(first, forward, self._thread.submit, [*generators])
 
 
 class Draws(TorchDispatchMode):
@@ -111,7 +112,6 @@ class Both:
             error = UsageError(
                 "a backward recomputed its forward and drew from torch's own generator while a forward ran on "
                 "another thread, so its dropout masks may differ: call pipeflow.tensor.manual_seed(seed) and use "
-                "pipeflow.tensor.Dropout inside pipeflow.tensor.checkpoint, run both halves on one thread, or use "
-                "schedule.without_pairs()"
+                "pipeflow.tensor.Dropout inside pipeflow.tensor.checkpoint, or run both halves on one thread"
             )
             raise ActionError(backward.action) from error
