@@ -25,6 +25,7 @@ TIMED = {
     "one_gpu": ENGINE,
     "halves": ENGINE,
     "failure": ENGINE,
+    "going_on": ENGINE,
     "launch": ENGINE,
     "calls": ENGINE,
     "messages": ENGINE,

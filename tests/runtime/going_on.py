@@ -80,7 +80,11 @@ def build(model: TinyModel, schedule: Schedule, stages: dict[str, Any] | None = 
     if stages is not None:
         chunks.load_state_dict({name: torch.from_numpy(each) for name, each in stages.items()})
     model.tie(chunks, schedule)
-    return Pipeline(chunks, schedule, criterion=model.criterion)
+    return Pipeline(chunks, schedule, criterion=model.criterion, weigh=_count)
+
+
+def _count(labels: Any) -> float:
+    return float(labels.numel())
 
 
 def train(

@@ -131,7 +131,7 @@ KILLED = [
 @pytest.mark.parametrize("deaths", KILLED, ids=["first", "end", "in the recovery", "its successor"])
 def test_processes_that_are_killed(deaths: tuple[Death, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")  # it tells of every broken connection
-    ranks, dead = (4, 2) if len(deaths) == 1 else (6, 3), [death.rank for death in deaths]
+    ranks, dead = 4 if len(deaths) == 1 else 6, [death.rank for death in deaths]
     options: dict[str, Any] = {"data": ranks // 2, "elastic": True, "deadline": 200, "timeout": 60}
     results = run_processes(train, ranks, TiedModel(), deaths, may_die=dead, **options)
     living = tuple(sorted(set(range(ranks)) - set(dead)))

@@ -98,6 +98,7 @@ class Coordinator:
         self._wanted: defaultdict[str, list[tuple[int, Message]]] = defaultdict(list)  # by key, who asked for it
         self._arrived: defaultdict[int, set[int]] = defaultdict(set)  # by generation
         self._generation = 0  # the last that all ranks have opened
+        self._opened = -1  # the last that this coordinator has opened
         self._succeeds = False  # another coordinator, whose rank has died
         self._failures: dict[int, Failure] = {}  # by generation, the first
         self._blames: dict[tuple[int, int], Failure] = {}  # by generation and by the rank that gave up
@@ -236,6 +237,8 @@ class Coordinator:
 
     def _open(self, rank: int, generation: int) -> None:
         """Lets all ranks go on when the last has opened the generation; if a rank cannot, reports a failure."""
+        if generation <= self._opened:  # it came twice, when the rank came here from another coordinator
+            return
         self._arrived[generation].add(rank)
         if self._succeeds and generation <= self._generation:  # some ranks have opened it, and it has failed there
             self._settle(generation, next(reversed(self._gone.values())), rank)
@@ -253,8 +256,9 @@ class Coordinator:
         if missed := next((self._gone[rank] for rank in living if rank in self._gone), None):
             self._settle(generation, missed)
         elif self._arrived[generation] >= living:
-            del self._arrived[generation]
-            self._generation, self._without = generation, set(self._gone)
+            self._arrived.clear()
+            self._generation = self._opened = generation
+            self._without = set(self._gone)
             self._values.clear()
             self._broadcast({"op": "opened", "generation": generation, "living": sorted(living)})
 
@@ -265,7 +269,7 @@ class Coordinator:
             self._spawn(self._count())
         self._gone |= {rank: gone(rank) for rank in message["gone"] if rank not in self._gone}
         self._generation = max(self._generation, message["opened"])
-        for generation in [*self._arrived]:
+        for generation in self._arrived.keys() - self._failures.keys():
             self._open_if_all(generation)
 
     async def _count(self) -> None:
@@ -284,7 +288,7 @@ class Coordinator:
     def _let_go(self, rank: int, blame: Failure) -> None:
         """Ends everything that cannot go on without `rank`."""
         self._gone[rank] = blame
-        for generation in [*self._arrived]:
+        for generation in self._arrived.keys() - self._failures.keys():
             self._open_if_all(generation)
         for number in self._rounds:
             self._check(number)
