@@ -240,9 +240,7 @@ class Coordinator:
         if generation <= self._opened:  # it came twice, when the rank came here from another coordinator
             return
         self._arrived[generation].add(rank)
-        if self._succeeds and generation <= self._generation:  # some ranks have opened it, and it has failed there
-            self._settle(generation, next(reversed(self._gone.values())), rank)
-        elif generation in self._failures:
+        if generation in self._failures:
             self._settle(generation, self._failures[generation], rank)
         else:
             self._open_if_all(generation)
@@ -251,6 +249,9 @@ class Coordinator:
         """Opens the generation if all ranks have arrived, in an elastic world those that have not died. Reports a
         failure if one of them cannot.
         """
+        if self._succeeds and generation <= self._generation:  # some ranks have opened it, and it has failed there
+            self._settle(generation, next(reversed(self._gone.values())))
+            return
         elastic = self._elastic and generation > 0
         living = set(range(self._size)) - {rank for rank, it in self._gone.items() if elastic and not it.left}
         if missed := next((self._gone[rank] for rank in living if rank in self._gone), None):
@@ -281,9 +282,9 @@ class Coordinator:
     def _lose(self, rank: int) -> None:
         """A rank that hangs up without a goodbye has died; that fails the current generation."""
         if rank not in self._gone:
-            blame = gone(rank)
-            self._let_go(rank, blame)
-            self._settle(self._generation, blame)
+            blame, generation = gone(rank), self._generation
+            self._let_go(rank, blame)  # which may open the next generation
+            self._settle(generation, blame)
 
     def _let_go(self, rank: int, blame: Failure) -> None:
         """Ends everything that cannot go on without `rank`."""

@@ -101,10 +101,14 @@ class Monitor:
         """Connects to the coordinator of a rank."""
         self._unpacker = wire.Unpacker()
         connection = socket.create_connection(self._hosts[host], self._timeout)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        challenge = self._receive_one(connection)["challenge"]
-        connection.sendall(wire.pack({"rank": self._rank, "proof": wire.prove(self._secret, challenge, self._rank)}))
-        self._receive_one(connection)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            proof = wire.prove(self._secret, self._receive_one(connection)["challenge"], self._rank)
+            connection.sendall(wire.pack({"rank": self._rank, "proof": proof}))
+            self._receive_one(connection)
+        except OSError:
+            connection.close()
+            raise
         with self._sending:
             self.host, self._socket = host, connection
         self._readable = select.poll()  # unlike select, it works with over a thousand open files
@@ -114,9 +118,11 @@ class Monitor:
         """The coordinator's process is gone: connects to the next one whose process is not. Returns False if there is
         none, or if it does not take this rank.
         """
-        died, opening = self.host, self._opening
+        died, generation, opening = self.host, self.generation, self._opening  # the rank may begin to open one now
+        opened = generation if opening is None else opening - 1
+        self._socket.close()
         if opening is None:
-            self._tell(self.generation, gone(died))
+            self._tell(generation, gone(died))
         lost = {*range(len(self._hosts))} - {*self.living} | {died}
         for host in range(died + 1, len(self._hosts)):
             if host in lost:
@@ -130,7 +136,6 @@ class Monitor:
                 except OSError:  # it may be about to end
                     time.sleep(_PAUSE)
                 else:
-                    opened = self.generation - (opening is not None)
                     self._send({"op": "succeed", "gone": sorted(lost), "opened": opened})
                     if (again := self._opening) is not None:
                         self._send({"op": "open", "generation": again})
