@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from math import inf
 
 from pipeflow.core.action import Action, Entry, Kind, Pair
-from pipeflow.core.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel, require_cost_model
 from pipeflow.core.errors import UsageError, numbers_of
 from pipeflow.core.placement import Placement, require_positive
@@ -118,12 +118,18 @@ def of_survivors(schedule: Schedule, replicas: int, dead: Collection[int]) -> Sc
     such an order. Raises UsageError as `without_ranks` does.
     """
     whole = replicated(schedule, replicas)
-    kept = simulate(schedule).peak_activations * replicas
-    caps = [max(1.0, cap) for rank, cap in enumerate(kept) if rank not in dead]
+    kept = [_most_kept(schedule, rank) for rank in range(len(schedule.rows))] * replicas
+    caps = [cap for rank, cap in enumerate(kept) if rank not in dead]
     try:
         return without_ranks(whole, dead, memory_cap=caps, candidates=_TRIED, budget=inf).schedule
     except UsageError:  # also if ranks would wait for each other under these caps
         return without_ranks(whole, dead, candidates=_TRIED, budget=inf).schedule
+
+
+def _most_kept(schedule: Schedule, rank: int) -> float:
+    """The most activations that a rank keeps at once, in microbatches of its whole share of the model."""
+    steps = [(action.kind is Kind.F) - (action.kind in (Kind.B, Kind.I)) for action in schedule.actions(rank)]
+    return max(1.0, max(accumulate(steps), default=0) / schedule.placement.chunks_per_rank)
 
 
 def _shown(ranks: set[int]) -> str:

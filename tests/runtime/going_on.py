@@ -144,7 +144,7 @@ def prepare_to_die(pipeline: Pipeline, own: list[str]) -> None:
         pipeline.runner._agree = _die  # type: ignore[assignment,method-assign]
 
     if "recovery" in own:
-        pipeline.join = _die  # type: ignore[assignment,method-assign]
+        pipeline.tables.join = _die  # type: ignore[method-assign]
     if "half of the agreement" in own:
         pipeline.runner._agree = _die_half_way(pipeline, pipeline.runner._agree)  # type: ignore[method-assign]
 

@@ -79,12 +79,12 @@ def test_ranks_that_are_left_end_the_step_as_if_they_had_their_table_from_its_st
 @pytest.mark.some(1)
 @pytest.mark.parametrize("model", [TiedModel(), PlainModel()], ids=["tied", "plain"])
 def test_it_trains_as_without_deaths(model: TinyModel) -> None:
-    deaths = (Death(1, 1, "backward"), Death(4, 2, "forward"))
+    deaths = (Death(0, 1, "backward"), Death(4, 2, "forward"))
     whole = trained(model, (), 6, 3, momentum=0.9, clips=True, ends=True)
     results = trained(model, deaths, 6, 3, momentum=0.9, clips=True, ends=True)
     for mine, its in zip(results, whole, strict=True):
         if mine is not None:
-            assert mine.living == (0, 2, 3, 5)
+            assert mine.living == (1, 2, 3, 5)
             assert mine.read == its.read
             assert near(mine.losses, its.losses)
             assert mine.norms == pytest.approx(its.norms, rel=1e-12)
@@ -185,7 +185,7 @@ def test_buffers_stay_those_of_all_ranks_with_the_stage() -> None:
     def run() -> Any:
         context = current_context()
         rank = context.rank
-        chunk = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double()
+        chunk: Any = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double()
         pipeline = Pipeline(chunk, of_replica(2), criterion=nn.MSELoss())
         for step in range(3):
             batch = torch.randn(
@@ -202,9 +202,9 @@ def test_buffers_stay_those_of_all_ranks_with_the_stage() -> None:
 
 
 def test_a_step_that_runs_again_starts_from_what_it_started_from() -> None:
-    module = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5))
+    module: Any = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5))
     stage, batches = Stage(0, module), iter(["first", "second"])
-    weight: Any = module[0].weight
+    weight = module[0].weight
     weight.grad = torch.ones(3)
     retried = Retried(batches, module, [stage], torch.device("cpu"))
     drawn, inputs = [], torch.arange(12.0).view(4, 3)
@@ -218,7 +218,7 @@ def test_a_step_that_runs_again_starts_from_what_it_started_from() -> None:
     assert next(batches) == "second"
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "slices": (lambda: make_schedule("1f1b", ranks=2, microbatches=4, slices=2), {}, "does not go on with slices"),
     "graph": (lambda: of_replica(2), {"graph": True}, "does not go on with graph=True"),
     "loss": (lambda: make_schedule("gpipe", ranks=2, microbatches=4), {"loss_over": "batch"}, "loss_over"),

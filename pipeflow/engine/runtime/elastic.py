@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,9 @@ from pipeflow.engine.parallel.context import Context
 from pipeflow.engine.parallel.transport.agreement import hear, tell
 from pipeflow.engine.runtime.loss import AgreementRow, StepCall
 from pipeflow.engine.runtime.microbatch import Along, Batch, Divided, Whole, joined, next_of
+from pipeflow.engine.runtime.program.ahead import remembered
 from pipeflow.engine.runtime.stage import Stage
 from pipeflow.engine.stages.module_state import Snapshot
-from pipeflow.engine.tensor.random import current_tracker
-from pipeflow.engine.torch_private.tensors import default_states, set_default_states
 from pipeflow.engine.torch_private.trees import tree_leaves
 
 SEARCHED = {Kind.F, Kind.B, Kind.I, Kind.W, Kind.R}
@@ -45,16 +45,26 @@ def require_elastic(schedule: Schedule, refused: Mapping[str, bool]) -> None:
 
 
 class Tables:
-    """The schedules of the ranks that are left, by the schedule of a replica.
+    """The schedules of the ranks that are left, by the schedule of a replica, for a Pipeline.
 
     Args:
-        context: the context of this rank.
+        model: the Pipeline.
+
+    Attributes:
+        launched: its schedule as it was made.
     """
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._living = context.living
+    def __init__(self, model: Any) -> None:
+        self.launched: Schedule = model.schedule
+        self._model, self._context = ref(model), model.context
+        self._living = self._context.living
         self._found: list[tuple[Schedule, Schedule]] = []
+
+    def join(self) -> None:
+        """Lets the Pipeline go on with the ranks that are left; all of them call it together."""
+        if (model := self._model()) is not None:
+            model.schedule = self.of(self.launched)
+            model.runner.join(model.schedule.placement)
 
     def of(self, schedule: Schedule) -> Schedule:
         """The schedule that the ranks of the context run for `schedule` on each replica. Raises UsageError as
@@ -104,9 +114,7 @@ class Retried:
         return iter([self._batch])
 
     def _kept(self) -> Callable[[], None]:
-        devices = [self.device] if self.device.type == "cuda" else []
-        random, tracker = default_states(devices), current_tracker()
-        tracked = None if tracker is None else tracker.get_state()
+        generators = remembered(self.device)
         states: list[Snapshot] = []
         for stage in self.stages:
             stage.state.renew()
@@ -114,9 +122,7 @@ class Retried:
         gradients = {each: None if each.grad is None else each.grad.clone() for each in self.model.parameters()}
 
         def undo() -> None:
-            set_default_states(random, devices)
-            if tracker is not None and tracked is not None:
-                tracker.set_state(tracked)
+            generators()
             for state in states:
                 state.restore()
             for parameter, gradient in gradients.items():

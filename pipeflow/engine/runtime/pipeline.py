@@ -162,8 +162,8 @@ class Pipeline(nn.Module):
         super().__init__()
         self.context = context = current_context()
         self.chunks = chunks if isinstance(chunks, nn.ModuleList) else nn.ModuleList([chunks])
-        self.schedule = self.launched = schedule
-        self.tables = Tables(context)
+        self.schedule = schedule
+        self.tables = Tables(self)
         self.alarm = context.alarm
         self.autocast = autocast
         self.loss_scale: float | Tensor = 1.0
@@ -208,14 +208,9 @@ class Pipeline(nn.Module):
             if context.adaptive and context.pipeline_size > 1:
                 self.runner.adaptation = Adaptation(schedule, context)
             self.alarm.holders.add(self.runner)
-            self.alarm.add(self)
+            self.alarm.add(self.tables)
             watch(self)
             self._log_deferrals()
-
-    def join(self) -> None:
-        """Goes on with the ranks that are left, when others have died; all of them call it together."""
-        self.schedule = self.tables.of(self.launched)
-        self.runner.join(self.schedule.placement)
 
     def _agree(self, options: Options, head_slices: int | None, takes: Names) -> Names:
         """The names of the batch's entries that at least one rank takes; `takes` are those of this rank. Raises
@@ -494,7 +489,7 @@ def execute_pipeline(
         raise UsageError(f"gradient_scale must be a finite number, got {gradient_scale}")
     adapts = schedule is None and not (forward_only or model.context.is_joined)
     adaptation = model.runner.adaptation if adapts else None
-    schedule = schedule or (model.launched if adaptation is None else adaptation.schedule)
+    schedule = schedule or (model.tables.launched if adaptation is None else adaptation.schedule)
     call = StepCall(not forward_only, reduce, return_outputs, broadcast_loss, trace, schedule, gradient_scale)
     call = call._replace(adapts=adaptation is not None)
     if model.context.elastic:

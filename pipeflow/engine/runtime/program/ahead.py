@@ -1,5 +1,5 @@
 """Ahead: the forwards of a step that may run before the optimizer's step before it is confirmed, and how they run again
-if its weights were wrong. Must not contain: how a step is confirmed.
+if its weights were wrong; the random numbers of what runs again. Must not contain: how a step is confirmed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,22 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.engine.runtime.program.operations import Beside, Doing, Operation, run
 from pipeflow.engine.runtime.program.wires import Wire
 from pipeflow.engine.runtime.stage import Stage
-from pipeflow.engine.tensor.random import replay_of
+from pipeflow.engine.tensor.random import current_tracker, replay_of
+from pipeflow.engine.torch_private.tensors import default_states, set_default_states
+
+
+def remembered(device: torch.device) -> Callable[[], None]:
+    """Remembers the random generators of this rank, and returns a function that gives them their states of now."""
+    devices = [device] if device.type == "cuda" else []
+    states, tracker = default_states(devices), current_tracker()
+    tracked = {} if tracker is None else tracker.get_state()
+
+    def restore() -> None:
+        set_default_states(states, devices)
+        if tracker is not None:
+            tracker.set_state(tracked)
+
+    return restore
 
 
 def runs_ahead(entry: Entry) -> bool:
