@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 import pipeflow
-from benchmarks.measure import alternate, paired, step_times
+from benchmarks.measure import Times, alternate, paired, step_times
 from benchmarks.processes import run_ranks
 from benchmarks.replan import WIDTH, SleepStage
 from benchmarks.report import Report
@@ -25,29 +25,30 @@ from benchmarks.task import Contender
 from pipeflow.engine.parallel.context import Context, current_context
 from pipeflow.engine.runtime.adaptive import GAIN
 
-RANKS, MICROBATCHES, SECONDS = 4, 12, 0.012  # of F, I and W each of a rank's share of the model
+RANKS, MICROBATCHES, SECONDS = 4, 8, 0.012  # of F, I and W each of a rank's share of the model
 BEFORE, AFTER = 8, 6  # steps before a rank changes, and after it
 WITHIN = 3  # steps after which the loss should be back
 KEPT, FORCE, BEST, ADAPTED = "kept", "in force", "best", "adapted"
-CASES = {  # the schedule of the script, and which rank is how slow, first and then
+CASES: dict[
+    str, tuple[str, dict[int, float], dict[int, float]]
+] = {  # the schedule of the script, and which rank is how slow, first and then
     "1f1b; rank 3 becomes 1.5 x": ("1f1b", {}, {3: 1.5}),
     "1f1b; rank 3 becomes 3 x": ("1f1b", {}, {3: 3.0}),
     "1f1b; rank 0 is 3 x, then rank 2 is 1.5 x": ("1f1b", {0: 3.0}, {2: 1.5}),
-    "interleaved-1f1b; rank 3 becomes 2 x": ("interleaved-1f1b", {}, {3: 2.0}),
     "zb-h1; rank 3 becomes 2 x": ("zb-h1", {}, {3: 2.0}),
     "zb-h1; rank 0 is 2 x, then rank 3 is 2 x": ("zb-h1", {0: 2.0}, {3: 2.0}),
 }
 
 
 def run(rounds: int | None = None) -> Report:
-    rounds = rounds or 9
+    rounds = rounds or 5
     columns = ["", "kept ms", "in force ms", "best ms", "adapted ms", "avoidable", "back", "old steps"]
     title = f"adaptive: {RANKS} ranks, {MICROBATCHES} microbatches, F = I = W = {1e3 * SECONDS:g} ms, {rounds} rounds"
     report = Report("adaptive", title, columns, data={"cases": {}})
-    for case, (name, first, then) in CASES.items():
-        options = {"name": name, "slow": [[*each.items()] for each in (first, then)], "rounds": rounds}
-        _add(report, case, run_ranks("adaptive:measure", RANKS, options, deadline=300))
-    quiet = step_times([each["times"] for each in run_ranks("adaptive:quiet", RANKS, {"rounds": 5 * rounds}, 300)])
+    ranks = run_ranks("adaptive:measure", RANKS, {"rounds": rounds}, deadline=1200)
+    for case in CASES:
+        _add(report, case, [each[case] for each in ranks])
+    quiet = step_times([each["quiet"] for each in ranks])
     report.data["quiet"] = quiet
     report.notes += [
         f"a step in which nothing happens: {paired(quiet, ADAPTED, KEPT):.3f} x that without adaptive",
@@ -74,13 +75,18 @@ def _add(report: Report, case: str, results: list[Any]) -> None:
     report.rows.append([case, *shown, f"{avoidable:.1%}", back, str(results[0]["old"])])
 
 
-def measure(name: str, slow: list[list[tuple[int, float]]], rounds: int) -> dict[str, Any]:
-    """On every rank: steps before and after a change of some ranks, then the orders side by side."""
+def measure(rounds: int) -> dict[str, Any]:
+    """On every rank: all cases, and steps in which nothing happens."""
+    return {**{case: _changed(*each, rounds) for case, each in CASES.items()}, "quiet": _quiet(3 * rounds)}
+
+
+def _changed(name: str, first: dict[int, float], then: dict[int, float], rounds: int) -> dict[str, Any]:
+    """Steps before and after some ranks take other times, then the orders side by side."""
     context, model, step = _made(name, adaptive=True)
     adaptation = model.runner.adaptation
     assert adaptation is not None
     force, orders, steps = adaptation.schedule, list[pipeflow.Schedule](), list[float]()
-    for number, factors in ((BEFORE, dict(slow[0])), (AFTER, dict(slow[1]))):
+    for number, factors in ((BEFORE, first), (AFTER, then)):
         for stage in model.chunks:
             stage.seconds = SECONDS / len(model.chunks) * factors.get(context.pipeline_rank, 1.0)  # type: ignore[assignment]  # a SleepStage
         force, orders = adaptation.schedule, []
@@ -90,7 +96,7 @@ def measure(name: str, slow: list[list[tuple[int, float]]], rounds: int) -> dict
             step()
             steps.append(time.monotonic() - begin)
     placement = model.schedule.placement
-    times = tuple(SECONDS / len(model.chunks) * dict(slow[1]).get(rank, 1.0) for rank in placement.paths[0])
+    times = tuple(SECONDS / len(model.chunks) * then.get(rank, 1.0) for rank in placement.paths[0])
     cost = pipeflow.CostModel(times, times, times)
     room = pipeflow.simulate(model.schedule, cost).peak_activations
     start = [model.schedule, force]
@@ -105,15 +111,15 @@ def measure(name: str, slow: list[list[tuple[int, float]]], rounds: int) -> dict
     }
 
 
-def quiet(rounds: int) -> dict[str, Any]:
-    """On every rank: a schedule that is the best already, with and without adaptation."""
+def _quiet(rounds: int) -> Times:
+    """A schedule that is the best already, with and without adaptation."""
     contenders = {}
     for name, adaptive in ((KEPT, False), (ADAPTED, True)):
         _, model, step = _made("zb-h1", adaptive=adaptive)
         for _ in range(BEFORE):
             step()
         contenders[name] = Contender(name, step, [model])
-    return {"times": alternate(contenders, rounds)}
+    return alternate(contenders, rounds)
 
 
 def _made(name: str, *, adaptive: bool) -> tuple[Context, pipeflow.Pipeline, Callable[..., object]]:

@@ -241,8 +241,8 @@ def test_training_equals_that_with_the_orders_from_the_start(
         assert {each.name for each in tables} == {name}
 
 
-def other_calls() -> list[int]:
-    """The number of steps that the adaptation saw after each of some calls."""
+def other_calls() -> tuple[list[int], list[float]]:
+    """The number of steps that the adaptation saw after each of some calls, and their times."""
     current_context().adaptive = True
     model, seen, counts = model_of(2, "1f1b"), list[float](), list[int]()
     adaptation = model.runner.adaptation
@@ -252,6 +252,7 @@ def other_calls() -> list[int]:
         (8, {}),
         (8, {"schedule": model.schedule}),
         (8, {"forward_only": True}),
+        (8, {"reduce": False}),  # a step that sums over the replicas takes longer
         (3, {}),  # fewer samples than microbatches
         (8, {"trace": True}),
     ]
@@ -260,12 +261,25 @@ def other_calls() -> list[int]:
         output = execute_pipeline(iter([(inputs[:samples], labels[:samples])]), model, **options)
         assert (output.timeline is not None) == ("trace" in options)
         counts.append(len(seen))
-    assert all(0 < seconds < 60 for seconds in seen)
-    return counts
+    return counts, seen
 
 
 def test_only_whole_training_steps_of_the_pipelines_own_schedule_count() -> None:
-    assert run_threads(other_calls, 2) == [[1, 1, 1, 1, 2]] * 2
+    (first, times), (second, others) = run_threads(other_calls, 2)
+    assert first == second == [1, 1, 1, 1, 1, 2]
+    assert times == others  # both know the time of the slower rank
+    assert all(0 < seconds < 60 for seconds in times)
+
+
+def over_batch() -> None:
+    current_context().adaptive = True
+    schedule = make_schedule("gpipe", ranks=2, microbatches=4)
+    with pytest.raises(UsageError, match='loss_over="batch" needs all forwards before the first backward'):
+        Pipeline(nn.Linear(6, 6), schedule, criterion=functional.mse_loss, loss_over="batch")
+
+
+def test_a_loss_over_the_whole_batch_is_refused() -> None:
+    run_threads(over_batch, 2)
 
 
 def failing() -> None:

@@ -49,16 +49,23 @@ class Adaptation:
     Args:
         given: the schedule of the Pipeline.
         context: this rank's context.
+        over_batch: whether the loss is computed over the whole batch at once.
 
     Attributes:
         schedule: the schedule of the next step.
         traces: whether the next step is traced.
 
-    Raises UsageError for a schedule with slices, pairs, or other actions than forwards, backwards and reductions.
+    Raises UsageError for such a loss, and for a schedule with slices, pairs, or other actions than forwards, backwards
+    and reductions.
     """
 
-    def __init__(self, given: Schedule, context: Context) -> None:
+    def __init__(self, given: Schedule, context: Context, *, over_batch: bool = False) -> None:
         require_unsliced(given, "launch(adaptive=True)")
+        if over_batch:
+            raise UsageError(
+                'loss_over="batch" needs all forwards before the first backward, and launch(adaptive=True) may change '
+                "their order: launch without adaptive"
+            )
         if given.has_pairs or given.kinds - {*HALVES, Kind.B, Kind.R}:
             raise UsageError(
                 f"launch(adaptive=True) searches orders of forwards, backwards and reductions alone, and schedule "

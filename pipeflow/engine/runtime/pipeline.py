@@ -206,7 +206,7 @@ class Pipeline(nn.Module):
             programs = Programs(schedule.placement, context, prepared, self.gradients, options)
             self.runner = Runner(programs, criterion, weigh, taken, autocast, loss_over)
             if context.adaptive and context.pipeline_size > 1:
-                self.runner.adaptation = Adaptation(schedule, context)
+                self.runner.adaptation = Adaptation(schedule, context, over_batch=whole)
             self.alarm.holders.add(self.runner)
             self.alarm.add(self.tables)
             watch(self)
@@ -491,7 +491,7 @@ def execute_pipeline(
     adaptation = model.runner.adaptation if adapts else None
     schedule = schedule or (model.tables.launched if adaptation is None else adaptation.schedule)
     call = StepCall(not forward_only, reduce, return_outputs, broadcast_loss, trace, schedule, gradient_scale)
-    call = call._replace(adapts=adaptation is not None)
+    call = call._replace(adapts=adaptation is not None and reduce)
     if model.context.elastic:
         output: Output = elastic_step(model, data_iter, call)
         return output
