@@ -205,6 +205,25 @@ sys.stderr.write("no end")
     assert err[:2] == ["[rank 0] no end", "[rank 1] no end"]
 
 
+@pytest.mark.slow
+def test_a_reader_that_leaves_stops_no_rank(tmp_path: Path) -> None:
+    script = """
+print("first")
+wait((folder / "left").exists)
+for _ in range(2000):
+    print("x" * 1000)
+(folder / f"{rank}.done").touch()
+"""
+    with started(tmp_path, script) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        (tmp_path / "left").touch()
+        assert process.wait(60) in (0, 120)  # 120: Python could not flush its output
+        assert len([*tmp_path.glob("*.done")]) == 2
+        process.stdout = None
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

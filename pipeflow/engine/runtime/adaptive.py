@@ -25,7 +25,7 @@ LOG = logging.getLogger("pipeflow")
 CHANGE = 1.1  # how many times as long or as short a step is that takes another time
 GAIN = 0.03  # the part of a step that another order must save
 TRIED = 10_000  # actions in all orders that a search tries
-LONGEST = 64  # steps without a measurement, after measurements in vain
+LONGEST = 1024  # steps without a measurement, after measurements in vain
 
 # Theory of operation
 #
@@ -146,11 +146,9 @@ class Adaptation:
 
     def _changed(self, work: tuple[float, ...]) -> str:
         """Says which rank computes for another time than when it was measured last."""
-        ratios = [now / before if before else 1.0 for now, before in zip(work, self._work, strict=False)]
-        if not ratios:
-            return ""
-        rank = max(range(len(ratios)), key=lambda each: abs(log(ratios[each] or 1.0)))
-        return f", and rank {rank} of the pipeline computes for {ratios[rank]:.2f} x its time before"
+        ratios = [(now or 1.0) / (before or 1.0) for now, before in zip(work, self._work, strict=False)]
+        change, rank = max(((abs(log(ratio)), rank) for rank, ratio in enumerate(ratios)), default=(0.0, 0))
+        return f", and rank {rank} of the pipeline computes for {ratios[rank]:.2f} x its time before" if change else ""
 
     def _slowest(self, cost: CostModel, now: Schedule) -> CostModel:
         """The costs of the pipeline whose step takes longest, which all ranks take: the other pipelines wait for it."""

@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from threading import Lock, Thread
 from typing import IO, Any
 
@@ -21,7 +23,7 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # after one of these, no rank is started again
 GRACE = 30.0  # seconds that ranks have to end by themselves then
 POLL = 0.05  # seconds
-DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
+DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl: a rank is killed when the command is
 EXAMPLES = """\
 examples:
   pipeflow run --ranks 8 train.py --layers 12
@@ -89,12 +91,11 @@ class _Ranks:
 
     def __init__(self, command: list[str], environment: dict[str, str], first: int, number: int, restarts: int) -> None:
         self.command, self.environment, self.first, self.restarts = command, environment, first, restarts
-        self.number = number
         self.processes: dict[int, subprocess.Popen[bytes]] = {}  # that run, by rank
         self.starts = dict.fromkeys(range(first, first + number), 0)
         self.until: float | None = None  # when ranks that still run are killed
-        self.lock = Lock()
         self.readers: list[Thread] = []
+        self.lock = Lock()  # of what is written
 
     def wait(self) -> int:
         """Starts all ranks and waits until the last one has ended. Returns the status, as `run` does."""
@@ -106,10 +107,10 @@ class _Ranks:
             while self.processes:
                 failed += [status for rank in [*self.processes] if (status := self._ended(rank))]
                 if self.until is not None and time.monotonic() > self.until:
-                    self._kill()
+                    _kill(self.processes.values())
                 time.sleep(POLL)
         finally:
-            self._kill()
+            _kill(self.processes.values())
             for number, handler in before.items():
                 signal.signal(number, handler)
         for reader in self.readers:
@@ -126,7 +127,7 @@ class _Ranks:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            preexec_fn=_LIBC and partial(_LIBC.prctl, DIES_WITH_PARENT, signal.SIGKILL),
         )
         self.processes[rank], self.starts[rank] = process, count + 1
         for stream, to in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
@@ -137,7 +138,7 @@ class _Ranks:
     def _copy(self, name: bytes, stream: IO[bytes], to: Any) -> None:
         """Passes on what a rank writes, line by line, each after the rank's name."""
         for line in stream:
-            with self.lock:
+            with self.lock, suppress(OSError):  # a rank need not wait for a reader that has left
                 to.buffer.write(name + line.rstrip(b"\n") + b"\n")
                 to.flush()
 
@@ -148,7 +149,7 @@ class _Ranks:
         if code is None:
             return None
         del self.processes[rank]
-        _kill(process)  # what it started
+        _kill([process])  # what it started
         count = self.starts[rank]
         again = code != 0 and count <= self.restarts and self.until is None
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
@@ -166,20 +167,12 @@ class _Ranks:
         if number in ENDING and self.until is None:
             self.until = time.monotonic() + GRACE
 
-    def _kill(self) -> None:
-        for process in self.processes.values():
-            _kill(process)
 
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process and what it started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def _die_with_parent() -> None:
-    """Makes Linux kill this process if the one that started it is killed."""
-    _LIBC.prctl(DIES_WITH_PARENT, signal.SIGKILL)
+def _kill(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    """Kills processes and what they started."""
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 _LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
