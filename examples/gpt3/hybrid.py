@@ -78,7 +78,7 @@ def preset_of(config: Config) -> Preset:
     kind = config.model.get("type")
     if kind not in PRESETS:
         raise pipeflow.UsageError(f"model.type {kind!r} does not exist: choose one of {', '.join(PRESETS)}")
-    if unread := set(config.model) - {"type", "checkpoint", "num_chunks"}:
+    if unread := set(config.model) - {"type", "checkpoint", "num_chunks", "experts", "top_k"}:
         raise pipeflow.UsageError(f"model has unknown keys: {', '.join(sorted(unread))}")
     return PRESETS[kind]
 
@@ -102,6 +102,8 @@ def train(config: Config, preset: Preset, dataset: WebtextDataset, arguments: ar
         embed_drop_rate=dropout,
         attn_drop_rate=dropout,
         drop_rate=dropout,
+        experts=config.model.get("experts", 0),
+        top_k=config.model.get("top_k", 2),
     )
     rate, decay = config.given.get("LEARNING_RATE", 0.00015), config.given.get("WEIGHT_DECAY", 0.01)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate, weight_decay=decay)

@@ -29,21 +29,15 @@ from pipeflow.engine.tensor.block_attention import seen_keys
 from pipeflow.engine.tensor.context_attention import Attend, ContextAttention, context_group
 from pipeflow.engine.tensor.cross_entropy import VocabParallelCrossEntropy, shifted_labels
 from pipeflow.engine.tensor.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
+from pipeflow.engine.tensor.experts import divide_experts
 from pipeflow.engine.tensor.layer import LayerNorm, Membership, divide, feature_parts
 from pipeflow.engine.tensor.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelClassifier
 from pipeflow.engine.tensor.masked_attention import masked_attention, plain_attention
+from pipeflow.engine.tensor.mixture import MixtureOfExperts
 from pipeflow.engine.tensor.random import Dropout, Factors, checkpoint, initialize_
 from pipeflow.engine.tensor.regions import scatter_to_sequence_region
 
-__all__ = [
-    "GPTBlock",
-    "GPTEmbedding",
-    "GPTLMHead",
-    "GPTLMLoss",
-    "GPTStage",
-    "build_gpt_pipeline",
-    "build_stage",
-]
+__all__ = ["GPTBlock", "GPTEmbedding", "GPTLMHead", "GPTLMLoss", "GPTStage", "build_gpt_pipeline", "build_stage"]
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -138,6 +132,8 @@ class GPTBlock(nn.Module):
         dtype: dtype of the parameters.
         checkpoint: activation checkpointing: keep only the input, and recompute the block in its backward.
         sequence_parallel: split the hidden states over the tensor ranks by length.
+        experts: number of experts in place of the MLP, as in MixtureOfExperts; 0 for an MLP.
+        top_k: number of experts of each token.
 
     Raises UsageError if the heads do not divide the hidden size.
     """
@@ -154,14 +150,19 @@ class GPTBlock(nn.Module):
         dtype: torch.dtype = torch.float,
         checkpoint: bool = False,
         sequence_parallel: bool = False,
+        experts: int = 0,
+        top_k: int = 2,
     ) -> None:
         super().__init__()
         options: dict[str, Any] = {"dtype": dtype, "sequence_parallel": sequence_parallel}
         self.norm_1 = LayerNorm(hidden_size, eps=layer_norm_epsilon, **options)
         self.attention = Attention(hidden_size, num_attention_heads, dropout=attention_dropout, **options)
         self.norm_2 = LayerNorm(hidden_size, eps=layer_norm_epsilon, **options)
-        self.wide = ColumnParallelLinear(hidden_size, mlp_ratio * hidden_size, **options)
-        self.output = RowParallelLinear(mlp_ratio * hidden_size, hidden_size, **options)
+        inner = mlp_ratio * hidden_size
+        self.mixture = MixtureOfExperts(hidden_size, inner, experts, top_k, activation, **options) if experts else None
+        if not experts:
+            self.wide = ColumnParallelLinear(hidden_size, inner, **options)
+            self.output = RowParallelLinear(inner, hidden_size, **options)
         self.dropout = Dropout(dropout, parallel_input=sequence_parallel, tokens=None if sequence_parallel else 1)
         self.activation = activation
         self.checkpoint = checkpoint
@@ -174,8 +175,9 @@ class GPTBlock(nn.Module):
     def _compute(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
         attended = self.attention(self.norm_1(hidden_states), attention_mask)
         hidden_states = hidden_states + self.dropout(attended)
-        widened = self.activation(self.wide(self.norm_2(hidden_states)))
-        output: Tensor = hidden_states + self.dropout(self.output(widened))
+        normed = self.norm_2(hidden_states)
+        computed = self.output(self.activation(self.wide(normed))) if self.mixture is None else self.mixture(normed)
+        output: Tensor = hidden_states + self.dropout(computed)
         return output
 
 
@@ -299,6 +301,7 @@ class GPTStage(nn.Module):
         last: whether this is the last stage.
         start: index of its first block in the whole model.
         sequence_parallel: split hidden states over the tensor ranks by length.
+        experts, top_k: as in GPTBlock. Expert ranks divide the experts.
     """
 
     shares_tokens = True
@@ -324,6 +327,8 @@ class GPTStage(nn.Module):
         *,
         start: int = 0,
         sequence_parallel: bool = False,
+        experts: int = 0,
+        top_k: int = 2,
     ) -> None:
         super().__init__()
         options: dict[str, Any] = {"dtype": dtype, "sequence_parallel": sequence_parallel}
@@ -332,22 +337,11 @@ class GPTStage(nn.Module):
             self.embedding = GPTEmbedding(
                 hidden_size, vocab_size, max_position_embeddings, dropout=embed_drop_rate, **options
             )
-        self.blocks = nn.ModuleDict(
-            {
-                str(layer): GPTBlock(
-                    hidden_size,
-                    num_attention_heads,
-                    mlp_ratio=mlp_ratio,
-                    activation=act_func,
-                    attention_dropout=attn_drop_rate,
-                    dropout=drop_rate,
-                    layer_norm_epsilon=layer_norm_epsilon,
-                    checkpoint=checkpoint,
-                    **options,
-                )
-                for layer in range(start, start + num_layers)
-            }
-        )
+        block: dict[str, Any] = {"mlp_ratio": mlp_ratio, "activation": act_func, "checkpoint": checkpoint, **options}
+        block |= {"attention_dropout": attn_drop_rate, "dropout": drop_rate, "experts": experts, "top_k": top_k}
+        block["layer_norm_epsilon"] = layer_norm_epsilon
+        numbers = range(start, start + num_layers)
+        self.blocks = nn.ModuleDict({str(n): GPTBlock(hidden_size, num_attention_heads, **block) for n in numbers})
         if last:
             self.norm = LayerNorm(hidden_size, eps=layer_norm_epsilon, **options)
             self.head = GPTLMHead(vocab_size=vocab_size, dim=hidden_size, **options)
@@ -407,6 +401,7 @@ def build_stage(
     """
     with torch.device("meta"):
         stage = GPTStage(end - start, first=first, last=last, start=start, **options)
+        divide_experts(stage)
     begin(stage, num_layers, seed=seed, device=device)
     return stage
 
@@ -441,7 +436,7 @@ def initialize(stage: GPTStage, num_layers: int, seed: int, *, std: float = 0.02
         elif block.dim() == 1:
             block.fill_(1)  # weight of a norm
         else:
-            residual = name.endswith("output.weight")  # two of a layer add to the residual stream
+            residual = name.endswith(("output.weight", "experts.output"))  # two of a layer add to the residual stream
             block.normal_(0, std / (2 * num_layers) ** 0.5 if residual else std, generator=generator)
 
     for name, part in stage.named_children():

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
 from pipeflow import Pipeline, execute_pipeline
@@ -40,7 +39,7 @@ class Balanced(ExpertWork):
         for name, value in BALANCED.items():
             setattr(model.config, name, value)
             setattr(model, name, value)
-        with float64(vars(transformers.loss.loss_utils), "ForCausalLMLoss") as loss:
+        with float64(vars(import_module("transformers.loss.loss_utils")), "ForCausalLMLoss") as loss:
             model.loss_function = loss
         return model
 
@@ -55,7 +54,7 @@ def counted(labels: Tensor) -> Tensor:
 
 
 @contextmanager
-def float64(file: dict[str, Any], name: str) -> Iterator[Any]:
+def float64(file: Any, name: str) -> Iterator[Any]:
     """transformers' own function of this name in the names of a file, computed in float64 meanwhile."""
     stock, names = file[name], dict(file)
     source = inspect.getsource(inspect.unwrap(stock))
@@ -98,13 +97,13 @@ def step(work: Balanced, whole: Any) -> Trained:
     context = current_context()
     model = deepcopy(whole)
     model = shared(model) if context.context_size > 1 else model
-    weigh = (lambda labels: (labels != -100).sum()) if context.context_size > 1 else counted
+    weigh: Any = (lambda labels: (labels != -100).sum()) if context.context_size > 1 else counted
     pipeline = Pipeline.from_module(model, work.schedule, work.entries(0), weigh=weigh)
     output = execute_pipeline(iter([work.entries(context.data_rank)]), pipeline)
     return Trained([None if output.loss is None else output.loss.item()], [0.0], parts_of(pipeline))
 
 
-CASES: dict[str, tuple[Balanced, dict[str, int]]] = {
+CASES: dict[str, tuple[Balanced, dict[str, Any]]] = {
     "replicas": (Balanced("mixtral", samples=(3, 5)), {}),
     "expert ranks": (Balanced("olmoe", "zb-v", samples=(3, 5), layers=4), {"experts": 2}),
     "padding": (Balanced("mixtral", samples=(3, 5), padded=True), {"experts": 2}),
@@ -175,7 +174,7 @@ def refused(kind: str) -> None:
     execute_pipeline(iter([batch]), pipeline)
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "slices": ({}, 1, r"a balance loss \(config.output_router_logits\) needs whole microbatches"),
     "mask": ({"context": 2}, 2, "context ranks take no attention_mask with a balance loss of experts"),
     "microbatches": ({"data": 2}, 2, "replicas have 2, 1 microbatches, .* give each replica at least one sample"),

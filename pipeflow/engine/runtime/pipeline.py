@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from types import CodeType, FrameType
@@ -46,7 +47,7 @@ from pipeflow.engine.runtime.step import LossOver, Output, Runner
 from pipeflow.engine.stages.blocks import Blocks, Cuts
 from pipeflow.engine.stages.criterion import own_loss
 from pipeflow.engine.stages.plan import CutPlan
-from pipeflow.engine.tensor.balance import balance_losses
+from pipeflow.engine.tensor.balance import balance_losses, balanced_over
 from pipeflow.engine.tensor.rules import DEFAULT_RULES, Rule
 from pipeflow.engine.tensor.stepping import watch
 
@@ -339,7 +340,7 @@ class Pipeline(nn.Module):
         )
         made.cut, made.runner.read, made.names_in_module = plan, planner.entries.of, names
         made.runner.original = Original(module, made.chunks, tells=context.rank == 0)
-        made.runner.balances = bool(forms)
+        made.runner.balanced = partial(balanced_over, context.copies) if forms else None
         return made
 
     def train(self, mode: bool = True) -> Self:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -45,7 +46,6 @@ from pipeflow.engine.runtime.slicing import ends_of, require_sliceable, sliced
 from pipeflow.engine.runtime.trace import StepTrace
 from pipeflow.engine.runtime.weighing import Weigher, share_of
 from pipeflow.engine.stages.criterion import explained, own_loss
-from pipeflow.engine.tensor.balance import balanced_over
 
 LossOver = Literal["microbatches", "batch"]
 
@@ -104,7 +104,8 @@ class Runner:
         adaptation: the order of training steps, if it may change.
         tokens: takes this rank's tokens out of batches, if there are context ranks.
         samples: takes this rank's samples out of batches, if a grid of tensor ranks divides them.
-        balances: whether the last stage computes a balance loss of experts, which counts the tokens of all replicas.
+        balanced: makes a balance loss of experts, which the last stage computes, count the tokens of all replicas; None
+            if there is no such loss.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class Runner:
         self.read: Callable[[object], tuple[object, object]] = as_pair
         self.original: Original | None = None
         self.adaptation: Adaptation | None = None
-        self.balances = False
+        self.balanced: Callable[[], AbstractContextManager[None]] | None = None
         self._runs = False
         self.rows: Sequence[AgreementRow] = ()  # what all ranks told each other at the end of the last step
         self.end: Callable[[Sequence[AgreementRow]], Output] | None = None  # ends the last step with these
@@ -333,7 +334,7 @@ class Runner:
             first = next(iter(self.stages.values()))
             module = None if self.original is None else root_of(first.module)
             cut = partial(self._ends, times=1.0, schedule=schedule, cost=cost) if schedule.slices > 1 else None
-            batch = self.tokens.own(batch, module, cut, balances=self.balances)
+            batch = self.tokens.own(batch, module, cut, balances=self.balanced is not None)
         if self.samples is not None:
             batch = self.samples.own(batch, training=call.training)
         if self.context.elastic:
@@ -358,7 +359,7 @@ class Runner:
             "tensor_shape=": options.promise is not None,
             "graph=True": options.graph,
             "weigh=": self.weigh is not None and not hasattr(self.criterion, "weigh"),
-            "a balance loss (config.output_router_logits)": self.balances,
+            "a balance loss (config.output_router_logits)": self.balanced is not None,
             'loss_over="batch"': self.loss_over == "batch",
         }
         tokens = self.tokens
@@ -423,8 +424,8 @@ class Runner:
         """Prepares forwards that wait for other replicas, whose experts or tokens they need. Raises UsageError on all
         ranks unless replicas have as many microbatches.
         """
-        context, balances = self.context, self.balances and self.context.copies.size > 1
-        if not (context.experts.size > 1 or balances):
+        context, balanced = self.context, self.balanced if self.context.copies.size > 1 else None
+        if context.experts.size == 1 and balanced is None:
             return
         counts = [int(count) for [count] in all_gather(context.replicas, [float(len(batch.sizes))])]
         with told_alike(context.replicas):
@@ -434,9 +435,9 @@ class Runner:
                     "of others, which share its experts or its balance loss: give each replica at least one sample "
                     "for each microbatch of the schedule, as with DataLoader(..., drop_last=True)"
                 )
-        if balances and self._last_stage in self.stages:
+        if balanced is not None and self._last_stage in self.stages:
             last = self.stages[self._last_stage]
-            last.call = balanced_over(context.copies)(last.call)
+            last.call = _within(balanced, last.call)
 
     def _unload(self, compiled: Compiled) -> None:
         """Frees the batch and everything made from it."""
@@ -452,6 +453,16 @@ def _output(
     if call.training and agreed.loss is not None:
         agreed.loss.backward = _Ran()  # type: ignore[method-assign]  # of this tensor alone
     return Output(agreed.loss, outputs, timeline, losses, agreed.samples, agreed.weight)
+
+
+def _within(region: Callable[[], AbstractContextManager[None]], call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call, in a region of its own each time."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with region():
+            return call(*args, **kwargs)
+
+    return called
 
 
 class Pace:

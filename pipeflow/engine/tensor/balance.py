@@ -7,22 +7,22 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipeflow.core.errors import UsageError
+from pipeflow.engine.parallel.context import keep, kept
 from pipeflow.engine.parallel.transport.protocol import Alone, Group
 from pipeflow.engine.tensor.regions import exchanged, summed
 from pipeflow.engine.torch_private.modes import FakeTensor
 
 NAME = "load_balancing_loss_func"
 """The function of transformers that computes the balance loss, in the file of each model that has one."""
-_RANKS: ContextVar[Group | None] = ContextVar("_RANKS", default=None)
-_FOUND: ContextVar[list[bool] | None] = ContextVar("_FOUND", default=None)
+RANKS, FOUND = "ranks of balance losses", "balance losses"  # what a rank keeps meanwhile
 _PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
@@ -57,11 +57,11 @@ def balance_loss(logits: tuple[Tensor, ...], experts: int, top_k: int, mask: Ten
 @contextmanager
 def balanced_over(group: Group) -> Iterator[None]:
     """Within it, the balance losses that `balance_losses` has found are those of the tokens of all ranks of `group`."""
-    token = _RANKS.set(group)
+    keep(RANKS, group)
     try:
         yield
     finally:
-        _RANKS.reset(token)
+        keep(RANKS, None)
 
 
 @contextmanager
@@ -76,11 +76,11 @@ def balance_losses(module: nn.Module) -> Iterator[list[bool]]:
         if inspect.isfunction(stock) and not hasattr(stock, "is_alike"):
             vars(sys.modules[file])[NAME] = _over_ranks(stock, is_alike=_is_alike(stock))
     found = list[bool]()
-    token = _FOUND.set(found)
+    keep(FOUND, found)
     try:
         yield found
     finally:
-        _FOUND.reset(token)
+        keep(FOUND, None)
 
 
 def _over_ranks(stock: Callable[..., Any], *, is_alike: bool) -> Callable[..., Any]:
@@ -90,7 +90,7 @@ def _over_ranks(stock: Callable[..., Any], *, is_alike: bool) -> Callable[..., A
     def loss(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        found, group = _FOUND.get(), _RANKS.get()
+        found, group = _kept(FOUND), _kept(RANKS)
         if found is not None:
             found.append(is_alike)
         logits = given.args[0]
@@ -101,6 +101,13 @@ def _over_ranks(stock: Callable[..., Any], *, is_alike: bool) -> Callable[..., A
 
     vars(loss)["is_alike"] = is_alike
     return loss
+
+
+def _kept(key: str) -> Any:
+    """What this rank keeps; None on a thread that is no rank."""
+    with suppress(UsageError):
+        return kept(key)
+    return None
 
 
 def _is_alike(stock: Callable[..., Any]) -> bool:

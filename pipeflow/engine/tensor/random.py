@@ -22,7 +22,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from pipeflow.core.errors import UsageError
 from pipeflow.engine.parallel.context import context_if_launched, keep, keeping, kept
-from pipeflow.engine.parallel.sharding import Split, own_tokens
+from pipeflow.engine.parallel.sharding import Split, expert_splits_of, own_tokens
 from pipeflow.engine.parallel.transport.protocol import Group
 from pipeflow.engine.tensor.layer import TensorLayer, whole_shape
 from pipeflow.engine.torch_private.autograd import backward_id
@@ -353,6 +353,9 @@ def initialize_(module: nn.Module, fill: Fill, *, seed: int, prefix: str = "") -
         if isinstance(layer, TensorLayer)
         for name, split in layer.splits().items()
     }
+    context = context_if_launched()
+    place = 0 if context is None else context.experts.rank
+    places |= {key: (split, place) for key, split in expert_splits_of(module).items()}
     for name, parameter in module.named_parameters(prefix=prefix):
         if not parameter.is_meta:
             _fill_part(torch.atleast_1d(parameter), fill, name, seed, *places.get(id(parameter), (None, 0)))
