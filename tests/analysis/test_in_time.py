@@ -68,8 +68,8 @@ def test_ranks_that_share_processors_are_not_late() -> None:
 
 def test_the_first_turn_that_is_too_late_ends_it() -> None:
     """Rank 0 has to compute for 2 and was idle for 3."""
-    turns = [(Turn(0, (Action(Kind.F, 0, m),), [], []), 2.0 + m, 3.0 + m, 3.0 + m) for m in range(2)]
-    reduction = (Turn(0, (Action(Kind.R, 0, 1),), [], []), 90.0, 99.0, 99.0)
+    turns = [(Turn(0, (Action(Kind.F, 0, m),), [], []), 2.0 + m, 3.0 + m, 3.0 + m, 0.0) for m in range(2)]
+    reduction = (Turn(0, (Action(Kind.R, 0, 1),), [], []), 90.0, 99.0, 99.0, 0.0)
     assert list(in_time([*turns, reduction], [2.0], within=4.0)) == [*turns, reduction]
     late = iter([*turns, reduction])
     with pytest.raises(LateError):
