@@ -20,13 +20,11 @@ from torch.nn import functional
 from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import partition_uniform
 from pipeflow.core.placement import Placement
-from pipeflow.engine.deferral.past import is_sliced, tokens_before
 from pipeflow.engine.parallel.context import current_context
-from pipeflow.engine.parallel.sharding import own_tokens
 from pipeflow.engine.runtime.gradients.weights import PipelineSharedModuleWrapper
 from pipeflow.engine.runtime.sharing import CONTEXT, SLICES
 from pipeflow.engine.tensor.block_attention import seen_keys
-from pipeflow.engine.tensor.context_attention import Attend, ContextAttention, context_group
+from pipeflow.engine.tensor.context_attention import Attend, ContextAttention, context_group, has_parts, positions_of
 from pipeflow.engine.tensor.cross_entropy import VocabParallelCrossEntropy, shifted_labels
 from pipeflow.engine.tensor.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
 from pipeflow.engine.tensor.experts import divide_experts
@@ -84,10 +82,8 @@ class Attention(nn.Module):
         mixed = self.query_key_value(hidden_states).unflatten(-1, (-1, 3, self.head_size))
         query, key, value = mixed.permute(3, 0, 2, 1, 4)
         mask = causal(attention_mask, query.shape[2])
-        if mask is not None and self.over_context.group.size > 1:
-            raise CONTEXT.mask_error()
-        if mask is not None and is_sliced(self):
-            raise SLICES.mask_error()
+        if mask is not None and has_parts(self, self.over_context.group):
+            raise (CONTEXT if self.over_context.group.size > 1 else SLICES).mask_error()
         if mask is not None and (groups := self.output.grid) is not None and groups.grid.axes == 3:
             raise UsageError(
                 "a GPT takes no attention mask in tensor mode '3d', where attention has other samples than its stage: "
@@ -97,7 +93,7 @@ class Attention(nn.Module):
         if mask is None:
             attend: Attend = masked_attention
             if with_dropout:
-                factors = self.dropout.of_scores(query, tokens_before(self), self.over_context.group)
+                factors = self.dropout.of_scores(query, self.over_context.group)
                 attend = partial(self._with_dropout, factors=factors)
             seen = self.over_context(query, key, value, attend)
         else:
@@ -214,18 +210,12 @@ class GPTEmbedding(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         if position_ids is None:
-            position_ids = self._positions(input_ids.shape[1], input_ids.device)
+            position_ids = positions_of(self, self._context.group, input_ids.shape[1], input_ids.device)
         positions = self.position_embeddings(position_ids)
         if self.sequence_parallel:
             positions = scatter_to_sequence_region(positions, self.position_embeddings.group)
         output: Tensor = self.dropout(self.word_embeddings(input_ids) + positions)
         return output
-
-    def _positions(self, length: int, device: torch.device) -> Tensor:
-        """The positions in the whole sequence of a slice or of a context rank of `length` tokens, (1, length)."""
-        group, before = self._context.group, tokens_before(self)
-        positions = torch.arange(before, before + length * group.size, device=device)[None]
-        return positions if group.size == 1 else own_tokens(positions, group.rank, group.size, dim=1)
 
 
 class GPTLMHead(VocabParallelClassifier):

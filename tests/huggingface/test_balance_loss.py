@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from pipeflow import Pipeline, execute_pipeline
-from pipeflow.adapters.huggingface.shared_tokens import shifted_labels
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.transport.protocol import Alone
 from pipeflow.engine.tensor import balance
+from pipeflow.engine.tensor.cross_entropy import shifted_labels
 from pipeflow.huggingface import CausalLMLoss, share_tokens
 from pipeflow.testing import RankError, run_threads
 from tests.huggingface.over_experts import ExpertWork, Part, Trained, _array, parts_of, require_trained

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from pipeflow.adapters.libraries import transformers_library
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.deferral.past import is_sliced
 from pipeflow.engine.runtime.sharing import CONTEXT
-from pipeflow.engine.tensor.context_attention import ContextAttention, context_group
+from pipeflow.engine.tensor.context_attention import ContextAttention, context_group, has_parts
 from pipeflow.engine.tensor.cross_entropy import CrossEntropy, shifted_labels
 from pipeflow.engine.tensor.masked_attention import masked_attention, plain_attention
 
@@ -148,7 +147,7 @@ def attention(
             "out, or do not call share_tokens"
         )
     over_context, options = ContextAttention(), {"dropout_p": dropout, "scale": scaling}
-    if attention_mask is None or is_sliced(module) or over_context.group.size > 1:
+    if attention_mask is None or has_parts(module, over_context.group):
         if documents is not None and not causal:
             documents = documents.clamp(-1, 0)  # such models take packed documents for one
         hidden: dict[str, Any] = {"causal": causal, "window": sliding_window, "documents": documents}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
-from pipeflow.engine.deferral.past import TOKENS, joined
+from pipeflow.engine.deferral.past import TOKENS, is_sliced, joined, tokens_before
 from pipeflow.engine.parallel.context import context_if_launched
 from pipeflow.engine.parallel.sharding import all_tokens, own_tokens, token_parts
 from pipeflow.engine.parallel.transport.protocol import Alone, Group
@@ -33,6 +33,20 @@ def context_group() -> Group:
     """The context group of the context, or a group of one rank without a launch."""
     context = context_if_launched()
     return Alone() if context is None else context.context
+
+
+def has_parts(layer: nn.Module, group: Group) -> bool:
+    """Whether the stage of `layer` has a part of each sequence: one of the context ranks of `group`, or a slice."""
+    return group.size > 1 or is_sliced(layer)
+
+
+def positions_of(layer: nn.Module, group: Group, length: int, device: torch.device) -> Tensor:
+    """The positions in the whole sequence of the `length` tokens that the stage of `layer` has of it, (1, length). They
+    are those of a slice, and of a rank of `group`, the context ranks.
+    """
+    before = tokens_before(layer)
+    positions = torch.arange(before, before + length * group.size, device=device)[None]
+    return positions if group.size == 1 else own_tokens(positions, group.rank, group.size, dim=1)
 
 
 class ContextAttention(TensorLayer):

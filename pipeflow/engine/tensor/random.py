@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.utils import checkpoint as torch_checkpoint
 
 from pipeflow.core.errors import UsageError
+from pipeflow.engine.deferral.past import tokens_before
 from pipeflow.engine.parallel.context import context_if_launched, keep, keeping, kept
 from pipeflow.engine.parallel.sharding import Split, expert_splits_of, own_tokens
 from pipeflow.engine.parallel.transport.protocol import Group
@@ -187,18 +188,17 @@ class Dropout(TensorLayer):
             factors = own_tokens(self.factors(input.new_empty(shape)), context.context_rank, ranks, self.tokens)
         return input.mul_(factors) if self.inplace else input * factors
 
-    def of_scores(self, own: Tensor, before: int, group: Group) -> Factors | None:
+    def of_scores(self, own: Tensor, group: Group) -> Factors | None:
         """The mask of attention's scores over context ranks: drawn for all tokens of a sequence, as one process does.
         None for one context rank, which draws it in a forward.
 
         Args:
             own: (batch, heads, length, head size): the queries of this rank.
-            before: the tokens of earlier slices, which are keys, too.
             group: the context ranks.
         """
         if group.size == 1:
             return None
-        (batch, heads, tokens, _), ranks = own.shape, group.size
+        (batch, heads, tokens, _), ranks, before = own.shape, group.size, tokens_before(self)
 
         @cache
         def whole() -> Tensor:
