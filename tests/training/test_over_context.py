@@ -88,6 +88,8 @@ DROPPING: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.some(3)
 @pytest.mark.parametrize("how", ["gather", "all_to_all"])
 @pytest.mark.parametrize("kind", DROPPING)
 def test_dropout_is_that_of_one_context_rank(kind: str, how: str) -> None:
