@@ -24,6 +24,8 @@ from pipeflow import (
     make_schedule,
 )
 from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.launcher import _require_elastic
+from pipeflow.engine.parallel.layout import WorldLayout
 from pipeflow.engine.runtime.elastic import Retried
 from pipeflow.engine.runtime.stage import Stage
 from pipeflow.testing import die, run_processes, run_threads
@@ -289,3 +291,14 @@ def test_a_launch_that_could_not_go_on_is_refused(
     pipeline = 2 if {*arguments} <= {"data"} else 1
     with pytest.raises(UsageError, match=expected):
         launch(**{"pipeline": pipeline, "elastic": True, **arguments})  # type: ignore[arg-type]
+
+
+def test_a_starter_that_ends_all_ranks_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    for rank in range(4):
+        _require_elastic(WorldLayout(pipeline=2, data=2), rank)
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
+        "torchrun ends all processes when one of them dies"
+    ]
