@@ -29,15 +29,9 @@ LONGEST = 1024  # steps without a measurement, after measurements in vain
 
 # Theory of operation
 #
-# All ranks tell the time of each step in the agreement that ends it, which costs nothing. So all know the time of the
-# slowest rank. If it has changed by a tenth, the next step is traced. If that step, too, takes another time than usual,
-# the trace gives the costs of all stages and links, and a search finds an order for them. A step that is slow by chance
-# changes nothing.
-#
-# An order is taken if it saves more than `GAIN` of the step in the simulation. The order of the user is preferred to
-# one that is hardly better, because an order that suits one slow rank may suit no other. An order is given back if its
-# steps take longer than the traced one. After each measurement in vain, the next one comes later. Nothing is searched
-# if no order can gain enough.
+# A step whose time has changed is followed by a traced one. If that differs, too, its costs decide: a step that is slow
+# by chance changes nothing. An order must save `GAIN` in the simulation, and is given back if its steps take longer than
+# the traced one. After each measurement in vain, the next one comes later.
 #
 # The first step compiles. The second one differs from the usual time, which is zero then. So the first order is found
 # from the third step.
