@@ -30,8 +30,8 @@ LONGEST = 1024  # steps without a measurement, after measurements in vain
 # Theory of operation
 #
 # A step whose time has changed is followed by a traced one. If that differs, too, its costs decide: a step that is slow
-# by chance changes nothing. An order must save `GAIN` in the simulation, and is given back if its steps take longer than
-# the traced one. After each measurement in vain, the next one comes later.
+# by chance changes nothing. An order must save `GAIN` in the simulation, and is given back if its steps take longer
+# than the traced one. After each measurement in vain, the next one comes later.
 #
 # The first step compiles. The second one differs from the usual time, which is zero then. So the first order is found
 # from the third step.
