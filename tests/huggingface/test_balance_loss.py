@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeflow import Pipeline, execute_pipeline
+from pipeflow import Divided, Pipeline, execute_pipeline
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.transport.protocol import Alone
 from pipeflow.engine.tensor import balance
@@ -72,12 +72,10 @@ def expected(work: Balanced) -> Trained:
     model = work.model()
     batches = [work.entries(replica) for replica in range(len(work.samples))]
     total = sum(counted(batch["labels"]) for batch in batches)
-    loss = 0.0
+    loss, number = 0.0, min(work.microbatches, *work.samples)
     with float64(vars(sys.modules[f"transformers.models.{work.kind}.modeling_{work.kind}"]), balance.NAME):
-        for microbatch in range(work.microbatches):
-            parts = [
-                {name: each.tensor_split(work.microbatches)[microbatch] for name, each in b.items()} for b in batches
-            ]
+        for microbatch in range(number):
+            parts = [{name: each.tensor_split(number)[microbatch] for name, each in b.items()} for b in batches]
             whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
             part = model(**whole).loss * counted(whole["labels"]) / total
             part.backward()
@@ -110,6 +108,7 @@ CASES: dict[str, tuple[Balanced, dict[str, Any]]] = {
     "tensor ranks": (Balanced("gpt_oss", pipeline=1, samples=(3, 5)), {"tensor": 2, "experts": 2}),
     "context ranks": (Balanced("qwen3_moe"), {"context": 2}),
     "context and expert ranks": (Balanced("qwen3_moe", pipeline=1, samples=(3, 5)), {"context": 2, "experts": 2}),
+    "a small batch": (Balanced("mixtral", pipeline=1, samples=(2, 5), microbatches=3), {"experts": 2}),
     "two last stages": (Balanced("qwen3_moe", "dualpipe", samples=(8, 9), microbatches=4, layers=4), {"experts": 2}),
 }
 
@@ -169,15 +168,16 @@ def refused(kind: str) -> None:
     options: dict[str, Any] = {"criterion": CausalLMLoss()} if kind == "slices" else {"weigh": counted}
     model = model if kind == "microbatches" else shared(model)
     pipeline = Pipeline.from_module(model, work.schedule, batch, **options)
-    if context.data_rank:
-        batch = {name: each[:1] for name, each in entries.items()}
+    if kind == "microbatches":
+        one = {name: each[:1] for name, each in entries.items()}
+        batch = one if context.data_rank else Divided([entries] * 2)
     execute_pipeline(iter([batch]), pipeline)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "slices": ({}, 1, r"a balance loss \(config.output_router_logits\) needs whole microbatches"),
     "mask": ({"context": 2}, 2, "context ranks take no attention_mask with a balance loss of experts"),
-    "microbatches": ({"data": 2}, 2, "replicas have 2, 1 microbatches, .* give each replica at least one sample"),
+    "microbatches": ({"data": 2}, 2, "replicas have 2, 1 microbatches, .* divide each batch into as many"),
 }
 
 

@@ -1,4 +1,4 @@
-"""A small GPT with four experts in each layer, on four processes: two replicas of a pipeline of two stages, which divide
+"""A small GPT with four experts in each layer, on four processes: a pipeline of two stages, whose two replicas divide
 the experts.
 """
 

@@ -30,7 +30,7 @@ from pipeflow.engine.runtime.elastic import of_all_replicas
 from pipeflow.engine.runtime.gradients.step_end import ParameterChange
 from pipeflow.engine.runtime.grid_samples import GridSamples
 from pipeflow.engine.runtime.loss import Agreed, AgreementRow, StepCall, agree, prepare, told_alone
-from pipeflow.engine.runtime.microbatch import Batch, Divided, as_batch, as_pair, next_of
+from pipeflow.engine.runtime.microbatch import Batch, Divided, as_batch, as_pair, even_sizes, next_of
 from pipeflow.engine.runtime.original import Original, root_of
 from pipeflow.engine.runtime.program.compile import Compiled, Programs, RunMode
 from pipeflow.engine.runtime.program.operations import Awaited, Operation, run
@@ -208,7 +208,7 @@ class Runner:
         self._runs = True
         try:
             self.confirmation.confirm_all()
-            batch, compiled = self._start(data_iter, call)
+            batch, compiled = self._start(data_iter, call, meets=False)
             region = region_of(self.transport.device.type, self.autocast)
             self.programs.fit(compiled, batch, region)
             with torch.inference_mode(mode=False), torch.no_grad(), outside(region):
@@ -237,7 +237,9 @@ class Runner:
         self.programs.fit(compiled, batch, region)
         with torch.inference_mode(mode=False), torch.set_grad_enabled(call.training), outside(region):
             self._load(compiled, batch, call, region)
-            self._require_meeting(batch)
+            if self.balanced is not None and self.context.copies.size > 1 and self._last_stage in self.stages:
+                last = self.stages[self._last_stage]
+                last.call = _within(self.balanced, last.call)
             if call.training:
                 results.gradient_scale = loss_scale * call.gradient_scale * share_of(results, self.context)
             traces = call.trace or (call.adapts and self.adaptation is not None and self.adaptation.traces)
@@ -318,7 +320,8 @@ class Runner:
             for stage in self.stages.values():
                 stage.defer()
 
-    def _start(self, data_iter: Iterator[object], call: StepCall) -> tuple[Batch, Compiled]:
+    def _start(self, data_iter: Iterator[object], call: StepCall, *, meets: bool = True) -> tuple[Batch, Compiled]:
+        """The next batch, and what runs it. With `meets`, all ranks call it together."""
         given, schedule, cost = next_of(data_iter), call.schedule, self.programs.options.cost
         if isinstance(given, Divided):
             schedule, cost = given.schedule or schedule, given.cost or cost
@@ -327,6 +330,8 @@ class Runner:
             require_forwards_first(schedule, given)
         replicas = self.context.data_size if self.context.is_joined else 1
         batch = as_batch(given, schedule.num_microbatches // replicas, self.transport.device, self.read)
+        if self.context.data_size > 1 and meets and (self.context.experts.size > 1 or self.balanced is not None):
+            batch = self._met(batch, is_divided=isinstance(given, Divided))
         if self.taken is not None:
             batch.require_taken(self.taken)
         if self.tokens is not None:
@@ -350,6 +355,23 @@ class Runner:
                 "DataLoader(..., drop_last=True)"
             )
         return batch, self.programs.get(schedule, RunMode(microbatches, call.training, call.training and call.reduce))
+
+    def _met(self, batch: Batch, *, is_divided: bool) -> Batch:
+        """The batch in as many microbatches as all replicas have: the forwards of one wait for those of others, which
+        share its experts or its balance loss. Raises UsageError on all ranks for divided batches of other numbers.
+        """
+        replicas = self.context.replicas
+        rows = all_gather(replicas, [float(len(batch.sizes)), float(is_divided)])
+        counts = [int(count) for count, _ in rows]
+        if len(set(counts)) == 1:
+            return batch
+        with told_alike(replicas):
+            if any(divided for _, divided in rows):
+                raise UsageError(
+                    f"replicas have {', '.join(map(str, counts))} microbatches, but the forwards of one wait for those "
+                    "of others, which share its experts or its balance loss: divide each batch into as many"
+                )
+        return replace(batch, sizes=even_sizes(batch.samples, min(counts)), leaves=[])
 
     def _sliced(self, batch: Batch, schedule: Schedule, cost: CostModel | None) -> Batch:
         """The batch for a schedule with slices. Raises UsageError if something cannot be computed in slices."""
@@ -419,25 +441,6 @@ class Runner:
                 if own is not None:
                     last = self.stages[self._last_stage]
                     self._weigher.load(results, batch, own, weigh, last, training=call.training)
-
-    def _require_meeting(self, batch: Batch) -> None:
-        """Prepares forwards that wait for other replicas, whose experts or tokens they need. Raises UsageError on all
-        ranks unless replicas have as many microbatches.
-        """
-        context, balanced = self.context, self.balanced if self.context.copies.size > 1 else None
-        if context.experts.size == 1 and balanced is None:
-            return
-        counts = [int(count) for [count] in all_gather(context.replicas, [float(len(batch.sizes))])]
-        with told_alike(context.replicas):
-            if len(set(counts)) > 1:
-                raise UsageError(
-                    f"replicas have {', '.join(map(str, counts))} microbatches, but the forwards of one wait for those "
-                    "of others, which share its experts or its balance loss: give each replica at least one sample "
-                    "for each microbatch of the schedule, as with DataLoader(..., drop_last=True)"
-                )
-        if balanced is not None and self._last_stage in self.stages:
-            last = self.stages[self._last_stage]
-            last.call = _within(balanced, last.call)
 
     def _unload(self, compiled: Compiled) -> None:
         """Frees the batch and everything made from it."""
