@@ -312,9 +312,9 @@ class Pipeline(nn.Module):
                 rules=rules,
                 has_criterion=criterion is not None,
             )
-            if graph and any(forms) and context.copies.size > 1:
+            if (graph or context.elastic) and any(forms) and context.copies.size > 1:
                 raise UsageError(
-                    "graph=True does not go together with a balance loss over replicas: leave it out, or set "
+                    f"{'graph' if graph else 'elastic'}=True does not go together with a balance loss over replicas: leave it out, or set "
                     "config.output_router_logits to False"
                 )
         if plan.trace.keepers and schedule.num_microbatches > 1 and context.rank == 0:
