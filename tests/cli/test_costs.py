@@ -40,8 +40,8 @@ def test_every_option_is_a_cost(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         assert makespan(capsys, *sizes, option, 3) > plain
     paired = tmp_path / "paired.csv"
     paired.write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1", encoding="utf-8")
-    for option in (("--overlap", 1), ("--exchange", 0.5)):
-        assert makespan(capsys, paired, *option) == makespan(capsys, paired) - 1
+    for name, value in {"--overlap": 1.0, "--exchange": 0.5}.items():
+        assert makespan(capsys, paired, name, value) == makespan(capsys, paired) - 1
 
 
 def test_bytes_are_said_where_they_are_known(capsys: pytest.CaptureFixture[str]) -> None:

@@ -314,8 +314,8 @@ class Pipeline(nn.Module):
             )
             if (graph or context.elastic) and any(forms) and context.copies.size > 1:
                 raise UsageError(
-                    f"{'graph' if graph else 'elastic'}=True does not go together with a balance loss over replicas: leave it out, or set "
-                    "config.output_router_logits to False"
+                    f"{'graph' if graph else 'elastic'}=True does not go together with a balance loss over replicas: "
+                    "leave it out, or set config.output_router_logits to False"
                 )
         if plan.trace.keepers and schedule.num_microbatches > 1 and context.rank == 0:
             LOG.warning(KEEPS, *plan.trace.keepers[0])
