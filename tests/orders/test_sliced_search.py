@@ -273,5 +273,8 @@ def test_what_cannot_be_searched_for_is_refused() -> None:
         search(LINEAR, 4, cost, slices=0)
     with pytest.raises(UsageError, match="slice_ends has 3 numbers, but the schedule has 2 slices"):
         search(LINEAR, 4, replace(cost, slice_ends=(1, 2, 3)), slices=2)
+    buffers = {Content.KEYS: (1.0,) * 4, Content.KEYS_GRADIENT: (2.0,) * 4}  # half of the latter: of the first slice
+    with pytest.raises(UsageError, match=r"bytes_cap 9.5 is too small: rank 0 needs at least 10, for one microbatch"):
+        search(LINEAR, 4, replace(cost, kept_bytes=buffers), slices=2, bytes_cap=9.5)
     with pytest.raises(UsageError, match=r"memory_cap 0.9 is too small: rank 0 needs at least 1, for one microbatch"):
         search(LINEAR, 4, cost, slices=2, memory_cap=0.9)
