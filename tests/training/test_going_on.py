@@ -67,13 +67,15 @@ def stepped(pipeline: Any, optimizer: torch.optim.Optimizer, seed: int) -> float
     return None if loss is None else loss.item()
 
 
-def saved_after_a_death(folder: str) -> list[float | None]:
+def saved_after_a_death(folder: str, before_save: bool) -> list[float | None]:
     rank, pipeline = current_context().rank, build(MODEL, of_replica(2))
     optimizer = torch.optim.Adam(pipeline.parameters(), lr=0.01)
     stepped(pipeline, optimizer, 0)
-    if rank == 0:
+    if rank == 0 and not before_save:
         die()
     stepped(pipeline, optimizer, 1)
+    if rank == 0:
+        die()
     save_checkpoint(folder, pipeline, optimizer, step=2)
     return [stepped(pipeline, optimizer, seed) for seed in (2, 3)]
 
@@ -85,8 +87,10 @@ def loaded(folder: str) -> list[float | None]:
     return [stepped(pipeline, optimizer, seed) for seed in (2, 3)]
 
 
-def test_a_checkpoint_that_was_saved_after_a_death_is_one_of_all_ranks(tmp_path: Path) -> None:
-    saved = run_threads(saved_after_a_death, 4, str(tmp_path / "saved"), data=2, elastic=True, deadline=60, timeout=20)
+@pytest.mark.parametrize("before_save", [False, True], ids=["before a step", "before the save"])
+def test_a_checkpoint_that_was_saved_after_a_death_is_one_of_all_ranks(before_save: bool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"data": 2, "elastic": True, "deadline": 60, "timeout": 20}
+    saved = run_threads(saved_after_a_death, 4, str(tmp_path / "saved"), before_save, **options)
     whole = run_threads(loaded, 4, str(tmp_path / "saved"), data=2, deadline=60, timeout=20)
     assert saved[1] == pytest.approx(whole[1], rel=1e-12)
     assert saved[3] == pytest.approx(whole[3], rel=1e-12)

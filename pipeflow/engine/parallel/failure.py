@@ -17,7 +17,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 from pipeflow.core.action import Action
 from pipeflow.core.errors import Failure, PipeflowError, PipelineError, UsageError, error_of
-from pipeflow.engine.parallel.transport.agreement import all_gather_object
+from pipeflow.engine.parallel.transport.agreement import all_gather, all_gather_object
 from pipeflow.engine.parallel.transport.protocol import LinkError, Subset, Transport
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class Alarm:
         is_again = False
         while True:
             try:
-                with self.raised_everywhere(call, is_again=is_again):
+                with self._everywhere(call, is_again=is_again):
                     result, told = run() if self._told is None else (end(self._told), self._told)
             except PipelineError as error:
                 if self.survive is None or self._dead is not None or error.failure.died is None or error.failure.left:
@@ -120,18 +120,31 @@ class Alarm:
             self.members[number].join()
         self._living = living
 
+    def _meet(self) -> tuple[None, object]:
+        all_gather(Subset(self._transport, self._transport.living), [0.0])
+        return None, True
+
     @contextmanager
-    def raised_everywhere(self, call: object = "", *, is_again: bool = False) -> Iterator[None]:
+    def raised_everywhere(self, call: object = "") -> Iterator[None]:
         """Wraps a call that all ranks make together: an error in it on any rank is raised on every rank.
 
         `call`, as a string, describes this rank's call. It appears in the error if ranks make different calls, as in a
-        `RankPlace`. `is_again` says that it is the last call once more.
+        `RankPlace`.
 
         On the rank where the error happened, pipeflow's own errors and interruptions are raised unchanged; any other
         error becomes the cause of a PipelineError. All other ranks raise that PipelineError, which is a UsageError as
         well if the error was one, and so does this rank if its batch or call, which are others, explain the error. The
-        next call then starts afresh, unless a rank died: then every further call raises the same error.
+        next call then starts afresh, unless a rank died: then every further call raises the same error. In an elastic
+        world, ranks that died before this call are no error.
         """
+        if self.survive is not None:
+            self.run(call, self._meet, lambda _: None)
+        with self._everywhere(call):
+            yield
+
+    @contextmanager
+    def _everywhere(self, call: object, *, is_again: bool = False) -> Iterator[None]:
+        """The inner part of a call, which may be the last call once more (`is_again`)."""
         if self._dead is not None:
             raise PipelineError(self._dead)
         transport, place = self._transport, self._transport.place
