@@ -14,6 +14,7 @@ from tests.huggingface.trainers import train, train_at_random, train_by_length, 
 pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 LAYOUTS: dict[str, Any] = {"pipeline": {}, "tensor": {"tensor": 2}, "data": {"data": 2}}
+LAYOUTS |= {"experts": {"data": 2, "experts": 2}}
 CASES = [("llama", "tensor")]
 MORE = [
     ("bert", "data"),
@@ -22,6 +23,7 @@ MORE = [
     ("bert", "pipeline"),
     ("bert", "tensor"),
     ("masked", "data"),
+    ("mixtral", "experts"),
 ]
 
 

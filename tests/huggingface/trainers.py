@@ -26,6 +26,9 @@ def make_module(kind: str, **options: Any) -> Any:
     if kind == "llama":
         config = transformers.LlamaConfig(**_SIZES, num_key_value_heads=2, tie_word_embeddings=True, **options)
         return transformers.LlamaForCausalLM(config)
+    if kind == "mixtral":
+        more = {"num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": False}
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**(_SIZES | more | options)))
     config = transformers.BertConfig(**_SIZES, **_STILL, **options, num_labels=3)
     module = (transformers.BertForMaskedLM if kind == "masked" else transformers.BertForSequenceClassification)(config)
     module.accepts_loss_kwargs = False  # it takes num_items_in_batch and does not look at it
