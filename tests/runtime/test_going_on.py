@@ -33,7 +33,7 @@ from pipeflow.testing.models import PlainModel, TiedModel, TinyModel
 from tests.covering import some_rows
 from tests.runtime.going_on import Death, Trained, batch_of, build, of_replica, train, train_table
 
-WHEN = ("read", "forward", "backward", "sums", "agreement", "half of the agreement")
+WHEN = ("half of the agreement", "read", "forward", "backward", "sums", "agreement")
 
 
 def trained(
