@@ -155,8 +155,8 @@ def _require_elastic(layout: WorldLayout, rank: int) -> None:
         )
     if rank == 0 and "TORCHELASTIC_RUN_ID" in os.environ:
         LOG.warning(
-            "torchrun ends all processes when one of them dies, so elastic=True has no effect: start processes in "
-            "another way, such as srun --no-kill --kill-on-bad-exit=0"
+            "torchrun ends all processes when one of them dies, so elastic=True has no effect: start them with "
+            "pipeflow run, or srun --no-kill --kill-on-bad-exit=0"
         )
 
 
