@@ -106,7 +106,7 @@ def run_threads(
 
     def run(rank: int) -> None:
         transport = LocalTransport(hub, rank, device=place, timeout=timeout)
-        contexts[rank] = own = Context(rank, layout, place, transport, context_attention, elastic)
+        contexts[rank] = own = Context(rank, layout, place, transport, context_attention, elastic=elastic)
         set_context(own)
         if place.type == "cuda":
             torch.cuda.set_stream(torch.cuda.Stream(place))

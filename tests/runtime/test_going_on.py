@@ -26,6 +26,7 @@ from pipeflow import (
 from pipeflow.engine.parallel.context import current_context
 from pipeflow.engine.parallel.launcher import _require_elastic
 from pipeflow.engine.parallel.layout import WorldLayout
+from pipeflow.engine.parallel.rendezvous import RUN_ID
 from pipeflow.engine.runtime.elastic import Retried
 from pipeflow.engine.runtime.stage import Stage
 from pipeflow.testing import die, run_processes, run_threads
@@ -280,8 +281,9 @@ def test_what_keeps_states_on_one_replica_is_refused() -> None:
         ({"experts": 2}, "goes on with pipeline and data ranks alone, and experts is 2"),
         ({"pipeline": 4}, "needs replicas, and there is one: if a rank died, nobody would have its stages"),
         ({"data": 4}, "4 processes are 2 replicas, not 4: start 8 processes"),
+        ({"pipeline": 4, "data": 2}, "4 processes are 1 replica, not 2: start 8 processes"),
     ],
-    ids=["tensor", "context", "experts", "one", "data"],
+    ids=["tensor", "context", "experts", "one", "data", "one of two"],
 )
 def test_a_launch_that_could_not_go_on_is_refused(
     arguments: dict[str, int], expected: str, monkeypatch: pytest.MonkeyPatch
@@ -293,12 +295,13 @@ def test_a_launch_that_could_not_go_on_is_refused(
         launch(**{"pipeline": pipeline, "elastic": True, **arguments})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("starter", "named"), [("none", 1), (RUN_ID, 0)])
 def test_a_starter_that_ends_all_ranks_is_named_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    starter: str, named: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", starter)
     for rank in range(4):
         _require_elastic(WorldLayout(pipeline=2, data=2), rank)
     assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
         "torchrun ends all processes when one of them dies"
-    ]
+    ] * named

@@ -27,6 +27,7 @@ from pipeflow.engine.parallel.device import own_device, prepare
 from pipeflow.engine.parallel.failure import write_once
 from pipeflow.engine.parallel.layout import WorldLayout
 from pipeflow.engine.parallel.rendezvous import (
+    RUN_ID,
     address_towards,
     come,
     did_not_come,
@@ -118,9 +119,9 @@ def launch(
     grid: dict[str, Any] = {"tensor_mode": tensor_mode, "tensor_depth": tensor_depth}
     layout = WorldLayout.of(world_size, pipeline, tensor, context, experts, **grid)
     if data not in (None, layout.data):
+        replicas = f"{layout.data} replica{'s' * (layout.data > 1)}"
         raise UsageError(
-            f"{world_size} processes are {layout.data} replicas, not {data}: start {world_size // layout.data * data} "
-            f"processes"
+            f"{world_size} processes are {replicas}, not {data}: start {world_size // layout.data * data} processes"
         )
     if elastic:
         _require_elastic(layout, rank)
@@ -153,7 +154,7 @@ def _require_elastic(layout: WorldLayout, rank: int) -> None:
             "elastic=True needs replicas, and there is one: if a rank died, nobody would have its stages, and the job "
             "would start again from a checkpoint; launch with data=2 or more, or without elastic=True"
         )
-    if rank == 0 and "TORCHELASTIC_RUN_ID" in os.environ:
+    if rank == 0 and os.environ.get("TORCHELASTIC_RUN_ID", RUN_ID) != RUN_ID:
         LOG.warning(
             "torchrun ends all processes when one of them dies, so elastic=True has no effect: start them with "
             "pipeflow run, or srun --no-kill --kill-on-bad-exit=0"

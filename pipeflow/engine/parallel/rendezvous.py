@@ -23,6 +23,8 @@ import torch.distributed as dist
 from pipeflow.core.errors import Failure, PipelineError, UsageError
 from pipeflow.engine.parallel.control.rescue import aside
 
+RUN_ID = "pipeflow run"  # TORCHELASTIC_RUN_ID of ranks that `pipeflow run` started, which do not end together
+
 
 def resolve(host: str) -> str:
     """The address of `host` as this machine resolves it. Raises OSError."""

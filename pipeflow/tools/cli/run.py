@@ -62,9 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
     if nodes > 1 and arguments.master_addr is None:
         raise UsageError("several nodes need --master-addr, the name of machine 0 that all of them know")
     host, port = arguments.master_addr or "127.0.0.1", arguments.master_port or (29500 if nodes > 1 else 0)
-    if node == 0:
-        from pipeflow.engine.parallel.rendezvous import serve
+    from pipeflow.engine.parallel.rendezvous import RUN_ID, serve
 
+    if node == 0:
         try:
             store: Any = serve(host, port, ranks * nodes)  # lives as long as this function
         except (OSError, RuntimeError) as error:
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         "WORLD_SIZE": str(ranks * nodes),
         "LOCAL_WORLD_SIZE": str(ranks),
         "GROUP_RANK": str(node),
-        "TORCHELASTIC_RUN_ID": "pipeflow",
+        "TORCHELASTIC_RUN_ID": RUN_ID,
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's name for a store that no rank serves
         "TORCHELASTIC_MAX_RESTARTS": str(arguments.restart),
     }
