@@ -85,11 +85,11 @@ if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 wait((folder / "1.pid").exists)
 time.sleep(1)
-print("goes on")
+print(os.environ["TORCHELASTIC_RUN_ID"], "goes on")
 sys.exit(3 * (rank == 2))
 """
     status, out, err = result(tmp_path, script, ranks=3)
-    assert (status, out) == (128 + signal.SIGKILL, ["[rank 0] goes on", "[rank 2] goes on"])
+    assert (status, out) == (128 + signal.SIGKILL, [f"[rank {rank}] pipeflow run goes on" for rank in (0, 2)])
     assert err == [
         "pipeflow run: rank 0 ended with status 0",
         "pipeflow run: rank 1 was killed by SIGKILL",
