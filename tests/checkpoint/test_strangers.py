@@ -18,6 +18,7 @@ from pipeflow.checking import keep_weights, record
 from pipeflow.colossalai.boosters import write_file
 from pipeflow.core.files import replacing
 from pipeflow.engine.parallel.context import current_context
+from pipeflow.engine.parallel.transport.agreement import all_gather_object
 from pipeflow.testing import run_threads
 from pipeflow.training.checkpoint.tensor_files import INDEX, SINGLE, parts_folder
 from tests.checkpoint.checkpoints import Run
@@ -161,6 +162,7 @@ def test_ranks_save_weights_to_one_folder_that_they_can_write(tmp_path: Path) ->
 def write_into_parts(path: Path) -> Any:
     with parts_folder(path, current_context()) as folder:
         (folder / f"part-{current_context().rank}-0.safetensors").write_bytes(b"x")
+        all_gather_object(current_context().world, None)  # no rank leaves the folder before others wrote
     return folder
 
 
