@@ -231,7 +231,8 @@ for _ in range(2000):
         (["--ranks", 1, "--restart", -1, "a.py"], "restart must be an integer of at least 0, got -1"),
         (["--ranks", 1, "--node-rank", 1, "a.py"], "--node-rank must be from 0 to 0, got 1"),
         (["--ranks", 1, "--nodes", 2, "a.py"], "several nodes need --master-addr"),
-        (["--ranks", 1, "--master-addr", "no.such.host.invalid", "a.py"], "no store can be served at no.such.host.inv"),
+        (["--ranks", 1, "a.py"], "there is no script 'a.py' here"),
+        (["--ranks", 1, "--master-addr", "no.such.host.invalid", "-m", "a"], "no store can be served at no.such"),
         (["--ranks", 1], "the following arguments are required: SCRIPT"),
     ],
 )

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from threading import Lock, Thread
 from typing import IO, Any
 
@@ -61,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--node-rank must be from 0 to {nodes - 1}, got {node}")
     if nodes > 1 and arguments.master_addr is None:
         raise UsageError("several nodes need --master-addr, the name of machine 0 that all of them know")
+    if not arguments.module and not Path(arguments.script).exists():
+        raise UsageError(f"there is no script {arguments.script!r} here; the name of a module comes after -m")
     host, port = arguments.master_addr or "127.0.0.1", arguments.master_port or (29500 if nodes > 1 else 0)
     from pipeflow.engine.parallel.rendezvous import RUN_ID, serve
 
