@@ -163,8 +163,8 @@ def run_processes(
     of results by rank.
 
     Args:
-        function, ranks, arguments, tensor, data, context, context_attention, experts, tensor_mode, tensor_depth,
-            elastic: as in `run_threads`; function, arguments and results must be picklable.
+        function, ranks, arguments: as in `run_threads`; function, arguments and results must be picklable.
+        tensor, data, context, context_attention, experts, tensor_mode, tensor_depth, elastic: as in `run_threads`.
         deadline: seconds after which ranks that still run are ended.
         timeout: as in `launch`, in seconds.
         may_die: ranks that may be killed by the test; their result is then None.
