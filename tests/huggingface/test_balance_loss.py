@@ -175,7 +175,7 @@ def refused(kind: str) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
-    "slices": ({}, 1, r"a balance loss \(config.output_router_logits\) needs whole microbatches"),
+    "slices": ({}, 1, "slices do not go together with a balance loss"),
     "mask": ({"context": 2}, 2, "context ranks take no attention_mask with a balance loss of experts"),
     "microbatches": ({"data": 2}, 2, "replicas have 2, 1 microbatches, .* divide each batch into as many"),
 }
