@@ -29,7 +29,7 @@ from pipeflow.schedules.order_search import exact, search
 from pipeflow.schedules.orders.batch_order import large_first
 from pipeflow.schedules.orders.list_scheduling import Builder, run_times
 from pipeflow.schedules.orders.lower_bounds import bounds
-from pipeflow.schedules.orders.problem import Objective, make_problem, to_schedule, to_sequences
+from pipeflow.schedules.orders.problem import Objective, Problem, make_problem, to_schedule, to_sequences
 from pipeflow.schedules.orders.rules import plain_rules, varied
 from pipeflow.schedules.zb_auto import zb_auto
 from tests.families import make_near
@@ -208,17 +208,24 @@ def test_every_candidate_is_sound_within_the_cap_and_above_the_bound(
     caps = [each * largest + draw.random() * room for each in least_caps(placement, cost, in_bytes=in_bytes)]
     capped: dict[str, Any] = {"bytes_cap" if in_bytes else "memory_cap": caps}
     problem_ = make_problem(placement, many, cost, **capped, objective=objective)
-    bound = bounds(problem_)
-    builder = Builder.of(problem_, bound)
+    require_sound_candidates(problem_, cost, caps, draw, in_bytes=in_bytes)
+
+
+def require_sound_candidates(
+    problem: Problem, cost: CostModel, caps: Sequence[float], draw: Random, *, in_bytes: bool
+) -> None:
+    """Candidates of some rules, drawn at random, pass `verify`, keep the caps and are no better than the bound."""
+    bound = bounds(problem)
+    builder = Builder.of(problem, bound)
     grid = list(plain_rules(builder.alike, builder.heads))
     some = [draw.choice([rules for rules in grid if (rules.slack is None) is direct]) for direct in (True, True, False)]
     for rules in (*some, *(varied(each, builder.alike, draw) for each in some)):
         candidate = builder.candidate(rules)
         assert candidate is not None
-        schedule = to_schedule("any", problem_, candidate.sequences)
+        schedule = to_schedule("any", problem, candidate.sequences)
         assert verify(schedule) == []
         timeline = simulate(schedule, cost)
-        ran = value(timeline, objective)
+        ran = value(timeline, problem.objective)
         assert bound.objective * (1 - 1e-9) <= ran <= candidate.objective * (1 + 1e-9)
         peaks = timeline.peak_bytes if in_bytes else timeline.peak_activations
         assert all(peak <= cap + 1e-6 for peak, cap in zip(peaks, caps, strict=True))

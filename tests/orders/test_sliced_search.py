@@ -24,12 +24,11 @@ from pipeflow.core.timeline import Span, Timeline
 from pipeflow.schedules import make_schedule
 from pipeflow.schedules.families import schedules_on
 from pipeflow.schedules.order_search import search
-from pipeflow.schedules.orders.list_scheduling import Builder, run_times
+from pipeflow.schedules.orders.list_scheduling import run_times
 from pipeflow.schedules.orders.lower_bounds import bounds
 from pipeflow.schedules.orders.problem import Objective, make_problem, to_schedule, to_sequences
-from pipeflow.schedules.orders.rules import plain_rules, varied
 from pipeflow.testing import run_threads
-from tests.orders.test_search import OBJECTIVES, random_cost, value, with_bytes, with_factors
+from tests.orders.test_search import OBJECTIVES, random_cost, require_sound_candidates, value, with_bytes, with_factors
 from tests.runtime.test_slices import batch_of, require, step
 
 LINEAR = Placement.linear(4)
@@ -154,20 +153,7 @@ def test_every_candidate_is_sound_within_the_cap_and_above_the_bound(
     problem = make_problem(
         placement, many, cost, **{"bytes_cap" if in_bytes else "memory_cap": caps}, objective=objective, slices=slices
     )
-    bound = bounds(problem)
-    builder = Builder.of(problem, bound)
-    grid = list(plain_rules(builder.alike, builder.heads))
-    some = [draw.choice([rules for rules in grid if (rules.slack is None) is direct]) for direct in (True, True, False)]
-    for rules in (*some, *(varied(each, builder.alike, draw) for each in some)):
-        candidate = builder.candidate(rules)
-        assert candidate is not None
-        schedule = to_schedule("any", problem, candidate.sequences)
-        assert verify(schedule) == []
-        timeline = simulate(schedule, cost)
-        ran = value(timeline, objective)
-        assert bound.objective * (1 - 1e-9) <= ran <= candidate.objective * (1 + 1e-9)
-        peaks = timeline.peak_bytes if in_bytes else timeline.peak_activations
-        assert all(peak <= cap + 1e-6 for peak, cap in zip(peaks, caps, strict=True))
+    require_sound_candidates(problem, cost, caps, draw, in_bytes=in_bytes)
 
 
 @pytest.mark.parametrize("factors", [(), (2.0,)])
